@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles, read_config
-from models.lora import add_adapters, merged, save_adapters
+from models.lora import add_adapters, save_adapters
 from models.merge_check import TOKENS
 from models.quantized import pack, unpack
 from tests.model_folder import tiny_config, write_model
@@ -76,31 +76,6 @@ def test_an_adapter_is_read_as_peft_merges_it(base, tmp_path, task, rslora):
         n for n in plain.tensors if not torch.equal(plain.read(n), files.read(n).bfloat16())
     ]
     assert len(moved) == 4 and all("q_proj" in n or "down_proj" in n for n in moved)
-
-
-@pytest.mark.parametrize("rslora", [False, True])
-def test_adapters_scale_alike_in_training_export_and_peft(base, tmp_path, rslora):
-    """In the trained layer, in merged weights, and in an adapter's folder, which is read as PEFT does."""
-    section = LoraSection(rank=4, alpha=8.0, rslora=rslora, targets=["q_proj"])
-    model = add_adapters(CausalLM(SHAPE), section)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    adapters = {name: p for name, p in weights.items() if ".lora_" in name}
-    whole = dict(merged(weights.items(), adapters, section))
-    stem = "model.layers.0.self_attn.q_proj"
-    change = whole[f"{stem}.weight"] - weights[f"{stem}.base_layer.weight"]
-    x, layer = torch.randn(5, 16), model.get_submodule(stem)
-    assert_close(layer(x), x @ whole[f"{stem}.weight"].T, rtol=1e-4, atol=1e-4)
-    (tmp_path / "out").mkdir()
-    save_adapters(
-        tmp_path / "out", adapters, ModelSection(path=str(base), lora=section), reward=False
-    )
-    read = (
-        WeightFiles(tmp_path / "out").read(f"{stem}.weight")
-        - WeightFiles(base).read(f"{stem}.weight").float()
-    )
-    assert_close(read, change.view(-1), rtol=1e-3, atol=1e-4)
 
 
 def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, merge):

@@ -17,12 +17,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("losses", "models", "ulysses")
 FLOORS = {
-    "losses": 1, "ulysses.parallel": 1, "ulysses.disk": 1, "ulysses.environment": 1, "ulysses.imports": 1,
-    "ulysses.config": 1,
-    "ulysses.memory": 1, "ulysses.gradients": 1, "ulysses.data": 2, "models": 2, "ulysses.zero": 3,
-    "ulysses.stages": 4, "ulysses.rl": 5, "ulysses.run": 6,
-    "ulysses.train": 7, "ulysses.cli": 7, "ulysses.export": 7, "ulysses.report": 7, "ulysses.migrate": 7,
-}  # fmt: skip
+    name: floor
+    for floor, names in enumerate(
+        """losses ulysses.parallel ulysses.disk ulysses.environment ulysses.imports ulysses.config ulysses.memory \
+            ulysses.gradients
+        ulysses.data models
+        ulysses.zero
+        ulysses.stages
+        ulysses.rl
+        ulysses.run
+        ulysses.train ulysses.cli ulysses.export ulysses.report ulysses.migrate""".splitlines(),
+        start=1,
+    )
+    for name in names.split()
+}
 # Of our own code, what the models and the configuration may import.
 ONLY = {
     "models": ("models", "losses", "ulysses.parallel", "ulysses.memory", "ulysses.disk"),
@@ -38,11 +46,9 @@ FOREIGN_ONLY_IN = {
     "bitsandbytes": "models/quantized.py",
 }
 # Words of DeepSpeed's internals: one file touches them, each with its reason.
-DEEPSPEED_INTERNALS = (
-    "param_coordinator", "_clear_trace_structures", "ds_grad_is_ready", "stage3_allgather_sequential",
-    "grad_partitions_flat_buffer", "_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters",
-    "averaged_gradients",
-)  # fmt: skip
+DEEPSPEED_INTERNALS = """param_coordinator _clear_trace_structures ds_grad_is_ready stage3_allgather_sequential
+    grad_partitions_flat_buffer _partition_all_parameters _reassign_or_swap_out_partitioned_parameters
+    averaged_gradients""".split()
 # The one assignment onto a foreign module: a compiled CPU collective, whose build can hang, is switched off.
 ALLOWED_FOREIGN_ASSIGNMENT = 'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False'
 

@@ -1,5 +1,7 @@
 """Packing and sharding on the host: targets, weights, columns, tails, laziness, refusals."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -35,16 +37,13 @@ def test_pack_shifts_targets_inside_each_sequence():
     first = Sequence([7, 8, 9], [9.0, 1.0, 0.5], {"c": [1, 2, 3]})
     given = [first, Sequence([5], [1.0], {"c": [4]}), Sequence([3, 0], [0, 1], {"c": [5, 6]})]
     batch = pack_shard(given, ParallelMesh())
-    expected = {
-        "tokens": [7, 8, 9, 5, 3, 0],
-        "targets": [8, 9, -100, -100, 0, -100],  # token 0 is a word like any other
-        "loss_weights": [1, 0.5, 0, 0, 1, 0],
-        "positions": [0, 1, 2, 0, 0, 1],
-        "sequence_ids": [0, 0, 0, 1, 2, 2],
-        "is_last": [0, 0, 1, 1, 0, 1],
-        "cu_seqlens": [0, 3, 4, 6],
-        "valid_index": [0, 1, 4],
-    }
+    # token 0 is a word like any other
+    expected = json.loads("""{
+        "tokens": [7, 8, 9, 5, 3, 0], "targets": [8, 9, -100, -100, 0, -100],
+        "loss_weights": [1, 0.5, 0, 0, 1, 0], "positions": [0, 1, 2, 0, 0, 1],
+        "sequence_ids": [0, 0, 0, 1, 2, 2], "is_last": [0, 0, 1, 1, 0, 1],
+        "cu_seqlens": [0, 3, 4, 6], "valid_index": [0, 1, 4]
+    }""")
     assert {name: getattr(batch, name).tolist() for name in expected} == expected
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.token_columns["c"].tolist() == [1, 2, 3, 4, 5, 6]
@@ -66,15 +65,8 @@ def test_pack_shard_equals_shard_of_pack_and_shards_hold_every_token_once(
         indices = one.cu_seqlens[one.sequence_ids] + one.positions
         real, padded = indices < total, one.attention_plan.total
         assert padded % sp == 0 and padded - total < sp and one.tokens.numel() == padded // sp
-        for name in (
-            "tokens",
-            "targets",
-            "loss_weights",
-            "positions",
-            "sequence_ids",
-            "is_last",
-            "reference_logps",
-        ):
+        names = "tokens targets loss_weights positions sequence_ids is_last reference_logps"
+        for name in names.split():
             here, there = ({**vars(b), **b.token_columns}[name] for b in (one, pack))
             assert (
                 torch.equal(here[real], there[indices[real]]) and here.dtype == there.dtype

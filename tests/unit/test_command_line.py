@@ -1,5 +1,6 @@
 """Configuration from TOML and arguments."""
 
+import json
 from typing import get_args
 
 import pytest
@@ -28,23 +29,20 @@ def test_arguments_override_toml(tmp_path):
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-6, (0.9, 0.99))
 
 
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
-        (["--data.train", "a", "--data.train=b"], ["a", "b"]),
-        (
-            ["--data.train", '[{"path": "a"}, {"path": "b", "weight": 2}]'],
-            [{"path": "a"}, {"path": "b", "weight": 2}],
-        ),
-        (["--data.train", '{"path": "a"}', "--data.train", '["b"]'], [{"path": "a"}, "b"]),
-        (["--data.train", "[]"], []),
-    ],
-)
-def test_data_sources_are_kept_one_by_one_and_replace_the_files(tmp_path, arguments, expected):
+SOURCES = {
+    "--data.train a --data.train=b": '["a", "b"]',
+    '--data.train [{"path":"a"},{"path":"b","weight":2}]': '[{"path": "a"}, {"path": "b", "weight": 2}]',
+    '--data.train {"path":"a"} --data.train ["b"]': '[{"path": "a"}, "b"]',
+    "--data.train []": "[]",
+}
+
+
+@pytest.mark.parametrize("line", SOURCES)
+def test_data_sources_are_kept_one_by_one_and_replace_the_files(tmp_path, line):
     toml = tmp_path / "a.toml"
     toml.write_text('[data]\ntrain = {path = "c", weight = 3, split = "test"}\neval = "d"\n')
-    config = parse_command_line([*BASE, "--config", str(toml), *arguments]).config
-    assert config.data.train == expected and config.data.eval == "d"
+    config = parse_command_line([*BASE, "--config", str(toml), *line.split()]).config
+    assert config.data.train == json.loads(SOURCES[line]) and config.data.eval == "d"
 
 
 def test_learning_rate_factor():

@@ -19,13 +19,9 @@ from ulysses.data.read.chat import ChatTemplate, TextEncoder, load_tokenizer
 from ulysses.data.read.messages import Message
 from ulysses.disk import write_json
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
-    }
-]
-CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+TOOLS = json.loads("""[{"type": "function", "function":
+    {"name": "f", "description": "d", "parameters": {"type": "object"}}}]""")
+CALL = json.loads('{"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}')
 PLAIN_CHATML = (  # as many model folders ship it: no generation marks
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -82,14 +78,14 @@ def encode_all(template, rendered, **options):
     return found
 
 
+def answers_of(messages):
+    return [i for i, message in enumerate(messages) if message.role == "assistant"]
+
+
 def encode(template, messages, tools=(), generation_prompt=False):
     """One conversation with all of its answers, or one that ends as a prompt."""
-    answers = [
-        i
-        for i, message in enumerate(messages)
-        if message.role == "assistant" and not generation_prompt
-    ]
-    return encode_all(template, template.render(messages, tools, answers))[0]
+    trained = [] if generation_prompt else answers_of(messages)
+    return encode_all(template, template.render(messages, tools, trained))[0]
 
 
 def written(tokenizer, name, messages, tools=(), **options):
@@ -112,10 +108,8 @@ def test_spans_are_the_answers_with_their_end_of_turn(tokenizers, name):
         *conversation("Hello there", "General Kenobi", "ok", "Bye."),
     ]
     encoded = encode(template, messages)
-    assert [t.strip() for t in answers(tokenizer, encoded)] == [
-        "General Kenobi" + END[name],
-        "Bye." + END[name],
-    ]
+    said = [t.strip() for t in answers(tokenizer, encoded)]
+    assert said == ["General Kenobi" + END[name], "Bye." + END[name]]
     end = tokenizer.convert_tokens_to_ids(END[name])
     assert all(encoded.tokens[a:b].count(end) == 1 for a, b in encoded.spans)
     assert template.stop_tokens == sorted({end, tokenizer.eos_token_id})
@@ -126,9 +120,8 @@ def test_spans_are_the_answers_with_their_end_of_turn(tokenizers, name):
     length = encoded.spans[-1][1]  # nothing after the last end-of-turn token
     assert encoded.tokens == expected["input_ids"][:length]
     mask = [int(any(a <= i < b for a, b in encoded.spans)) for i in range(length)]
-    assert mask == expected["assistant_masks"][:length] and not any(
-        expected["assistant_masks"][length:]
-    )
+    rest = len(expected["input_ids"]) - length
+    assert mask + [0] * rest == expected["assistant_masks"]
     assert tokenizer.decode(expected["input_ids"][length:]).strip() == ""
 
 
@@ -144,9 +137,8 @@ def test_tools_and_calls_are_rendered_like_transformers(tokenizers, name):
         plain, tools=TOOLS, chat_template=template.text, tokenize=False
     )
     encoded = encode(template, messages, TOOLS)
-    assert tokenizer.decode(encoded.tokens) == text[
-        : len(tokenizer.decode(encoded.tokens))
-    ].rstrip("\n")
+    found = tokenizer.decode(encoded.tokens)
+    assert found == text[: len(found)].rstrip("\n")
     first, last = answers(tokenizer, encoded)
     assert '"name": "f"' in first and '"x": "é"' in first and first.endswith(END[name])
     assert last.strip() == "7" + END[name]
@@ -165,32 +157,10 @@ def test_known_renderings(tokenizers):
     )
 
 
-PARTS = (
-    "<|im_end|>",
-    "<|im_start|>assistant\n",
-    "<|eot_id|>",
-    "<|begin_of_text|>",
-    "<|endoftext|>",
-    "\n",
-    "\n\n",
-    " ",
-    "  ",
-    "\t",
-    "a",
-    "Z9",
-    "é",
-    "漢字",
-    "🙂",
-    "e\u0301",
-    "<",
-    "|>",
-    "{{ x }}",
-    "{% if %}",
-    "\\n",
-    "\r\n",
-    "\u200b",
-    "</s>",
-)
+PARTS = [
+    *"<|im_end|> <|eot_id|> <|begin_of_text|> <|endoftext|> a Z9 é 漢字 🙂 e\u0301 < |> \\n \u200b </s>".split(" "),
+    *"<|im_start|>assistant\n;\n;\n\n; ;  ;\t;{{ x }};{% if %};\r\n".split(";"),
+]
 
 
 @named
@@ -208,8 +178,7 @@ def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, name)
             "x" + "".join(generator.choices(PARTS, k=generator.randrange(1, 9))) + "y"
             for _ in range(4)
         ]
-        texts[1] = texts[1][1:]  # answers may begin with anything
-        texts[3] = texts[3][1:]
+        texts[1::2] = (text[1:] for text in texts[1::2])  # answers may begin with anything
         messages = conversation(*texts)
         encoded = encode(template, messages)
         for turns in (1, 3):
@@ -217,14 +186,11 @@ def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, name)
             assert prompt.tokens == encoded.tokens[: encoded.spans[turns // 2][0]]
         trims = name in ("llama3", "llama3.1", "plain")
         for written, text in zip(answers(tokenizer, encoded), texts[1::2]):
-            assert (
-                written
-                == (" " * (name == "plain")) + (text.strip() if trims else text) + END[name]
-            )
+            kept = text.strip() if trims else text
+            assert written == " " * (name == "plain") + kept + END[name]
         assert count(encoded) == count(encode(template, conversation("xy", "xy", "xy", "xy")))
-    assert (
-        tokenizer(END[name])["input_ids"][-1] == tokenizer.eos_token_id
-    )  # the caller's stays as it was
+    # the caller's tokenizer stays as it was
+    assert tokenizer(END[name])["input_ids"][-1] == tokenizer.eos_token_id
 
 
 def test_exactly_one_bos(tokenizers, templated):
@@ -236,9 +202,8 @@ def test_exactly_one_bos(tokenizers, templated):
     )
     for template in (ChatTemplate(tokenizer, "llama3"), without):
         encoded = encode(template, conversation("<|begin_of_text|>", "<|begin_of_text|>a"))
-        assert [
-            i for i, token in enumerate(encoded.tokens) if token == tokenizer.bos_token_id
-        ] == [0]
+        assert encoded.tokens[0] == tokenizer.bos_token_id
+        assert encoded.tokens.count(tokenizer.bos_token_id) == 1
         assert answers(tokenizer, encoded) == ["<|begin_of_text|>a<|eot_id|>"]
     assert TextEncoder(tokenizers["chatml"]).bos is None
 
@@ -250,18 +215,13 @@ def test_exactly_one_bos(tokenizers, templated):
 def test_marks_without_the_end_of_turn_and_templates_without_any(
     tokenizers, templated, after, ends
 ):
-    marks = (
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-        + after
+    text = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}AFTER"
+        "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
     )
-    other = "{% else %}{{ m.content }}\n{% endif %}"
-    template = templated(
-        tokenizers["chatml"], "{% for m in messages %}" + marks + other + "{% endfor %}"
-    )
-    assert (
-        answers(tokenizers["chatml"], encode(template, conversation("q", "a", "r", "b")))
-        == ends
-    )
+    tokenizer = tokenizers["chatml"]
+    template = templated(tokenizer, text.replace("AFTER", after))
+    assert answers(tokenizer, encode(template, conversation("q", "a", "r", "b"))) == ends
 
 
 def unmarked(name):
@@ -285,12 +245,9 @@ def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templ
         said = ["a", "b c", "a", "x\n\ny", "<think>z</think>w", "user", END[name]]
         if case % 4 == 0:
             said += [" a", "b \n"]
-        messages = [Message("system", "s")] * (case % 2) + conversation(
-            *draw.choices(said, k=20 + case % 3)
-        )
-        answers = [i for i, message in enumerate(messages) if message.role == "assistant"][
-            case % 5 :
-        ]
+        said = conversation(*draw.choices(said, k=20 + case % 3))
+        messages = [Message("system", "s")] * (case % 2) + said
+        answers = answers_of(messages)[case % 5 :]
         with mock.patch.object(Template, "generate", counted):
             for turns in ("together", "auto"):
                 (together,) = encode_all(
@@ -304,15 +261,11 @@ def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templ
         assert len(alone) == len(answers)
         for one, span in zip(reversed(alone), together.spans):
             assert one.spans == [span] and one.tokens == together.tokens[: span[1]]
-    last = PLAIN_CHATML.replace(
-        "message['content']", "message['content'] + ('!' if loop.revindex == 2 else '')"
-    )
-    with pytest.raises(
-        DropRowError, match="rewrites earlier turns|where it opens the assistant's turn"
-    ):
-        templated(tokenizers["chatml"], last).render(
-            conversation(*"uaubucud"), (), [1, 3, 5, 7]
-        )
+    only_last = "message['content'] + ('!' if loop.revindex == 2 else '')"
+    last = templated(tokenizers["chatml"], PLAIN_CHATML.replace("message['content']", only_last))
+    sentence = "rewrites earlier turns|where it opens the assistant's turn"
+    with pytest.raises(DropRowError, match=sentence):
+        last.render(conversation(*"uaubucud"), (), [1, 3, 5, 7])
 
 
 def test_a_template_that_rewrites_history_is_refused_per_row(tokenizers, templated):
@@ -337,11 +290,7 @@ R1 = (  # opens every answer with <think>, and shows none of the thinking, as De
 
 def texts(tokenizer, template, messages, turns, answers=None):
     """The rendered texts, with their trained answers in brackets."""
-    answers = (
-        [i for i, m in enumerate(messages) if m.role == "assistant"]
-        if answers is None
-        else answers
-    )
+    answers = answers_of(messages) if answers is None else answers
     found = []
     for encoded in encode_all(template, template.render(messages, (), answers, turns)):
         cuts = [0, *(place for span in encoded.spans for place in span), len(encoded.tokens)]
@@ -450,9 +399,8 @@ def test_a_prompt_may_begin_the_answer(tokenizers, name):
     whole, = encode_all(template, template.render([Message("user", "q"), Message(
         "assistant", "Sure, <|im_end|> it is", begun=11)], (), [1]))  # fmt: skip
     start, stop = whole.spans[0]
-    assert prompt.tokens == whole.tokens[:start] and tokenizer.decode(prompt.tokens).endswith(
-        " Sure, <|im_"[-11:]
-    )
+    assert prompt.tokens == whole.tokens[:start]
+    assert tokenizer.decode(prompt.tokens).endswith("Sure, <|im_")
     assert tokenizer.decode(whole.tokens[start:stop]) == "end|> it is" + END[name]
 
 
@@ -471,18 +419,16 @@ def test_an_answer_that_begins_with_a_newline_has_the_tokens_of_the_whole_text(t
     folder = write_tokenizer(tmp_path / "merges", CHATML)
     text = json.loads((folder / "tokenizer.json").read_text())
     text["model"]["vocab"]["ĊĊ"], text["model"]["merges"] = 300, [["Ċ", "Ċ"]]
-    text["pre_tokenizer"]["use_regex"] = (
-        False  # so that two newlines are one word, as in Llama-3 and Qwen
-    )
+    # so that two newlines are one word, as in Llama-3 and Qwen
+    text["pre_tokenizer"]["use_regex"] = False
     write_json(folder / "tokenizer.json", text)
     tokenizer = load_tokenizer(folder, eos_token="<|im_end|>")
     template = ChatTemplate(tokenizer, "chatml")
     rendered = template.render(conversation("q", "\na"), (), [1])
     (whole,) = encode_all(template, rendered, as_whole=True)
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n\na<|im_end|>"
-    assert whole.tokens == tokenizer(text)["input_ids"] and tokenizer.decode(
-        whole.tokens[slice(*whole.spans[0])]
-    ) == ("\n\na<|im_end|>")
+    assert whole.tokens == tokenizer(text)["input_ids"]
+    assert answers(tokenizer, whole) == ["\n\na<|im_end|>"]
     (alone,) = encode_all(template, rendered)
     prompt = encode(template, conversation("q"), generation_prompt=True)
     assert alone.tokens[: alone.spans[0][0]] == prompt.tokens and alone.tokens != whole.tokens
@@ -492,11 +438,7 @@ def test_template_mistakes_are_one_sentence(tokenizers, templated):
     tokenizer = tokenizers["plain"]
     for make, text, message in (
         (ChatTemplate, "tokenizer", "has no chat template; set data.chat_template to llama3"),
-        (
-            ChatTemplate,
-            "chatml",
-            "writes <.im_end.>, <.im_start.>, which the tokenizer does not have",
-        ),
+        (ChatTemplate, "chatml", "writes <.im_end.>, <.im_start.>, which the tokenizer does not"),
         (ChatTemplate, "absent.jinja", "neither tokenizer, llama3"),
         (templated, "{% for %}", "not valid Jinja"),
         (templated, "{{ messages[0].content }}", "knows neither"),
@@ -536,7 +478,5 @@ def test_load_tokenizer(tmp_path):
         '{"model_type": "evil", "auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'
     )
     tokenizer = load_tokenizer(full)
-    assert (
-        isinstance(tokenizer, PreTrainedTokenizerFast)
-        and ChatTemplate(tokenizer).text == PLAIN_CHATML
-    )
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    assert ChatTemplate(tokenizer).text == PLAIN_CHATML

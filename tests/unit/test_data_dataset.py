@@ -1,20 +1,27 @@
 """Tokenised datasets: weights, truncation, documents, cache keys, memory maps, inspection."""
 
-import json
 import os
+from itertools import product
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from tests.tiny_tokenizer import CHATML, write_tokenizer
-from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read.chat import load_tokenizer
-from ulysses.data.read.sources import Source, safe_parts
-from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+
+
+def talk(*messages):
+    """The row of a conversation; messages are taken as they are, and texts are answers."""
+    return {"messages": [{**BOT, "content": m} if isinstance(m, str) else m for m in messages]}
+
+
+QUESTION = talk(USER, BOT)
 
 
 @pytest.fixture
@@ -26,9 +33,7 @@ def trained(tokenizer):
 
 
 def test_sft_trains_every_answer_or_the_last_or_all(trained, open_rows):
-    row = {
-        "messages": [USER, BOT, USER, {"role": "assistant", "content": "last", "weight": 0.25}]
-    }
+    row = talk(USER, BOT, USER, BOT | {"content": "last", "weight": 0.25})
     sequence = open_rows([row], "sequence")[0].sequences[0]
     assert trained(sequence) == "answer<|im_end|>last<|im_end|>"
     assert set(np.unique(sequence.loss_weights)) == {0.0, 1.0, 0.25}
@@ -40,27 +45,22 @@ def test_sft_trains_every_answer_or_the_last_or_all(trained, open_rows):
         (history, "assistant", "a<|im_end|>o<|im_end|>"),
         (completion, "assistant", "answer<|im_end|>"),
     ):
-        assert (
-            trained(open_rows([given], "sequence", train_on=train_on)[0].sequences[0]) == text
-        )
+        (example,) = open_rows([given], "sequence", train_on=train_on)
+        assert trained(example.sequences[0]) == text
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.6])
 @pytest.mark.parametrize("kind", ["sequence", "text"])
 def test_a_fraction_of_the_rows_is_held_out(tokenizer, open_rows, kind, share):
     """Each row is on one side, by its place alone, and every stretch and every second row have the share."""
-    rows = [
-        {"prompt": "p", "completion": f"row {i:03}", "text": f"row {i:03}"} for i in range(200)
-    ]
-    sides = [
-        open_rows(rows, kind, eval_fraction=share, held_out=held_out)
-        for held_out in (False, True)
-    ]
-    texts = [
+    texts = [f"row {i:03}" for i in range(200)]
+    rows = [{"prompt": "p", "completion": text, "text": text} for text in texts]
+    sides = [open_rows(rows, kind, eval_fraction=share, held_out=out) for out in (False, True)]
+    found = [
         "".join(tokenizer.decode(d[i].sequences[0].tokens) for i in range(len(d)))
         for d in sides
     ]
-    train, held = ([i for i in range(200) if f"row {i:03}" in text] for text in texts)
+    train, held = ([i for i, text in enumerate(texts) if text in side] for side in found)
     assert sorted(train + held) == [*range(200)]
     for part in (range(200), range(50), range(150, 200), range(0, 200, 2), range(0, 200, 5)):
         assert abs(len({*held} & {*part}) - share * len(part)) <= 2.5
@@ -68,37 +68,25 @@ def test_a_fraction_of_the_rows_is_held_out(tokenizer, open_rows, kind, share):
 
 
 def thought(thinking, answer, **more):
-    return {
-        "role": "assistant",
-        "content": f"<think>\n{thinking}\n</think>\n\n{answer}",
-        **more,
-    }
+    return BOT | {"content": f"<think>\n{thinking}\n</think>\n\n{answer}", **more}
 
 
 def test_turns_that_the_template_rewrites_are_sequences_of_one_example(trained, open_rows):
     """The same tokens and weights as rows of their own, with the history that inference will see."""
-    messages = [
-        USER,
-        thought("x", "one"),
-        USER,
-        thought("y", "two", weight=0.5),
-        USER,
-        thought("z", "three"),
-    ]
-    rows = [{"messages": messages}, {"messages": messages[:2]}]
+    said = thought("x", "one"), thought("y", "two", weight=0.5), thought("z", "three")
+    messages = [message for answer in said for message in (USER, answer)]
+    rows = [talk(*messages), talk(*messages[:2])]
     dataset = open_rows(rows, "sequence", template="qwen3")
     assert len(dataset) == 2 and [len(example.sequences) for example in dataset] == [3, 1]
     ended = "conversations whose turns are trained separately"
     assert dataset.report.notes == {ended: 1} and f"{ended}: 1 (" in str(dataset.report)
     untrained = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in messages]
-    own = [{"messages": [*untrained[:i], messages[i]]} for i in (5, 3, 1)]
-    for sequence, row in zip(
-        dataset[0].sequences, open_rows(own, "sequence", template="qwen3", name="own.jsonl")
-    ):
-        (alone,) = row.sequences
-        assert list(sequence.tokens) == list(alone.tokens) and list(
-            sequence.loss_weights
-        ) == list(alone.loss_weights)
+    own = [talk(*untrained[:i], messages[i]) for i in (5, 3, 1)]
+    alone = open_rows(own, "sequence", template="qwen3", name="own.jsonl")
+    for sequence, row in zip(dataset[0].sequences, alone, strict=True):
+        (one,) = row.sequences
+        assert_array_equal(sequence.tokens, one.tokens)
+        assert_array_equal(sequence.loss_weights, one.loss_weights)
     assert trained(dataset[0].sequences[1]) == "<think>\ny\n</think>\n\ntwo<|im_end|>"
 
     # the history of a later turn holds the prompts of earlier ones, which are computed once
@@ -106,25 +94,25 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_example(trained, 
     for whole, branch in zip(dataset[0].sequences[1:], shared[0].sequences[1:]):
         cut = branch.prefix_length
         assert cut == int(np.flatnonzero(whole.loss_weights)[0]) - 1
-        assert list(dataset[0].sequences[0].tokens[:cut]) == list(whole.tokens[:cut])
+        assert_array_equal(dataset[0].sequences[0].tokens[:cut], whole.tokens[:cut])
 
     together = open_rows(rows, "sequence", template="qwen3", turns="together")
     assert len(together) == 1 and list(together.report.dropped.values()) == [1]
-    assert open_rows(rows[:1], "sequence", template="qwen3", train_on="last")[0].sequences[0].tokens.tolist() == (
-        dataset[0].sequences[0].tokens.tolist())  # fmt: skip
-    assert len(open_rows([{"messages": [USER, BOT] * 3}], "sequence")[0].sequences) == 1
+    last = open_rows(rows[:1], "sequence", template="qwen3", train_on="last")[0].sequences[0]
+    assert_array_equal(last.tokens, dataset[0].sequences[0].tokens)
+    assert len(open_rows([talk(*[USER, BOT] * 3)], "sequence")[0].sequences) == 1
 
 
 @pytest.mark.parametrize("train_on", ["all", "assistant"])
 def test_turns_after_the_last_answer_are_counted_where_all_is_trained(open_rows, train_on):
-    rows = [{"messages": [USER, BOT, USER]}, {"messages": [USER, BOT]}]
+    rows = [talk(USER, BOT, USER), QUESTION]
     dataset = open_rows(rows, "sequence", train_on=train_on)
     left = {"turns after the last answer left out": 1} if train_on == "all" else {}
     assert dataset.report.notes == left
 
 
 def test_a_turn_that_is_too_long_is_left_out_alone(trained, open_rows):
-    row = {"messages": [USER, thought("x" * 200, "one"), USER, thought("y", "two")]}
+    row = talk(USER, thought("x" * 200, "one"), USER, thought("y", "two"))
     dataset = open_rows([row], "sequence", 150, template="qwen3", truncation="drop")
     assert [trained(s) for s in dataset[0].sequences] == [
         "<think>\ny\n</think>\n\ntwo<|im_end|>"
@@ -155,32 +143,29 @@ def test_prompts_of_preferences_are_those_of_inference(trained, tokenizer, open_
 
 
 def test_what_the_template_does_not_show_is_refused_or_counted(open_rows):
-    bad = {"messages": [USER, {**BOT, "reasoning_content": "t"}]}
+    bad = talk(USER, {**BOT, "reasoning_content": "t"})
     sentence = "row 2 has a message with the key 'reasoning_content', which the chat template does not read; remove it"
     with pytest.raises(DataError, match=sentence):
-        open_rows([{"messages": [USER, BOT]}, bad], "sequence")
-    dataset = open_rows([{"messages": [USER, BOT]}, bad, bad], "sequence", bad_rows="drop")
+        open_rows([QUESTION, bad], "sequence")
+    dataset = open_rows([QUESTION, bad, bad], "sequence", bad_rows="drop")
     assert len(dataset) == 1 and list(dataset.report.dropped.values()) == [2]
     assert len(open_rows([bad], "sequence", template="qwen3")) == 1
 
 
 def test_pairs_share_their_prompt_tokens(trained, open_rows):
-    dataset = open_rows(
-        [{"prompt": [USER, BOT, USER], "chosen": "good", "rejected": "not so good"}] * 2, "pair"
-    )
+    row = {"prompt": [USER, BOT, USER], "chosen": "good", "rejected": "not so good"}
+    dataset = open_rows([row] * 2, "pair")
     example = dataset[1]
     head = int(example.columns["prompt_length"])
     chosen, rejected = example.sequences
-    assert list(chosen.tokens[:head]) == list(rejected.tokens[:head])
+    assert_array_equal(chosen.tokens[:head], rejected.tokens[:head])
     assert trained(chosen) == "good<|im_end|>" and trained(rejected) == "not so good<|im_end|>"
     assert not chosen.loss_weights[:head].any() and chosen.loss_weights[head:].all()
     assert dataset.lengths[1] == len(chosen.tokens) + len(rejected.tokens)
     flat = np.fromfile(dataset.folder / "tokens.int32", np.int32)
     assert len(flat) == dataset.lengths.sum()
-    offset = dataset.lengths[0] + len(
-        chosen.tokens
-    )  # sequences lie end to end, which the reference's values rely on
-    assert list(flat[offset : offset + len(rejected.tokens)]) == list(rejected.tokens)
+    # sequences lie end to end, which the reference's values rely on
+    assert_array_equal(flat[-len(rejected.tokens) :], rejected.tokens)
     assert isinstance(chosen.tokens, np.memmap)
 
 
@@ -188,33 +173,22 @@ def test_pairs_share_their_prompt_tokens(trained, open_rows):
     "truncation, max_length", [("keep_start", 90), ("keep_end", 24), ("keep_end", 90)]
 )
 def test_truncated_pairs_stay_trainable_and_keep_one_prompt(open_rows, truncation, max_length):
-    rows = [
-        {"prompt": "p" * p, "chosen": "c" * c, "rejected": "r" * r}
-        for p in (1, 30, 200)
-        for c in (1, 40, 300)
-        for r in (2, 77)
-    ]
+    sizes = product((1, 30, 200), (1, 40, 300), (2, 77))
+    rows = [{"prompt": "p" * p, "chosen": "c" * c, "rejected": "r" * r} for p, c, r in sizes]
     dataset = open_rows(rows, "pair", max_length, truncation=truncation)
     for example in dataset:
         head = int(example.columns["prompt_length"])
         chosen, rejected = example.sequences
-        assert list(chosen.tokens[:head]) == list(rejected.tokens[:head])
+        assert_array_equal(chosen.tokens[:head], rejected.tokens[:head])
         for sequence in example.sequences:
             assert len(sequence.tokens) <= max_length and sequence.loss_weights[1:].any()
-    dropped = (
-        {"no trained token is left after truncation": 6} if truncation == "keep_start" else {}
-    )
-    assert dataset.report.dropped == dropped and len(dataset) + sum(dropped.values()) == len(
-        rows
-    )
+    lost = {"no trained token is left after truncation": 6}
+    assert dataset.report.dropped == (lost if truncation == "keep_start" else {})
+    assert len(dataset) + sum(dataset.report.dropped.values()) == len(rows)
 
 
 def test_sft_truncation_policies(trained, open_rows):
-    rows = [
-        {"messages": [USER, BOT]},
-        {"messages": [USER, {"role": "assistant", "content": "a" * 100}]},
-        {"messages": [{"role": "user", "content": "q" * 100}, BOT]},
-    ]
+    rows = [QUESTION, talk(USER, "a" * 100), talk({**USER, "content": "q" * 100}, BOT)]
     start = open_rows(rows, "sequence", 60)
     assert len(start) == 2 and start.lengths[1] == 60
     assert start.report.dropped == {"no trained token is left after truncation": 1}
@@ -225,54 +199,41 @@ def test_sft_truncation_policies(trained, open_rows):
     assert end.report.notes == {"truncated": 2}
     drop = open_rows(rows, "sequence", 60, truncation="drop")
     assert len(drop) == 1 and drop.report.dropped == {"longer than max_length": 2}
-    with pytest.raises(
-        DataError, match=r"rows.jsonl row 2 has \d+ tokens but data.max_length is 60; raise it"
-    ):
+    sentence = r"rows.jsonl row 2 has \d+ tokens but data.max_length is 60; raise it"
+    with pytest.raises(DataError, match=sentence):
         open_rows(rows, "sequence", 60, truncation="error")
     with pytest.raises(DataError, match=r"no example is left of .*rows.jsonl"):
         open_rows(rows[2:], "sequence", 40)
 
 
 def test_keep_end_keeps_bos(tmp_path, open_rows):
-    tokenizer = load_tokenizer(
-        write_tokenizer(tmp_path / "t", bos="<|begin_of_text|>"),
-        eos_token="<|eot_id|>",
-        bos_token="<|begin_of_text|>",
-    )
+    bos = "<|begin_of_text|>"
+    folder = write_tokenizer(tmp_path / "t", bos=bos)
+    tokenizer = load_tokenizer(folder, eos_token="<|eot_id|>", bos_token=bos)
     rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
+    more = {"template": "llama3", "tokenizer": tokenizer, "truncation": "keep_end"}
     for kind in ("pair", "prompt"):
-        dataset = open_rows(
-            rows, kind, 40, template="llama3", tokenizer=tokenizer, truncation="keep_end"
-        )
-        for sequence in dataset[0].sequences:
-            tokens = list(sequence.tokens)
-            assert (
-                tokens[0] == tokenizer.bos_token_id
-                and tokens.count(tokenizer.bos_token_id) == 1
-            )
-            assert "assistant<|end_header_id|>\n\n" in tokenizer.decode(tokens)
+        for sequence in open_rows(rows, kind, 40, **more)[0].sequences:
+            text = tokenizer.decode(sequence.tokens)
+            assert text.startswith(bos) and text.count(bos) == 1
+            assert "assistant<|end_header_id|>\n\n" in text
 
 
 @pytest.mark.parametrize("max_length", [7, 64, 4096])
 @pytest.mark.parametrize("bos", [None, "<|im_start|>"])
 def test_documents_are_split_without_losing_a_token(tmp_path, open_rows, max_length, bos):
-    tokenizer = load_tokenizer(
-        write_tokenizer(tmp_path / "t", CHATML, bos=bos),
-        eos_token="<|im_end|>",
-        **({"bos_token": bos} if bos else {}),
-    )
+    folder = write_tokenizer(tmp_path / "t", CHATML, bos=bos)
+    special = {"bos_token": bos} if bos else {}
+    tokenizer = load_tokenizer(folder, eos_token="<|im_end|>", **special)
     texts = ["a", "hello <|im_end|> there", "x" * 500, "line\n" * 200]
     dataset = open_rows([{"text": t} for t in texts], "text", max_length, tokenizer=tokenizer)
     documents, current = [], []
     for example in dataset:
         tokens = example.sequences[0].tokens.tolist()
-        assert (
-            2 <= len(tokens) <= max_length
-            and np.asarray(example.sequences[0].loss_weights).all()
-        )
-        assert (
-            not current or current[-1] == tokens[0]
-        )  # overlap: the last token is the next piece's first context
+        assert 2 <= len(tokens) <= max_length
+        assert np.asarray(example.sequences[0].loss_weights).all()
+        # overlap: the last token is the next piece's first context
+        assert not current or current[-1] == tokens[0]
         current += tokens[1:] if current else tokens
         if tokens[-1] == tokenizer.eos_token_id:
             documents.append(current)
@@ -280,32 +241,8 @@ def test_documents_are_split_without_losing_a_token(tmp_path, open_rows, max_len
     head = [tokenizer.bos_token_id] if bos else []
     assert [d[: len(head)] for d in documents] == [head] * 4
     assert [tokenizer.decode(d[len(head) : -1]) for d in documents] == texts
-    assert all(
-        d.count(tokenizer.eos_token_id) == 1 for d in documents
-    )  # the text's own <|im_end|> stays text
-
-
-@pytest.mark.parametrize("name", ["t.txt", "t.jsonl"])
-def test_huge_text_is_tokenised_part_by_part_like_the_whole(
-    tmp_path, tokenizer, monkeypatch, name
-):
-    text = "".join(f"word {i}, and some more.\n" for i in range(3000))
-    path = tmp_path / name
-    path.write_text(text if name == "t.txt" else json.dumps({"text": text}))
-
-    def opened(cache):
-        data = DataSection(max_length=1000, cache=str(tmp_path / cache))
-        return open_dataset([Source(str(path))], "text", tokenizer, data)
-
-    whole = opened("one")
-    monkeypatch.setattr("ulysses.data.read.sources.CHUNK_CHARACTERS", 5000)
-    parts = list(safe_parts(text))
-    assert "".join(parts) == text and len(parts) > 5 and max(map(len, parts)) <= 10_064
-    in_parts = opened("two")
-    assert (whole.folder / "tokens.int32").read_bytes() == (
-        in_parts.folder / "tokens.int32"
-    ).read_bytes()
-    assert len(whole) == -(-len(text) // 999) and in_parts.report.read == 1
+    # the text's own <|im_end|> stays text
+    assert all(d.count(tokenizer.eos_token_id) == 1 for d in documents)
 
 
 def test_unpaired_and_mismatched_completions(trained, tokenizer, open_rows):
@@ -325,10 +262,8 @@ def test_unpaired_and_mismatched_completions(trained, tokenizer, open_rows):
 
 
 def test_prompts_end_with_the_opened_turn_and_keep_their_row(tokenizer, open_rows):
-    rows = [
-        {"question": "What?", "answer": "#### 18"},
-        {"question": "Who is 漢?", "answer": "#### 3"},
-    ]
+    asked = {"What?": "#### 18", "Who is 漢?": "#### 3"}
+    rows = [{"question": question, "answer": answer} for question, answer in asked.items()]
     dataset = open_rows(rows, "prompt")
     text = tokenizer.decode(dataset[1].sequences[0].tokens.tolist())
     assert text.endswith("Who is 漢?<|im_end|>\n<|im_start|>assistant\n")
@@ -336,24 +271,22 @@ def test_prompts_end_with_the_opened_turn_and_keep_their_row(tokenizer, open_row
 
 
 def test_cache_is_keyed_by_content(tmp_path, open_rows):
-    row = {"messages": [USER, BOT]}
-    first = open_rows([row], "sequence")
+    first = open_rows([QUESTION], "sequence")
     stamp = (first.folder / "tokens.int32").stat().st_mtime_ns
-    again = open_rows([row], "sequence", name="other_name.jsonl")
-    assert (
-        again.folder == first.folder
-        and (first.folder / "tokens.int32").stat().st_mtime_ns == stamp
-    )
-    assert str(again.report) == str(first.report)
+    again = open_rows([QUESTION], "sequence", name="other_name.jsonl")
+    assert again.folder == first.folder and str(again.report) == str(first.report)
+    assert (first.folder / "tokens.int32").stat().st_mtime_ns == stamp
     others = [
-        open_rows([row, row], "sequence"), open_rows([row], "sequence", 400),
-        open_rows([row], "sequence", train_on="all"),
-        open_rows([row], "sequence", template="qwen2.5"),
-    ]  # fmt: skip
+        open_rows([QUESTION, QUESTION], "sequence"),
+        open_rows([QUESTION], "sequence", 400),
+        *(
+            open_rows([QUESTION], "sequence", **more)
+            for more in ({"train_on": "all"}, {"template": "qwen2.5"})
+        ),
+    ]
     assert len({d.fingerprint for d in [first, *others]}) == 5
-    assert (
-        len(os.listdir(tmp_path / "cache" / "tokenized")) == 5
-    )  # and no file of a writer is left
+    # and no file of a writer is left
+    assert len(os.listdir(tmp_path / "cache" / "tokenized")) == 5
 
 
 def test_unwritable_cache_is_one_sentence(tmp_path, open_rows):
@@ -361,20 +294,16 @@ def test_unwritable_cache_is_one_sentence(tmp_path, open_rows):
     with pytest.raises(
         DataError, match=r"the data cache .* cannot be written: .*set data.cache"
     ):
-        open_rows([{"messages": [USER, BOT]}], "sequence")
+        open_rows([QUESTION], "sequence")
 
 
 def test_inspection_shows_the_trained_tokens(tokenizer, open_rows, capsys):
-    preview_examples(open_rows([{"messages": [USER, BOT]}], "sequence"), tokenizer, 5)
+    preview_examples(open_rows([QUESTION], "sequence"), tokenizer, 5)
     text = capsys.readouterr().out
-    assert (
-        "<|im_start|>assistant\n[[answer<|im_end|>]]\n" in text
-        and "8 trained" not in text.split("\n")[1]
-    )
+    assert "<|im_start|>assistant\n[[answer<|im_end|>]]\n" in text
     assert "7 trained" in text and "read 1 rows, kept 1 examples" in text
-    preview_examples(
-        open_rows([{"prompt": "p", "chosen": "good", "rejected": "bad"}], "pair"), tokenizer, 1
-    )
+    pair = {"prompt": "p", "chosen": "good", "rejected": "bad"}
+    preview_examples(open_rows([pair], "pair"), tokenizer, 1)
     text = capsys.readouterr().out
     assert "(chosen)" in text and "[[bad<|im_end|>]]" in text
 
@@ -382,7 +311,7 @@ def test_inspection_shows_the_trained_tokens(tokenizer, open_rows, capsys):
 @pytest.mark.parametrize("harm", ["digests.json", "tokens.int32", "cut"])
 def test_a_damaged_cache_is_made_again_and_said(harm, tmp_path, open_rows, capsys):
     """Whether the list of digests, a file or a part of one is gone; and the second time it is as good as new."""
-    rows = [{"messages": [USER, BOT]}, {"messages": [USER, BOT] * 2}]
+    rows = [QUESTION, talk(USER, BOT, USER, BOT)]
     before = open_rows(rows, "sequence")
     expected = [example.sequences[0].tokens.tolist() for example in before]
     file = before.folder / ("tokens.int32" if harm == "cut" else harm)

@@ -1,9 +1,9 @@
 """Every format people bring becomes the same records, and every odd row is named."""
 
 import gzip
-import hashlib
 import json
 import shutil
+from string import Template
 from types import SimpleNamespace
 
 import datasets
@@ -22,18 +22,20 @@ from ulysses.data.read.sources import (
 )
 from ulysses.data.serve.dataset import open_dataset
 
-USER, BOT, OTHER = (
-    {"role": r, "content": c}
-    for r, c in (("user", "q"), ("assistant", "a"), ("assistant", "b"))
-)
-HUMAN, GPT, GPT_OTHER = (
-    {"from": f, "value": v} for f, v in (("human", "q"), ("gpt", "a"), ("gpt", "b"))
-)
-TRANSCRIPTS = {
-    "chosen": "\n\nHuman: q\n\nAssistant: a",
-    "rejected": "\n\nHuman: q\n\nAssistant: b",
+# The messages of the rows below; $human and so on are ShareGPT's.
+MESSAGES = {
+    "user": '{"role": "user", "content": "q"}',
+    "bot": '{"role": "assistant", "content": "a"}',
+    "other": '{"role": "assistant", "content": "b"}',
+    "human": '{"from": "human", "value": "q"}',
+    "gpt": '{"from": "gpt", "value": "a"}',
 }
-PAIR_ROW = {"prompt": "q", "chosen": "a", "rejected": "b"}
+
+
+def table(text):
+    """The lines of a text, of which each is a row as JSON and what is expected of it."""
+    lines = Template(text).substitute(MESSAGES).strip().splitlines()
+    return [line.split(" => ") for line in lines]
 
 
 def load(path, kind="text", bad_rows="error", **source):
@@ -49,9 +51,8 @@ def load(path, kind="text", bad_rows="error", **source):
 @pytest.fixture
 def read(tmp_path):
     """A function from rows to their records and the report."""
-    return lambda rows, kind, **source: load(
-        write_rows(tmp_path / "rows.jsonl", rows), kind, **source
-    )
+    file = tmp_path / "rows.jsonl"
+    return lambda rows, kind, **source: load(write_rows(file, rows), kind, **source)
 
 
 @pytest.fixture
@@ -60,157 +61,148 @@ def read_flat(read):
     return lambda *rows, **source: [flat(record) for record in read(*rows, **source)[0]]
 
 
-def turns(messages):
-    return [(m.role, m.content) for m in messages]
-
-
 def flat(record):
-    return turns(record.prompt), [turns(a) for a in record.answers]
+    """The prompt and every answer in brackets of their own."""
+    parts = (
+        ", ".join(f"{m.role}: {m.content}" for m in part)
+        for part in (record.prompt, *record.answers)
+    )
+    return " ".join(f"[{part}]" for part in parts).replace("\n", r"\n")
 
 
-Q, A, B, SYSTEM = ("user", "q"), ("assistant", "a"), ("assistant", "b"), ("system", "s")
-GOOD = {"instruction": "q", "input": "", "output": "a"}
-HH = "\n\nHuman: q\n\nAssistant: a"  # no transcript where it is an instruction
-
-
-PARTS = [[{"type": "text", "value": "q"}], [{"type": "text", "text": "a"}]]
-MORE = {
-    "instruction": "q",
-    "input": "more",
-    "output": "a",
-    "system": "s",
-    "history": [["u", "v"]],
-}
+GOOD = '{"instruction": "q", "input": "", "output": "a"}'
+MORE = '{"instruction": "q", "input": "more", "output": "a", "system": "s", "history": [["u", "v"]]}'
+PAIR_ROW = '{"prompt": "q", "chosen": "a", "rejected": "b"}'
+Q_A = "[] [user: q, assistant: a]"
+PAIR = "[user: q] [assistant: a] [assistant: b]"
 
 
 @pytest.mark.parametrize(
-    "row, prompt, answer",
-    [
-        ({"messages": [USER, BOT]}, [], [Q, A]),
-        ({"messages": [turn | {"content": part} for turn, part in zip((USER, BOT), PARTS)]}, [], [Q, A]),
-        ({"conversations": [HUMAN, GPT], "system": "s"}, [], [SYSTEM, Q, A]),
-        (GOOD, [], [Q, A]),
-        (MORE, [], [SYSTEM, ("user", "u"), ("assistant", "v"), ("user", "q\nmore"), A]),
-        ({"instruction": HH, "output": "a"}, [], [("user", HH), A]),
-        ({"prompt": "q", "completion": "a"}, [Q], [A]),
-        ({"prompt": [USER], "completion": [BOT]}, [Q], [A]),
-        ({"question": "q", "answer": "a"}, [Q], [A]),
-        ({"messages": [USER, BOT, USER, BOT], "label": True}, [Q, A, Q], [A]),
-        ({"prompt": "q", "completion": "a", "label": False}, [Q], [A]),
-        ({"instruction": "q", "output": "a", "kto_tag": 1}, [Q], [A]),
-    ],
-)  # fmt: skip
-def test_prompt_and_answer(read, row, prompt, answer):
+    "row, wanted",
+    table(r"""
+{"messages": [$user, $bot]} => [] [user: q, assistant: a]
+{"messages": [{"role": "user", "content": [{"type": "text", "value": "q"}]}, $bot]} => [] [user: q, assistant: a]
+{"messages": [$user, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]} => [] [user: q, assistant: a]
+{"conversations": [$human, $gpt], "system": "s"} => [] [system: s, user: q, assistant: a]
+{"instruction": "q", "input": "more", "output": "a", "system": "s", "history": [["u", "v"]]} \
+=> [] [system: s, user: u, assistant: v, user: q\nmore, assistant: a]
+{"instruction": "\n\nHuman: q\n\nAssistant: a", "output": "a"} \
+=> [] [user: \n\nHuman: q\n\nAssistant: a, assistant: a]
+{"prompt": "q", "completion": "a"} => [user: q] [assistant: a]
+{"prompt": [$user], "completion": [$bot]} => [user: q] [assistant: a]
+{"question": "q", "answer": "a"} => [user: q] [assistant: a]
+{"messages": [$user, $bot, $user, $bot], "label": true} => [user: q, assistant: a, user: q] [assistant: a]
+{"prompt": "q", "completion": "a", "label": false} => [user: q] [assistant: a]
+{"instruction": "q", "output": "a", "kto_tag": 1} => [user: q] [assistant: a]
+""".replace("\\\n", "")),
+)
+def test_prompt_and_answer(read, row, wanted):
     """KTO's prompt is everything before the last answer."""
-    label = row.get("label", row.get("kto_tag"))
-    records, report = read([row], "sequence" if label is None else "unpaired")
-    assert flat(records[0]) == (prompt, [answer]) and records[0].columns.get("label") == label
+    given = json.loads(row)
+    label = given.get("label", given.get("kto_tag"))
+    (record,), report = read(row, "sequence" if label is None else "unpaired")
+    assert flat(record) == wanted and record.columns.get("label") == label
     assert (report.read, sum(report.dropped.values())) == (1, 0)
 
 
 def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(read_flat):
     """Nothing stands between instruction and input, and the history is not read."""
-    found = read_flat([MORE, GOOD], "sequence", format="alpaca_v1")
-    assert found == [([SYSTEM, ("user", "qmore")], [[A]]), ([Q], [[A]])]
-
-
-PAIR = ([Q], [[A], [B]])
-CONVERSATIONS = {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT_OTHER}
+    found = read_flat(f"{MORE}\n{GOOD}", "sequence", format="alpaca_v1")
+    said = "[system: s, user: qmore] [assistant: a]", "[user: q] [assistant: a]"
+    assert found == [*said]
 
 
 @pytest.mark.parametrize(
     "row",
-    [
-        PAIR_ROW,
-        {"prompt": [USER], "chosen": [BOT], "rejected": [OTHER]},
-        {"chosen": [USER, BOT], "rejected": [USER, OTHER]},
-        {"prompt": "q", "chosen": [USER, BOT], "rejected": [USER, OTHER]},
-        TRANSCRIPTS,
-        {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"},
-        CONVERSATIONS,
-        {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
-        {"instruction": "q", "input": "", "output": ["a", "b"]},
-        {"prompt": "q", "responses": ["b", "a"], "scores": [0.1, 0.9]},
-        {"prompt": "q", "responses": ["b", "a"], "ranks": [2, 1]},
-    ],
-)  # fmt: skip
+    Template(r"""
+{"prompt": "q", "chosen": "a", "rejected": "b"}
+{"prompt": [$user], "chosen": [$bot], "rejected": [$other]}
+{"chosen": [$user, $bot], "rejected": [$user, $other]}
+{"prompt": "q", "chosen": [$user, $bot], "rejected": [$user, $other]}
+{"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
+{"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"}
+{"conversations": [$human], "chosen": $gpt, "rejected": {"from": "gpt", "value": "b"}}
+{"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}
+{"instruction": "q", "input": "", "output": ["a", "b"]}
+{"prompt": "q", "responses": ["b", "a"], "scores": [0.1, 0.9]}
+{"prompt": "q", "responses": ["b", "a"], "ranks": [2, 1]}
+""").substitute(MESSAGES).split("\n")[1:-1],
+)
 def test_preference_formats(read, read_flat, row):
-    assert read_flat([row], "pair") == [PAIR]
-    unpaired, _ = read([row], "unpaired")
-    assert [flat(record) for record in unpaired] == [([Q], [[A]]), ([Q], [[B]])]
-    assert [record.columns["label"] for record in unpaired] == [1.0, 0.0]
-    prompts, _ = read([row], "prompt")
-    assert [flat(r) for r in prompts] == [([Q], [[]])] and prompts[0].row == row
+    assert read_flat(row, "pair") == [PAIR]
+    unpaired, _ = read(row, "unpaired")
+    told = [(flat(record), record.columns["label"]) for record in unpaired]
+    assert told == [("[user: q] [assistant: a]", 1.0), ("[user: q] [assistant: b]", 0.0)]
+    (prompt,), _ = read(row, "prompt")
+    assert flat(prompt) == "[user: q] []" and prompt.row == json.loads(row)
 
 
 @pytest.mark.parametrize(
-    "row, history",
-    [
-        (PAIR_ROW, []),
-        ({"chosen": [USER, BOT, USER, BOT], "rejected": [USER, BOT, USER, OTHER]}, [Q, A]),
-        ({"messages": [USER, BOT, USER], "chosen": BOT, "rejected": OTHER}, [Q, A]),
-    ],
-)  # fmt: skip
-def test_one_side_of_a_pair_is_trained_on_as_the_refusal_advises(read_flat, row, history):
+    "row, prompt",
+    table("""
+{"prompt": "q", "chosen": "a", "rejected": "b"} => user: q
+{"chosen": [$user, $bot, $user, $bot], "rejected": [$user, $bot, $user, $other]} => user: q, assistant: a, user: q
+{"messages": [$user, $bot, $user], "chosen": $bot, "rejected": $other} => user: q, assistant: a, user: q
+"""),
+)
+def test_one_side_of_a_pair_is_trained_on_as_the_refusal_advises(read_flat, row, prompt):
     """The chosen answer alone, and not the turns before it."""
     advice = r'to train on one set columns = \{completion = "chosen"\}'
     with pytest.raises(DataError, match=advice):
-        read_flat([row], "sequence")
-    found = read_flat([row], "sequence", columns={"completion": "chosen"})
-    assert found == [([*history, Q], [[A]])]
+        read_flat(row, "sequence")
+    found = read_flat(row, "sequence", columns={"completion": "chosen"})
+    assert found == [f"[{prompt}] [assistant: a]"]
 
 
-OWN = {
-    "answer": 42,
-    "label": "cat",
-    "answers": ["4", "four"],
-    "response": {"x": 1},
-    "margin": "wide",
-}
+OWN = '"answer": 42 | "label": "cat" | "answers": ["4", "four"] | "response": {"x": 1} | "margin": "wide"'
+FORMS = '"prompt": "q" | "messages": [$user] | "instruction": "q"'
 
 
-@pytest.mark.parametrize("key", OWN)
-@pytest.mark.parametrize("form", [{"prompt": "q"}, {"messages": [USER]}, {"instruction": "q"}])
-def test_what_stands_beside_a_prompt_is_the_rewards_own(read, form, key):
-    row = form | {key: OWN[key]}
-    records, _ = read([row], "prompt")
-    assert [flat(r) for r in records] == [([Q], [[]])] and records[0].row == row
+@pytest.mark.parametrize("own", OWN.split(" | "))
+@pytest.mark.parametrize("form", Template(FORMS).substitute(MESSAGES).split(" | "))
+def test_what_stands_beside_a_prompt_is_the_rewards_own(read, form, own):
+    row = f"{{{form}, {own}}}"
+    (record,), _ = read(row, "prompt")
+    assert flat(record) == "[user: q] []" and record.row == json.loads(row)
 
 
 def test_ranked_lists(read):
     """They give all their pairs, or stay one list with its ranks; a pair is a list of two."""
-    row = {"prompt": "q", "completions": ["x", "y", "z"], "scores": [1, 3, 1]}
-    records, report = read([row], "pair")
+    row = '{"prompt": "q", "completions": ["x", "y", "z"], "scores": [1, 3, 1]}'
+    records, report = read(row, "pair")
     assert [[a[0].content for a in r.answers] for r in records] == [["y", "x"], ["y", "z"]]
     assert report.notes == {"rows that gave several examples": 1}
-    records, _ = read([row, PAIR_ROW | {"margin": 0.5}], "ranked")
-    assert [(len(r.answers), r.ranks, r.columns["margin"]) for r in records] == [
-        (3, [1, 0, 1], 0),
-        (2, [0, 1], 0.5),
+    margin = PAIR_ROW.replace("}", ', "margin": 0.5}')
+    found = [
+        (len(r.answers), r.ranks, r.columns["margin"])
+        for r in read(f"{row}\n{margin}", "ranked")[0]
     ]
+    assert found == [(3, [1, 0, 1], 0), (2, [0, 1], 0.5)]
 
 
 def test_tools_and_function_calls(read):
-    called = {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}
-    turns = [HUMAN, called, {"from": "observation", "value": "7"}, GPT]
-    tools = '[{"name": "f", "description": "d", "parameters": {}}]'
-    row = {"conversations": turns, "tools": tools}
-    (record,), _ = read([row], "sequence")
+    (record,), _ = read(CALLING, "sequence")
     (messages,) = record.answers
-    assert [m.role for m in messages] == ["user", "assistant", "tool", "assistant"]
-    assert messages[1].tool_calls == (
-        {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
-    )
+    assert " ".join(m.role for m in messages) == "user assistant tool assistant"
+    function = {"name": "f", "arguments": {"x": 1}}
+    assert messages[1].tool_calls == ({"type": "function", "function": function},)
     assert record.tools[0]["function"]["name"] == "f"
 
 
+CALLING = r"""{"tools": "[{\"name\": \"f\", \"description\": \"d\", \"parameters\": {}}]", "conversations": [
+    {"from": "human", "value": "q"},
+    {"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {\"x\": 1}}"},
+    {"from": "observation", "value": "7"}, {"from": "gpt", "value": "a"}]}""".replace("\n", "")
+THINKING = r"""{"image": null, "images": [], "messages": [{"role": "user", "content": "q"},
+    {"role": "assistant", "content": null, "reasoning_content": "t", "audio": null,
+     "function_call": {"name": "f", "arguments": "{\"x\": 1}"}},
+    {"role": "tool", "content": "7", "tool_call_id": "c"},
+    {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{\"x\": 1}"}}]}
+    ]}""".replace("\n", "")
+
+
 def test_keys_of_messages_are_kept_for_the_template(read):
-    call = {"name": "f", "arguments": '{"x": 1}'}
-    thought = {"content": None, "reasoning_content": "t", "audio": None, "function_call": call}
-    told = {"role": "tool", "content": "7", "tool_call_id": "c"}
-    identified = {"tool_calls": [{"id": "c", "function": call}]}
-    turns = [USER, BOT | thought, told, {"role": "assistant"} | identified]
-    (record,), _ = read([{"messages": turns, "image": None, "images": []}], "sequence")
+    (record,), _ = read(THINKING, "sequence")
     _, first, _, last = messages = record.answers[0]
     more = [{}, {"reasoning_content": "t"}, {"tool_call_id": "c"}, {}]
     assert [dict(m.more) for m in messages] == more
@@ -221,114 +213,87 @@ def test_keys_of_messages_are_kept_for_the_template(read):
 @pytest.mark.parametrize(
     "prompt, begun",
     [
-        ([USER, {"role": "assistant", "content": "Sure, "}], "Sure, "),
-        ("\n\nHuman: q\n\nAssistant: Sure,", "Sure,"),
+        (f'[{MESSAGES["user"]}, {{"role": "assistant", "content": "Sure, "}}]', "Sure, "),
+        (r'"\n\nHuman: q\n\nAssistant: Sure,"', "Sure,"),
     ],
 )
-def test_a_prompt_that_ends_with_the_assistant_begins_its_answers(
-    read, read_flat, prompt, begun
-):
-    first, second = (("assistant", begun + answer) for answer in "ab")
-    row = {"prompt": prompt}
-    (record,), _ = read([row | {"completion": "a"}], "sequence")
-    assert flat(record) == ([Q], [[first]]) and record.answers[0][0].begun == len(begun)
-    several = row | {"completion": [BOT, USER, OTHER]}
-    assert read_flat([several], "sequence") == [([Q], [[first, Q, B]])]
-    pair = row | {"chosen": "a", "rejected": [OTHER]}
-    assert read_flat([pair], "pair") == [([Q], [[first], [second]])]
-    for asked in (pair, row | {"answer": "for the reward"}):
-        (record,), _ = read([asked], "prompt")
-        assert flat(record) == ([Q, ("assistant", begun)], [[]])
-        assert record.prompt[-1].begun == len(begun)
-    assert read([row | {"completion": " "}], "sequence")[1].dropped == {"empty answer": 1}
+def test_a_prompt_that_ends_with_the_assistant_begins_its_answers(read, prompt, begun):
+    def found(rest, kind="sequence"):
+        (record,), _ = read(f'{{"prompt": {prompt}, {Template(rest).substitute(MESSAGES)}}}', kind)
+        first = record.prompt[-1] if kind == "prompt" else record.answers[0][0]
+        return flat(record), first.begun
+
+    pair = '"chosen": "a", "rejected": [$other]'
+    end = f"assistant: {begun}"
+    assert found('"completion": "a"') == (f"[user: q] [{end}a]", len(begun))
+    several = '"completion": [$bot, $user, $other]'
+    assert found(several)[0] == f"[user: q] [{end}a, user: q, assistant: b]"
+    assert found(pair, "pair")[0] == f"[user: q] [{end}a] [{end}b]"
+    for asked in (pair, '"answer": "for the reward"'):
+        assert found(asked, "prompt") == (f"[user: q, {end}] []", len(begun))
+    empty = f'{{"prompt": {prompt}, "completion": " "}}'
+    assert read(empty, "sequence")[1].dropped == {"empty answer": 1}
     # a new question, so the prompt's turn is a whole one
-    later = row | {"completion": [USER, BOT]}
-    assert read_flat([later], "sequence") == [([Q, ("assistant", begun)], [[Q, A]])]
+    later = found('"completion": [$user, $bot]')[0]
+    assert later == f"[user: q, {end}] [user: q, assistant: a]"
 
 
 def test_message_weights(read):
-    turns = [USER | {"loss_weight": 0.0}, BOT | {"train": False}]
-    turns += [USER, BOT | {"weight": 0.5}, USER, BOT]
-    (record,), _ = read([{"messages": turns}], "sequence")
+    said = '{"role": "user", "content": "q"%s}', '{"role": "assistant", "content": "a"%s}'
+    more = ', "loss_weight": 0.0', ', "train": false', "", ', "weight": 0.5', "", ""
+    turns = ", ".join(turn % extra for turn, extra in zip(said * 3, more))
+    (record,), _ = read(f'{{"messages": [{turns}]}}', "sequence")
     assert [m.weight for m in record.answers[0]] == [0.0, 0.0, None, 0.5, None, None]
-
-
-def message(**keys):
-    return {"messages": [USER, keys]}
 
 
 @pytest.mark.parametrize(
     "row, kind, sentence",
-    [
-        ({"instruction": "q"}, "sequence", "row 1 has no answer"),
-        (
-            {"instruction": 3, "output": "a"},
-            "sequence",
-            "row 1 'instruction' is int, not a string",
-        ),
-        ([1], "sequence", "row 1 is list, not an object"),
-        (GOOD | {"history": [["x"]]}, "sequence", "list of .user, assistant. pairs"),
-        (GOOD | {"output": "\ud800"}, "sequence", "unpaired surrogate"),
-        (GOOD | {"unused": "\ud800"}, "prompt", "unpaired surrogate"),
-        (GOOD, "pair", "row 1 has no chosen and rejected"),
-        (GOOD, "unpaired", "row 1 has no 'label' or 'kto_tag'"),
-        ({"foo": 1}, "sequence", "fit none of the formats"),
-        ({"text": "x"}, "sequence", "plain text, which only stage pt"),
-        ({"messages": [USER, "text"]}, "sequence", "message 2 is str, not an object"),
-        (message(role="wizard", content="x"), "sequence", "message 2 has the role 'wizard'"),
-        (message(role="assistant"), "sequence", "message 2 has no text content"),
-        (
-            message(role="assistant", content=[{"type": "image", "value": "x"}]),
-            "sequence",
-            "type 'image'; only text",
-        ),
-        (
-            message(role="user", content="x", weight=1),
-            "sequence",
-            "gives the weight 1 to a user message",
-        ),
-        (message(role="assistant", content="x", weight=-1), "sequence", "negative weight"),
-        (
-            message(**{"from": "function_call"}, value="not json"),
-            "sequence",
-            "tool call as JSON",
-        ),
-        (
-            GOOD | {"images": ["a.png"]},
-            "sequence",
-            "the column 'images', but only text .*columns = .unused = .images",
-        ),
-        ({"text": "x", "audio": {"path": "a.wav"}}, "text", "the column 'audio'"),
-        (PAIR_ROW | {"video": "a.mp4"}, "prompt", "the column 'video'"),
-    ],
+    table(r"""
+{"instruction": "q"} => sequence => row 1 has no answer
+{"instruction": 3, "output": "a"} => sequence => row 1 'instruction' is int, not a string
+[1] => sequence => row 1 is list, not an object
+{"instruction": "q", "output": "a", "history": [["x"]]} => sequence => list of .user, assistant. pairs
+{"instruction": "q", "output": "\ud800"} => sequence => unpaired surrogate
+{"instruction": "q", "output": "a", "unused": "\ud800"} => prompt => unpaired surrogate
+{"instruction": "q", "output": "a"} => pair => row 1 has no chosen and rejected
+{"instruction": "q", "output": "a"} => unpaired => row 1 has no 'label' or 'kto_tag'
+{"foo": 1} => sequence => fit none of the formats
+{"text": "x"} => sequence => plain text, which only stage pt
+{"messages": [$user, "text"]} => sequence => message 2 is str, not an object
+{"messages": [$user, {"role": "wizard", "content": "x"}]} => sequence => message 2 has the role 'wizard'
+{"messages": [$user, {"role": "assistant"}]} => sequence => message 2 has no text content
+{"messages": [$user, {"role": "assistant", "content": [{"type": "image", "value": "x"}]}]} \
+=> sequence => type 'image'; only text
+{"messages": [$user, {"role": "user", "content": "x", "weight": 1}]} \
+=> sequence => gives the weight 1 to a user message
+{"messages": [$user, {"role": "assistant", "content": "x", "weight": -1}]} => sequence => negative weight
+{"messages": [$user, {"from": "function_call", "value": "not json"}]} => sequence => tool call as JSON
+{"instruction": "q", "output": "a", "images": ["a.png"]} \
+=> sequence => the column 'images', but only text .*columns = .unused = .images
+{"text": "x", "audio": {"path": "a.wav"}} => text => the column 'audio'
+{"prompt": "q", "chosen": "a", "rejected": "b", "video": "a.mp4"} => prompt => the column 'video'
+""".replace("\\\n", "")),
 )
 def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kind, sentence):
     with pytest.raises(DataError, match=sentence) as caught:
-        read([row], kind)
+        read(row, kind)
     assert str(tmp_path / "rows.jsonl") in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "row, kind, reason",
-    [
-        ({"instruction": "q", "output": " "}, "sequence", "empty answer"),
-        ({"instruction": "", "output": "a"}, "sequence", "empty prompt"),
-        (GOOD | {"label": False}, "sequence", "its label is false"),
-        (
-            {"instruction": "q", "chosen": "a", "rejected": "a"},
-            "pair",
-            "chosen and rejected are the same",
-        ),
-        ({"instruction": "q", "chosen": "a", "rejected": ""}, "pair", "empty answer"),
-        (
-            PAIR_ROW | {"chosen": [USER, BOT]},
-            "pair",
-            "an answer does not begin and end with an assistant message",
-        ),
-    ],
+    table("""
+{"instruction": "q", "output": " "} => sequence => empty answer
+{"instruction": "", "output": "a"} => sequence => empty prompt
+{"instruction": "q", "output": "a", "label": false} => sequence => its label is false
+{"instruction": "q", "chosen": "a", "rejected": "a"} => pair => chosen and rejected are the same
+{"instruction": "q", "chosen": "a", "rejected": ""} => pair => empty answer
+{"prompt": "q", "chosen": [$user, $bot], "rejected": "b"} \
+=> pair => an answer does not begin and end with an assistant message
+""".replace("\\\n", "")),
 )
 def test_rows_without_use_are_dropped_and_reported(read, tmp_path, row, kind, reason):
-    records, report = read([row], kind)
+    records, report = read(row, kind)
     assert records == [] and report.dropped == {reason: 1}
     assert report.examples[reason] == [f"{tmp_path / 'rows.jsonl'} row 1"]
     assert reason in str(report) and "row 1" in str(report)
@@ -336,10 +301,11 @@ def test_rows_without_use_are_dropped_and_reported(read, tmp_path, row, kind, re
 
 def test_transcripts_with_different_prompts_or_empty_answers_are_dropped(read):
     opened = "\n\nHuman: q\n\nAssistant: a\n\nHuman: more\n\nAssistant:"
-    rejected = (opened + " y", HH, opened, opened + " y\n\nHuman: bye")
+    other = "\n\nHuman: q\n\nAssistant: a"
+    rejected = (opened + " y", other, opened, opened + " y\n\nHuman: bye")
     records, report = read([{"chosen": opened + " x", "rejected": r} for r in rejected], "pair")
-    answers = [[("assistant", "x")], [("assistant", "y")]]
-    assert [flat(r) for r in records] == [([Q, A, ("user", "more")], answers)]
+    kept = "[user: q, assistant: a, user: more] [assistant: x] [assistant: y]"
+    assert [flat(r) for r in records] == [kept]
     assert report.dropped == {
         "the prompts of chosen and rejected differ": 1,
         "empty answer": 1,
@@ -349,7 +315,7 @@ def test_transcripts_with_different_prompts_or_empty_answers_are_dropped(read):
 
 def test_broken_json_line_is_named_or_dropped(tmp_path):
     path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n\n{broken\n" + json.dumps(GOOD) + "\n")
+    path.write_text(f"{GOOD}\n\n{{broken\n{GOOD}\n")
     with pytest.raises(DataError, match=r"x.jsonl row 3 is not valid JSON"):
         load(path, "sequence")
     records, report = load(path, "sequence", bad_rows="drop")
@@ -373,7 +339,7 @@ def test_file_kinds_give_the_same_records(tmp_path, read_flat):
     table.to_csv(tmp_path / "a.csv")
     table.to_parquet(tmp_path / "a.parquet")
     table.save_to_disk(tmp_path / "saved")
-    for name in ("lines.json", "a.jsonl.gz", "folder", "a.csv", "a.parquet", "saved"):
+    for name in "lines.json a.jsonl.gz folder a.csv a.parquet saved".split():
         records, _ = load(tmp_path / name, "sequence")
         assert [flat(r) for r in records] == expected, name
         assert [r.where[-5:] for r in records] == ["row 1", "row 2", "row 3"]
@@ -407,25 +373,26 @@ def test_csv_fields_beyond_the_header_and_columns_of_one_name_are_told(tmp_path)
         load(file)
 
 
-SHARDED = "data/{}-0000{}-of-0000{}.jsonl"
-# a folder's files by split; those of "" belong to none
+# a folder's files by split; those of "none" belong to none
 LAYOUTS = {
-    "shards": {"train": [SHARDED.format("train", 0, 2), SHARDED.format("train", 1, 2)],
-               "test": [SHARDED.format("test", 0, 1)]},
-    "shards of any name": {"test_sft": [SHARDED.format("test_sft", 0, 1)],
-                           "train_sft": [SHARDED.format("train_sft", 0, 1)]},
-    "names": {"train": ["train.jsonl", "training_2.jsonl"], "validation": ["dev.jsonl"], "test": ["my-eval.jsonl"],
-              "": ["more.jsonl"]},
-    "names below": {"train": ["data/train.jsonl"], "validation": ["data/val.jsonl"]},
-    "folders": {"train": ["train/a.jsonl", "train/b/test.jsonl"], "test": ["testing/a.jsonl"]},
-    "whole words only": {"train": ["latest.jsonl", "trainer.jsonl", "evaluated/a.jsonl"]},
-}  # fmt: skip
+    "shards": "train: data/train-00000-of-00002.jsonl data/train-00001-of-00002.jsonl"
+    " | test: data/test-00000-of-00001.jsonl",
+    "shards of any name": "test_sft: data/test_sft-00000-of-00001.jsonl"
+    " | train_sft: data/train_sft-00000-of-00001.jsonl",
+    "names": "train: train.jsonl training_2.jsonl | validation: dev.jsonl | test: my-eval.jsonl | none: more.jsonl",
+    "names below": "train: data/train.jsonl | validation: data/val.jsonl",
+    "folders": "train: train/a.jsonl train/b/test.jsonl | test: testing/a.jsonl",
+    "whole words only": "train: latest.jsonl trainer.jsonl evaluated/a.jsonl",
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_folder_gives_the_split_that_the_hub_would_give(tmp_path, name):
-    layout, folder = LAYOUTS[name], tmp_path / "folder"
+    folder = tmp_path / "folder"
+    parts = (part.split(": ") for part in LAYOUTS[name].split(" | "))
+    layout = {split: named.split() for split, named in parts}
     files = {file for own in layout.values() for file in own}
+    splits = [split for split in layout if split != "none"]
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         write_rows(folder / file, [{"text": file}])
@@ -434,24 +401,21 @@ def test_a_folder_gives_the_split_that_the_hub_would_give(tmp_path, name):
     others = {"eval/train.py", "eval/a.JSONL", "eval/a.arrow", "README.md"}
     for file in others:
         (folder / file).touch()
-    for split in layout.keys() - {""}:
+    for split in splits:
         records, report = load(folder, split=split)
         assert [record.text for record in records] == sorted(layout[split])
         left = files - {*layout[split]} | others
         assert report.notes == {f"files left out, not data of split {split}": len(left)}
         assert sum(str(folder / file) in str(report) for file in left) == min(len(left), 5)
-    there = ", ".join(split for split in layout if split)
-    with pytest.raises(
-        DataError,
-        match=rf"/folder has no split 'other', only {there}; set split to one of them",
-    ):
+    only = rf"/folder has no split 'other', only {', '.join(splits)}; set split to one of them"
+    with pytest.raises(DataError, match=only):
         load(folder, split="other")
     with pytest.raises(DataError, match="has no split 'other'"):
         source_digest(Source(str(folder), split="other"), tmp_path)
     records = load(folder)[0] if "train" in layout else []
     assert [record.text for record in records] == sorted(layout.get("train", []))
     shutil.rmtree(folder / "eval")  # the hub's loader would take it for a split without data
-    for split in layout.keys() - {""}:
+    for split in splits:
         hub = datasets.load_dataset(str(folder), split=split, cache_dir=str(tmp_path / "cache"))
         assert sorted(hub["text"]) == sorted(layout[split])
 
@@ -460,15 +424,12 @@ def test_splits_of_a_saved_folder_and_of_a_folder_without_data_for_the_hub(tmp_p
     rows = {name: datasets.Dataset.from_list([{"text": name}]) for name in ("train", "test")}
     datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")
     assert [load(tmp_path / "saved", split=name)[0][0].text for name in rows] == [*rows]
-    with pytest.raises(
-        DataError,
-        match=r"^/.*/saved has no split 'other', only train, test; set split to one of them",
-    ):
+    only = r"^/.*/saved has no split 'other', only train, test; set split to one of them"
+    with pytest.raises(DataError, match=only):
         load(tmp_path / "saved", split="other")
     (tmp_path / "few").mkdir()
-    write_rows(
-        tmp_path / "few/config.json", [{"text": "a"}]
-    )  # a name that the hub never takes for data
+    # a name that the hub never takes for data
+    write_rows(tmp_path / "few/config.json", '{"text": "a"}')
     assert load(tmp_path / "few")[0][0].text == "a"
 
 
@@ -524,6 +485,9 @@ def test_hub_data_are_those_of_the_commit_that_was_asked_for(
             opener("absent/data")
 
 
+HUB = "org/data train"
+
+
 def test_what_is_read_twice_is_told(tmp_path):
     for name in ("train", "test"):
         write_rows(tmp_path / f"{name}.jsonl", [{"text": name}])
@@ -536,54 +500,25 @@ def test_what_is_read_twice_is_told(tmp_path):
     held_out = Source(folder.path, split="test")
     assert repeated_data([folder], [train]) == repeated_data([train], [train]) == [train.path]
     assert repeated_data([folder, saved], [held_out, Source(saved.path, split="a")]) == []
-    assert repeated_data([Source("org/data")], [Source("org/data", max_examples=3)]) == [
-        "org/data train"
-    ]
-
-
-def test_a_missing_key_of_a_file_is_a_sentence(tmp_path):
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved/state.json").write_text("{}")
-    (tmp_path / "saved/dataset_info.json").write_text("{}")
-    with pytest.raises(DataError, match="/saved cannot be read: there is no '_\\w+' in it$"):
-        load(tmp_path / "saved")
+    assert repeated_data([Source("org/data")], [Source("org/data", max_examples=3)]) == [HUB]
 
 
 def test_sources_and_their_mistakes(tmp_path):
-    assert parse_sources(["a.jsonl", {"path": "b.jsonl", "weight": 2.0, "format": None}]) == [
-        Source("a.jsonl"),
-        Source("b.jsonl", weight=2.0),
-    ]
+    given = ["a.jsonl", {"path": "b.jsonl", "weight": 2.0, "format": None}]
+    assert parse_sources(given) == [Source("a.jsonl"), Source("b.jsonl", weight=2.0)]
+    (tmp_path / "saved").mkdir()
+    for name in ("state", "dataset_info"):
+        (tmp_path / f"saved/{name}.json").write_text("{}")
     absent = Source(str(tmp_path / "absent.jsonl"))
     assert absent.path in missing_sources([absent])[0]
     (tmp_path / "x.docx").write_text("")
     for path, message in (
         (absent.path, "does not exist"),
         (tmp_path / "x.docx", "x.docx is none of"),
+        (tmp_path / "saved", r"/saved cannot be read: there is no '_\w+' in it$"),
     ):
         with pytest.raises(DataError, match=message):
             load(path, "sequence")
-
-
-def test_digest_follows_content_and_bytes_are_hashed_once(tmp_path, monkeypatch):
-    """A second process, and a later run, find the digest under the file's size and times."""
-    monkeypatch.setattr("ulysses.data.read.sources.SETTLED_SECONDS", 0.0)
-    source = Source(write_rows(tmp_path / "a.jsonl", [GOOD]))
-    hashed = []
-    digest = hashlib.file_digest
-    monkeypatch.setattr(
-        hashlib, "file_digest", lambda file, name: hashed.append(1) or digest(file, name)
-    )
-    first = source_digest(source, tmp_path / "cache")
-    assert source_digest(source, tmp_path / "cache") == first and len(hashed) == 1
-    write_rows(tmp_path / "a.jsonl", [{**GOOD, "output": "b"}])
-    assert source_digest(source, tmp_path / "cache") != first and len(hashed) == 2
-    copy = write_rows(tmp_path / "b.jsonl", [GOOD])
-    assert (
-        source_digest(Source(copy), tmp_path)
-        == first
-        != source_digest(Source(copy, format="alpaca"), tmp_path)
-    )
 
 
 def test_text_file_with_separator_is_several_documents(tmp_path):

@@ -88,25 +88,14 @@ def test_order_depends_on_seed_and_epoch_alone():
     dataset = FakeDataset([10] * 100)
 
     def order(epoch=0, examples=8, budget=500, seed=1, **options):
-        return (
-            StepLoader(dataset, examples, tokens_per_microbatch=budget, seed=seed, **options)
-            .order(epoch)
-            .tolist()
-        )
+        options |= {"tokens_per_microbatch": budget, "seed": seed}
+        return StepLoader(dataset, examples, **options).order(epoch).tolist()
 
     assert sorted(order()) == list(range(100)) == order(3, shuffle=False) != order()
     assert order() == order(examples=16, budget=50, data_parallel_size=2)
     assert order() != order(seed=2) and order() != order(epoch=1)
-    assert list(shuffled(8, 1, 2)) == [
-        4,
-        3,
-        5,
-        0,
-        1,
-        7,
-        6,
-        2,
-    ]  # written down: no library may change it
+    # written down: no library may change it
+    assert [*shuffled(8, 1, 2)] == [4, 3, 5, 0, 1, 7, 6, 2]
 
 
 def test_source_weights_repeat_and_sample():

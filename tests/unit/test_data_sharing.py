@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from ulysses.data.serve.preview import preview_examples
-
 PAIRS = [
     {"prompt": "a prompt of some length", "chosen": "good", "rejected": "not good"},
     {"prompt": "p", "chosen": "same start, one", "rejected": "same start, two"},
@@ -27,13 +25,9 @@ def test_branches_leave_out_the_prompt_and_nothing_else(opened, kind):
         first = given.sequences[0]
         for place, (s, tree) in enumerate(zip(given.sequences, trees.sequences, strict=True)):
             cut = tree.prefix_length
-            assert (
-                cut == (int(given.columns["prompt_length"]) - 1 if place else 0)
-                and tree.prefix_owner == place
-            )
-            assert [*first.tokens[:cut], *tree.tokens] == list(s.tokens) and not s.loss_weights[
-                : cut + 1
-            ].any()
+            assert cut == (int(given.columns["prompt_length"]) - 1 if place else 0)
+            assert tree.prefix_owner == place and not s.loss_weights[: cut + 1].any()
+            assert [*first.tokens[:cut], *tree.tokens] == [*s.tokens]
             assert list(tree.loss_weights) == list(s.loss_weights[cut:])
     assert (whole.lengths - shared.lengths).tolist() == shared.prefix_lengths.sum(1).tolist()
     saved = shared.prefix_lengths.sum() / whole.lengths.sum()
@@ -52,16 +46,4 @@ def test_a_ranked_list_is_one_example_with_its_ranks(opened):
     assert (
         dataset.sequence_lengths.shape == (3, 3)
         and np.count_nonzero(dataset.sequence_lengths) == 7
-    )
-
-
-def test_inspection_shows_the_tree(opened, tokenizer, capsys):
-    dataset = opened("ranked", True)
-    preview_examples(dataset, tokenizer, 3)
-    cut = dataset.prefix_lengths[2, 1]
-    text = capsys.readouterr().out
-    assert (
-        "example 2 (ranked 1): " in text
-        and "rank 1" in text
-        and f"after {cut} of the first sequence, " in text
     )

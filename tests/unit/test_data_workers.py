@@ -1,16 +1,13 @@
 """Tokenising in several processes: the same bytes, report and error as in one, and no process is left."""
 
-import gc
 import os
 import signal
 from multiprocessing import active_children
 
 import pytest
 
-from tests.tiny_tokenizer import write_rows
 from ulysses.data import DataError
 from ulysses.data.read import sources
-from ulysses.data.read.sources import Source, count_rows
 from ulysses.data.serve import dataset, workers
 from ulysses.data.serve.workers import in_order
 
@@ -85,21 +82,3 @@ def test_few_batches_at_a_time_are_read_ahead(monkeypatch):
     assert [next(found), next(found)] == ["0", "1"] and len(read) <= 6
     found.close()
     assert not active_children()
-
-
-def test_rows_are_counted_for_the_bar(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", [{"text": "x"}] * 30)
-    (tmp_path / "b.txt").write_text("one document")
-    assert count_rows([Source(path), Source(path, max_examples=7)]) == 37
-    assert count_rows([Source(path), Source(str(tmp_path / "b.txt"))]) is None
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_what_a_caller_has_frozen_stays_frozen(frozen):
-    """Ours is only frozen while batches are worked on."""
-    if frozen:
-        gc.freeze()
-    before = gc.get_freeze_count()
-    assert list(in_order(lambda _: gc.get_freeze_count() > 0, [1, 2], 1)) == [True, True]
-    assert (gc.get_freeze_count() > 0) == (before > 0) == frozen
-    gc.unfreeze()

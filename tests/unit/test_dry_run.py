@@ -54,37 +54,12 @@ def test_plan_by_architecture_alone(run):
     assert "finding: model.tokenizer is missing" in text
 
 
-@pytest.mark.parametrize("length, degree", [(8192, 1), (524288, 2)])
-def test_an_automatic_degree_is_planned(length, degree, run):
-    _, text = run(*arch(length=length, sp="auto"), *NODE)
-    assert f"8 processes: data parallel {8 // degree} x sequence parallel {degree}" in text
-    assert f"longest sequence at sequence_parallel_size {degree}:" in text
-
-
 def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(run):
     code, text = run(*arch("dpo", 65536), "--dpo.reference", "/no/such/model", *NODE)
     assert "the fullest: 131,072 tokens in 2 sequences" in text
     assert "tokens on each side of a pair" in text
     finding = "finding: dpo.reference is '/no/such/model': there is no folder /no/such/model"
     assert code == 3 and finding in text
-
-
-def test_seconds_know_that_answers_attend_to_their_shared_prompt(run, tmp_path):
-    """Two short answers to one long prompt take about as long as one text of as many tokens."""
-    words = "the quick brown fox jumps over the lazy dog " * 5000
-    row = {"prompt": words, "chosen": "yes", "rejected": "no"}
-    (tmp_path / "pair.jsonl").write_text(json.dumps(row))
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": words}))
-    seconds = []
-    for stage, name in (("dpo", "pair"), ("pt", "text")):
-        own = f"""--data.train {tmp_path / name}.jsonl --data.cache {tmp_path} --run.output {tmp_path / stage}
-            --model.tokenizer {DEMO / "data/tokenizer"} --batch.examples 1
-            --run.export false --run.save_last false --run.save_minutes 0"""
-        common = [*arch(stage, 1 << 17), *own.split(), "--batch.tokens_per_microbatch", 1 << 17]
-        code, text = run(*common, *NODE)
-        assert code == 0 and "1 micro-batch per group" in text
-        seconds.append(float(re.search(r"^  none .* ([\d.]+)$", text, re.MULTILINE)[1]))
-    assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
 
 
 def test_what_does_not_fit_is_refused_with_what_to_change(run, capsys):

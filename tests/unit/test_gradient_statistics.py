@@ -6,21 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fake_ranks import SHAPES, FakeWorld, context, grads_of, parameters
+from tests.fake_ranks import FakeWorld, context, grads_of, parameters
 from ulysses.gradients import TorchGradients, build_chain
 from ulysses.gradients.gradients import Gradients, GradientSlice
-
-
-def test_statistics_follow_edits():
-    view = FakeWorld(1).view(parameters(SHAPES), 0, {"conv": "value"})
-    before, value = view.norm(), view.norm("value")
-    view.scale(2.0, "value")
-    assert view.norm("value") == pytest.approx(2 * value)
-    assert view.norm() == pytest.approx(math.sqrt(before**2 + 3 * value**2))
-    view.scale_parameters([0.0] * len([*view]))
-    assert view.norm() == view.mean_abs() == 0
-    with pytest.raises(ValueError):
-        view.scale_parameters([1.0, 2.0])
 
 
 def test_scaling_that_waits_for_the_optimizer_is_done_for_every_other_reader():

@@ -31,11 +31,9 @@ def write(folder, tensors, **options):
 @pytest.mark.parametrize("limit", [1 << 30, 100])
 def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path, limit):
     tensors = {
-        "a": torch.randn(7, 5),
-        "b": torch.randn(3, 4, 2).bfloat16(),
-        "c": torch.tensor(2.5, dtype=torch.float64),
-        "d": torch.empty(0, 4),
-    }
+        "a": torch.randn(7, 5), "b": torch.randn(3, 4, 2).bfloat16(), "d": torch.empty(0, 4),
+        "c": torch.tensor(2.5, dtype=torch.float64)
+    }  # fmt: skip
     files = write(tmp_path, tensors, max_shard_bytes=limit)
     shards = sorted(path.name for path in tmp_path.glob("*"))
     parts = "model-00001-of-00002.safetensors model-00002-of-00002.safetensors model.safetensors.index.json".split()
@@ -72,14 +70,8 @@ def test_model_survives_both_directions_bit_by_bit(tmp_path):
     from transformers import AutoModelForCausalLM
 
     for kind in FAMILIES:
-        config = ModelConfig.from_hf(
-            {
-                **TINY,
-                "model_type": kind,
-                "tie_word_embeddings": kind == "qwen2",
-                "sliding_window": None,
-            }
-        )
+        own = {"model_type": kind, "tie_word_embeddings": kind == "qwen2", "sliding_window": None}
+        config = ModelConfig.from_hf(TINY | own)
         ours, theirs = tmp_path / f"{kind}-ours", tmp_path / f"{kind}-theirs"
         model = write_model(ours, config, torch.bfloat16, max_shard_bytes=4000)
         hf = AutoModelForCausalLM.from_pretrained(ours, dtype="auto")

@@ -136,12 +136,9 @@ def test_a_tokenizer_that_grows_texts_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["sequence", "text"])
 def test_a_row_on_which_the_tokenizer_breaks_is_named(tmp_path, kind):
-    evil = {
-        "type": "Split",
-        "pattern": {"Regex": "(x+x+)+y"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    evil = json.loads("""{
+        "type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": false
+    }""")
     tokenizer = tokenizer_with(tmp_path / "t", pre_tokenizer=evil)
     hurt = "x" * 40
     rows = {"text": [{"text": "a"}, {"text": hurt}], "sequence": [GOOD, chat(hurt), GOOD]}
@@ -191,15 +188,13 @@ def test_a_long_row_costs_a_bounded_multiple_of_its_size(tmp_path, kind):
 
 @pytest.mark.parametrize(
     "entry",
-    [
-        {"dtype": "F32", "shape": [4], "data_offsets": [-8, 8]},
-        {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]},
-        {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]},
-        {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 16]},
-    ],
+    """{"dtype": "F32", "shape": [4], "data_offsets": [-8, 8]}
+{"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}
+{"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}
+{"dtype": "F32", "shape": [1099511627776, 1099511627776], "data_offsets": [0, 16]}""".splitlines(),
 )
 def test_headers_that_point_elsewhere_are_refused(tmp_path, entry):
-    header = json.dumps({"a": entry}).encode()
+    header = f'{{"a": {entry}}}'.encode()
     (tmp_path / "model.safetensors").write_bytes(
         struct.pack("<Q", len(header)) + header + bytes(16)
     )

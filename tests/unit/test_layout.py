@@ -14,16 +14,11 @@ from tests.harness import full
 from ulysses.parallel import exchange
 from ulysses.parallel.layout import head_layout, packed_plan, row_sets, shard_ranges
 
+# query and kv heads of Llama-3 and Qwen2.5, every size
 HEADS = [
-    (32, 8),
-    (64, 8),
-    (24, 8),
-    (14, 2),
-    (12, 2),
-    (16, 2),
-    (28, 4),
-    (40, 8),
-]  # Llama-3 and Qwen2.5, every size
+    tuple(map(int, heads.split("/")))
+    for heads in "32/8 64/8 24/8 14/2 12/2 16/2 28/4 40/8".split()
+]
 RAGGED = [5, 1, 37, 1, 1, 60, 13, 2, 9]
 
 

@@ -1,5 +1,6 @@
 """The [memory] section: decided once, reaches every layer, refuses what cannot be honoured."""
 
+import json
 import os
 from types import SimpleNamespace
 from unittest import mock
@@ -128,12 +129,6 @@ def test_too_large_is_refused_with_sizes():
     assert set(chosen(4096, 79, gpus=1, lora=16).levels) == {"none"}
 
 
-def test_without_offload_the_host_does_not_matter():
-    for offload in ("none", "auto"):
-        choice = chosen(1 << 17, host_gib=20, offload=offload)
-        assert set(choice.levels) == {"none"} and choice.offloaded_layers == 0
-
-
 def test_a_node_s_host_memory_can_be_told():
     def host(told=0.0, **given):
         options = Options(**given, dry_run=True)
@@ -169,31 +164,33 @@ def stage_case(stage, lora=0, sp=1, **section):
 
 
 WHOLE, SCORES = plain_model(LLAMA), plain_model(LLAMA, reward=True)
-LIVE, SIMPO = {"reference": "live"}, {"reference": "live", "loss_type": "simpo"}
+LIVE = {"reference": "live"}
 PPO = {"reward": "ulysses.rl.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
 MODEL = PPO | {"reward": "some/reward", "kl_coefficient": 0.0}
-# of the reward model, which has no head, so that its pass costs as much less
-SCORED = SCORES.forward_parameters / WHOLE.forward_parameters
+# The stage, the rank of its adapters and its table; the model that stands beside, and the passes that are counted.
+STAGE_PASSES = """
+rm | 0 | {} | none | 0
+dpo | 0 | {} | none | 0
+dpo | 0 | {"reference": "live"} | whole | 1
+dpo | 4 | {"reference": "live"} | none | 1
+dpo | 0 | {"reference": "live", "loss_type": "simpo"} | none | 0
+kto | 0 | {} | none | 1
+kto | 0 | {"reference": "live"} | whole | 3
+kto | 0 | {"loss_type": "apo_zero_unpaired"} | none | 0
+ppo | 0 | {"reward": "math:sqrt", "epochs": 2, "minibatches": 3} | whole | 1
+ppo | 4 | {"reward": "some/reward", "epochs": 2, "minibatches": 3, "kl_coefficient": 0} | scores | half
+"""
+BESIDE = {"none": (), "whole": (WHOLE,), "scores": (SCORES,)}
+# the policy's pass and the reward model's, which has no head and so costs less, over two epochs
+HALF = (1 + SCORES.forward_parameters / WHOLE.forward_parameters) / 2
 
 
-@pytest.mark.parametrize(
-    "stage, lora, section, others, forwards",
-    [
-        ("rm", 0, {}, (), 0),
-        ("dpo", 0, {}, (), 0),
-        ("dpo", 0, LIVE, (WHOLE,), 1),
-        ("dpo", 4, LIVE, (), 1),
-        ("dpo", 0, SIMPO, (), 0),
-        ("kto", 0, {}, (), 1),
-        ("kto", 0, LIVE, (WHOLE,), 3),
-        ("kto", 0, {"loss_type": "apo_zero_unpaired"}, (), 0),
-        ("ppo", 0, PPO, (WHOLE,), 1),
-        ("ppo", 4, MODEL, (SCORES,), (1 + SCORED) / 2),
-    ],
-)
-def test_every_stage_counts_its_own_models_and_passes(stage, lora, section, others, forwards):
-    case = stage_case(stage, lora, **section)
-    assert (case.others, case.forwards) == (others, forwards)
+@pytest.mark.parametrize("line", STAGE_PASSES.strip().splitlines())
+def test_every_stage_counts_its_own_models_and_passes(line):
+    stage, lora, section, beside, forwards = line.split(" | ")
+    case = stage_case(stage, int(lora), **json.loads(section))
+    assert case.others == BESIDE[beside]
+    assert case.forwards == (HALF if forwards == "half" else int(forwards))
 
 
 def test_the_planner_knows_the_trained_model_its_loss_and_the_rollout():

@@ -1,5 +1,7 @@
 """config.json in both styles, with transformers' defaults."""
 
+import json
+
 import pytest
 
 from models.arch import ARCHITECTURES, ModelConfig, RopeScaling
@@ -12,21 +14,16 @@ MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
 
 
 def test_old_and_new_rope_styles_agree():
-    scaling = {
-        "factor": 8,
-        "low_freq_factor": 1,
-        "high_freq_factor": 4,
-        "original_max_position_embeddings": 8192,
-    }
+    numbers = """"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192"""
     for style in (
-        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}},
-        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}},
-        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}},
+        '{"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", NUMBERS}}',
+        '{"rope_theta": 5e5, "rope_scaling": {"type": "llama3", NUMBERS}}',
+        '{"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", NUMBERS}}',
     ):
-        config = ModelConfig.from_hf(LLAMA | style)
-        assert config.rope_theta == 5e5 and config.rope_scaling == RopeScaling(
-            "llama3", 8.0, 8192, 1.0, 4.0
-        )
+        given = json.loads(style.replace("NUMBERS", numbers))
+        config = ModelConfig.from_hf(LLAMA | given)
+        assert config.rope_theta == 5e5
+        assert config.rope_scaling == RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
 
 
 def test_defaults_are_those_of_transformers():
@@ -38,14 +35,11 @@ def test_defaults_are_those_of_transformers():
         (QWEN3, Qwen3Config),
         (MISTRAL, MistralConfig),
     ):
-        ours, theirs = (
-            ModelConfig.from_hf(raw),
-            cls(**{k: v for k, v in raw.items() if k != "model_type"}),
-        )
-        for (
-            name
-        ) in """max_position_embeddings rms_norm_eps initializer_range tie_word_embeddings
-                bos_token_id eos_token_id""".split():
+        ours = ModelConfig.from_hf(raw)
+        theirs = cls(**{k: v for k, v in raw.items() if k != "model_type"})
+        names = """max_position_embeddings rms_norm_eps initializer_range tie_word_embeddings
+            bos_token_id eos_token_id"""
+        for name in names.split():
             assert ours.to_hf()[name] == getattr(theirs, name), name
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
@@ -72,10 +66,8 @@ def test_biases_of_attention_are_those_of_transformers():
 
 
 def test_the_window_of_chunked_attention_is_the_one_that_was_trained():
-    chunks = {
-        "chunk_size": 262144,
-        "local_size": 8192,
-        "original_max_position_embeddings": 262144,
-    }
+    chunks = json.loads("""{
+        "chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144
+    }""")
     raw = QWEN | {"max_position_embeddings": 1010000, "dual_chunk_attention_config": chunks}
     assert ModelConfig.from_hf(raw).max_position_embeddings == 262144

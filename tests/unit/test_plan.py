@@ -7,8 +7,6 @@ import pytest
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
 from models.decoder import count_parameters
-from ulysses.memory.levels import LEVELS
-from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.plan import (
     GIB,
     PROCESS_BYTES,
@@ -16,7 +14,6 @@ from ulysses.memory.plan import (
     PlannedRollout,
     Workload,
     predict,
-    step_flops,
     step_seconds,
 )
 from ulysses.run.memory_choice import choose, longest_sequence, plain_model
@@ -118,40 +115,6 @@ def test_states_are_eighteen_bytes_per_parameter():
         assert p.gpu - 1.03 * p.allocated == pytest.approx(outside)
 
 
-def test_executed_flops_of_full_training_and_adapters():
-    """6 N per token, 8 N where the whole layer is recomputed; 4 N and 6 N with adapters, whose base has no gradient."""
-    layers, N, down = LLAMA.layers, LLAMA.layer_parameters, LLAMA.width * LLAMA.intermediate
-
-    def per_token(model, level):
-        vocabulary = 2 * model.vocabulary_parameters
-        rest = vocabulary * 4 if model.is_full else vocabulary * 3 + 6 * model.trained
-        return (step_flops(case(4096, level, model, sp=1))[0] / 4096 - rest) / layers
-
-    # our own backward of the plain MLP never repeats its last product
-    again = 8 * N - 2 * down
-    wanted = [6 * N, again, again, again + N]
-    assert [per_token(LLAMA, level) for level in LEVELS] == pytest.approx(wanted)
-    assert per_token(ADAPTERS, "none") == pytest.approx(4 * N)
-    assert per_token(ADAPTERS, "block") == pytest.approx(6 * N)
-    products = [step_flops(case(4096, sp=1, logits_once=once))[0] for once in (False, True)]
-    assert products[0] - products[1] == pytest.approx(2 * 4096 * LLAMA.vocabulary_parameters)
-    forward = 2 * 4096**2 * 4096 * layers  # two products over half of the square, H * E = 4096
-    attention = [step_flops(case(4096, level, sp=1))[1] / forward for level in LEVELS]
-    assert attention == pytest.approx([3.5, 3.5, 4.5, 5])
-    pairs = [step_flops(case(8192, sp=4, documents=d))[1] for d in (1, 2)]
-    assert pairs[0] == 2 * pairs[1] == pytest.approx(3.5 * forward)
-
-
-@pytest.mark.parametrize("level, groups, here", [("block", 32, 2), ("pair", 16, 2 + 1)])
-def test_offloaded_layers_move_what_they_keep(level, groups, here):
-    """A pair keeps one input for two layers, and its second layer's too while it is at work."""
-    unit = 8192 * (1 << 17)
-    stay, away = (predicted(1 << 20, level, offloaded_layers=n) for n in (0, 32))
-    assert (stay.kept, away.kept) == ((groups + here - 2) * unit, here * unit)
-    assert away.moved == groups * unit + 32 * CHUNK_BYTES
-    assert away.host == away.moved + PROCESS_BYTES + LLAMA.parameters / 2
-
-
 def test_rollouts_hold_the_whole_policy_and_its_cache():
     rollout = PlannedRollout(128, 64, 1024, 1024, 8192)
     cases = [
@@ -173,23 +136,6 @@ def test_passes_without_gradient_are_planned_for():
     rows = 2 * (1 << 16) * 3 * (large.query_width + 2 * large.kv_width)
     assert other.states == alone.states and other.kept == alone.kept
     assert other.allocated - other.states > gathered + rows > alone.allocated - alone.states
-
-
-def test_row_parallel_ranks_hold_and_are_sent_all_keys_of_their_heads():
-    """28 query and 4 kv heads on 8 ranks: 4 head-parallel times 2 row-parallel ranks, 1 kv head on each."""
-    qwen = plain_model(architecture("qwen2.5-7b"))
-    # others share the last mesh
-    splits = case(0, model=qwen, sp=4), case(0, model=qwen), case(0, others=(qwen,))
-    assert [c.shards[:2] for c in splits] == [(4, 1), (4, 2), (4, 2)]
-    kept = [predicted(8192 * sp, model=qwen, sp=sp).kept for sp in (4, 8)]
-    # per local token: keys of all T, not of T / 2
-    assert kept[1] - kept[0] == 2 * (2 * 4 * 128) * 8192 * 28
-    narrow = qwen._replace(intermediate=8, vocabulary=8)  # attention is the largest moment
-    working = [predicted(8192 * sp, "block", narrow, sp=sp).working for sp in (4, 8)]
-    assert working[1] - working[0] == pytest.approx(2 * (3 + 1) * 2 * 4 * 128 * 8192)
-    few = LLAMA._replace(kv_heads=2)  # fewer than ranks: they keep copies
-    kept = [predicted(4096 * sp, model=few, sp=sp).kept for sp in (2, 8)]
-    assert kept[1] - kept[0] == 2 * (2 * (8 - 2) * 128) * 4096 * 32
 
 
 def test_links_between_nodes_are_slower():
@@ -219,16 +165,6 @@ def test_the_fastest_level_that_fits_and_the_next_one_on_the_last_layers():
     assert not predict(choose(case(4096, machine=node(1, 80)))).fits
 
 
-def test_upper_layers_are_done_when_the_others_begin():
-    """Ordinary autograd works while all is kept, recomputed layers while only what they keep themselves is."""
-    block, mixed, none = (
-        predicted(1 << 18, levels=("block",) * (32 - count) + ("none",) * count)
-        for count in (0, 1, 32)
-    )
-    assert mixed.kept == pytest.approx(block.kept + (none.kept - block.kept) / 32)
-    assert mixed.working == pytest.approx(max(none.working, block.working - none.kept / 32))
-
-
 def test_offload_auto_takes_the_fewest_layers():
     machine = node(host_gib=550)
     asked = case(3 << 20, machine=machine, recompute="block")
@@ -244,13 +180,6 @@ def test_offload_auto_takes_the_fewest_layers():
     assert needless._replace(offload="none") == chosen(1 << 20, machine)
     # a faster level, with some layers on the host
     assert chosen(1 << 21, machine, offload="auto").name == "keep_attention"
-
-
-def test_pairs_reach_further():
-    even, odd = (predicted(1 << 20, "pair", LLAMA._replace(layers=n)).kept for n in (32, 31))
-    assert even == odd  # 15 pairs and one alone
-    longest = [longest_sequence(case(0, recompute=level)) for level in ("block", "auto")]
-    assert longest[1] > 1.4 * longest[0]
 
 
 def test_longest_sequence_is_the_longest():

@@ -1,5 +1,6 @@
 """PPO outside the loop: what a rollout holds, which steps it gives, where its scores come from, what is refused."""
 
+import json
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -49,11 +50,10 @@ def maker(**options):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"kl_estimator": "k3", "missing_eos_penalty": 1.0, "gamma": 0.9},
-        {"kl_estimator": "k2", "lam": 1.0, "kl_coefficient": 0.5},
-    ],
+    map(json.loads, """{}
+{"kl_estimator": "k3", "missing_eos_penalty": 1.0, "gamma": 0.9}
+{"kl_estimator": "k2", "lam": 1.0, "kl_coefficient": 0.5}""".splitlines()),
+    ids=str,
 )
 def test_rewards_advantages_and_returns_against_the_formula(options):
     """One answer at a time; prompts take no part, and advantages are whitened over the whole rollout."""
@@ -98,17 +98,12 @@ def test_advantages_without_a_value(advantage, kl_in):
     """Two prompts with three answers each; the KL lowers what an answer earns unless it is part of the loss."""
     rows = [([5, 7], a) for a in ([8, 9, EOS], [11, 12], [EOS])]
     rows += [([4], a) for a in ([6, EOS], [9] * 4, [3, 3, EOS])]
-    options = {
-        "kl_in": kl_in,
-        "kl_coefficient": 0.3,
-        "answers_per_prompt": 3,
-        "importance_cap": 1.1,
-    }
+    options = {"kl_in": kl_in, "kl_coefficient": 0.3, "answers_per_prompt": 3}
     scores = torch.tensor((1.0, 2.0, -0.5) * 2, dtype=torch.float64)
     rollout = answered(rows, answers_per_prompt=3)
     predicts = rollout.columns["weights"].roll(-1).bool()
     old, reference = torch.randn(2, len(predicts))
-    made = maker(advantage=advantage, **options)
+    made = maker(advantage=advantage, importance_cap=1.1, **options)
     made.finish(rollout, old, torch.zeros_like(old), reference)
     lengths = torch.tensor([len(a) for _, a in rows])
     gaps = 0.3 * (kl_in == "reward") * (old - reference)[predicts].double()
@@ -132,12 +127,7 @@ def test_advantages_without_a_value(advantage, kl_in):
 def test_answers_that_were_cut_are_left_out(kl_in):
     """They keep their place in the comparison but neither weight nor columns, and their KL lowers no reward."""
     rows = [([5, 7], a) for a in ([8, 9, EOS], [11, 12], [EOS])]
-    options = {
-        "advantage": "group",
-        "answers_per_prompt": 3,
-        "kl_in": kl_in,
-        "kl_coefficient": 0.3,
-    }
+    options = {"kl_in": kl_in, "kl_coefficient": 0.3, "answers_per_prompt": 3}
     found, drawn = [], torch.randn(2, 12)
     for masked in (False, True):
         rollout = answered(rows, answers_per_prompt=3)
@@ -145,7 +135,7 @@ def test_answers_that_were_cut_are_left_out(kl_in):
         old, reference = drawn.clone()
         if masked:  # the second answer's tokens
             reference[6:8] = old[6:8]
-        made = maker(mask_truncated=not masked, **options)
+        made = maker(advantage="group", mask_truncated=not masked, **options)
         made.finish(rollout, old, torch.zeros_like(old), reference)
         found.append(rollout.columns)
     left_out, plain = found
@@ -157,31 +147,28 @@ def test_answers_that_were_cut_are_left_out(kl_in):
         assert plain[name][6:8].all()
 
 
-SEQUENCE = {"loss_aggregation": "sequence"}  # loss_type "grpo"
-GSPO = SEQUENCE | {"ratio": "mean", "kl_in": "loss_with_ratio"}
+# Options | loss | norm of the gradient, by GRPOTrainer of TRL 1.16.0. "constant" is with completions of at most 6
+# tokens; where mask_truncated is set, two answers were cut.
+TRL = """
+{"loss_aggregation": "sequence"} | -0.015381882889378501 | 0.1549521976040401
+{"loss_aggregation": "token"} | 0.04083397427547562 | 0.14012963455909375
+{"loss_aggregation": "constant"} | 0.01701415594811484 | 0.05838734773295572
+{"loss_aggregation": "sequence", "ratio": "mean", "kl_in": "loss_with_ratio"} | -0.045211785617463196 | \
+0.1247966922118026
+{"loss_aggregation": "sequence", "mask_truncated": true} | -0.1206025505654621 | 0.15052069683241784
+{"mask_truncated": true} | -0.21253182334376353 | 0.2119409893048637
+{"policy_loss": "cispo"} | 0.07288214707986748 | 0.15437024753458775
+{"loss_aggregation": "sequence", "dual_clip": 1.4} | -0.023195110626355153 | 0.1522880172104637
+""".replace("\\\n", "")
 
 
-@pytest.mark.parametrize(
-    "options, loss, gradient_norm",
-    [  # by GRPOTrainer of TRL 1.16.0
-        (SEQUENCE, -0.015381882889378501, 0.1549521976040401),
-        # "bnpo" and "dapo"
-        ({"loss_aggregation": "token"}, 0.04083397427547562, 0.14012963455909375),
-        # "dr_grpo" with completions of at most 6 tokens
-        ({"loss_aggregation": "constant"}, 0.01701415594811484, 0.05838734773295572),
-        (GSPO, -0.045211785617463196, 0.1247966922118026),
-        # two answers were cut
-        (SEQUENCE | {"mask_truncated": True}, -0.1206025505654621, 0.15052069683241784),
-        ({"mask_truncated": True}, -0.21253182334376353, 0.2119409893048637),
-        ({"policy_loss": "cispo"}, 0.07288214707986748, 0.15437024753458775),
-        (SEQUENCE | {"dual_clip": 1.4}, -0.023195110626355153, 0.1522880172104637),
-    ],
-)
-def test_losses_equal_trls(options, loss, gradient_norm):
+@pytest.mark.parametrize("line", TRL.strip().splitlines())
+def test_losses_equal_trls(line):
     """Eight answers to two prompts, with k3 of 0.04 in the loss and DAPO's clip range."""
     lengths = (3, 1, 4, 2, 4, 2, 1, 3)
     scores = torch.tensor([1, 0, 0.5, 2, 0, -1, 1, 1]).double()
     given = {"advantage": "group", "answers_per_prompt": 4, "clip_high": 0.28, "kl_in": "loss"}
+    options, *wanted = map(json.loads, line.split(" | "))
     given |= {"kl_estimator": "k3", "kl_coefficient": 0.04, "max_new_tokens": 6, **options}
     config = PpoSection(**given)
     advantages, found, made, rows = group_advantages(scores, 4), [], [], []
@@ -208,8 +195,7 @@ def test_losses_equal_trls(options, loss, gradient_norm):
     ours = ours / stage.normalisers(batch)["tokens"]
     ours.backward()
     norm = torch.cat([x.grad for x in made]).norm()
-    found = [float(ours), float(norm)]
-    assert found == pytest.approx([loss, gradient_norm], rel=1e-6)
+    assert [float(ours), float(norm)] == pytest.approx(wanted, rel=1e-6)
 
 
 def test_answers_share_their_prompt_within_the_budget():
@@ -297,11 +283,7 @@ def test_reward_functions():
     assert Rewards([HALF], Letters())(*answers()) == []
     for name, asked, complaint in (
         (HALF, answers(1, 0), "half on example 5 failed: ZeroDivisionError"),
-        (
-            HALF,
-            answers(float("nan")),
-            "half on example 4 failed: ValueError: it returned nan; return a finite number",
-        ),
+        (HALF, answers(float("nan")), "half on example 4 failed: ValueError: it returned nan; ret"),
         (ALL, answers(1, 2, most=1), "for 2 answers; return one number for each"),
     ):
         with pytest.raises(ValueError, match=complaint):
@@ -375,17 +357,11 @@ def test_answers_end_with_a_turn(tmp_path):
     folder = write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>")
     line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
-    run = SimpleNamespace(
-        prepared=plan,
-        engine=None,
-        mesh=None,
-        frozen=lambda model: None,
-        resources=ExitStack(),
-        watch=Watch(),
-    )
-    names = plan.tokenizer.convert_ids_to_tokens(
-        PpoStage(plan.config).build(run).maker.sampler.options.stop_tokens
-    )
+    nothing = dict.fromkeys(("engine", "mesh"))
+    more = {"frozen": lambda model: None, "resources": ExitStack(), "watch": Watch()}
+    run = SimpleNamespace(prepared=plan, **nothing, **more)
+    stop_tokens = PpoStage(plan.config).build(run).maker.sampler.options.stop_tokens
+    names = plan.tokenizer.convert_ids_to_tokens(stop_tokens)
     assert sorted(names) == [
         "<|endoftext|>",
         "<|im_end|>",

@@ -1,5 +1,6 @@
 """A quantised base: its bytes, folders of bitsandbytes, and what is refused."""
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -67,11 +68,9 @@ def packed_folder(tmp_path):
     folder = tmp_path / "packed"
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
-    method = {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-    }
+    method = json.loads("""{
+        "quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4"
+    }""")
     write_json(folder / "config.json", tiny_config(quantization_config=method))
     return folder
 
@@ -108,8 +107,9 @@ def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     assert "differ by at most 0 " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("rslora", [False, True])
 @torch.no_grad()
-def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path):
+def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path, rslora):
     """What transformers, bitsandbytes and peft compute from the original weights and our export is what we trained."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -117,7 +117,7 @@ def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path):
     # whole blocks in every row, where bitsandbytes is right on CPUs
     config = ModelConfig.from_hf(tiny_config(hidden_size=64, intermediate_size=128))
     write_model(base := tmp_path / "base", config)
-    lora, draw = LoraSection(rank=2), torch.Generator().manual_seed(4)
+    lora, draw = LoraSection(rank=2, rslora=rslora), torch.Generator().manual_seed(4)
     model = CausalLM(config, linear=partial(QuantizedLinear, kind="nf4"))
     weights = InitialWeights(config, 0, base, "nf4")
     for name, parameter in model.named_parameters():

@@ -149,27 +149,6 @@ def test_slots_shared_prompts_and_chunks_change_nothing(device, graphs, shape):
     assert len(fewest.tokens) == 1
 
 
-@pytest.mark.parametrize("batch", [8, 3])
-def test_answers_to_one_prompt_compute_it_once(batch):
-    """Also those that begin when others have ended."""
-    model = build(config=SHAPE)
-
-    class Counted(dict):
-        passes = 0
-
-        def __getitem__(self, name):
-            self.passes += name == "model.norm.weight"
-            return super().__getitem__(name)
-
-    def passes(asked):
-        weights = Counted(weights_of(model))
-        sampled(model, asked, 2, weights=weights, prefill=90, batch=batch)
-        return weights.passes
-
-    prompt = list(range(90))
-    assert passes([prompt] * 8) + 7 == passes([[i, *prompt[1:]] for i in range(8)])
-
-
 def test_slots_that_fit():
     """As many as their keys, values and drawing leave room for, besides a part of the prompts."""
     one, ten, none = (

@@ -21,7 +21,6 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.run.build import InitialWeights
 from ulysses.run.registry import STAGES, stage_of
-from ulysses.stages.base import MetricSums
 from ulysses.stages.kto import KtoStage, weight_hint
 from ulysses.stages.referenced import mismatched_lengths, pairs_of_run, read_reference
 from ulysses.stages.rm import RmStage
@@ -44,18 +43,6 @@ def test_the_tests_know_every_stage_and_its_frozen_models():
             assert not roles, f"FROZEN in tests/engine_case.py has no {roles} for {name}"
 
 
-def test_means_over_micro_batches_and_of_nothing():
-    metrics = MetricSums(CPU)
-    for name, total, count in (
-        ("mean", 4.0, 3.0),
-        ("mean", torch.tensor(2.0), 1.0),
-        ("nothing", 0.0, 0.0),
-    ):
-        metrics.add(name, total, count)
-    metrics.add("sum", 2.5)
-    assert metrics.reduce() == {"mean": 1.5, "sum": 2.5}
-
-
 def test_score_is_read_at_the_last_token_whatever_it_is():
     """EOS inside the prompt, EOS as padding elsewhere, a sequence of one token: only the length decides."""
     rows = [[9, 2, 5, 2], [2], [3, 2, 2, 2, 2]]
@@ -75,18 +62,24 @@ def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
     assert RmStage(config).exported_config(shape, tokenizer).pad_token_id == expected
 
 
-@pytest.mark.parametrize("good, bad, weights, says", [
-    (120, 100, (1.0, 1.0), ""), (100, 100, (4 / 3, 1.0), ""),
-    (300, 100, (1.0, 1.0), "is 3 but 1 to 4/3 works best; for example kto.undesirable_weight = 3"),
-    (100, 300, (1.0, 1.0), "is 0.333 but 1 to 4/3 works best; for example kto.desirable_weight = 3"),
-    (5, 0, (1.0, 1.0), "0 bad answers) is inf but 1 to 4/3 works best; KTO learns most from both kinds"),
-    (5, 5, (1.0, 0.0), "inf"),
-])  # fmt: skip
-def test_kto_weights_get_a_hint_outside_the_papers_range(good, bad, weights, says):
-    hint = weight_hint(
-        good, bad, KtoSection(desirable_weight=weights[0], undesirable_weight=weights[1])
-    )
-    assert says in hint and bool(says) == bool(hint)
+# How many are good and bad, their weights, and what is said.
+HINTS = """
+120 100 1 1: nothing
+100 100 1.3333333333333333 1: nothing
+300 100 1 1: is 3 but 1 to 4/3 works best; for example kto.undesirable_weight = 3
+100 300 1 1: is 0.333 but 1 to 4/3 works best; for example kto.desirable_weight = 3
+5 0 1 1: 0 bad answers) is inf but 1 to 4/3 works best; KTO learns most from both kinds
+5 5 1 0: inf
+"""
+
+
+@pytest.mark.parametrize("line", HINTS.strip().splitlines())
+def test_kto_weights_get_a_hint_outside_the_papers_range(line):
+    numbers, says = line.split(": ")
+    good, bad, *weights = map(float, numbers.split())
+    table = KtoSection(desirable_weight=weights[0], undesirable_weight=weights[1])
+    hint = weight_hint(int(good), int(bad), table)
+    assert says in hint if says != "nothing" else not hint
 
 
 def test_kto_refuses_data_of_one_example():

@@ -17,11 +17,6 @@ from ulysses.run.preflight import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = tiny_config(model_type="qwen2", vocab_size=704, max_position_embeddings=128)
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16}  # fmt: skip
-YARN, DYNAMIC = {"type": "yarn", "factor": 4.0}, {"type": "dynamic", "factor": 2.0}
-
-
 @pytest.fixture
 def model(tmp_path):
     write_model(tmp_path / "model", ModelConfig.from_hf(TINY))
@@ -118,33 +113,41 @@ def test_random_weights_have_no_window_and_their_export_has_the_trained_one(prep
     assert (shape.max_position_embeddings, shape.rope_theta) == (16384, 1e6)
 
 
-@pytest.mark.parametrize(
-    "file, settings, scaling, window",
-    [
-        # config.json alone: the files of Qwen2.5 keep max_position_embeddings as it was
-        (YARN, "", RopeScaling("yarn", 4.0, 128), 512),
-        (YARN | {"original_max_position_embeddings": 32}, "", RopeScaling("yarn", 4.0, 32), 128),
-        ({"type": "linear", "factor": 2.5}, "", RopeScaling("linear", 2.5, 128), 320),
-        (LLAMA3, "", RopeScaling("llama3", 8.0, 16, 1.0, 4.0), 128),
-        # changed by the configuration: a factor stretches the window before any scaling
-        (None, "type=yarn factor=3 beta_fast=16 truncate=false attention_factor=1.5",
-         RopeScaling("yarn", 3.0, 128, beta_fast=16.0, truncate=False, attention_factor=1.5), 384),
-        (None, "type=yarn factor=2 original_max_position_embeddings=64", RopeScaling("yarn", 2.0, 64), 128),
-        (YARN | {"mscale": 0.5}, "factor=8", RopeScaling("yarn", 8.0, 128, mscale=0.5), 1024),
-        (YARN | {"mscale": 0.5}, "type=linear", RopeScaling("linear", 4.0, 128), 512),
-        (LLAMA3, "type=yarn factor=32", RopeScaling("yarn", 32.0, 16), 512),
-        (LLAMA3, "factor=16", RopeScaling("llama3", 16.0, 16, 1.0, 4.0), 128),
-        (LLAMA3, "type=default", None, 16),
-        (None, "type=llama3 factor=8 low_freq_factor=1 high_freq_factor=4",
-         RopeScaling("llama3", 8.0, 128, 1.0, 4.0), 128),
-        (DYNAMIC, "type=yarn", RopeScaling("yarn", 2.0, 128), 256),
-        (YARN, "theta=5000", RopeScaling("yarn", 4.0, 128), 512),
-    ],
-)  # fmt: skip
-def test_the_configuration_lies_over_the_file(prepared, file, settings, scaling, window, model):
-    edit(model, rope_scaling=file)
+# config.json's rope_scaling | what the configuration sets | the RopeScaling and the window that come out of both
+LAID_OVER = """
+{"type": "yarn", "factor": 4.0} | | {"rope_type": "yarn", "factor": 4, "original": 128} | 512
+{"type": "yarn", "factor": 4.0, "original": 32} | | {"rope_type": "yarn", "factor": 4, "original": 32} | 128
+{"type": "linear", "factor": 2.5} | | {"rope_type": "linear", "factor": 2.5, "original": 128} | 320
+LLAMA3 | | LLAMA3 | 128
+null | type=yarn factor=3 beta_fast=16 truncate=false attention_factor=1.5 | {"rope_type": "yarn", "factor": 3, \
+"original": 128, "beta_fast": 16, "truncate": false, "attention_factor": 1.5} | 384
+null | type=yarn factor=2 original_max_position_embeddings=64 | {"rope_type": "yarn", "factor": 2, "original": 64} | 128
+{"type": "yarn", "factor": 4.0, "mscale": 0.5} | factor=8 | {"rope_type": "yarn", "factor": 8, "original": 128, \
+"mscale": 0.5} | 1024
+{"type": "yarn", "factor": 4.0, "mscale": 0.5} | type=linear | {"rope_type": "linear", "factor": 4, "original": 128} \
+| 512
+LLAMA3 | type=yarn factor=32 | {"rope_type": "yarn", "factor": 32, "original": 16} | 512
+LLAMA3 | factor=16 | {"rope_type": "llama3", "factor": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0, \
+"original": 16} | 128
+LLAMA3 | type=default | null | 16
+null | type=llama3 factor=8 low_freq_factor=1 high_freq_factor=4 | {"rope_type": "llama3", "factor": 8, \
+"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 128} | 128
+{"type": "dynamic", "factor": 2.0} | type=yarn | {"rope_type": "yarn", "factor": 2, "original": 128} | 256
+{"type": "yarn", "factor": 4.0} | theta=5000 | {"rope_type": "yarn", "factor": 4, "original": 128} | 512
+""".replace("\\\n", "")
+LLAMA3 = """{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 16}"""
+
+
+@pytest.mark.parametrize("line", LAID_OVER.strip().splitlines())
+def test_the_configuration_lies_over_the_file(prepared, line, model):
+    """The files of Qwen2.5 keep max_position_embeddings as it was; a factor in the configuration stretches it first."""
+    written = line.replace("LLAMA3", LLAMA3).replace('"original"', '"original_max_position_embeddings"')
+    file, settings, scaling, window = written.split("|")
+    edit(model, rope_scaling=json.loads(file))
     shape = prepared(f"--data.max_length 16 {rope(settings)}").shape
-    assert (shape.rope_scaling, shape.max_position_embeddings) == (scaling, window)
+    expected = json.loads(scaling)
+    assert shape.rope_scaling == (expected and RopeScaling(**expected))
+    assert shape.max_position_embeddings == int(window)
     assert shape.rope_theta == (5000 if "theta" in settings else 10000)
     assert ModelConfig.from_hf(shape.to_hf()) == shape
 
