@@ -10,9 +10,9 @@ from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 
 
 def open_rows(
-    rows: list | str, kind: str, length: int = 512, *, folder: Path, tokenizer: Any, name: str = "rows.jsonl",
-    cache: str = "cache", template: str = "chatml", share_prompts: bool = False, held_out: bool = False,
-    **settings: Any,
+    rows: list | str, kind: str = "sequence", length: int = 512, *, folder: Path, tokenizer: Any,
+    name: str = "rows.jsonl", cache: str = "cache", template: str = "chatml", share_prompts: bool = False,
+    held_out: bool = False, **settings: Any,
 ) -> TokenizedDataset:  # fmt: skip
     """Write rows to a file of the folder and tokenise it; tests may cut shorter than a run may."""
     source = Source(write_rows(folder / name, rows))

@@ -1,6 +1,5 @@
 """Configuration from TOML and arguments."""
 
-import json
 from typing import get_args
 
 import pytest
@@ -14,7 +13,11 @@ from ulysses.rl.advantages import ADVANTAGES
 from ulysses.run.registry import STAGES
 from ulysses.train import main
 
-BASE = ["--stage", "dpo", "--model.path", "m", "--run.steps", "3"]
+BASE = "--stage dpo --model.path m --run.steps 3"
+
+
+def read(line):
+    return parse_command_line(line.split()).config
 
 
 def test_arguments_override_toml(tmp_path):
@@ -22,66 +25,55 @@ def test_arguments_override_toml(tmp_path):
     toml.write_text(
         'stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 5\n[optimizer]\nlr = 1e-5\nbetas = [0.9, 0.99]\n'
     )
-    config = parse_command_line(
-        ["--config", str(toml), "--optimizer.lr", "1e-6", "--run.overwrite"]
-    ).config
+    config = read(f"--config {toml} --optimizer.lr 1e-6 --run.overwrite")
     assert config.stage == "sft" and config.run.overwrite
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-6, (0.9, 0.99))
 
 
-SOURCES = {
-    "--data.train a --data.train=b": '["a", "b"]',
-    '--data.train [{"path":"a"},{"path":"b","weight":2}]': '[{"path": "a"}, {"path": "b", "weight": 2}]',
-    '--data.train {"path":"a"} --data.train ["b"]': '[{"path": "a"}, "b"]',
-    "--data.train []": "[]",
-}
-
-
-@pytest.mark.parametrize("line", SOURCES)
-def test_data_sources_are_kept_one_by_one_and_replace_the_files(tmp_path, line):
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ("--data.train a --data.train=b", ["a", "b"]),
+        ('--data.train [{"path":"a"},{"path":"b","weight":2}]', [{"path": "a"}, {"path": "b", "weight": 2}]),
+        ('--data.train {"path":"a"} --data.train ["b"]', [{"path": "a"}, "b"]),
+        ("--data.train []", []),
+    ],
+)  # fmt: skip
+def test_data_sources_are_kept_one_by_one_and_replace_the_files(tmp_path, arguments, expected):
     toml = tmp_path / "a.toml"
     toml.write_text('[data]\ntrain = {path = "c", weight = 3, split = "test"}\neval = "d"\n')
-    config = parse_command_line([*BASE, "--config", str(toml), *line.split()]).config
-    assert config.data.train == json.loads(SOURCES[line]) and config.data.eval == "d"
+    data = read(f"{BASE} --config {toml} {arguments}").data
+    assert data.train == expected and data.eval == "d"
 
 
-def test_learning_rate_factor():
-    for factor, rate in ((["0.5"], 1e-5), ([], 2e-5)):
-        config = parse_command_line(
-            [*BASE, "--optimizer.lr", "2e-5", "--adjust-lr", *factor]
-        ).config
-        assert config.optimizer.lr == pytest.approx(rate)
-
-
-def test_launcher_argument_is_accepted():
-    assert parse_command_line([*BASE, "--local_rank=1"]).config.stage == "dpo"
+@pytest.mark.parametrize("factor, rate", [("0.5", 1e-5), ("", 2e-5)])
+def test_learning_rate_factor(factor, rate):
+    """With an argument of the launcher, which is accepted."""
+    config = read(f"{BASE} --optimizer.lr 2e-5 --local_rank=1 --adjust-lr {factor}")
+    assert config.optimizer.lr == pytest.approx(rate)
 
 
 def test_free_tables_take_dotted_keys():
-    line = """--stage sft --run.steps 1 --model.init random --model.config.hidden_size 64 --run.wandb=
+    config = read(
+        """--stage sft --run.steps 1 --model.init random --model.config.hidden_size 64 --run.wandb=
         --model.special_tokens.pad_token x --deepspeed.zero_optimization.overlap_comm false"""
-    config = parse_command_line(line.split()).config
-    assert config.model.config == {"hidden_size": 64} and config.model.special_tokens == {
-        "pad_token": "x"
-    }
-    assert (
-        config.deepspeed.zero_optimization == {"overlap_comm": False} and config.run.wandb == ""
     )
+    assert config.model.config == {"hidden_size": 64}
+    assert config.model.special_tokens == {"pad_token": "x"}
+    assert config.deepspeed.zero_optimization == {"overlap_comm": False}
+    assert config.run.wandb == ""
 
 
 def test_foreign_names_lead_to_keys_that_exist():
     """Every name leads somewhere, no name is in two lists, and no key of ours is called foreign."""
     names, keys = foreign_names(), set(known_keys())
-    for stage in STAGES:
-        keys |= {
-            f"STAGE.{key.partition('.')[2]}" for key in keys if key.startswith(f"{stage}.")
-        }
+    keys |= {f"STAGE.{key.partition('.')[2]}" for key in keys if key.split(".")[0] in STAGES}
     for name, rule in names["ours"].items():
         table = {"key": rule} if isinstance(rule, str) else rule
-        several = [
-            value for value in table.get("values", {}).values() if isinstance(value, dict)
-        ]
-        assert {table["key"], *(key for settings in several for key in settings)} <= keys, name
+        led = {table["key"]}
+        for value in table.get("values", {}).values():
+            led |= {*value} if isinstance(value, dict) else set()
+        assert led <= keys, name
         assert name not in keys or table["key"] == name
     lists = [set(names[kind]) for kind in ("ours", "not_needed", "by_hand", "not_supported")]
     assert sum(map(len, lists)) == len(set.union(*lists))
@@ -105,10 +97,8 @@ def test_names_that_the_configuration_writes_out_are_those_of_the_registries():
 def test_help_lists_every_key(capsys):
     assert main(["--config", "absent.toml", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "--batch.tokens_per_microbatch int|auto\n" in shown
-        and "--model.dtype bfloat16|float32\n" in shown
-    )
+    assert "--batch.tokens_per_microbatch int|auto\n" in shown
+    assert "--model.dtype bfloat16|float32\n" in shown
     for key, info in known_keys().items():
         assert key in shown
         assert info.description, f"{key} has no description"
@@ -124,5 +114,5 @@ def test_a_run_whose_code_ends_the_process_has_failed(code, monkeypatch, capsys)
 
     monkeypatch.setattr("ulysses.run.training_run.TrainingRun", Ends)
     monkeypatch.setenv("ULYSSES_DEBUG", "1")  # leave the warnings of this process alone
-    assert main([*BASE]) == 1
+    assert main(BASE.split()) == 1
     assert f"error: rank 0, SystemExit: {code}" in capsys.readouterr().err

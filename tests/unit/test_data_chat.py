@@ -19,8 +19,9 @@ from ulysses.data.read.chat import ChatTemplate, TextEncoder, load_tokenizer
 from ulysses.data.read.messages import Message
 from ulysses.disk import write_json
 
-TOOLS = json.loads("""[{"type": "function", "function":
-    {"name": "f", "description": "d", "parameters": {"type": "object"}}}]""")
+TOOLS = json.loads(
+    '[{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]'
+)
 CALL = json.loads('{"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}')
 PLAIN_CHATML = (  # as many model folders ship it: no generation marks
     "{% for message in messages %}"
@@ -78,14 +79,14 @@ def encode_all(template, rendered, **options):
     return found
 
 
-def answers_of(messages):
+def places_of_answers(messages):
     return [i for i, message in enumerate(messages) if message.role == "assistant"]
 
 
 def encode(template, messages, tools=(), generation_prompt=False):
     """One conversation with all of its answers, or one that ends as a prompt."""
-    trained = [] if generation_prompt else answers_of(messages)
-    return encode_all(template, template.render(messages, tools, trained))[0]
+    answers = [] if generation_prompt else places_of_answers(messages)
+    return encode_all(template, template.render(messages, tools, answers))[0]
 
 
 def written(tokenizer, name, messages, tools=(), **options):
@@ -98,50 +99,46 @@ def answers(tokenizer, encoded):
     return [tokenizer.decode(encoded.tokens[a:b]) for a, b in encoded.spans]
 
 
+TOOL_USE = [Message("user", "q"), Message("assistant", "", None, (CALL,)), Message("tool", '{"r": 7}'),
+            Message("tool", "8"), Message("assistant", "7")]  # fmt: skip
+CHAT = [
+    Message("system", "Be kind."),
+    *conversation("Hello there", "General Kenobi", "ok", "Bye."),
+]
+
+
 @named
-def test_spans_are_the_answers_with_their_end_of_turn(tokenizers, name):
+@pytest.mark.parametrize(
+    "messages, tools, first",
+    [(CHAT, (), ["General Kenobi"]), (TOOL_USE, TOOLS, ['"name": "f"', '"x": "é"'])],
+    ids=["chat", "tools"],
+)
+def test_spans_are_the_answers_with_their_end_of_turn(tokenizers, name, messages, tools, first):
     """transformers reads the same Jinja file: rendering, tokens and (for our marks) the assistant mask."""
     tokenizer = tokenizers[name]
     template = ChatTemplate(tokenizer, name)
-    messages = [
-        Message("system", "Be kind."),
-        *conversation("Hello there", "General Kenobi", "ok", "Bye."),
-    ]
-    encoded = encode(template, messages)
-    said = [t.strip() for t in answers(tokenizer, encoded)]
-    assert said == ["General Kenobi" + END[name], "Bye." + END[name]]
+    encoded = encode(template, messages, tools)
+    called, last = answers(tokenizer, encoded)
+    assert all(part in called for part in first) and called.endswith(END[name])
+    assert called.strip() == f"General Kenobi{END[name]}" or tools
+    assert last.strip() == messages[-1].content + END[name]
     end = tokenizer.convert_tokens_to_ids(END[name])
     assert all(encoded.tokens[a:b].count(end) == 1 for a, b in encoded.spans)
     assert template.stop_tokens == sorted({end, tokenizer.eos_token_id})
-    plain = [{"role": m.role, "content": m.content} for m in messages]
+    calls = [{"tool_calls": [*m.tool_calls]} if m.tool_calls else {} for m in messages]
     expected = tokenizer.apply_chat_template(
-        plain, chat_template=template.text, return_assistant_tokens_mask=True, return_dict=True
+        [{"role": m.role, "content": m.content, **more} for m, more in zip(messages, calls)],
+        tools=tools or None,
+        chat_template=template.text,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
     )
     length = encoded.spans[-1][1]  # nothing after the last end-of-turn token
     assert encoded.tokens == expected["input_ids"][:length]
     mask = [int(any(a <= i < b for a, b in encoded.spans)) for i in range(length)]
-    rest = len(expected["input_ids"]) - length
-    assert mask + [0] * rest == expected["assistant_masks"]
+    after = len(expected["input_ids"]) - length
+    assert expected["assistant_masks"] == [*mask, *[0] * after]
     assert tokenizer.decode(expected["input_ids"][length:]).strip() == ""
-
-
-@named
-def test_tools_and_calls_are_rendered_like_transformers(tokenizers, name):
-    tokenizer = tokenizers[name]
-    template = ChatTemplate(tokenizer, name)
-    messages = [Message("user", "q"), Message("assistant", "", None, (CALL,)), Message("tool", '{"r": 7}'),
-                Message("tool", "8"), Message("assistant", "7")]  # fmt: skip
-    plain = [{"role": m.role, "content": m.content} | ({"tool_calls": list(m.tool_calls)} if m.tool_calls else {})
-             for m in messages]  # fmt: skip
-    text = tokenizer.apply_chat_template(
-        plain, tools=TOOLS, chat_template=template.text, tokenize=False
-    )
-    encoded = encode(template, messages, TOOLS)
-    found = tokenizer.decode(encoded.tokens)
-    assert found == text[: len(found)].rstrip("\n")
-    first, last = answers(tokenizer, encoded)
-    assert '"name": "f"' in first and '"x": "é"' in first and first.endswith(END[name])
-    assert last.strip() == "7" + END[name]
 
 
 def test_known_renderings(tokenizers):
@@ -158,8 +155,10 @@ def test_known_renderings(tokenizers):
 
 
 PARTS = [
-    *"<|im_end|> <|eot_id|> <|begin_of_text|> <|endoftext|> a Z9 é 漢字 🙂 e\u0301 < |> \\n \u200b </s>".split(" "),
-    *"<|im_start|>assistant\n;\n;\n\n; ;  ;\t;{{ x }};{% if %};\r\n".split(";"),
+    *"<|im_end|> <|eot_id|> <|begin_of_text|> <|endoftext|> a Z9 é 漢字 🙂 e\u0301 < |> \\n \u200b </s>".split(
+        " "
+    ),
+    *("<|im_start|>assistant\n", "\n", "\n\n", " ", "  ", "\t", "{{ x }}", "{% if %}", "\r\n"),
 ]
 
 
@@ -174,11 +173,11 @@ def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, name)
         return sum(t in special for t in encoded.tokens)
 
     for _ in range(60):
-        texts = [
-            "x" + "".join(generator.choices(PARTS, k=generator.randrange(1, 9))) + "y"
-            for _ in range(4)
+        made = [
+            "".join(generator.choices(PARTS, k=generator.randrange(1, 9))) for _ in range(4)
         ]
-        texts[1::2] = (text[1:] for text in texts[1::2])  # answers may begin with anything
+        # answers may begin with anything
+        texts = ["x" * (i % 2 == 0) + text + "y" for i, text in enumerate(made)]
         messages = conversation(*texts)
         encoded = encode(template, messages)
         for turns in (1, 3):
@@ -186,10 +185,10 @@ def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, name)
             assert prompt.tokens == encoded.tokens[: encoded.spans[turns // 2][0]]
         trims = name in ("llama3", "llama3.1", "plain")
         for written, text in zip(answers(tokenizer, encoded), texts[1::2]):
-            kept = text.strip() if trims else text
-            assert written == " " * (name == "plain") + kept + END[name]
+            said = (text.strip() if trims else text) + END[name]
+            assert written == " " * (name == "plain") + said
         assert count(encoded) == count(encode(template, conversation("xy", "xy", "xy", "xy")))
-    # the caller's tokenizer stays as it was
+    # the caller's stays as it was
     assert tokenizer(END[name])["input_ids"][-1] == tokenizer.eos_token_id
 
 
@@ -202,7 +201,7 @@ def test_exactly_one_bos(tokenizers, templated):
     )
     for template in (ChatTemplate(tokenizer, "llama3"), without):
         encoded = encode(template, conversation("<|begin_of_text|>", "<|begin_of_text|>a"))
-        assert encoded.tokens[0] == tokenizer.bos_token_id
+        assert encoded.tokens.index(tokenizer.bos_token_id) == 0
         assert encoded.tokens.count(tokenizer.bos_token_id) == 1
         assert answers(tokenizer, encoded) == ["<|begin_of_text|>a<|eot_id|>"]
     assert TextEncoder(tokenizers["chatml"]).bos is None
@@ -215,13 +214,14 @@ def test_exactly_one_bos(tokenizers, templated):
 def test_marks_without_the_end_of_turn_and_templates_without_any(
     tokenizers, templated, after, ends
 ):
-    text = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}AFTER"
-        "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    template = templated(
+        tokenizers["chatml"],
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        + after
+        + "{% else %}{{ m.content }}\n{% endif %}{% endfor %}",
     )
-    tokenizer = tokenizers["chatml"]
-    template = templated(tokenizer, text.replace("AFTER", after))
-    assert answers(tokenizer, encode(template, conversation("q", "a", "r", "b"))) == ends
+    encoded = encode(template, conversation("q", "a", "r", "b"))
+    assert answers(tokenizers["chatml"], encoded) == ends
 
 
 def unmarked(name):
@@ -245,9 +245,10 @@ def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templ
         said = ["a", "b c", "a", "x\n\ny", "<think>z</think>w", "user", END[name]]
         if case % 4 == 0:
             said += [" a", "b \n"]
-        said = conversation(*draw.choices(said, k=20 + case % 3))
-        messages = [Message("system", "s")] * (case % 2) + said
-        answers = answers_of(messages)[case % 5 :]
+        messages = [Message("system", "s")] * (case % 2) + conversation(
+            *draw.choices(said, k=20 + case % 3)
+        )
+        answers = places_of_answers(messages)[case % 5 :]
         with mock.patch.object(Template, "generate", counted):
             for turns in ("together", "auto"):
                 (together,) = encode_all(
@@ -261,11 +262,14 @@ def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templ
         assert len(alone) == len(answers)
         for one, span in zip(reversed(alone), together.spans):
             assert one.spans == [span] and one.tokens == together.tokens[: span[1]]
-    only_last = "message['content'] + ('!' if loop.revindex == 2 else '')"
-    last = templated(tokenizers["chatml"], PLAIN_CHATML.replace("message['content']", only_last))
-    sentence = "rewrites earlier turns|where it opens the assistant's turn"
-    with pytest.raises(DropRowError, match=sentence):
-        last.render(conversation(*"uaubucud"), (), [1, 3, 5, 7])
+    last = PLAIN_CHATML.replace(
+        "message['content']", "message['content'] + ('!' if loop.revindex == 2 else '')"
+    )
+    refused = "rewrites earlier turns|where it opens the assistant's turn"
+    with pytest.raises(DropRowError, match=refused):
+        templated(tokenizers["chatml"], last).render(
+            conversation(*"uaubucud"), (), [1, 3, 5, 7]
+        )
 
 
 def test_a_template_that_rewrites_history_is_refused_per_row(tokenizers, templated):
@@ -290,7 +294,7 @@ R1 = (  # opens every answer with <think>, and shows none of the thinking, as De
 
 def texts(tokenizer, template, messages, turns, answers=None):
     """The rendered texts, with their trained answers in brackets."""
-    answers = answers_of(messages) if answers is None else answers
+    answers = places_of_answers(messages) if answers is None else answers
     found = []
     for encoded in encode_all(template, template.render(messages, (), answers, turns)):
         cuts = [0, *(place for span in encoded.spans for place in span), len(encoded.tokens)]
@@ -306,9 +310,8 @@ def test_qwen3_writes_what_is_published(tokenizers):
     messages = [Message("system", ""), Message("user", "q"), Message("assistant", THINK.format("t", "a")),
                 Message("user", "r"), Message("assistant", "", None, (CALL,), {"reasoning_content": "\nu\n"}),
                 Message("tool", "7"), Message("assistant", "b")]  # fmt: skip
-    head = (
-        "<|im_start|>system\n<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    )
+    question = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    head = "<|im_start|>system\n<|im_end|>\n" + question
     call = '<think>\nu\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call><|im_end|>'
     history = head + "a<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
     tool = "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -323,9 +326,8 @@ def test_qwen3_writes_what_is_published(tokenizers):
     assert texts(tokenizer, template, messages[:4], "auto", []) == [history]
     with pytest.raises(DropRowError, match="leaves out a part of an answer"):
         encode(template, messages)
-    tools = texts(tokenizer, template, messages[1:2], "auto", [])[0]
-    assert tools == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     asked = messages[1:2]
+    assert texts(tokenizer, template, asked, "auto", []) == [question]
     assert written(tokenizer, "qwen3", asked, TOOLS, generation_prompt=True) == (
         "<|im_start|>system\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
         "provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
@@ -334,7 +336,7 @@ def test_qwen3_writes_what_is_published(tokenizers):
         "\n</tools>\n\nFor each "
         "function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:"
         '\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
-        + tools
+        + question
     )
 
 
@@ -376,10 +378,8 @@ def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_wri
     template = templated(tokenizer, R1)
     assert template.stop_tokens == [tokenizer.eos_token_id]
     messages = conversation("q", THINK.format("t", "a"), "r", THINK.format("u", "b"))
-    opened, history = (
-        "<|im_start|>U:q<|im_start|>A:",
-        "\n\na<|im_end|><|im_start|>U:r<|im_start|>A:<think>\n",
-    )
+    opened = "<|im_start|>U:q<|im_start|>A:"
+    history = "\n\na<|im_end|><|im_start|>U:r<|im_start|>A:<think>\n"
     assert texts(tokenizer, template, messages, "auto") == [
         opened + history + "[u\n</think>\n\nb<|im_end|>]",
         opened + "<think>\n[t\n</think>\n\na<|im_end|>]",
@@ -399,8 +399,9 @@ def test_a_prompt_may_begin_the_answer(tokenizers, name):
     whole, = encode_all(template, template.render([Message("user", "q"), Message(
         "assistant", "Sure, <|im_end|> it is", begun=11)], (), [1]))  # fmt: skip
     start, stop = whole.spans[0]
-    assert prompt.tokens == whole.tokens[:start]
-    assert tokenizer.decode(prompt.tokens).endswith("Sure, <|im_")
+    assert prompt.tokens == whole.tokens[:start] and tokenizer.decode(prompt.tokens).endswith(
+        " Sure, <|im_"[-11:]
+    )
     assert tokenizer.decode(whole.tokens[start:stop]) == "end|> it is" + END[name]
 
 
@@ -419,16 +420,18 @@ def test_an_answer_that_begins_with_a_newline_has_the_tokens_of_the_whole_text(t
     folder = write_tokenizer(tmp_path / "merges", CHATML)
     text = json.loads((folder / "tokenizer.json").read_text())
     text["model"]["vocab"]["ĊĊ"], text["model"]["merges"] = 300, [["Ċ", "Ċ"]]
-    # so that two newlines are one word, as in Llama-3 and Qwen
-    text["pre_tokenizer"]["use_regex"] = False
+    text["pre_tokenizer"]["use_regex"] = (
+        False  # so that two newlines are one word, as in Llama-3 and Qwen
+    )
     write_json(folder / "tokenizer.json", text)
     tokenizer = load_tokenizer(folder, eos_token="<|im_end|>")
     template = ChatTemplate(tokenizer, "chatml")
     rendered = template.render(conversation("q", "\na"), (), [1])
     (whole,) = encode_all(template, rendered, as_whole=True)
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n\na<|im_end|>"
-    assert whole.tokens == tokenizer(text)["input_ids"]
-    assert answers(tokenizer, whole) == ["\n\na<|im_end|>"]
+    assert whole.tokens == tokenizer(text)["input_ids"] and tokenizer.decode(
+        whole.tokens[slice(*whole.spans[0])]
+    ) == ("\n\na<|im_end|>")
     (alone,) = encode_all(template, rendered)
     prompt = encode(template, conversation("q"), generation_prompt=True)
     assert alone.tokens[: alone.spans[0][0]] == prompt.tokens and alone.tokens != whole.tokens
@@ -438,7 +441,11 @@ def test_template_mistakes_are_one_sentence(tokenizers, templated):
     tokenizer = tokenizers["plain"]
     for make, text, message in (
         (ChatTemplate, "tokenizer", "has no chat template; set data.chat_template to llama3"),
-        (ChatTemplate, "chatml", "writes <.im_end.>, <.im_start.>, which the tokenizer does not"),
+        (
+            ChatTemplate,
+            "chatml",
+            "writes <.im_end.>, <.im_start.>, which the tokenizer does not have",
+        ),
         (ChatTemplate, "absent.jinja", "neither tokenizer, llama3"),
         (templated, "{% for %}", "not valid Jinja"),
         (templated, "{{ messages[0].content }}", "knows neither"),

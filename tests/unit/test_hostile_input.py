@@ -1,7 +1,6 @@
 """Rows, templates and model folders made to hurt: one sentence that names file and row, in bounded time and memory."""
 
 import json
-import math
 import os
 import resource
 import struct
@@ -27,12 +26,15 @@ from ulysses.run.preflight import check_weights
 
 
 def chat(answer, question="q"):
-    turns = {"user": question, "assistant": answer}
-    return {"messages": [{"role": r, "content": c} for r, c in turns.items()]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 GOOD = chat("a")
-CALL = {"name": "f", "arguments": "[" * 700 + "]" * 700}
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -45,24 +47,25 @@ ON_A_WORD = "{% if messages[0].content == 'hurt' %}LOOP{% endif %}"
 
 
 DEEP = "is not valid JSON: maximum recursion depth"
+CALL = '{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "%s"}]}]}'
 WEIGHT = '{"messages": [{"role": "assistant", "content": "a", "weight": %s}]}'
-PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 
 
 @pytest.mark.parametrize(
-    "row, good, kind, sentence",
+    "row, kind, sentence",
     [
-        ('{"messages": ' + "[" * 100_000, GOOD, "sequence", DEEP),
-        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", {"text": "a"}, "text", DEEP),
-        (json.dumps({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}), GOOD, "sequence",
-         "is nested too deeply"),
-        (WEIGHT % "1e999", GOOD, "sequence", "'weight' is inf, not a finite number"),
-        (WEIGHT % ("1" + "0" * 400), GOOD, "sequence", "'weight' is 1000*, not a finite number"),
-        (json.dumps(PAIR | {"margin": -math.inf}), PAIR, "ranked", "'margin' is -inf, not a finite number"),
+        ('{"messages": ' + "[" * 100_000, "sequence", DEEP),
+        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", DEEP),
+        (CALL % ("[" * 700 + "]" * 700), "sequence", "is nested too deeply"),
+        (WEIGHT % "1e999", "sequence", "'weight' is inf, not a finite number"),
+        (WEIGHT % f"1{'0' * 400}", "sequence", "'weight' is 1000*, not a finite number"),
+        ('{"prompt": "q", "chosen": "a", "rejected": "b", "margin": -Infinity}', "ranked",
+         "'margin' is -inf, not a finite number"),
     ],
 )  # fmt: skip
-def test_rows_that_hurt_are_named(open_rows, row, good, kind, sentence):
-    rows = json.dumps(good) + "\n" + row + "\n"
+def test_rows_that_hurt_are_named(open_rows, row, kind, sentence):
+    good = '{"text": "a", "prompt": "q", "chosen": "a", "rejected": "b"}'
+    rows = f"{json.dumps(GOOD) if kind == 'sequence' else good}\n{row}\n"
     with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}") as caught:
         open_rows(rows, kind)
     assert len(str(caught.value)) < 500
@@ -75,28 +78,26 @@ def test_rows_that_hurt_are_named(open_rows, row, good, kind, sentence):
 def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
     tmp_path, open_rows, monkeypatch, workers, prints
 ):
-    monkeypatch.setattr("ulysses.data.read.templates.RENDER_SECONDS", 60.0 if prints else 1.0)
-    monkeypatch.setattr("ulysses.data.read.templates.TRIAL_SECONDS", 1.0)
-    monkeypatch.setattr("ulysses.data.read.templates.RENDER_CHARACTERS", 100_000)
-    template = tmp_path / "loop.jinja"
-    template.write_text(
-        CHAT + ON_A_WORD.replace("LOOP", LOOP.replace("X", "X" if prints else ""))
-    )
+    seconds = 60.0 if prints else 1.0
+    for limit, value in {
+        "RENDER_SECONDS": seconds,
+        "TRIAL_SECONDS": 1.0,
+        "RENDER_CHARACTERS": 100_000,
+    }.items():
+        monkeypatch.setattr(f"ulysses.data.read.templates.{limit}", value)
+    template, loop = tmp_path / "loop.jinja", LOOP.replace("X", "X" * prints)
+    template.write_text(CHAT + ON_A_WORD.replace("LOOP", loop))
     rows = [GOOD] * (3000 if workers > 1 else 1) + [chat("a", "hurt")]
     sentence = rf"rows.jsonl row {len(rows)} runs the chat template without end: it was stopped after .* mend its loops"
     with pytest.raises(DataError, match=sentence):
-        open_rows(rows, "sequence", template=str(template), workers=workers)
-    template.write_text(CHAT + LOOP.replace("X", "X" if prints else ""))
-    with pytest.raises(
-        DataError,
-        match=r"chat template .*loop.jinja cannot render one question: runs the chat template w",
-    ):
-        open_rows([GOOD], "sequence", template=str(template))
+        open_rows(rows, template=str(template), workers=workers)
 
 
 @pytest.mark.parametrize(
     "text, reason",
     [
+        (LOOP, "runs the"),
+        (LOOP.replace("X", ""), "runs the"),
         ("{{ '' if tools else 9**(9**9) }}", "runs the"),
         ("{{ 'x' * 60000000000 }}", "runs the"),
         ("{{ 'x'|center(6000000000) }}", "runs the"),
@@ -114,7 +115,7 @@ def test_a_template_that_fails_or_would_eat_time_or_memory_is_refused_by_its_nam
     began = time.monotonic()
     sentence = rf"chat template .*broken.jinja cannot render one question: .*{reason}"
     with pytest.raises(DataError, match=sentence):
-        open_rows([GOOD], "sequence", template=str(template))
+        open_rows([GOOD], template=str(template))
     assert time.monotonic() - began < 30
 
 
@@ -136,9 +137,9 @@ def test_a_tokenizer_that_grows_texts_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["sequence", "text"])
 def test_a_row_on_which_the_tokenizer_breaks_is_named(tmp_path, kind):
-    evil = json.loads("""{
-        "type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": false
-    }""")
+    evil = json.loads(
+        '{"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": false}'
+    )
     tokenizer = tokenizer_with(tmp_path / "t", pre_tokenizer=evil)
     hurt = "x" * 40
     rows = {"text": [{"text": "a"}, {"text": hurt}], "sequence": [GOOD, chat(hurt), GOOD]}
@@ -159,10 +160,7 @@ def opened_alone(folder, size):
     place = Path(folder)
     tokenizer = tokenizer_with(place / "tokenizer")
     said = "word " * (size // 5)
-    rows = {
-        "text": [{"text": said}, {"text": "a"}],
-        "sequence": [chat(said), GOOD],
-    }
+    rows = {"text": [{"text": said}, {"text": "a"}], "sequence": [chat(said), GOOD]}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data_case.open_rows(
         rows[place.name], place.name, 256, folder=place, tokenizer=tokenizer, truncation="drop"
@@ -173,11 +171,10 @@ def opened_alone(folder, size):
 @pytest.mark.parametrize("kind", ["text", "sequence"])
 def test_a_long_row_costs_a_bounded_multiple_of_its_size(tmp_path, kind):
     """The published bound is for 100 MB, of which what any first row costs, such as imports, is no part."""
+    line = [sys.executable, "-c", MEMORY]
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", MEMORY, tmp_path / str(size) / kind, str(size)],
-            stdout=subprocess.PIPE,
-            text=True,
+            [*line, tmp_path / str(size) / kind, str(size)], stdout=subprocess.PIPE
         )
         for size in SIZES
     ]
@@ -188,20 +185,19 @@ def test_a_long_row_costs_a_bounded_multiple_of_its_size(tmp_path, kind):
 
 @pytest.mark.parametrize(
     "entry",
-    """{"dtype": "F32", "shape": [4], "data_offsets": [-8, 8]}
-{"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}
-{"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}
-{"dtype": "F32", "shape": [1099511627776, 1099511627776], "data_offsets": [0, 16]}""".splitlines(),
+    [
+        '"shape": [4], "data_offsets": [-8, 8]',
+        '"shape": [-4], "data_offsets": [0, 16]',
+        '"shape": [4], "data_offsets": [8, 24]',
+        '"shape": [1099511627776, 1099511627776], "data_offsets": [0, 16]',
+    ],
 )
 def test_headers_that_point_elsewhere_are_refused(tmp_path, entry):
-    header = f'{{"a": {entry}}}'.encode()
-    (tmp_path / "model.safetensors").write_bytes(
-        struct.pack("<Q", len(header)) + header + bytes(16)
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"/model.safetensors is not a whole safetensors file \(.*\); download it again",
-    ):
+    header = f'{{"a": {{"dtype": "F32", {entry}}}}}'.encode()
+    content = struct.pack("<Q", len(header)) + header + bytes(16)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    sentence = r"/model.safetensors is not a whole safetensors file \(.*\); download it again"
+    with pytest.raises(ValueError, match=sentence):
         WeightFiles(tmp_path)
 
 
@@ -213,16 +209,12 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, bad, dtype):
     write_weights(tmp_path, [("a", tensor), ("b", torch.zeros(0, dtype=dtype))])
     files = WeightFiles(tmp_path)
     assert files.read("a", 0, 7).tolist() == [1.0] * 7 and files.read("b").numel() == 0
-    with pytest.raises(
-        FloatingPointError,
-        match=r"^a in /.*/model.safetensors holds infinite weights, or some that are not numbers; download it again$",
-    ):
+    sentence = r"^a in /.*/model.safetensors holds infinite weights, or some that are not numbers; download it again$"
+    with pytest.raises(FloatingPointError, match=sentence):
         files.read("a")
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2]
-)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn])
 def test_quantised_weights_are_refused_before_they_are_read(tmp_path, dtype):
     write_weights(tmp_path, [("a", torch.ones(3)), ("b", torch.ones(3, 5).to(dtype))])
     message = rf"^/.*/model.safetensors holds b as {dtype}, but quantised weights cannot be trained; use the model "
@@ -232,30 +224,29 @@ def test_quantised_weights_are_refused_before_they_are_read(tmp_path, dtype):
 
 def test_deep_config_is_one_sentence(tmp_path):
     (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000)
-    with pytest.raises(
-        ValueError, match=r"/config.json is not a JSON object \(maximum recursion depth"
-    ):
+    sentence = r"/config.json is not a JSON object \(maximum recursion depth"
+    with pytest.raises(ValueError, match=sentence):
         read_config(tmp_path)
 
 
 def test_links_out_of_a_model_folder_are_not_followed_and_the_hubs_are(tmp_path):
     secret, model, target = tmp_path / "secret", tmp_path / "model", tmp_path / "target"
-    secret.write_text("{}")
-    for folder in (model, target, tmp_path / "hub/blobs", tmp_path / "hub/snapshots/a1"):
+    blobs, snapshot = tmp_path / "hub/blobs", tmp_path / "hub/snapshots/a1"
+    for folder in (model, target, blobs, snapshot):
         folder.mkdir(parents=True)
+    secret.write_text("{}")
     (model / "tokenizer.json").symlink_to(secret)
-    with pytest.raises(
-        ValueError,
-        match=r"/model/tokenizer.json is a link to .*/secret, outside of the model's folder; put",
-    ):
+    sentence = (
+        r"/model/tokenizer.json is a link to .*/secret, outside of the model's folder; put"
+    )
+    with pytest.raises(ValueError, match=sentence):
         copy_side_files(model, target)
     assert not list(target.iterdir())
-    (tmp_path / "hub/blobs/b1").write_text("[1]")
-    (tmp_path / "hub/snapshots/a1/tokenizer.json").symlink_to("../../blobs/b1")
-    copy_side_files(tmp_path / "hub/snapshots/a1", target)
-    assert (target / "tokenizer.json").read_text() == "[1]" and not (
-        target / "tokenizer.json"
-    ).is_symlink()
+    (blobs / "b1").write_text("[1]")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/b1")
+    copy_side_files(snapshot, target)
+    copied = target / "tokenizer.json"
+    assert copied.read_text() == "[1]" and not copied.is_symlink()
 
 
 @pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o007, 0o660)])
@@ -303,7 +294,7 @@ def test_file_names_and_rows_cannot_steer_the_terminal(open_rows, tokenizer, cap
     with pytest.raises(ConfigError) as caught, error_context("data"):
         raise DataError(f"{name} does not exist")
     assert str(caught.value) == r"data: a\nerror: all is lost\x1b[2J.jsonl does not exist"
-    data = open_rows([chat("red \x1b[31m\x07 end\nnext")], "sequence")
+    data = open_rows([chat("red \x1b[31m\x07 end\nnext")])
     preview_examples(data, tokenizer, 1)
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\x07" not in shown and "end\nnext" in shown

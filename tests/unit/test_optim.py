@@ -29,12 +29,12 @@ def test_warm_up_rises_evenly_to_the_peak(warmup):
 
 def test_linear_and_cosine_fall_to_their_floor():
     """At step 10 + k of 90 steps after the warm-up; the floor itself would be step 100."""
-    linear = rates(schedule="linear", warmup=10, min_lr=0.1)
-    cosine = rates(schedule="cosine", warmup=10, min_lr=0.1)
-    assert linear[10:] == pytest.approx([2 - 1.8 * k / 90 for k in range(91)])
-    assert cosine[10:] == pytest.approx(
-        [0.2 + 0.9 * (1 + math.cos(math.pi * k / 90)) for k in range(91)]
-    )
+    for schedule, share in (
+        ("linear", lambda x: 1 - x),
+        ("cosine", lambda x: (1 + math.cos(math.pi * x)) / 2),
+    ):
+        found = rates(schedule=schedule, warmup=10, min_lr=0.1)[10:]
+        assert found == pytest.approx([0.2 + 1.8 * share(k / 90) for k in range(91)])
     assert rates(schedule="linear", warmup=0)[-2] == pytest.approx(0.02)
 
 
@@ -49,9 +49,8 @@ def test_matrices_decay_and_norms_and_biases_do_not():
     model = CausalLM(ModelConfig.from_hf(qwen))
     decay, rest = parameter_groups(model, 0.3)
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
-    without = {
-        id(p) for n, p in model.named_parameters() if n.endswith((".bias", "norm.weight"))
-    }
+    names = ".bias", "norm.weight"
+    without = {id(p) for n, p in model.named_parameters() if n.endswith(names)}
     assert {id(p) for p in rest["params"]} == without and len(without) == 6
     assert {id(p) for p in decay["params"]} == {id(p) for p in model.parameters()} - without
     model.requires_grad_(False).lm_head.weight.requires_grad_(True)

@@ -1,11 +1,13 @@
 """PPO outside the loop: what a rollout holds, which steps it gives, where its scores come from, what is refused."""
 
-import json
+import math
 from contextlib import ExitStack
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 
 import ulysses.rl.servers as servers
@@ -31,36 +33,41 @@ from ulysses.stages.base import MetricSums
 
 EOS = 2
 # Three ragged answers; the second is cut at the limit; the first prompt holds an EOS token itself.
-ROWS = [([5, EOS, 7], [8, 9, EOS]), ([4], [11, 12, 13, 14]), ([6, 6], [EOS])]
+PROMPTS, ANSWERS = [[5, EOS, 7], [4], [6, 6]], [[8, 9, EOS], [11, 12, 13, 14], [EOS]]
 PREDICTED_AT = [2, 3, 4, 6, 7, 8, 9, 12]
 
 
-def answered(rows=ROWS, number=0, answers_per_prompt=1, **rest):
-    scored = zip(rows, (1.0, 2.0, -0.5) * len(rows), (True, False, True) * len(rows))
-    answers = [Completion(a, [0.0] * len(a), ended, score) for (_, a), score, ended in scored]
-    return Rollout.of(
-        number, [torch.tensor(p) for p, _ in rows[::answers_per_prompt]], answers, **rest
-    )
+def answered(prompts=PROMPTS, answers=ANSWERS, number=0, budget=0):
+    """Answers that score 1, 2 and -0.5 in turn; the second of every three was cut."""
+    scored = zip(answers, cycle((1.0, 2.0, -0.5)), cycle((True, False, True)))
+    found = [Completion(a, [0.0] * len(a), ended, score) for a, score, ended in scored]
+    return Rollout.of(number, [*map(torch.tensor, prompts)], found, budget=budget)
 
 
-def maker(**options):
+def ppo(settings=""):
+    """The table of settings such as "lam=1 kl_in=loss"."""
+    return PpoSection(**dict(setting.split("=") for setting in settings.split()))
+
+
+def maker(settings):
     rest = dict.fromkeys(("engine", "mesh", "sampler", "budget"))
-    return RolloutMaker(config=PpoSection(**options), **rest)
+    return RolloutMaker(config=ppo(settings), **rest)
 
 
 @pytest.mark.parametrize(
-    "options",
-    map(json.loads, """{}
-{"kl_estimator": "k3", "missing_eos_penalty": 1.0, "gamma": 0.9}
-{"kl_estimator": "k2", "lam": 1.0, "kl_coefficient": 0.5}""".splitlines()),
-    ids=str,
+    "settings",
+    [
+        "",
+        "kl_estimator=k3 missing_eos_penalty=1 gamma=0.9",
+        "kl_estimator=k2 lam=1 kl_coefficient=0.5",
+    ],
 )
-def test_rewards_advantages_and_returns_against_the_formula(options):
+def test_rewards_advantages_and_returns_against_the_formula(settings):
     """One answer at a time; prompts take no part, and advantages are whitened over the whole rollout."""
-    c = PpoSection(**options)
+    c = ppo(settings)
     flat = torch.randn(3, 14)
     rollout = answered()
-    maker(**options).finish(rollout, *flat)
+    maker(settings).finish(rollout, *flat)
     old, values, reference = flat[:, PREDICTED_AT].double()
     d = old - reference
     kl = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[c.kl_estimator]
@@ -71,15 +78,11 @@ def test_rewards_advantages_and_returns_against_the_formula(options):
         last = t in (2, 6, 7)
         value, later = (0.0, 0.0) if last else (values[t + 1], advantages[t + 1])
         advantages[t] = rewards[t] + c.gamma * (value + c.lam * later) - values[t]
-    deviation = (advantages.var(correction=0) + 1e-8).sqrt()
-    expected = {
-        "advantages": (advantages - advantages.mean()) / deviation,
-        "returns": advantages + values,
-    }
-    for name, wanted in expected.items():
+    centred = advantages - advantages.mean()
+    whitened = centred / (advantages.var(correction=0) + 1e-8).sqrt()
+    for name, wanted in ("advantages", whitened), ("returns", advantages + values):
         column = rollout.columns[name]
-        found = column[PREDICTED_AT].double()
-        assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert_close(column[PREDICTED_AT].double(), wanted, rtol=1e-5, atol=1e-5)
         assert not column.index_fill(0, torch.tensor(PREDICTED_AT), 0).any()
     expected = {
         "objective/rlhf_reward": float(rewards.sum()) / 3,
@@ -88,25 +91,30 @@ def test_rewards_advantages_and_returns_against_the_formula(options):
         "response_length/mean": 8 / 3,
         "response_length/clip_ratio": 1 / 3,
     }
-    found = {name: rollout.metrics[name] for name in expected}
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert rollout.metrics == pytest.approx(rollout.metrics | expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "reinforce++"])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_advantages_without_a_value(advantage, kl_in):
-    """Two prompts with three answers each; the KL lowers what an answer earns unless it is part of the loss."""
-    rows = [([5, 7], a) for a in ([8, 9, EOS], [11, 12], [EOS])]
-    rows += [([4], a) for a in ([6, EOS], [9] * 4, [3, 3, EOS])]
-    options = {"kl_in": kl_in, "kl_coefficient": 0.3, "answers_per_prompt": 3}
-    scores = torch.tensor((1.0, 2.0, -0.5) * 2, dtype=torch.float64)
-    rollout = answered(rows, answers_per_prompt=3)
+@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "reinforce++"])
+def test_advantages_without_a_value(advantage, kl_in, masked):
+    """Two prompts with three answers each; the KL lowers what an answer earns unless it is part of the loss.
+
+    Where answers that were cut are masked, they keep their place in the comparison but neither weight nor columns, and
+    their KL lowers no reward.
+    """
+    answers = [8, 9, EOS], [11, 12], [EOS], [6, EOS], [9] * 4, [3, 3, EOS]
+    rollout = answered([[5, 7], [4]], answers)
+    scores = torch.tensor([answer.score for answer in rollout.answers]).double()
+    lengths = torch.tensor([*map(len, answers)])
+    kept = [answer.ended or not masked for answer in rollout.answers]
+    kept = torch.tensor(kept).repeat_interleave(lengths).float()
     predicts = rollout.columns["weights"].roll(-1).bool()
     old, reference = torch.randn(2, len(predicts))
-    made = maker(advantage=advantage, importance_cap=1.1, **options)
-    made.finish(rollout, old, torch.zeros_like(old), reference)
-    lengths = torch.tensor([len(a) for _, a in rows])
-    gaps = 0.3 * (kl_in == "reward") * (old - reference)[predicts].double()
+    settings = f"advantage={advantage} kl_in={kl_in} mask_truncated={masked}"
+    given = "answers_per_prompt=3 kl_coefficient=0.3 importance_cap=1.1"
+    maker(f"{settings} {given}").finish(rollout, old, torch.zeros_like(old), reference)
+    gaps = 0.3 * (kl_in == "reward") * kept * (old - reference)[predicts].double()
     to_come = [gap.flip(0).cumsum(0).flip(0) for gap in gaps.split(lengths.tolist())]
     if advantage == "reinforce++":
         wanted = scores.repeat_interleave(lengths) - torch.cat(to_come)
@@ -114,94 +122,65 @@ def test_advantages_without_a_value(advantage, kl_in):
     else:
         earned = scores - torch.stack([gap[0] for gap in to_come])
         wanted = group_advantages(earned, 3, advantage).repeat_interleave(lengths)
-    found = rollout.columns["advantages"][predicts].double()
-    assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    assert ("reference_logps" in rollout.columns) == (kl_in == "loss")
-    assert "returns" not in rollout.columns
-    ratio = old[predicts].exp()  # the sampler said 0 for every token
-    importance = rollout.columns["importance"][predicts]
-    assert_close(importance, ratio.clamp(max=1.1))
+    found = {name: column[predicts] for name, column in rollout.columns.items()}
+    assert_close(found["advantages"].double(), wanted * kept, rtol=1e-5, atol=1e-5)
+    assert_close(found["old_logps"], old[predicts] * kept)
+    # the sampler said 0 for every token
+    assert_close(found["importance"], old[predicts].exp().clamp(max=1.1) * kept)
+    assert_close(rollout.columns["weights"].roll(-1)[predicts], kept)
+    assert ("reference_logps" in found) == (kl_in == "loss") and "returns" not in found
 
 
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_answers_that_were_cut_are_left_out(kl_in):
-    """They keep their place in the comparison but neither weight nor columns, and their KL lowers no reward."""
-    rows = [([5, 7], a) for a in ([8, 9, EOS], [11, 12], [EOS])]
-    options = {"kl_in": kl_in, "kl_coefficient": 0.3, "answers_per_prompt": 3}
-    found, drawn = [], torch.randn(2, 12)
-    for masked in (False, True):
-        rollout = answered(rows, answers_per_prompt=3)
-        in_answer = rollout.columns["weights"] != 0
-        old, reference = drawn.clone()
-        if masked:  # the second answer's tokens
-            reference[6:8] = old[6:8]
-        made = maker(advantage="group", mask_truncated=not masked, **options)
-        made.finish(rollout, old, torch.zeros_like(old), reference)
-        found.append(rollout.columns)
-    left_out, plain = found
-    assert left_out["weights"][in_answer].tolist() == [1, 1, 1, 0, 0, 1]
-    assert plain["weights"][in_answer].tolist() == [1] * 6
-    kept = left_out["weights"].roll(-1) != 0
-    for name in ("advantages", "old_logps"):
-        assert_close(left_out[name], plain[name] * kept)
-        assert plain[name][6:8].all()
+# Loss and gradient norm by GRPOTrainer of TRL 1.16.0. The first three are its "grpo", "bnpo" and "dapo", and "dr_grpo"
+# with completions of at most 6 tokens; two answers were cut where they are masked.
+TRL = """\
+-0.015381882889378501 0.15495219760404010 loss_aggregation=sequence
+ 0.040833974275475620 0.14012963455909375 loss_aggregation=token
+ 0.017014155948114840 0.05838734773295572 loss_aggregation=constant
+-0.045211785617463196 0.12479669221180260 loss_aggregation=sequence ratio=mean kl_in=loss_with_ratio
+-0.120602550565462100 0.15052069683241784 loss_aggregation=sequence mask_truncated=true
+-0.212531823343763530 0.21194098930486370 mask_truncated=true
+ 0.072882147079867480 0.15437024753458775 policy_loss=cispo
+-0.023195110626355153 0.15228801721046370 loss_aggregation=sequence dual_clip=1.4"""
 
 
-# Options | loss | norm of the gradient, by GRPOTrainer of TRL 1.16.0. "constant" is with completions of at most 6
-# tokens; where mask_truncated is set, two answers were cut.
-TRL = """
-{"loss_aggregation": "sequence"} | -0.015381882889378501 | 0.1549521976040401
-{"loss_aggregation": "token"} | 0.04083397427547562 | 0.14012963455909375
-{"loss_aggregation": "constant"} | 0.01701415594811484 | 0.05838734773295572
-{"loss_aggregation": "sequence", "ratio": "mean", "kl_in": "loss_with_ratio"} | -0.045211785617463196 | \
-0.1247966922118026
-{"loss_aggregation": "sequence", "mask_truncated": true} | -0.1206025505654621 | 0.15052069683241784
-{"mask_truncated": true} | -0.21253182334376353 | 0.2119409893048637
-{"policy_loss": "cispo"} | 0.07288214707986748 | 0.15437024753458775
-{"loss_aggregation": "sequence", "dual_clip": 1.4} | -0.023195110626355153 | 0.1522880172104637
-""".replace("\\\n", "")
-
-
-@pytest.mark.parametrize("line", TRL.strip().splitlines())
-def test_losses_equal_trls(line):
+@pytest.mark.parametrize("case", TRL.splitlines())
+def test_losses_equal_trls(case):
     """Eight answers to two prompts, with k3 of 0.04 in the loss and DAPO's clip range."""
+    loss, gradient_norm, settings = case.split(maxsplit=2)
     lengths = (3, 1, 4, 2, 4, 2, 1, 3)
     scores = torch.tensor([1, 0, 0.5, 2, 0, -1, 1, 1]).double()
-    given = {"advantage": "group", "answers_per_prompt": 4, "clip_high": 0.28, "kl_in": "loss"}
-    options, *wanted = map(json.loads, line.split(" | "))
-    given |= {"kl_estimator": "k3", "kl_coefficient": 0.04, "max_new_tokens": 6, **options}
-    config = PpoSection(**given)
-    advantages, found, made, rows = group_advantages(scores, 4), [], [], []
+    given = "advantage=group answers_per_prompt=4 clip_high=0.28 kl_in=loss kl_estimator=k3"
+    config = ppo(f"{given} kl_coefficient=0.04 max_new_tokens=6 {settings}")
+    advantages, sequences, rows = group_advantages(scores, 4), [], []
     for n, length in enumerate(lengths):
         t = torch.arange(length).double()
+        columns = {
+            "old_logps": torch.sin(2 * n + 5 * t) * 0.4 - 1.5,
+            "reference_logps": torch.cos(n + 2 * t) * 0.4 - 1.5,
+            "advantages": advantages[n].expand(length),
+        }
+        columns = {name: F.pad(column, (0, 1)) for name, column in columns.items()}
         weight = 1 / length if config.loss_aggregation == "sequence" else 1.0
         weight *= not (config.mask_truncated and n in (2, 4))
-        columns = {
-            "old_logps": -1.5 + 0.4 * torch.sin(2 * n + 5 * t),
-            "advantages": advantages[n].expand(length),
-            "reference_logps": -1.5 + 0.4 * torch.cos(n + 2 * t),
-        }
-        columns = {name: torch.cat([x, torch.zeros(1)]) for name, x in columns.items()}
         weights = torch.tensor([0.0] + [weight] * length)
-        found.append(Sequence(torch.arange(length + 1), weights, columns))
-        made.append((-1.5 + 0.4 * torch.sin(3 * n + t + 1)).requires_grad_())
-        rows += [made[-1], torch.zeros(1)]
-    logps = torch.cat(rows)
+        sequences.append(Sequence(torch.arange(length + 1), weights, columns))
+        rows.append(F.pad(torch.sin(3 * n + t + 1) * 0.4 - 1.5, (0, 1)))
+    logps = torch.cat(rows).requires_grad_()
     mesh, out = ParallelMesh(1), LogProbs(logps, torch.zeros_like(logps))
     stage = PpoStage(Config(stage="ppo", ppo=config), lambda *_, **__: out, mesh)
-    batch = pack_shard(found, mesh, "cpu")
+    batch = pack_shard(sequences, mesh, "cpu")
     terms = stage.losses(batch, MetricSums("cpu"))
     ours = sum(term.value * term.weight for term in terms)
     ours = ours / stage.normalisers(batch)["tokens"]
     ours.backward()
-    norm = torch.cat([x.grad for x in made]).norm()
-    assert [float(ours), float(norm)] == pytest.approx(wanted, rel=1e-6)
+    found = ours.item(), logps.grad.norm().item()
+    assert found == pytest.approx((float(loss), float(gradient_norm)), rel=1e-6)
 
 
 def test_answers_share_their_prompt_within_the_budget():
-    rows = [([5, 7, 6], [8] * n) for n in (3, 2, 4, 1)]
-    rows += [([4], [6, 6])] * 4
-    rollout = answered(rows, answers_per_prompt=4, budget=12)
+    answers = [[8] * length for length in (3, 2, 4, 1, 2, 2, 2, 2)]
+    rollout = answered([[5, 7, 6], [4]], answers, budget=12)
     # 6 tokens, then 1 + 2 more; then 7 and 1 + 1 more; a prompt of one token is kept by every answer
     assert rollout.owners.tolist() == [0, 0, 2, 2, 4, 4, 4, 4]
     assert rollout.prefixes.tolist() == [0, 2, 0, 2, 0, 0, 0, 0]
@@ -215,16 +194,16 @@ def test_the_score_is_earned_by_the_eos_token_itself():
 
     def first_answer(lam):
         rollout = answered()
-        maker(kl_coefficient=0.0, lam=lam).finish(rollout, *torch.zeros(3, 14))
+        maker(f"kl_coefficient=0 lam={lam}").finish(rollout, *torch.zeros(3, 14))
         return rollout[0].sequences[0]
 
-    first = first_answer(1.0)
+    first = first_answer(1)
     trained = torch.nonzero(first.loss_weights).flatten()
     # the EOS of the prompt is not trained, the answer's is
     assert first.tokens[trained].tolist() == [8, 9, EOS]
     # rows 2, 3 and 4 predict 8, 9 and EOS
     assert first.token_columns["returns"].tolist() == [0, 0, 1, 1, 1, 0]
-    assert first_answer(0.0).token_columns["returns"].tolist() == [0, 0, 0, 0, 1, 0]
+    assert first_answer(0).token_columns["returns"].tolist() == [0, 0, 0, 0, 1, 0]
 
 
 def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
@@ -234,19 +213,19 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
     def make(number, dataset, indices):
         assert dataset is data and indices == prompts.indices(*divmod(number, 3))
         made.append(number)
-        return answered([([1, 2], [3])] * len(indices), number)
+        return answered([[1, 2]] * len(indices), [[3]] * len(indices), number)
 
-    steps = maker(epochs=2, minibatches=3)
+    steps = maker("epochs=2 minibatches=3")
     steps.prompts = prompts
     monkeypatch.setattr(steps, "make", make)
     assert steps.steps_per_epoch == 3 * 6  # 25 prompts are 3 rollouts, the last of 5
     orders = [steps.indices(0, k) for k in range(18)]
     assert made == [0, 1, 2]
-    passes = [orders[at : at + 3] for at in range(0, 18, 3)]
-    for count, minibatches in zip((10, 10, 10, 10, 5, 5), passes, strict=True):
+    for first, count in zip(range(0, 18, 3), (10, 10, 10, 10, 5, 5)):
+        minibatches = orders[first : first + 3]
         assert sorted(sum(minibatches, [])) == list(range(count))
-        assert max(map(len, minibatches)) - min(map(len, minibatches)) <= 1
-    assert all(passes[i] != passes[i + 1] for i in (0, 2, 4))
+        assert {*map(len, minibatches)} <= {count // 3, count // 3 + 1}
+    assert all(orders[i : i + 3] != orders[i + 3 : i + 6] for i in (0, 6, 12))
 
 
 def test_first_step_identities():
@@ -254,7 +233,7 @@ def test_first_step_identities():
     same = {"policy/logp_change": 1e-7, "reference_gap": 1e-7}
     made.check_first_step(same)
     made.check_first_step({})  # of a step that trains nothing
-    for name, whose in (("policy/logp_change", "its"), ("reference_gap", "their")):
+    for name, whose in ("policy/logp_change", "its"), ("reference_gap", "their"):
         sentence = f"but {whose} log-probabilities differ by 0.01 per token"
         with pytest.raises(RuntimeError, match=sentence):
             made.check_first_step(same | {name: 0.01})
@@ -268,45 +247,44 @@ class Letters:
 HALF, ALL = (f"tests.reward_functions:{name}" for name in ("half", "all_at_once"))
 
 
-def answers(*scales, **row):
-    """The same prompt and answer for every scale: prompts, answers, rows and indices."""
-    count = len(scales)
-    rows = [{"scale": x, **row} for x in scales]
-    return [[97]] * count, [[98, 99]] * count, rows, [*range(4, 4 + count)]
+def scores(name, *scales, sleep=0, most=None, **options):
+    """The scores of the same answer to the same prompt with every scale; the first example is number 4."""
+    count, rows = len(scales), [{"scale": x, "sleep": sleep, "most": most} for x in scales]
+    rewards = Rewards([name], Letters(), **options)
+    try:
+        found = rewards([[97]] * count, [[98, 99]] * count, rows, [*range(4, 4 + count)])
+    finally:
+        rewards.close()
+    return [each[name] for each in found]
 
 
 def test_reward_functions():
     names = (HALF, "http://localhost:1/score", "meta-llama/reward", "C:/x y")
     assert [is_function(name) for name in names] == [True, True, False, False]
-    both = Rewards([HALF, ALL], Letters())(*answers(2, 4))
-    assert both == [{HALF: 1.0, ALL: 4.0}, {HALF: 0.5, ALL: 6.0}]
-    assert Rewards([HALF], Letters())(*answers()) == []
-    for name, asked, complaint in (
-        (HALF, answers(1, 0), "half on example 5 failed: ZeroDivisionError"),
-        (HALF, answers(float("nan")), "half on example 4 failed: ValueError: it returned nan; ret"),
-        (ALL, answers(1, 2, most=1), "for 2 answers; return one number for each"),
+    assert scores(HALF, 2, 4) == [1.0, 0.5] and scores(ALL, 2, 4) == [4.0, 6.0]
+    assert scores(HALF) == []
+    finite = "on example 4 failed: ValueError: it returned nan; return a finite number"
+    for name, scales, most, complaint in (
+        (HALF, (1, 0), None, "half on example 5 failed: ZeroDivisionError"),
+        (HALF, (math.nan,), None, finite),
+        (ALL, (1, 2), 1, "for 2 answers; return one number for each"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            Rewards([name], Letters())(*asked)
+            scores(name, *scales, most=most)
 
 
 def test_rewards_in_workers():
-    rewards = Rewards([HALF], Letters(), workers=2, timeout=20)
-    try:
-        assert rewards(*answers(1, 2, 4)) == [{HALF: 2.0}, {HALF: 1.0}, {HALF: 0.5}]
-        rewards.timeout = 0.2
-        sentence = "half on example 4 took longer than ppo.reward_timeout, 0.2 s"
-        with pytest.raises(ValueError, match=sentence):
-            rewards(*answers(1, sleep=60))
-    finally:
-        rewards.close()
+    assert scores(HALF, 1, 2, 4, workers=2, timeout=20) == [2.0, 1.0, 0.5]
+    sentence = "half on example 4 took longer than ppo.reward_timeout, 0.2 s"
+    with pytest.raises(ValueError, match=sentence):
+        scores(HALF, 1, sleep=60, workers=1, timeout=0.2)
 
 
 def test_rewards_of_a_server(monkeypatch):
     monkeypatch.setattr(servers, "PAUSE", 0.01)
     server = SamplingServer()
     url = f"{server.address}/score"
-    assert Rewards([url], Letters())(*answers(1, 2)) == [{url: 2.0}, {url: 1.0}]
+    assert scores(url, 1, 2) == [2.0, 1.0]
     for server.scores, server.fault, complaint in (
         ([1.0], "", r"returned \[1.0\] for 2 answers"),
         ("good", "", "returned good for 2 answers"),
@@ -314,24 +292,21 @@ def test_rewards_of_a_server(monkeypatch):
         ([], "hang", "timed out"),
     ):
         with pytest.raises(ValueError, match=f"the reward {url} .*{complaint}"):
-            timeout = 0.2 if server.fault == "hang" else 20
-            Rewards([url], Letters(), timeout=timeout)(*answers(1, 2))
+            scores(url, 1, 2, timeout=0.2 if server.fault == "hang" else 20)
     server.close()
     with pytest.raises(ValueError, match="the reward .* failed: OSError: ConnectError"):
-        Rewards([url], Letters())(*answers(1))
+        scores(url, 1)
 
 
 def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
+    assert PpoSection(reward=[HALF, ALL]).reward == {HALF: 1.0, ALL: 1.0}
     section = PpoSection(reward={"models/rm": 0.5, HALF: 2.0})
     assert section.reward_model == "models/rm"
-    assert PpoSection(reward=[HALF, ALL]).reward == {HALF: 1.0, ALL: 1.0}
-    rounds = [answered(), answered(ROWS[:1])]
+    rounds = [answered(), answered(PROMPTS[:1], ANSWERS[:1])]
     for answer in rounds[0].answers + rounds[1].answers:
         answer.scores = {"models/rm": 3.0, HALF: answer.score}
-    asked = SimpleNamespace(
-        sampler=SimpleNamespace(synchronise=lambda: None),
-        answer=lambda number, *_: rounds[number % 2],
-    )
+    asked = SimpleNamespace(sampler=SimpleNamespace(synchronise=lambda: None))
+    asked.answer = lambda number, *_: rounds[number % 2]
     loader = SimpleNamespace(steps_per_epoch=2, dataset=None, indices=lambda *_: None)
     metrics = PpoStage(Config(stage="ppo", ppo=section), maker=asked).evaluate(loader)
     assert metrics["eval/objective/scores"] == pytest.approx(3.5 / 4) == -metrics["eval/loss"]
@@ -357,12 +332,11 @@ def test_answers_end_with_a_turn(tmp_path):
     folder = write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>")
     line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
-    nothing = dict.fromkeys(("engine", "mesh"))
-    more = {"frozen": lambda model: None, "resources": ExitStack(), "watch": Watch()}
-    run = SimpleNamespace(prepared=plan, **nothing, **more)
-    stop_tokens = PpoStage(plan.config).build(run).maker.sampler.options.stop_tokens
-    names = plan.tokenizer.convert_ids_to_tokens(stop_tokens)
-    assert sorted(names) == [
-        "<|endoftext|>",
-        "<|im_end|>",
-    ]  # the template ends turns with <|im_end|>
+    run = SimpleNamespace(
+        prepared=plan, engine=None, mesh=None, resources=ExitStack(), watch=Watch()
+    )
+    run.frozen = lambda model: None
+    sampler = PpoStage(plan.config).build(run).maker.sampler
+    names = plan.tokenizer.convert_ids_to_tokens(sampler.options.stop_tokens)
+    # the template ends turns with <|im_end|>
+    assert sorted(names) == ["<|endoftext|>", "<|im_end|>"]

@@ -1,8 +1,8 @@
 """A quantised base: its bytes, folders of bitsandbytes, and what is refused."""
 
+import importlib.util
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from models.decoder import CausalLM
 from models.hf_format import WeightFiles
 from models.lora import add_adapters, is_adapter, save_adapters
 from models.quantized import QuantizedLinear, pack, packed_parts, unpack
+from tests.e2e.launch import ROOT
 from tests.model_folder import tiny_config, write_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import LoraSection, ModelSection
@@ -30,15 +31,17 @@ SHAPE = ModelConfig.from_hf(tiny_config())
 MATRIX = "model.layers.1.mlp.up_proj.weight"
 
 
+def bitsandbytes(weight):
+    return quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+
+
 @pytest.mark.parametrize("rows, columns", [(8, 64), (48, 32), (300, 96)])
 def test_nf4_is_what_bitsandbytes_makes(rows, columns):
     whole = torch.randn(rows, columns)
     data = pack("nf4", whole)
     assert data.numel() == sum(packed_parts("nf4", whole.shape))
     # as rows of one block, where bitsandbytes is right on CPUs
-    codes, state = quantize_4bit(
-        whole.view(-1, 64), blocksize=64, compress_statistics=True, quant_type="nf4"
-    )
+    codes, state = bitsandbytes(whole.view(-1, 64))
     theirs = dequantize_4bit(codes, state).view(rows, columns)
     assert_close(unpack("nf4", data, whole.shape, torch.float32), theirs)
     error = (theirs - whole).abs().max() / whole.abs().max()
@@ -58,36 +61,44 @@ def packed_folder(tmp_path):
     weights = {}
     for name, weight in load_file(tmp_path / "original/model.safetensors").items():
         if name.endswith("_proj.weight"):
-            weight, state = quantize_4bit(
-                weight, blocksize=64, compress_statistics=True, quant_type="nf4"
-            )
-            weights |= {
-                f"{name}.{key}": part for key, part in state.as_dict(packed=True).items()
-            }
+            weight, state = bitsandbytes(weight)
+            parts = state.as_dict(packed=True)
+            weights |= {f"{name}.{key}": part for key, part in parts.items()}
         weights[name] = weight
-    folder = tmp_path / "packed"
-    folder.mkdir()
+    (folder := tmp_path / "packed").mkdir()
     save_file(weights, folder / "model.safetensors")
-    method = json.loads("""{
-        "quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4"
-    }""")
-    write_json(folder / "config.json", tiny_config(quantization_config=method))
+    method = (
+        '{"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4"}'
+    )
+    write_json(folder / "config.json", tiny_config(quantization_config=json.loads(method)))
+    return folder
+
+
+def weights_of(config, folder, parameters):
+    """Fill parameters as a run does that quantises its base."""
+    weights = InitialWeights(config, 0, folder, "nf4")
+    for name, parameter in parameters.items():
+        weights.fill(name, parameter.shape, 0, parameter.view(-1))
+
+
+def saved(folder, base, lora, adapters):
+    """The folder of a run's adapters on a quantised base."""
+    folder.mkdir()
+    section = ModelSection(path=str(base), lora=lora, quantize="nf4")
+    save_adapters(folder, adapters, section, reward=False)
     return folder
 
 
 def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder):
     size = sum(packed_parts("nf4", torch.Size((48, 32))))
     ours, theirs = torch.empty(2, size, dtype=torch.uint8)
-    for folder, out in (("original", ours), ("packed", theirs)):
-        weights = InitialWeights(SHAPE, 0, packed_folder.parent / folder, "nf4")
-        weights.fill(MATRIX, torch.Size((size,)), 0, out)
+    original = packed_folder.parent / "original"
+    for folder, out in ((original, ours), (packed_folder, theirs)):
+        weights_of(SHAPE, folder, {MATRIX: out})
     assert torch.equal(ours, theirs)
-    whole = WeightFiles(packed_folder).read(MATRIX)
-    original = WeightFiles(packed_folder.parent / "original").read(MATRIX)
-    assert_close(
-        whole,
-        unpack("nf4", pack("nf4", original.view(48, 32)), (48, 32), torch.float32).view(-1),
-    )
+    whole = WeightFiles(packed_folder).read(MATRIX).view(48, 32)
+    data = pack("nf4", WeightFiles(original).read(MATRIX).view(48, 32))
+    assert_close(whole, unpack("nf4", data, (48, 32), torch.float32))
 
 
 def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
@@ -96,9 +107,7 @@ def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     lora = LoraSection(rank=2, targets=["q_proj"])
     model = add_adapters(CausalLM(SHAPE), lora)
     adapters = {n: torch.ones(p.shape) for n, p in model.named_parameters() if ".lora_" in n}
-    (folder := tmp_path / "adapter").mkdir()
-    base = ModelSection(path=str(packed_folder), lora=lora, quantize="nf4")
-    save_adapters(folder, adapters, base, reward=False)
+    folder = saved(tmp_path / "adapter", packed_folder, lora, adapters)
     assert main(["--merge", str(folder), str(tmp_path / "out")]) == 0
     found, whole = WeightFiles(tmp_path / "out"), WeightFiles(packed_folder)
     assert torch.equal(found.read(MATRIX), whole.read(MATRIX))
@@ -107,9 +116,8 @@ def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     assert "differ by at most 0 " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("rslora", [False, True])
 @torch.no_grad()
-def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path, rslora):
+def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path):
     """What transformers, bitsandbytes and peft compute from the original weights and our export is what we trained."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -117,24 +125,18 @@ def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path, rslora):
     # whole blocks in every row, where bitsandbytes is right on CPUs
     config = ModelConfig.from_hf(tiny_config(hidden_size=64, intermediate_size=128))
     write_model(base := tmp_path / "base", config)
-    lora, draw = LoraSection(rank=2, rslora=rslora), torch.Generator().manual_seed(4)
+    lora, draw = LoraSection(rank=2), torch.Generator().manual_seed(4)
     model = CausalLM(config, linear=partial(QuantizedLinear, kind="nf4"))
-    weights = InitialWeights(config, 0, base, "nf4")
-    for name, parameter in model.named_parameters():
-        weights.fill(name, parameter.shape, 0, parameter.view(-1))
+    weights_of(config, base, dict(model.named_parameters()))
     adapters = {n: p for n, p in add_adapters(model, lora).named_parameters() if is_adapter(n)}
     for parameter in adapters.values():
         parameter.normal_(0, 0.1, generator=draw)
-    (folder := tmp_path / "adapter").mkdir()
-    section = ModelSection(path=str(base), lora=lora, quantize="nf4")
-    save_adapters(folder, adapters, section, reward=False)
+    folder = saved(tmp_path / "adapter", base, lora, adapters)
     row = torch.randint(97, (30,), generator=draw)
 
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     quantized = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
+        load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **nf4
     )
     theirs = AutoModelForCausalLM.from_pretrained(
         base, quantization_config=quantized, dtype=torch.float32, device_map="cpu"
@@ -152,43 +154,34 @@ def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path, rslora):
     torch.testing.assert_close(ours, logps(), rtol=1e-5, atol=1e-5)
 
 
-def plan(folder, **settings):
-    rows = folder / "rows.jsonl"
-    rows.write_text('{"text": "a"}\n')
-    given = {"stage": "pt", "model.path": str(folder), "data.train": str(rows), "run.steps": 1}
-    tokenizer = Path(__file__).parents[2] / "configs/demo/data/tokenizer"
-    config = parse_command_line([], **given, **{"model.tokenizer": str(tokenizer)}, **settings)
-    return prepare(config.config, 1)
+def plan(folder, options):
+    (folder / "rows.jsonl").write_text('{"text": "a"}')
+    line = f"""--stage pt --model.path {folder} --data.train {folder}/rows.jsonl --run.steps 1
+        --model.tokenizer {ROOT}/configs/demo/data/tokenizer {options}"""
+    return prepare(parse_command_line(line.split()).config, 1)
 
 
-LORA = {"model.lora.rank": 2}
-REFUSED = {
-    'model.quantize is "nf4" but all weights are trained': (
-        "original",
-        {"model.quantize": "nf4"},
-    ),
-    "matrices quantised to NF4; set model.quantize": ("packed", LORA),
-    "matrices quantised to NF4": ("packed", LORA | {"model.quantize": "fp8"}),
-}
-
-
-@pytest.mark.parametrize("sentence", REFUSED)
-def test_what_cannot_be_quantised_is_one_sentence(sentence, packed_folder):
-    name, settings = REFUSED[sentence]
+@pytest.mark.parametrize(
+    "name, options, sentence",
+    [
+        ("original", "--model.quantize nf4", 'model.quantize is "nf4" but all weights are trained'),
+        ("packed", "--model.lora.rank 2", "matrices quantised to NF4; set model.quantize"),
+        ("packed", "--model.lora.rank 2 --model.quantize fp8", "matrices quantised to NF4"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_quantised_is_one_sentence(name, options, sentence, packed_folder):
     with pytest.raises(ConfigError, match=sentence):
-        plan(packed_folder.parent / name, **settings)
+        plan(packed_folder.parent / name, options)
 
 
 def test_bitsandbytes_is_asked_for(packed_folder, monkeypatch):
     def absent(name, *rest):
         return None if name == "bitsandbytes" else found(name, *rest)
 
-    import importlib.util
-
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", absent)
     with pytest.raises(ConfigError, match="bitsandbytes"):
-        plan(packed_folder.parent / "original", **LORA, **{"model.quantize": "nf4"})
+        plan(packed_folder.parent / "original", "--model.lora.rank 2 --model.quantize nf4")
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "mxfp4", "compressed-tensors"])

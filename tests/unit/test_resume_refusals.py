@@ -1,32 +1,23 @@
 """A checkpoint that this run cannot continue is refused by its run.json, before any work."""
 
 import json
-import tomllib
 
 import pytest
 
 from models.arch import ARCHITECTURES
-from ulysses.config.command_line import check, put
-from ulysses.config.section import ConfigError, flat
+from ulysses.config.command_line import parse_command_line
+from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
 from ulysses.run.checkpoint import FORMAT
 from ulysses.run.optim import gradient_policies
 from ulysses.run.preflight import prepare
 
-RUN = """
-stage = "dpo"
-model = {arch = "llama3-8b", init = "random"}
-run.steps = 4
-run.resume = "auto"
-"""
-
 
 def config(output, changes=""):
     """A run by shape alone; tokenizer and data are absent."""
-    values = tomllib.loads(f"{RUN}run.output = '{output}'")
-    for key, value in flat(tomllib.loads(changes)).items():
-        put(values, key, value)
-    return check(values)
+    line = f"""--stage dpo --model.arch llama3-8b --model.init random --run.steps 4
+        --run.output {output} --run.resume auto {changes}"""
+    return parse_command_line(line.split()).config
 
 
 @pytest.fixture
@@ -47,20 +38,20 @@ def checkpoint(tmp_path):
 
 
 def test_its_own_checkpoint_is_found(checkpoint, tmp_path):
-    own = config(tmp_path, "optimizer.lr = 1.0\nparallel.sequence_parallel_size = 4")
+    own = config(tmp_path, "--optimizer.lr 1 --parallel.sequence_parallel_size 4")
     assert prepare(own, 4, []).resume_from == checkpoint
     assert prepare(config(tmp_path / "elsewhere"), 1, []).resume_from is None
 
 
 REFUSED = {
-    'stage = "sft"': "run.resume: the run that wrote .*step-2 had stage 'dpo' but this run has 'sft'; set the same, or "
-    "another",
-    'model.arch = "llama3.2-1b"': "had hidden_size 4096 but this run has 2048",
-    'model.rope = {type = "yarn", factor = 2}': "had rope_scaling None but this run has {'rope_type'",
-    "model.rope.theta = 1e6": "had rope_theta 500000.0 but this run has 1000000.0",
-    "model.lora.rank = 8": "had model.lora.rank 0 but this run has 8",
-    'gradients.policies = [{policy = "zclip"}]': r"policies are .*'clip_global_norm'\] but this run has",
-}
+    "--stage sft":
+        r"run.resume: the run that wrote .*step-2 had stage 'dpo' but this run has 'sft'; set the same, or another",
+    "--model.arch llama3.2-1b": "had hidden_size 4096 but this run has 2048",
+    "--model.rope.type yarn --model.rope.factor 2": "had rope_scaling None but this run has {'rope_type'",
+    "--model.rope.theta 1e6": "had rope_theta 500000.0 but this run has 1000000.0",
+    "--model.lora.rank 8": "had model.lora.rank 0 but this run has 8",
+    '--gradients.policies [{"policy":"zclip"}]': r"policies are .*'clip_global_norm'\] but this run has",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", REFUSED)
@@ -73,6 +64,8 @@ def test_another_runs_checkpoint_is_refused(changes, checkpoint, tmp_path):
 def test_a_checkpoint_of_an_older_format_is_refused(checkpoint, tmp_path):
     state = json.loads((checkpoint / "run.json").read_text())
     write_json(checkpoint / "run.json", {**state, "format": 1})
-    sentence = "has checkpoint format 1, but this version reads format 4; continue it with the version"
+    sentence = (
+        "has checkpoint format 1, but this version reads format 4; continue it with the version"
+    )
     with pytest.raises(ConfigError, match=sentence):
         prepare(config(tmp_path), 1, [])
