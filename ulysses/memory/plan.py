@@ -355,11 +355,8 @@ def _packed(case: Workload) -> int:
 
 
 def _base(case: Workload) -> int:
-    """Return the bytes that every moment needs: two gathered layers, the rotary table, a dequantised matrix."""
-    model, size = case.model, case.element_size
-    gathered = 2 * model.layer_bytes(size) * (not case.resident)
-    largest = size * model.width * max(model.intermediate, model.query_width)
-    return int(gathered) + 4 * model.head_dim * case.local + largest * (model.quantize in BITS)
+    """Return the bytes that every moment needs: two gathered layers."""
+    return int(2 * case.model.layer_bytes(case.element_size) * (not case.resident))
 
 
 def _head(case: Workload) -> tuple[int, int]:
@@ -398,18 +395,14 @@ def _layer_moment(case: Workload, level: str) -> float:
         # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's on its way elsewhere
         fixed += size * (model.layer_parameters + model.vocabulary_parameters * travels)
         fixed += 4 * 3 * D * F * (rows < S)
-    # projections called as modules keep every intermediate of a tile
-    wrapped = 1 if model.is_full else 2
     # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and as measured one
     # more where gradients travel; before and after them: what the exchanges pack
     attention = max((5 + travels) * q + 8 * held, _packed(case))
     # two gradients of the residual, out
     attention += 2 * D + q * (level in ("block", "pair"))
-    if level == "none":
-        attention -= q + 2 * held
-    else:  # adapters keep the projections' input
-        attention += model.normalised_width + D * (not (model.is_full or travels))
-    return fixed + size * max(4 * S * D + 4 * wrapped * rows * F, S * attention)
+    if level != "none":
+        attention += model.normalised_width
+    return fixed + size * max(4 * S * D + 4 * rows * F, S * attention)
 
 
 def _forward_moment(case: Workload) -> float:
@@ -469,8 +462,6 @@ def step_seconds(case: Workload) -> float:
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
     layers = model.layers * (1 + case.forwards / 3)  # that run forward and backward
     seconds += case.local * ELEMENTWISE * (model.width + model.intermediate) * layers
-    if model.quantize == "nf4":  # dequantised in forward, again and backward
-        seconds += (3 + case.forwards) * model.layers * model.layer_parameters * 3 / MEMORY_RATE
     launches = (LAUNCH_RESIDENT if case.resident else LAUNCH) * (not case.graphs)
     launches *= layers * machine.is_gpu
     # exchanges: twice forward and backward, three times where the layers exchange again
