@@ -20,7 +20,7 @@ from tests.zero_case import filled
 from ulysses.config.command_line import check
 from ulysses.export import main
 from ulysses.run.build import InitialWeights
-from ulysses.run.memory_choice import adapter_parameters
+from ulysses.run.memory_choice import planner_model
 from ulysses.run.preflight import prepare
 from ulysses.run.training_run import TrainingRun
 from ulysses.zero.engine import full_parameters
@@ -272,7 +272,7 @@ def test_only_adapters_have_memory_and_reach_the_checkpoint(demo, base, tmp_path
     assert changed and all(map(is_adapter, changed))
     files = (tmp_path / "run").glob("checkpoints/step-2/*.master.safetensors")
     saved = sum(len(load_file(p)["data"]) for p in files)
-    assert saved == adapters == adapter_parameters(check(config), read_config(base))
+    assert saved == adapters == planner_model(check(config), read_config(base)).trained
 
 
 def measured(config: dict[str, Any]) -> tuple[list[int], list[str]]:

@@ -31,6 +31,7 @@ from models.hf_format import (
     copy_side_files,
     folder_with,
     read_config,
+    resolve_model,
     write_json,
     write_weights,
 )
@@ -215,6 +216,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
         raise ValueError(
             "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
         )
+    resolve_model(source.path, source.revision)  # a base that is gone is refused by its setting
     with TemporaryDirectory() as folder:
         adapters = Path(folder) / "adapters"
         export_model(read, adapters, shape, config, state["step"])
