@@ -186,7 +186,8 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
     """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
 
     Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights, as
-    model.lora.merge does, and says what that did if they were trained on a quantised base.
+    model.lora.merge does; what that did is said if they were trained on a quantised base. A base that is not of
+    model.dtype is rounded after the adapters are added, where the run rounds it before.
     Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
     checkpoint, or the base of merged adapters is in no file.
     """
