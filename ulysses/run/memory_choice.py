@@ -97,7 +97,6 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         tokens,
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
         forwards=sum(passes, start=facts.extra_forwards),
-        logits_once=facts.logits_once,
         rollout=rollout,
         element_size=getattr(torch, config.model.dtype).itemsize,
         others=others,

@@ -141,7 +141,6 @@ class Requirements(NamedTuple):
         policies can be limited to one of them. None leaves all parameters in one group.
     models: the models that the run reads besides the trained one.
     rollout: the answers that are decoded to each prompt before each round of training; None if there are none.
-    logits_once: whether the loss is the head's own nll, for whose backward no logits are computed again.
     """
 
     longest_example: int
@@ -153,7 +152,6 @@ class Requirements(NamedTuple):
     scopes: dict[str, float] | None = None
     models: tuple[AuxiliaryModel, ...] = ()
     rollout: PlannedRollout | None = None
-    logits_once: bool = False
 
 
 class Run(Protocol):
