@@ -26,7 +26,6 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.arch import ModelConfig
-from models.decoder import count_parameters
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.gradients.policy import StepContext
@@ -36,7 +35,6 @@ from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.memory_choice import (
-    adapter_parameters,
     choose_memory,
     layer_memory,
     planner_case,
@@ -215,9 +213,8 @@ def measure(
         name = torch.cuda.get_device_name()
     own = float(loss), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, *peaks
     losses, hosts, allocated, reserved = zip(*gather(own))
-    adapters, squares = adapter_parameters(config, shape), float(length) ** 2 * documents
-    parameters = count_parameters(shape)
-    flops = model_flops(shape, parameters, adapters, tokens, squares, tokens)
+    adapters = 0 if choice.model.is_full else choice.model.trained
+    flops = model_flops(choice.model, tokens, float(length) ** 2 * documents, tokens)
     # of each GPU: packs per second
     rate = groups * micro_batches / seconds / mesh.world_size
     # what a rank's step really computes, as the planner counts it

@@ -26,7 +26,7 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.run.build import InitialWeights
-from ulysses.run.memory_choice import adapter_parameters
+from ulysses.run.memory_choice import planner_model
 from ulysses.run.preflight import prepare
 from ulysses.run.training_run import TrainingRun
 from ulysses.zero.engine import full_parameters
@@ -214,7 +214,7 @@ def test_only_adapters_have_memory_and_reach_the_checkpoint(base, tmp_path):
     assert changed and all(map(is_adapter, changed))
     files = (tmp_path / "run").glob("checkpoints/step-2/*.master.safetensors")
     saved = sum(len(load_file(p)["data"]) for p in files)
-    assert saved == adapters == adapter_parameters(configured(line), read_config(base))
+    assert saved == adapters == planner_model(configured(line), read_config(base)).trained
 
 
 def measured(line: list[str]) -> tuple[list[int], list[str]]:

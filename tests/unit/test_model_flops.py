@@ -1,23 +1,19 @@
 """MFU's numerator against torch's own count of what matrix products do."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine_case import Case, build_trainer, dataset
 from tests.harness import run_distributed
+from ulysses.memory.plan import Model
 from ulysses.run.metrics import model_flops
 
 LAYERS, D, V, T, RANK, TRAINED = 3, 16, 40, 24, 2, 7
 
 
-def shape(width, vocabulary, layers=0):
-    return SimpleNamespace(
-        hidden_size=width, vocab_size=vocabulary, num_hidden_layers=layers,
-        num_attention_heads=1, head_dim=width,
-    )  # fmt: skip
+def shape(vocabulary, layers, parameters, trained):
+    return Model(D, 0, 1, 1, D, vocabulary, layers, parameters, trained)
 
 
 @pytest.mark.parametrize("rank", [0, RANK], ids=["all weights", "adapters"])
@@ -32,18 +28,16 @@ def test_equals_what_torch_counts(rank):
             a, b = adapter.view(2, D, rank)
             y = y @ matrix + (y @ a @ b.mT if rank else 0)
         (y[:TRAINED] @ head).sum().backward()
-    found = model_flops(shape(D, V), LAYERS * D * D + D * V, adapters.numel(), T, 0.0, TRAINED)
-    assert found == counted.get_total_flops()
+    parameters = LAYERS * D * D + D * V + adapters.numel()
+    model = shape(V, 0, parameters, adapters.numel() or parameters)
+    assert model_flops(model, T, 0.0, TRAINED) == counted.get_total_flops()
 
 
 def test_causal_attention_counts_half_of_the_square():
     q, k, v = (torch.randn(1, 1, T, D, requires_grad=True) for _ in range(3))
     with FlopCounterMode(display=False) as counted:
         ((q @ k.mT).softmax(-1) @ v).sum().backward()
-    assert (
-        model_flops(shape(D, 0, layers=1), 0, 0, T, float(T * T), 0)
-        == counted.get_total_flops() / 2
-    )
+    assert model_flops(shape(0, 1, 0, 0), T, float(T * T), 0) == counted.get_total_flops() / 2
 
 
 def counted_amounts():

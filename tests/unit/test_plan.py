@@ -74,7 +74,6 @@ def measured(row):
         levels=levels,
         offloaded_layers=row["offload"],
         others=others,
-        logits_once=row["stage"] == "sft",
         **given,
     )
 

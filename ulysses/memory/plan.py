@@ -168,7 +168,6 @@ class Workload(NamedTuple):
     squares: twice the pairs of a query and a key that it sees, shared prompts included; 0: those of equal documents.
     forwards: passes without gradient over the same tokens (live reference, KTO's baseline), counted in passes of the
         trained model.
-    logits_once: whether backward does without the logits, as that of the head's own nll does.
     recompute: the level that is asked for, or "auto".
     levels: every layer's level as chosen, the first layer's first. There are at most two, and the last layers have the
     level that keeps more: their backward comes first, so their memory is free before the other layers recompute.
@@ -188,7 +187,6 @@ class Workload(NamedTuple):
     documents: int = 1
     squares: float = 0.0
     forwards: float = 0.0
-    logits_once: bool = False
     rollout: PlannedRollout | None = None
     recompute: str = "auto"
     levels: tuple[str, ...] = ()
@@ -355,11 +353,8 @@ def _packed(case: Workload) -> int:
 
 
 def _base(case: Workload) -> int:
-    """Return the bytes that every moment needs: two gathered layers, the rotary table, a dequantised matrix."""
-    model, size = case.model, case.element_size
-    gathered = 2 * model.layer_bytes(size) * (not case.resident)
-    largest = size * model.width * max(model.intermediate, model.query_width)
-    return int(gathered) + 4 * model.head_dim * case.local + largest * (model.quantize in BITS)
+    """Return the bytes that every moment needs: two gathered layers."""
+    return int(2 * case.model.layer_bytes(case.element_size) * (not case.resident))
 
 
 def _head(case: Workload) -> tuple[int, int]:
@@ -368,7 +363,7 @@ def _head(case: Workload) -> tuple[int, int]:
     tiles = LOSS_TILES if case.teacher else 1
     rows = equal_tiles(case.local, 4 * V * tiles, CUDA_TILE_BYTES)
     words = size * case.model.vocabulary_parameters * (not case.resident)
-    return words, min(case.local, rows) * V * (4 * tiles + size)
+    return words, rows * V * (4 * tiles + size)
 
 
 def _head_moment(case: Workload) -> float:
@@ -398,18 +393,14 @@ def _layer_moment(case: Workload, level: str) -> float:
         # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's on its way elsewhere
         fixed += size * (model.layer_parameters + model.vocabulary_parameters * travels)
         fixed += 4 * 3 * D * F * (rows < S)
-    # projections called as modules keep every intermediate of a tile
-    wrapped = 1 if model.is_full else 2
     # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and as measured one
     # more where gradients travel; before and after them: what the exchanges pack
     attention = max((5 + travels) * q + 8 * held, _packed(case))
     # two gradients of the residual, out
     attention += 2 * D + q * (level in ("block", "pair"))
-    if level == "none":
-        attention -= q + 2 * held
-    else:  # adapters keep the projections' input
-        attention += model.normalised_width + D * (not (model.is_full or travels))
-    return fixed + size * max(4 * S * D + 4 * wrapped * rows * F, S * attention)
+    if level != "none":
+        attention += model.normalised_width
+    return fixed + size * max(4 * S * D + 4 * rows * F, S * attention)
 
 
 def _forward_moment(case: Workload) -> float:
@@ -456,7 +447,7 @@ def step_flops(case: Workload) -> tuple[float, float]:
         matrices += directions * N + again * (level != "none") + N / 2 * pair
         attention += 3.5 + (level in ("block", "pair")) + pair / 2
     head = model.vocabulary_parameters if model.has_head else 0
-    matrices += head * (directions + (not case.logits_once))
+    matrices += head * (directions + 1)  # the logits once more, although nll alone does without
     matrices += passes * model.forward_parameters + 3 * model.trained * (not model.is_full)
     return 2 * S * matrices, forward * (attention + passes * model.layers)
 
@@ -469,15 +460,12 @@ def step_seconds(case: Workload) -> float:
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
     layers = model.layers * (1 + case.forwards / 3)  # that run forward and backward
     seconds += case.local * ELEMENTWISE * (model.width + model.intermediate) * layers
-    if model.quantize == "nf4":  # dequantised in forward, again and backward
-        seconds += (3 + case.forwards) * model.layers * model.layer_parameters * 3 / MEMORY_RATE
     launches = (LAUNCH_RESIDENT if case.resident else LAUNCH) * (not case.graphs)
     launches *= layers * machine.is_gpu
-    # exchanges: twice forward and backward, three times where the layers exchange again
+    # exchanges: forward, backward and again
     head_ranks, _, keys = case.shards
     heads = 2 * model.heads // head_ranks * (head_ranks - 1) + 2 * keys * (case.sp - 1)
-    times = 2 * model.layers + sum(level != "none" for level in case.levels)
-    sent = times * case.element_size * model.head_dim * heads * case.local
+    sent = 3 * model.layers * case.element_size * model.head_dim * heads * case.local
     seconds += sent / (EXCHANGE * machine.link(case.sp))
     # during the computation: weights are gathered twice and gradients reduced; copies to and from the host
     gathers = 1 / case.micro_batches if case.resident else 2 + case.forwards

@@ -127,9 +127,7 @@ class PpoStage(ReferencedStage):
         needs_value = ADVANTAGES[ppo.advantage].needs_value
         models = base.models
         if ppo.reward_model:
-            models += (
-                AuxiliaryModel("reward", "ppo.reward", ppo.reward_model, tokens="exact"),
-            )
+            models += (AuxiliaryModel("reward", "ppo.reward", ppo.reward_model),)
         sampled = PlannedRollout(
             answers,
             ppo.planned_batch,

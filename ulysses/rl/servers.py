@@ -49,14 +49,13 @@ def _answer(url: str, data: bytes, timeout: float) -> bytes:
 
 
 def _read(url: str, data: bytes, timeout: float) -> bytes:
-    parts, size = [], 0
+    body = bytearray()
     headers = {"Content-Type": "application/json"}
     with httpx.stream("POST", url, content=data, headers=headers, timeout=timeout) as response:
         for part in response.iter_bytes():
-            size += len(part)
-            if size > MOST_BYTES:
+            body += part
+            if len(body) > MOST_BYTES:
                 raise OSError(f"it answered more than {MOST_BYTES >> 20} MiB")
-            parts.append(part)
     if response.status_code != 200:
         raise OSError(f"HTTP {response.status_code} {response.reason_phrase}")
-    return b"".join(parts)
+    return bytes(body)

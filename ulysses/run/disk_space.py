@@ -6,7 +6,6 @@ import shutil
 import torch
 
 from models.arch import ModelConfig
-from models.decoder import count_parameters
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.memory.plan import GIB
@@ -28,8 +27,7 @@ def check_disk(config: Config, shape: ModelConfig, *, resumes: bool) -> str:
     free = shutil.disk_usage(place).free
     free += sum(file.stat().st_size for file in output.rglob("*"))
     trained = planner_model(config, shape).trained
-    exported = trained if config.model.lora.rank else count_parameters(shape)
-    export = run.export * exported * getattr(torch, config.model.dtype).itemsize
+    export = run.export * trained * getattr(torch, config.model.dtype).itemsize
     asked = "run.save_last", run.save_last * (1 + resumes)
     if run.save_every:
         asked = "run.save_every", 2 + (run.keep or run.steps // run.save_every)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,10 +160,10 @@ def export_model(
 
     Args:
         read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
-        merge: add adapters to their base's weights, as model.lora.merge does. Otherwise they are written alone.
+        merge: add adapters to their base's weights. Otherwise they are written alone.
     """
     lora, stage = config.model.lora, stage_of(config)
-    whole = merge or lora.merge or not lora.rank
+    whole = merge or not lora.rank
     weights = read(lambda name: whole and ".lora_" not in name)
     if lora.rank:
         from models.lora import is_adapter, merged, save_adapters
@@ -184,8 +185,9 @@ def export_model(
 def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> None:
     """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
 
-    Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights, and
-    says what that did if they were trained on a quantised base.
+    Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights, as
+    model.lora.merge does; what that did is said if they were trained on a quantised base. A base that is not of
+    model.dtype is rounded after the adapters are added, where the run rounds it before.
     Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
     checkpoint, or the base of merged adapters is in no file.
     """
@@ -197,51 +199,36 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
     source, stage, saved = config.model, stage_of(config), SavedSlices(checkpoint)
     model = empty_model(shape, reward=stage.reward)
     if source.lora.rank:
-        from models.lora import add_adapters, base_name
+        from models.lora import add_adapters
 
         add_adapters(model, source.lora)
-        if source.lora.merge:
-            if source.init == "random":  # a GPU drew other numbers
-                raise ValueError(
-                    "the base of these adapters was drawn at random and is in no file; use the export that the run "
-                    "itself wrote"
-                )
-            base = WeightFiles(resolve_model(source.path, source.revision))
 
-    def read(
-        wanted: Callable[[str], bool], dtype: str = config.model.dtype, quantize: str = "none"
-    ) -> Iterator[tuple[str, Tensor]]:
+    def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
-            if not wanted(name):
-                continue
-            if parameter.requires_grad:
+            if wanted(name):
                 tensor = torch.empty(parameter.numel())
                 saved.read_into(tensor, name, "master")
-            else:  # adapters left it as the run read it
-                tensor = base.read(base_name(name), quantize=quantize)
-            yield name, tensor.to(getattr(torch, dtype)).view(parameter.shape)
+                yield name, tensor.to(getattr(torch, source.dtype)).view(parameter.shape)
 
-    export_model(read, out, shape, config, state["step"])
-    if merge and source.quantize != "none":
-        from models.lora import is_adapter, merged
-
-        exact = read(lambda name: ".lora_" not in name, "float32", source.quantize)
-        trained = merged(exact, dict(read(is_adapter)), source.lora)
-        note_merge(out, shape, trained, source.quantize)
-
-
-def note_merge(
-    out: Path, shape: ModelConfig, trained: Iterable[tuple[str, Tensor]], quantize: str
-) -> None:
-    """Say on the terminal and in the model card what merging did to the logits of the `trained` model."""
-    note = merge_note(shape, out, trained, quantize)
-    print(note)
-    with (out / CARD).open("a", encoding="utf-8") as card:
-        card.write(f"\nMerged: {note}.\n")
+    if not (source.lora.rank and source.lora.merge):
+        export_model(read, out, shape, config, state["step"])
+        return
+    if source.init == "random":  # a GPU drew other numbers
+        raise ValueError(
+            "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
+        )
+    resolve_model(source.path, source.revision)  # a base that is gone is refused by its setting
+    with TemporaryDirectory() as folder:
+        adapters = Path(folder) / "adapters"
+        export_model(read, adapters, shape, config, state["step"])
+        merge_adapter(adapters, out, source.dtype)
 
 
-def merge_adapter(folder: Path, out: Path) -> None:
+def merge_adapter(folder: Path, out: Path, dtype: str = "") -> None:
     """Write the model that a LoRA adapter's folder and its base make together, one parameter at a time.
+
+    Args:
+        dtype: of the weights; by default each has its base's.
 
     Raises ValueError if it is no plain LoRA adapter.
     """
@@ -249,21 +236,25 @@ def merge_adapter(folder: Path, out: Path) -> None:
     reward = files.adapter.get("task_type") == "SEQ_CLS"
     sizes = {n: p.shape for n, p in empty_model(shape, reward=reward).named_parameters()}
     files.check(sizes)
+
+    def weight(name: str) -> Tensor:
+        own = getattr(torch, dtype) if dtype else files.tensors[name].dtype
+        return files.read(name).to(own).view(sizes[name])
+
     with whole_folder(out) as new:
-        write_weights(
-            new,
-            (
-                (name, files.read(name).to(files.tensors[name].dtype).view(size))
-                for name, size in sizes.items()
-            ),
-        )
-        dtype = str(files.tensors["model.norm.weight"].dtype).removeprefix("torch.")
-        write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
+        write_weights(new, ((name, weight(name)) for name in sizes))
+        written = dtype or str(files.tensors["model.norm.weight"].dtype).removeprefix("torch.")
+        write_json(new / CONFIG, shape.to_hf(dtype=written, reward=reward))
         for pattern in (GENERATION, "tokenizer*"):
             copy_side_files(folder_with(folder, pattern), new)
         copy_side_files(folder, new, (CARD,))
         if (kind := files.quantize) != "none":
-            note_merge(new, shape, ((n, files.read(n, quantize=kind)) for n in sizes), kind)
+            exact = ((name, files.read(name, quantize=kind)) for name in sizes)
+            # what merging did to the logits, on the terminal and in the model card
+            note = merge_note(shape, new, exact, kind)
+            print(note)
+            with (new / CARD).open("a", encoding="utf-8") as card:
+                card.write(f"\nMerged: {note}.\n")
 
 
 # ---------------------------------------------------------------- model card

@@ -36,21 +36,6 @@ from ulysses.stages.base import AuxiliaryModel
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
 
 
-def adapter_parameters(config: Config, shape: ModelConfig) -> int:
-    """Count the parameters that LoRA trains; 0 without it."""
-    lora = config.model.lora
-    if not lora.rank:
-        return 0
-    sides = (
-        sum(module.weight.shape)
-        for name, module in empty_model(shape).named_modules()
-        if name.rpartition(".")[2] in lora.targets
-    )
-    stage = stage_of(config)
-    has_score = stage.reward or stage.requirements.value
-    return lora.rank * sum(sides) + shape.hidden_size * has_score
-
-
 def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
     """Return the planner's view of a model that trains all its weights."""
     parameters = count_parameters(shape, reward=reward)
@@ -70,13 +55,22 @@ def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
 
 
 def planner_model(config: Config, shape: ModelConfig) -> Model:
-    """Return the planner's view of the trained model, the score head of PPO's value included."""
-    stage = stage_of(config)
+    """Return the planner's view of the trained model, adapters and the score head of PPO's value included."""
+    stage, lora = stage_of(config), config.model.lora
     model = plain_model(shape, reward=stage.reward)
-    adapters = adapter_parameters(config, shape)
-    whole = model.parameters + shape.hidden_size * stage.requirements.value
+    score = shape.hidden_size * stage.requirements.value
+    parameters = trained = model.parameters + score
+    if lora.rank:
+        sides = (
+            sum(module.weight.shape)
+            for name, module in empty_model(shape).named_modules()
+            if name.rpartition(".")[2] in lora.targets
+        )
+        adapters = lora.rank * sum(sides)
+        parameters += adapters
+        trained = adapters + (score or shape.hidden_size * stage.reward)
     return model._replace(
-        parameters=whole + adapters, trained=adapters or whole, quantize=config.model.quantize
+        parameters=parameters, trained=trained, quantize=config.model.quantize
     )
 
 
@@ -103,7 +97,6 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         tokens,
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
         forwards=sum(passes, start=facts.extra_forwards),
-        logits_once=facts.logits_once,
         rollout=rollout,
         element_size=getattr(torch, config.model.dtype).itemsize,
         others=others,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from models.arch import ModelConfig
 from ulysses.disk import DiskError, writing
+from ulysses.memory.plan import Model
 
 SHOWN = {"loss": ".4f", "lr": ".2e", "tokens_per_second": ".0f"}  # by the progress bar
 PEAK_FLOPS = {  # dense bfloat16 FLOP/s by part of the device name, from the vendors' data sheets
@@ -26,30 +26,21 @@ PEAK_FLOPS = {  # dense bfloat16 FLOP/s by part of the device name, from the ven
 }
 
 
-def model_flops(
-    shape: ModelConfig,
-    parameters: int,
-    adapters: int,
-    tokens: float,
-    squared_lengths: float,
-    projected: float,
-) -> float:
+def model_flops(model: Model, tokens: float, squared_lengths: float, projected: float) -> float:
     """Return the FLOPs of one forward and backward pass, the numerator of MFU: 6 N T + 6 L (H E) sum(length^2).
 
     6 = 2 forward + 2 for the gradient of the activations + 2 for that of the weights. Frozen weights have no
-    gradient: with adapters it is 4 N T + 6 A T. Causal attention counts half of the full square. Recomputation, passes
-    without gradient (references, rollouts) and the optimizer count nothing.
+    gradient: with A parameters of adapters it is 4 N T + 6 A T. Causal attention counts half of the full square.
+    Recomputation, passes without gradient (references, rollouts) and the optimizer count nothing.
 
     Args:
-        parameters: N, without adapters.
-        adapters: A, the trained weights of a model whose other weights are frozen; 0 if all are trained.
         projected: tokens that meet the vocabulary projection: those whose target is trained.
     """
-    head = shape.vocab_size * shape.hidden_size
-    weights = (parameters - head) * tokens + head * projected
-    linear = 4.0 * weights + 6.0 * adapters * tokens if adapters else 6.0 * weights
-    width = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
-    return linear + 6.0 * width * squared_lengths
+    head = model.vocabulary_parameters * model.has_head
+    adapters = 0 if model.is_full else model.trained
+    weights = (model.parameters - adapters - head) * tokens + head * projected
+    linear = (6.0 if model.is_full else 4.0) * weights + 6.0 * adapters * tokens
+    return linear + 6.0 * model.layers * model.query_width * squared_lengths
 
 
 def device_peak_flops() -> float | None:

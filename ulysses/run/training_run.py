@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.decoder import count_parameters
 from ulysses import environment
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
@@ -24,7 +23,6 @@ from ulysses.run.build import build_engine
 from ulysses.run.checkpoint import clear_run_folder, restarts
 from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.memory_choice import (
-    adapter_parameters,
     choose_memory,
     memory_line,
     planner_case,
@@ -157,14 +155,13 @@ class TrainingRun:
         loader = self.loader(train_data, launched_tokens=memory.launched_tokens)
         for line in prepared.remarks(loader):
             self.say(line)
-        adapters = adapter_parameters(config, shape)
         trainer = Trainer(
             stage=stage,
             loader=stage.loader(loader),
             eval_loader=eval_data and self.loader(eval_data, evaluation=True),
             total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
-            flops=partial(model_flops, shape, count_parameters(shape), adapters),
+            flops=partial(model_flops, memory.model),
             description={
                 "run": self.run_id,
                 "config": config.model_dump(mode="json"),
@@ -240,7 +237,8 @@ class TrainingRun:
             )
             return self.prepared.weights.originals(found, self.engine.module, for_servers)
 
-        export_model(read, folder, self.prepared.shape, config, step, merge=for_servers)
+        merge = for_servers or config.model.lora.merge
+        export_model(read, folder, self.prepared.shape, config, step, merge=merge)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}")
         dist.barrier()

@@ -89,7 +89,6 @@ class AuxiliaryModel(NamedTuple):
     setting: the setting that names it.
     path: its folder or hub id; an empty one is the initial policy.
     passes: its forward passes over each trained token.
-    tokens: which tokens it must know: all of the tokenizer, all that the policy may sample, or exactly the policy's.
     shares_weights: the trained model itself serves as it, its adapters off; no other weights are held.
     """
 
@@ -97,7 +96,6 @@ class AuxiliaryModel(NamedTuple):
     setting: str
     path: str = ""
     passes: float = 1.0
-    tokens: Literal["tokenizer", "policy", "exact"] = "tokenizer"
     shares_weights: bool = False
 
     @property
@@ -105,10 +103,12 @@ class AuxiliaryModel(NamedTuple):
         return self.role == "reward"
 
     def check(self, prepared: Any) -> Iterator[str]:
-        """Yield an error if its vocabulary is not the one that it needs."""
+        """Yield an error if its vocabulary is not the one that it needs: a reward model's is exactly the policy's."""
         policy, own = (p.shape.vocab_size for p in (prepared, prepared.others[self.setting]))
-        needed = len(prepared.tokenizer) if self.tokens == "tokenizer" else policy
-        if self.tokens == "exact" and own != needed:
+        # a policy that is sampled may say any token of its vocabulary
+        sampled = prepared.stage.dataset_type == "prompt"
+        needed = policy if sampled else len(prepared.tokenizer)
+        if self.is_reward and own != needed:
             yield (
                 f"{self.setting} {self.path} has {own} tokens and the policy {needed}, but it must read the policy's "
                 f"tokens; train the {self.role} model from the same base model"
@@ -141,7 +141,6 @@ class Requirements(NamedTuple):
         policies can be limited to one of them. None leaves all parameters in one group.
     models: the models that the run reads besides the trained one.
     rollout: the answers that are decoded to each prompt before each round of training; None if there are none.
-    logits_once: whether the loss is the head's own nll, for whose backward no logits are computed again.
     """
 
     longest_example: int
@@ -153,7 +152,6 @@ class Requirements(NamedTuple):
     scopes: dict[str, float] | None = None
     models: tuple[AuxiliaryModel, ...] = ()
     rollout: PlannedRollout | None = None
-    logits_once: bool = False
 
 
 class Run(Protocol):

@@ -53,7 +53,7 @@ class DistillStage(Stage):
     @property
     def requirements(self) -> Requirements:
         teacher = AuxiliaryModel("teacher", "distill.teacher", self.table.teacher)
-        return super().requirements._replace(models=(teacher,), logits_once=True)
+        return super().requirements._replace(models=(teacher,))
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config = self.table

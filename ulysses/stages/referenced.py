@@ -93,8 +93,6 @@ class ReferencedStage(Stage):
             f"{self.name}.reference",
             path="" if given in self.reference_words else given,
             passes=(1.0 + ahead) * (given != "cached"),
-            # a policy that is sampled may say any token of its vocabulary
-            tokens="policy" if self.dataset_type == "prompt" else "tokenizer",
             shares_weights=given == "cached"
             or (given == "live" and self.config.model.lora.rank > 0),
         )

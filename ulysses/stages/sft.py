@@ -17,7 +17,7 @@ import torch
 
 from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 from ulysses.parallel.batch import Sequence, ShardedBatch
-from ulysses.stages.base import MetricSums, Requirements, Stage, StepBatches, Term
+from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
 
 LARGEST_EXPONENT = 700.0  # e^700 is still finite
 # of positions, each twice as long as all before it
@@ -39,16 +39,6 @@ class SftStage(Stage):
                 'or use "nll"'
             )
 
-    @property
-    def is_nll_alone(self) -> bool:
-        """Whether the loss needs nothing of the head but its nll."""
-        table = self.table
-        return table.loss_type == "nll" and not (table.label_smoothing or table.z_loss)
-
-    @property
-    def requirements(self) -> Requirements:
-        return super().requirements._replace(logits_once=self.is_nll_alone)
-
     def sequences(self, example: Any) -> list[Sequence]:
         if not self.table.neftune_alpha:
             return super().sequences(example)
@@ -64,11 +54,14 @@ class SftStage(Stage):
         self, batch: ShardedBatch, metrics: MetricSums, noise_seed: int = 0
     ) -> list[Term]:
         config, weights = self.table, batch.loss_weights
-        smoothing, plain = config.label_smoothing, self.is_nll_alone
+        smoothing = config.label_smoothing
+        needs_lse = bool(smoothing or config.z_loss)
+        # the loss needs nothing of the head but its nll
+        plain = config.loss_type == "nll" and not needs_lse
         out = self.model(
             batch,
             nll=plain,
-            lse=bool(smoothing or config.z_loss),
+            lse=needs_lse,
             mean_logit=bool(smoothing),
             # no noise in evaluation
             noise_alpha=config.neftune_alpha if torch.is_grad_enabled() else 0.0,
