@@ -15,9 +15,6 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-_BLOCK = 4096
-_WARPS = 8
-
 if triton is not None:
 
     @triton.jit
@@ -69,13 +66,11 @@ def log_softmax_at(
     rows, width = logits.shape
     # gather reports a target outside the vocabulary; a kernel would read other memory
     at_target = logits.gather(1, targets[:, None])
-    out, large = None, 1
+    out, size = None, {"BLOCK": 4096, "num_warps": 8}
     if dtype is not None:
         out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-        large = (
-            4  # few rows at a time, so that a row is still in the cache when it is read again
-        )
-    size = {"BLOCK": _BLOCK * large, "num_warps": _WARPS * large}
+        # few rows at a time, so that a row is still in the cache when it is read again
+        size = {"BLOCK": 16384, "num_warps": 16}
     with torch.cuda.device(logits.device):
         _log_softmax_at_kernel[(rows,)](
             logits, targets, at_target, lse, logps, out, width, **size
