@@ -1,6 +1,7 @@
 """Who stops or dies is named, on time; who is asked to stop saves first; who is started again continues."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -195,6 +196,26 @@ def test_an_interrupt_saves(tmp_path):
     run.send(signal.SIGINT)
     outcome = run.wait(60).check()
     assert "asked to stop" in outcome.stderr and len(saved(tmp_path)) == 1
+
+
+def test_only_what_is_meant_for_the_run_stops_it(capfd):
+    """Not the ends of child processes, which torch's DataLoader listens to; and a child ends when it is told to."""
+    watch, others = Watch(), signal.signal(signal.SIGCHLD, lambda *_: None)
+    watch.start(lambda: None)
+    with watch.signals():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        time.sleep(1)
+        child.terminate()
+        child.join(20)
+        assert child.exitcode == -signal.SIGTERM
+        time.sleep(2)
+        assert not watch.stop_wanted and capfd.readouterr().err == ""
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2)
+        assert watch.stop_wanted and "asked to stop" in capfd.readouterr().err
+    watch.stop()
+    signal.signal(signal.SIGCHLD, others)
 
 
 def test_a_second_interrupt_leaves_at_once(tmp_path):

@@ -41,6 +41,7 @@ from ulysses.run.failure import (
 from ulysses.zero.construct import collectives_begun
 
 ALIVE, TOLD = "ulysses/alive", "ulysses/told on the node of"
+STOPPING = signal.SIGTERM, signal.SIGINT
 BEAT_SECONDS = 1.0
 # So long without a beat, while others wait for a process, means that it is gone or stopped.
 SILENT_SECONDS = 6.0
@@ -161,17 +162,22 @@ class Watch:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Let SIGTERM and SIGINT ask the run to stop; a second SIGINT ends the process, even in a stuck collective."""
-        before = {
-            n: signal.signal(n, self.ask_to_stop) for n in (signal.SIGTERM, signal.SIGINT)
-        }
+        before = {n: signal.signal(n, self.ask_to_stop) for n in STOPPING}
         # their numbers reach the watch thread even while the main thread is stuck in a collective
         descriptor = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+
+        def give_back() -> None:
+            if signal.getsignal(signal.SIGTERM) == self.ask_to_stop:
+                signal.set_wakeup_fd(descriptor)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+        # a reward function's own processes must end when they are told to, and this one is not told
+        os.register_at_fork(after_in_child=give_back)
         try:
             yield
         finally:
-            signal.set_wakeup_fd(descriptor)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            give_back()
 
     # ---------------------------------------------------------------- the clerk thread
 
@@ -266,6 +272,8 @@ class Watch:
 
     def _heard(self, numbers: bytes) -> None:
         """Act on signals; a second SIGINT comes later than the same one from a terminal and from a launcher."""
+        if not {*STOPPING} & {*numbers}:
+            return  # of those that others listen to: SIGCHLD, once torch's DataLoader has had workers
         if signal.SIGINT in numbers:
             if monotonic() - self._interrupted > POLL_SECONDS:
                 self._leave(128 + signal.SIGINT)
