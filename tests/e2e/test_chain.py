@@ -64,9 +64,10 @@ def forked(
         run.wait(240).check()
         return
     run.until(lambda: any(code is not None for code in run.codes), 240)
+    ended = [code for code in run.codes if code is not None]
     run.send(signal.SIGKILL)
-    outcome = run.wait()
-    assert run.codes[0] == -signal.SIGKILL, outcome.stderr[-3000:]
+    stderr = run.wait().stderr[-3000:]
+    assert ended == [-signal.SIGKILL], f"exit code {ended[0]}: {stderr}"
 
 
 @pytest.fixture(scope="module")
