@@ -205,7 +205,6 @@ def test_only_what_is_meant_for_the_run_stops_it(capfd):
     with watch.signals():
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
-        time.sleep(1)
         child.terminate()
         child.join(20)
         assert child.exitcode == -signal.SIGTERM

@@ -172,8 +172,19 @@ class Watch:
                 for number, handler in before.items():
                     signal.signal(number, handler)
 
-        # a reward function's own processes must end when they are told to, and this one is not told
-        os.register_at_fork(after_in_child=give_back)
+        def hold() -> None:
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING))
+
+        def release() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+        def in_child() -> None:
+            give_back()
+            release()
+
+        # A reward function's own processes end when told to, from their first moment on, and this one is not told.
+        masks: list[set[int]] = []
+        os.register_at_fork(before=hold, after_in_parent=release, after_in_child=in_child)
         try:
             yield
         finally:
