@@ -6,9 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tests.tiny_tokenizer import CHATML, LLAMA3, write_tokenizer
+from tests.tiny_tokenizer import LLAMA3, made_tokenizer
 from ulysses.data import DataError
-from ulysses.data.read.chat import load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 
@@ -213,33 +212,21 @@ def test_sft_truncation_policies(trained, open_rows):
         open_rows(rows[2:], "sequence", 40)
 
 
-@pytest.fixture
-def with_bos(tmp_path):
-    """A function that makes a tokenizer which puts a BOS before a text, or none."""
-
-    def made(specials, bos, eos):
-        folder = write_tokenizer(tmp_path / "t", specials, bos=bos)
-        return load_tokenizer(folder, eos_token=eos, **({"bos_token": bos} if bos else {}))
-
-    return made
-
-
 @pytest.mark.parametrize("kind", ["pair", "prompt"])
-def test_keep_end_keeps_bos(with_bos, open_rows, kind):
-    tokenizer = with_bos(LLAMA3, "<|begin_of_text|>", "<|eot_id|>")
+def test_keep_end_keeps_bos(tmp_path, open_rows, kind):
+    tokenizer = made_tokenizer(tmp_path, LLAMA3, "<|eot_id|>", "<|begin_of_text|>")
     rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
     given = {"template": "llama3", "tokenizer": tokenizer, "truncation": "keep_end"}
     for sequence in open_rows(rows, kind, 40, **given)[0].sequences:
-        tokens = list(sequence.tokens)
-        assert tokens.index(tokenizer.bos_token_id) == 0
-        assert tokens.count(tokenizer.bos_token_id) == 1
+        tokens, bos = list(sequence.tokens), tokenizer.bos_token_id
+        assert tokens[0] == bos and tokens.count(bos) == 1
         assert "assistant<|end_header_id|>\n\n" in tokenizer.decode(tokens)
 
 
 @pytest.mark.parametrize("max_length", [7, 64, 4096])
 @pytest.mark.parametrize("bos", [None, "<|im_start|>"])
-def test_documents_are_split_without_losing_a_token(with_bos, open_rows, max_length, bos):
-    tokenizer = with_bos(CHATML, bos, "<|im_end|>")
+def test_documents_are_split_without_losing_a_token(tmp_path, open_rows, max_length, bos):
+    tokenizer = made_tokenizer(tmp_path, bos=bos)
     texts = ["a", "hello <|im_end|> there", "x" * 500, "line\n" * 200]
     dataset = open_rows([{"text": t} for t in texts], "text", max_length, tokenizer=tokenizer)
     documents, current = [], []
