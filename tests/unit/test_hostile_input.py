@@ -44,7 +44,6 @@ LOOP = "{% for a in range(99999) %}" * 3 + "X" + "{% endfor %}" * 3
 ON_A_WORD = "{% if messages[0].content == 'hurt' %}LOOP{% endif %}"
 
 
-DEEP = "is not valid JSON: maximum recursion depth"
 CALL = '{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "%s"}]}]}'
 WEIGHT = '{"messages": [{"role": "assistant", "content": "a", "weight": %s}]}'
 
@@ -52,8 +51,7 @@ WEIGHT = '{"messages": [{"role": "assistant", "content": "a", "weight": %s}]}'
 @pytest.mark.parametrize(
     "row, kind, sentence",
     [
-        ('{"messages": ' + "[" * 100_000, "sequence", DEEP),
-        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", DEEP),
+        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", "is not valid JSON: maximum recursion depth"),
         (CALL % ("[" * 700 + "]" * 700), "sequence", "is nested too deeply"),
         (WEIGHT % "1e999", "sequence", "'weight' is inf, not a finite number"),
         (WEIGHT % f"1{'0' * 400}", "sequence", "'weight' is 1000*, not a finite number"),
