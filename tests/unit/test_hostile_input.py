@@ -164,7 +164,6 @@ def test_a_long_row_costs_a_bounded_multiple_of_its_size(tmp_path, kind):
     assert multiple < 40, f"{multiple:.0f} times its size"
 
 
-
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_that_are_not_finite_are_refused(tmp_path, bad, dtype):
@@ -184,7 +183,6 @@ def test_quantised_weights_are_refused_before_they_are_read(tmp_path, dtype):
     message = rf"^/.*/model.safetensors holds b as {dtype}, but quantised weights cannot be trained; use the model "
     with pytest.raises(ValueError, match=message):
         WeightFiles(tmp_path)
-
 
 
 def test_links_out_of_a_model_folder_are_not_followed_and_the_hubs_are(tmp_path):

@@ -9,7 +9,6 @@ import torch
 from numpy.testing import assert_array_equal
 
 from models.arch import architecture
-from tests.data_case import open_rows
 from tests.engine_case import dataset
 from ulysses.config.command_line import check
 from ulysses.data.serve.dataset import TokenizedDataset
@@ -29,9 +28,9 @@ ROWS = [
 
 
 @pytest.fixture
-def pairs(tmp_path, tokenizer) -> tuple[TokenizedDataset, TokenizedDataset]:
+def pairs(open_rows) -> tuple[TokenizedDataset, TokenizedDataset]:
     """The same pairs with whole and with shared prompts, and a column of their tokens each."""
-    whole = open_rows(ROWS, "pair", folder=tmp_path, tokenizer=tokenizer)
+    whole = open_rows(ROWS, "pair")
     shared = TokenizedDataset(whole.folder, share_prompts=True)
     # what a model would say of a token depends on the tokens before it alone
     values = [np.cumsum(s.tokens) for i in range(len(whole)) for s in whole[i].sequences]
@@ -54,12 +53,9 @@ def served(dataset: Any, budget: int = 10_000, **options: Any) -> list[list[Any]
 def test_a_short_step_shares_no_prompt(pairs) -> None:
     whole, shared = pairs
     found, expected = served(shared, launched_tokens=1e9), served(whole)
-    assert [[e.index for e in few] for few in found] == [
-        [e.index for e in few] for few in expected
-    ]
-    for few, others in zip(found, expected):
-        for example, other in zip(few, others):
-            assert example.columns == other.columns
+    for few, others in zip(found, expected, strict=True):
+        for example, other in zip(few, others, strict=True):
+            assert (example.index, example.columns) == (other.index, other.columns)
             for sequence, same in zip(example.sequences, other.sequences, strict=True):
                 assert not sequence.prefix_length
                 assert_array_equal(sequence.tokens, same.tokens)
