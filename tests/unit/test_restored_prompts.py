@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from models.arch import architecture
+from tests.data_case import content
 from tests.engine_case import ListDataset, dataset
 from ulysses.config.command_line import check
 from ulysses.data.serve.dataset import TokenizedDataset
@@ -47,11 +48,6 @@ def pairs(open_rows) -> tuple[TokenizedDataset, TokenizedDataset]:
 def served(dataset: Any, budget: int = 10_000, **options: Any) -> list[list[Any]]:
     loader = StepLoader(dataset, 6, tokens_per_microbatch=budget, seed=1, **options)
     return loader.step(0, 0)
-
-
-def content(sequence: Sequence) -> list[Any]:
-    columns = [list(column) for column in sequence.token_columns.values()]
-    return [sequence.prefix_length, [*sequence.tokens], [*sequence.loss_weights], *columns]
 
 
 def test_a_short_step_shares_no_prompt(pairs) -> None:
