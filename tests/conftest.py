@@ -44,12 +44,9 @@ def same_draws() -> None:
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tokenizer of bytes whose turns are ChatML's."""
-    from tests.tiny_tokenizer import CHATML, write_tokenizer
-    from ulysses.data.read.chat import load_tokenizer
+    from tests.tiny_tokenizer import made_tokenizer
 
-    return load_tokenizer(
-        write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML), eos_token="<|im_end|>"
-    )
+    return made_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

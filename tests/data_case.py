@@ -7,6 +7,13 @@ from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data.read.sources import Source
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
+from ulysses.parallel.batch import Sequence
+
+
+def content(sequence: Sequence) -> list[Any]:
+    """All that a sequence holds, to be compared."""
+    columns = [[*column] for column in sequence.token_columns.values()]
+    return [sequence.prefix_length, [*sequence.tokens], [*sequence.loss_weights], *columns]
 
 
 def open_rows(

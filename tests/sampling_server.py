@@ -1,6 +1,6 @@
 """A server that speaks the APIs of vLLM and SGLang, and scores answers; the tokens it draws follow from the prompt.
 
-The fields are those that vLLM 0.11 and SGLang 0.5 publish.
+The fields are those that vLLM 0.11 and SGLang 0.5 publish, as far as they are read.
 """
 
 import json
@@ -35,9 +35,7 @@ class SamplingServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def answer(self, body: Any) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.asked.append((self.path, body))
                 if outer.fault == "hang":
                     time.sleep(5)
@@ -93,17 +91,11 @@ class SamplingServer:
         ]
         reason = "stop" if ended else "length"
         if path == "/v1/completions":
-            logprobs = {
-                "token_logprobs": logps,
-                "tokens": ["x"] * len(tokens),
-                "top_logprobs": None,
-            }
-            return {"object": "text_completion", "choices": [
-                {"index": 0, "text": "x", "logprobs": logprobs, "finish_reason": reason, "stop_reason": None,
-                 "token_ids": tokens}]}  # fmt: skip
+            found = {"token_ids": tokens, "finish_reason": reason}
+            return {"choices": [found | {"logprobs": {"token_logprobs": logps}}]}
         triples = [[p, t, None] for p, t in zip(logps, tokens)]
-        return {"text": "x", "output_ids": tokens, "meta_info": {
-            "finish_reason": {"type": reason}, "output_token_logprobs": triples}}  # fmt: skip
+        found = {"finish_reason": {"type": reason}, "output_token_logprobs": triples}
+        return {"meta_info": found}
 
     def close(self) -> None:
         """Stop serving; nothing listens on the port from now on."""

@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from ulysses.data.read.chat import load_tokenizer
 
 LLAMA3 = (
     "<|begin_of_text|>",
@@ -39,6 +42,14 @@ def write_tokenizer(
             )
         )
     return folder
+
+
+def made_tokenizer(
+    folder: Path, specials: tuple[str, ...] = CHATML, eos: str = "<|im_end|>", bos: str | None = None, **more: str
+) -> PreTrainedTokenizerFast:  # fmt: skip
+    """Write a tokenizer and load it as a run does; `more` are further tokens, such as pad_token."""
+    given = {"eos_token": eos, **({"bos_token": bos} if bos else {}), **more}
+    return load_tokenizer(write_tokenizer(folder, specials, bos), **given)
 
 
 def write_rows(path: Path, rows: list | str) -> str:

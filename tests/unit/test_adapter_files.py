@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.testing import assert_close
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles, read_config
-from models.lora import add_adapters, save_adapters
+from models.lora import add_adapters, is_adapter, save_adapters
 from models.merge_check import TOKENS
 from models.quantized import pack, unpack
 from tests.model_folder import tiny_config, write_model
@@ -42,6 +43,18 @@ def adapter_by_peft(base, folder, task="CAUSAL_LM", **options):
     )
     adapted.save_pretrained(folder)
     return dict(adapted.merge_and_unload().named_parameters())
+
+
+@torch.no_grad()
+def write_adapters(folder, base, model, lora, fill):
+    """Give a model adapters, filled by a function, and save them as a run does whose base is quantised."""
+    adapters = {n: p for n, p in add_adapters(model, lora).named_parameters() if is_adapter(n)}
+    for parameter in adapters.values():
+        fill(parameter)
+    folder.mkdir()
+    section = ModelSection(path=str(base), lora=lora, quantize="nf4")
+    save_adapters(folder, adapters, section, reward=False)
+    return folder
 
 
 @pytest.fixture
@@ -131,14 +144,9 @@ def test_merging_onto_the_original_weights_says_what_it_did_to_the_logits(
     """Adapters of a run on NF4 know it; transformers computes the same difference from whole matrices."""
     from transformers import AutoModelForCausalLM
 
-    section = LoraSection(rank=4, alpha=8.0, targets=["q_proj", "down_proj"])
-    model = add_adapters(CausalLM(SHAPE), section)
-    adapters = {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
-    for tensor in adapters.values():
-        tensor.normal_(0, 0.3)
-    (folder := tmp_path / "adapter").mkdir()
-    settings = ModelSection(path=str(base), lora=section, quantize="nf4")
-    save_adapters(folder, adapters, settings, reward=False)
+    lora = LoraSection(rank=4, alpha=8.0, targets=["q_proj", "down_proj"])
+    draw = partial(torch.nn.init.normal_, std=0.3)
+    folder = write_adapters(tmp_path / "adapter", base, CausalLM(SHAPE), lora, draw)
     said = merge(folder, 0)
     originals, files = WeightFiles(base), WeightFiles(folder)
     trained = {}

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+from dataclasses import replace
 from importlib.resources import files
 from typing import NamedTuple
 from unittest import mock
@@ -13,9 +14,9 @@ import pytest
 from jinja2 import Template
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny_tokenizer import CHATML, LLAMA3, write_tokenizer
+from tests.tiny_tokenizer import CHATML, LLAMA3, made_tokenizer, write_tokenizer
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.read.chat import ChatTemplate, TextEncoder, load_tokenizer
+from ulysses.data.read.chat import ChatTemplate, load_tokenizer
 from ulysses.data.read.messages import Message
 from ulysses.disk import write_json
 
@@ -30,7 +31,7 @@ PLAIN_CHATML = (  # as many model folders ship it: no generation marks
 )
 
 
-LLAMA = LLAMA3, "<|eot_id|>", {"bos_token": "<|begin_of_text|>"}
+LLAMA = LLAMA3, "<|eot_id|>", {"bos": "<|begin_of_text|>"}
 MADE_OF = {  # special tokens, the one that ends a turn, further ones
     "llama3": LLAMA,
     "llama3.1": LLAMA,
@@ -44,13 +45,17 @@ named = pytest.mark.parametrize("name", END)
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    def made(specials, end, more):
-        folder = write_tokenizer(
-            tmp_path_factory.mktemp("tokenizer"), specials, bos=more.get("bos_token")
-        )
-        return load_tokenizer(folder, eos_token=end, **more)
+    return {
+        name: made_tokenizer(tmp_path_factory.mktemp("tokenizer"), *parts, **more)
+        for name, (*parts, more) in MADE_OF.items()
+    }
 
-    return {name: made(*parts) for name, parts in MADE_OF.items()}
+
+@pytest.fixture(scope="module")
+def templates(tokenizers):
+    """The built-in templates by name."""
+    made = {name: ChatTemplate(tokenizer, name) for name, tokenizer in tokenizers.items()}
+    return made | {"qwen3": ChatTemplate(tokenizers["qwen2.5"], "qwen3")}
 
 
 @pytest.fixture
@@ -68,14 +73,22 @@ def conversation(*contents):
 
 class Encoded(NamedTuple):
     tokens: list
-    spans: list  # of the tokens with weights
+    spans: list  # of the tokens with weights, and their texts
+    answers: list
+    text: str  # with its answers in brackets
 
 
-def encode_all(template, rendered, **options):
+def encode_all(template, *conversation, **options):
+    """What is rendered of messages, tools, the places of trained answers and how turns are trained."""
     found = []
-    for tokens, weights in template.encode_batch(rendered, **options):
+    for tokens, weights in template.encode_batch(template.render(*conversation), **options):
         edges = np.flatnonzero(np.diff([0, *map(bool, weights), 0])).tolist()
-        found.append(Encoded(tokens, [*zip(edges[::2], edges[1::2])]))
+        parts = [
+            template.encoder.backend.decode(tokens[a:b], skip_special_tokens=False)
+            for a, b in itertools.pairwise([0, *edges, len(tokens)])
+        ]
+        text = "".join(f"[{part}]" if i % 2 else part for i, part in enumerate(parts))
+        found.append(Encoded(tokens, [*zip(edges[::2], edges[1::2])], parts[1::2], text))
     return found
 
 
@@ -83,24 +96,17 @@ def places_of_answers(messages):
     return [i for i, message in enumerate(messages) if message.role == "assistant"]
 
 
-def encode(template, messages, tools=(), generation_prompt=False):
+def encode(template, messages, tools=()):
     """One conversation with all of its answers, or one that ends as a prompt."""
-    answers = [] if generation_prompt else places_of_answers(messages)
-    return encode_all(template, template.render(messages, tools, answers))[0]
+    answers = places_of_answers(messages)
+    return encode_all(template, messages, tools, answers)[0]
 
 
-def written(tokenizer, name, messages, tools=(), **options):
-    """The text that a built-in template makes of a conversation."""
-    encoded = encode(ChatTemplate(tokenizer, name), messages, tools, **options)
-    return tokenizer.decode(encoded.tokens)
-
-
-def answers(tokenizer, encoded):
-    return [tokenizer.decode(encoded.tokens[a:b]) for a, b in encoded.spans]
-
-
-TOOL_USE = [Message("user", "q"), Message("assistant", "", None, (CALL,)), Message("tool", '{"r": 7}'),
-            Message("tool", "8"), Message("assistant", "7")]  # fmt: skip
+ASKS, CALLS = Message("user", "q"), Message("assistant", "", None, (CALL,))
+TOOL_USE = [
+    *(ASKS, CALLS, Message("tool", '{"r": 7}'), Message("tool", "8")),
+    Message("assistant", "7"),
+]
 CHAT = [
     Message("system", "Be kind."),
     *conversation("Hello there", "General Kenobi", "ok", "Bye."),
@@ -113,12 +119,13 @@ CHAT = [
     [(CHAT, (), ["General Kenobi"]), (TOOL_USE, TOOLS, ['"name": "f"', '"x": "é"'])],
     ids=["chat", "tools"],
 )
-def test_spans_are_the_answers_with_their_end_of_turn(tokenizers, name, messages, tools, first):
+def test_spans_are_the_answers_with_their_end_of_turn(
+    tokenizers, templates, name, messages, tools, first
+):
     """transformers reads the same Jinja file: rendering, tokens and (for our marks) the assistant mask."""
-    tokenizer = tokenizers[name]
-    template = ChatTemplate(tokenizer, name)
+    tokenizer, template = tokenizers[name], templates[name]
     encoded = encode(template, messages, tools)
-    called, last = answers(tokenizer, encoded)
+    called, last = encoded.answers
     assert all(part in called for part in first) and called.endswith(END[name])
     assert called.strip() == f"General Kenobi{END[name]}" or tools
     assert last.strip() == messages[-1].content + END[name]
@@ -135,22 +142,21 @@ def test_spans_are_the_answers_with_their_end_of_turn(tokenizers, name, messages
     )
     length = encoded.spans[-1][1]  # nothing after the last end-of-turn token
     assert encoded.tokens == expected["input_ids"][:length]
-    mask = [int(any(a <= i < b for a, b in encoded.spans)) for i in range(length)]
-    after = len(expected["input_ids"]) - length
-    assert expected["assistant_masks"] == [*mask, *[0] * after]
+    trained = {i for a, b in encoded.spans for i in range(a, b)}
+    assert trained == {*np.flatnonzero(expected["assistant_masks"])}
     assert tokenizer.decode(expected["input_ids"][length:]).strip() == ""
 
 
-def test_known_renderings(tokenizers):
+def test_known_renderings(templates):
     """The strings the published models were trained on."""
-    messages = [Message("system", "S"), Message("user", "U"), Message("assistant", "A")]
-    assert written(tokenizers["llama3"], "llama3", messages) == (
+    messages = [Message("system", "S"), *conversation("U", "A")]
+    assert encode(templates["llama3"], messages).text == (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user"
-        "<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>"
+        "<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[A<|eot_id|>]"
     )
-    assert written(tokenizers["qwen2.5"], "qwen2.5", messages[1:]) == (
+    assert encode(templates["qwen2.5"], messages[1:]).text == (
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-        "<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>"
+        "<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n[A<|im_end|>]"
     )
 
 
@@ -163,10 +169,9 @@ PARTS = [
 
 
 @named
-def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, name):
-    tokenizer = tokenizers[name]
-    template = ChatTemplate(tokenizer, name)
-    special = set(tokenizer.all_special_ids) | set(TextEncoder(tokenizer).special.values())
+def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, templates, name):
+    tokenizer, template = tokenizers[name], templates[name]
+    special = {*tokenizer.all_special_ids, *template.encoder.special.values()}
     generator = random.Random(0)
 
     def count(encoded):
@@ -181,10 +186,10 @@ def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, name)
         messages = conversation(*texts)
         encoded = encode(template, messages)
         for turns in (1, 3):
-            prompt = encode(template, messages[:turns], generation_prompt=True)
+            (prompt,) = encode_all(template, messages[:turns])
             assert prompt.tokens == encoded.tokens[: encoded.spans[turns // 2][0]]
         trims = name in ("llama3", "llama3.1", "plain")
-        for written, text in zip(answers(tokenizer, encoded), texts[1::2]):
+        for written, text in zip(encoded.answers, texts[1::2]):
             said = (text.strip() if trims else text) + END[name]
             assert written == " " * (name == "plain") + said
         assert count(encoded) == count(encode(template, conversation("xy", "xy", "xy", "xy")))
@@ -192,19 +197,18 @@ def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, name)
     assert tokenizer(END[name])["input_ids"][-1] == tokenizer.eos_token_id
 
 
-def test_exactly_one_bos(tokenizers, templated):
-    tokenizer = tokenizers["llama3"]
+def test_exactly_one_bos(tokenizers, templates, templated):
+    bos = tokenizers["llama3"].bos_token_id
     without = templated(
-        tokenizer,
+        tokenizers["llama3"],
         "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eot_id|>"
         "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}",
     )
-    for template in (ChatTemplate(tokenizer, "llama3"), without):
+    for template in (templates["llama3"], without):
         encoded = encode(template, conversation("<|begin_of_text|>", "<|begin_of_text|>a"))
-        assert encoded.tokens.index(tokenizer.bos_token_id) == 0
-        assert encoded.tokens.count(tokenizer.bos_token_id) == 1
-        assert answers(tokenizer, encoded) == ["<|begin_of_text|>a<|eot_id|>"]
-    assert TextEncoder(tokenizers["chatml"]).bos is None
+        assert encoded.tokens[0] == bos and encoded.tokens.count(bos) == 1
+        assert encoded.answers == ["<|begin_of_text|>a<|eot_id|>"]
+    assert templates["chatml"].encoder.bos is None
 
 
 @pytest.mark.parametrize(
@@ -220,8 +224,7 @@ def test_marks_without_the_end_of_turn_and_templates_without_any(
         + after
         + "{% else %}{{ m.content }}\n{% endif %}{% endfor %}",
     )
-    encoded = encode(template, conversation("q", "a", "r", "b"))
-    assert answers(tokenizers["chatml"], encoded) == ends
+    assert encode(template, conversation(*"qarb")).answers == ends
 
 
 def unmarked(name):
@@ -230,10 +233,12 @@ def unmarked(name):
 
 
 @pytest.mark.parametrize("name", ["llama3", "chatml", "qwen2.5"])
-def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templated, name):
+def test_many_turns_without_marks_are_told_apart_as_one_by_one(
+    tokenizers, templates, templated, name
+):
     """And as with marks, in a time that grows with the turns: a few renderings, unless an answer is in doubt."""
     template, draw, rendered = templated(tokenizers[name], unmarked(name)), random.Random(0), []
-    marked = ChatTemplate(tokenizers[name], name)
+    marked = templates[name]
     assert marked.marks_generation and not template.marks_generation
     generate = Template.generate
 
@@ -251,14 +256,12 @@ def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templ
         answers = places_of_answers(messages)[case % 5 :]
         with mock.patch.object(Template, "generate", counted):
             for turns in ("together", "auto"):
-                (together,) = encode_all(
-                    template, template.render(messages, (), answers, turns)
-                )
+                (together,) = encode_all(template, messages, (), answers, turns)
                 if case % 4:
                     assert 0 < sum(rendered) <= 5 * len(messages), turns
                 rendered.clear()
-        assert [together] == encode_all(marked, marked.render(messages, (), answers))
-        alone = encode_all(template, template.render(messages, (), answers, "separate"))
+        assert [together] == encode_all(marked, messages, (), answers)
+        alone = encode_all(template, messages, (), answers, "separate")
         assert len(alone) == len(answers)
         for one, span in zip(reversed(alone), together.spans):
             assert one.spans == [span] and one.tokens == together.tokens[: span[1]]
@@ -279,9 +282,9 @@ def test_a_template_that_rewrites_history_is_refused_per_row(tokenizers, templat
         "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}<|im_end|>"
         "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
     )
-    encode(template, conversation("q", "a"))
+    encode(template, conversation(*"qa"))
     with pytest.raises(DropRowError, match=r"rewrites earlier turns.*generation"):
-        encode(template, conversation("q", "a", "q", "b"))
+        encode(template, conversation(*"qaqb"))
 
 
 THINK = "<think>\n{}\n</think>\n\n{}"
@@ -292,23 +295,16 @@ R1 = (  # opens every answer with <think>, and shows none of the thinking, as De
 )
 
 
-def texts(tokenizer, template, messages, turns, answers=None):
-    """The rendered texts, with their trained answers in brackets."""
-    answers = places_of_answers(messages) if answers is None else answers
-    found = []
-    for encoded in encode_all(template, template.render(messages, (), answers, turns)):
-        cuts = [0, *(place for span in encoded.spans for place in span), len(encoded.tokens)]
-        parts = [tokenizer.decode(encoded.tokens[a:b]) for a, b in itertools.pairwise(cuts)]
-        found.append("".join(f"[{part}]" if i % 2 else part for i, part in enumerate(parts)))
-    return found
+def texts(template, messages, turns="auto"):
+    """The rendered texts, each with its trained answers."""
+    found = encode_all(template, messages, (), places_of_answers(messages), turns)
+    return [encoded.text for encoded in found]
 
 
-def test_qwen3_writes_what_is_published(tokenizers):
+def test_qwen3_writes_what_is_published(templates):
     """Thinking is kept after the user's last question only, and the last answer always has a place for it."""
-    tokenizer = tokenizers["qwen2.5"]
-    template = ChatTemplate(tokenizer, "qwen3")
-    messages = [Message("system", ""), Message("user", "q"), Message("assistant", THINK.format("t", "a")),
-                Message("user", "r"), Message("assistant", "", None, (CALL,), {"reasoning_content": "\nu\n"}),
+    template, thinks = templates["qwen3"], replace(CALLS, more={"reasoning_content": "\nu\n"})
+    messages = [Message("system", ""), *conversation("q", THINK.format("t", "a"), "r"), thinks,
                 Message("tool", "7"), Message("assistant", "b")]  # fmt: skip
     question = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     head = "<|im_start|>system\n<|im_end|>\n" + question
@@ -317,18 +313,15 @@ def test_qwen3_writes_what_is_published(tokenizers):
     tool = "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     last = "<think>\n\n</think>\n\nb<|im_end|>"
     first = head + "[<think>\nt\n</think>\n\na<|im_end|>]"
-    assert texts(tokenizer, template, messages, "auto") == [
-        f"{history}[{call}]{tool}[{last}]",
-        first,
-    ]
-    assert texts(tokenizer, template, messages, "separate") == [f"{history}{call}{tool}[{last}]",
-                                                                f"{history}[{call}]", first]  # fmt: skip
-    assert texts(tokenizer, template, messages[:4], "auto", []) == [history]
+    assert texts(template, messages) == [f"{history}[{call}]{tool}[{last}]", first]
+    alone = [f"{history}{call}{tool}[{last}]", f"{history}[{call}]", first]
+    assert texts(template, messages, "separate") == alone
+    (prompt,) = encode_all(template, messages[:4])
+    assert prompt.text == history
     with pytest.raises(DropRowError, match="leaves out a part of an answer"):
         encode(template, messages)
-    asked = messages[1:2]
-    assert texts(tokenizer, template, asked, "auto", []) == [question]
-    assert written(tokenizer, "qwen3", asked, TOOLS, generation_prompt=True) == (
+    assert texts(template, [ASKS]) == [question]
+    assert encode(template, [ASKS], TOOLS).text == (
         "<|im_start|>system\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
         "provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
         '{"type": "function", '
@@ -340,47 +333,41 @@ def test_qwen3_writes_what_is_published(tokenizers):
     )
 
 
-def test_llama31_writes_what_is_published(tokenizers):
-    tokenizer = tokenizers["llama3"]
-    template = ChatTemplate(tokenizer, "llama3.1")
-    messages = [Message("user", " q "), Message("assistant", "", None, (CALL,)), Message("tool", "7"),
-                Message("assistant", "a")]  # fmt: skip
+def test_llama31_writes_what_is_published(templates):
+    template = templates["llama3.1"]
+    messages = [Message("user", " q "), CALLS, Message("tool", "7"), Message("assistant", "a")]
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    assert written(tokenizer, "llama3.1", messages, TOOLS) == (
+    assert encode(template, messages, TOOLS).text == (
         "<|begin_of_text|>" + header.format("system") + "Environment: ipython\nCutting Knowledge Date: December 2023\n"
         "Today Date: 26 Jul 2024\n\n<|eot_id|>" + header.format("user") + "Given the following functions, please "
         "respond with a JSON for a function call with its proper arguments that best answers the given prompt.\n\n"
         'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.Do not '
         'use variables.\n\n{\n    "type": "function",\n    "function": {\n        "name": "f",\n        "description": '
         '"d",\n        "parameters": {\n            "type": "object"\n        }\n    }\n}\n\nq<|eot_id|>'
-        + header.format("assistant") + '{"name": "f", "parameters": {"x": "é"}}<|eot_id|>' + header.format("ipython")
-        + '"7"<|eot_id|>' + header.format("assistant") + "a<|eot_id|>")  # fmt: skip
-    said = [messages[0], Message("assistant", "I will call", None, (CALL,))]
-    with pytest.raises(
-        DropRowError, match="leaves out a part of an answer"
-    ):  # the published template drops the text
-        encode(template, said, TOOLS)
+        + header.format("assistant") + '[{"name": "f", "parameters": {"x": "é"}}<|eot_id|>]' + header.format("ipython")
+        + '"7"<|eot_id|>' + header.format("assistant") + "[a<|eot_id|>]")  # fmt: skip
+    # the published template drops the text
+    with pytest.raises(DropRowError, match="leaves out a part of an answer"):
+        encode(template, [ASKS, replace(CALLS, content="I will call")], TOOLS)
 
 
-def test_built_in_templates_keep_system_messages_where_they_are(tokenizers):
+def test_built_in_templates_keep_system_messages_where_they_are(templates):
     roles = ["system", "user", "system", "assistant"]
-    late = [Message(role, text) for role, text in zip(roles, ("", "q", "s", "a"))]
+    late = [*map(Message, roles, ("", "q", "s", "a"))]
     for name in ("llama3", "chatml", "qwen2.5", "qwen3"):
-        tokenizer = tokenizers["qwen2.5" if name == "qwen3" else name]
-        text = written(tokenizer, name, late)
+        text = encode(templates[name], late).text
         assert re.findall(r"<\|(?:im_start|start_header_id)\|>(\w+)", text) == roles, text
 
 
 def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_writes_it(
     tokenizers, templated
 ):
-    tokenizer = tokenizers["chatml"]
-    template = templated(tokenizer, R1)
-    assert template.stop_tokens == [tokenizer.eos_token_id]
+    template = templated(tokenizers["chatml"], R1)
+    assert template.stop_tokens == [template.encoder.eos]
     messages = conversation("q", THINK.format("t", "a"), "r", THINK.format("u", "b"))
     opened = "<|im_start|>U:q<|im_start|>A:"
     history = "\n\na<|im_end|><|im_start|>U:r<|im_start|>A:<think>\n"
-    assert texts(tokenizer, template, messages, "auto") == [
+    assert texts(template, messages) == [
         opened + history + "[u\n</think>\n\nb<|im_end|>]",
         opened + "<think>\n[t\n</think>\n\na<|im_end|>]",
     ]
@@ -391,23 +378,18 @@ def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_wri
 
 
 @named
-def test_a_prompt_may_begin_the_answer(tokenizers, name):
+def test_a_prompt_may_begin_the_answer(templates, name):
     """Its tokens are those of the prompt that is continued at inference, and they are not trained."""
-    tokenizer, template = tokenizers[name], ChatTemplate(tokenizers[name], name)
-    begun = Message("assistant", "Sure, <|im_", begun=11)
-    (prompt,) = encode_all(template, template.render([Message("user", "q"), begun]))
-    whole, = encode_all(template, template.render([Message("user", "q"), Message(
-        "assistant", "Sure, <|im_end|> it is", begun=11)], (), [1]))  # fmt: skip
-    start, stop = whole.spans[0]
-    assert prompt.tokens == whole.tokens[:start] and tokenizer.decode(prompt.tokens).endswith(
-        " Sure, <|im_"[-11:]
-    )
-    assert tokenizer.decode(whole.tokens[start:stop]) == "end|> it is" + END[name]
+    template, begun = templates[name], Message("assistant", "Sure, <|im_", begun=11)
+    (prompt,) = encode_all(template, [ASKS, begun])
+    whole = encode(template, [ASKS, replace(begun, content="Sure, <|im_end|> it is")])
+    assert prompt.tokens == whole.tokens[: whole.spans[0][0]]
+    assert prompt.text.endswith("Sure, <|im_") and whole.answers == ["end|> it is" + END[name]]
 
 
-def test_keys_and_marks_that_nobody_would_see_are_refused(tokenizers):
-    template = ChatTemplate(tokenizers["chatml"], "chatml")
-    named_user = Message("user", "q", more={"name": "n", "id": 3, "thinking": ""})
+def test_keys_and_marks_that_nobody_would_see_are_refused(templates):
+    template = templates["chatml"]
+    named_user = replace(ASKS, more={"name": "n", "id": 3, "thinking": ""})
     encode(template, [named_user, Message("assistant", "a")])
     for message, sentence in ((Message("assistant", "a", more={"thinking": "t"}), "key 'thinking', which the chat"),
                               (Message("user", "see <image>"), "mark <image>")):  # fmt: skip
@@ -426,14 +408,12 @@ def test_an_answer_that_begins_with_a_newline_has_the_tokens_of_the_whole_text(t
     write_json(folder / "tokenizer.json", text)
     tokenizer = load_tokenizer(folder, eos_token="<|im_end|>")
     template = ChatTemplate(tokenizer, "chatml")
-    rendered = template.render(conversation("q", "\na"), (), [1])
-    (whole,) = encode_all(template, rendered, as_whole=True)
+    given = conversation("q", "\na"), (), [1]
+    (whole,) = encode_all(template, *given, as_whole=True)
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n\na<|im_end|>"
-    assert whole.tokens == tokenizer(text)["input_ids"] and tokenizer.decode(
-        whole.tokens[slice(*whole.spans[0])]
-    ) == ("\n\na<|im_end|>")
-    (alone,) = encode_all(template, rendered)
-    prompt = encode(template, conversation("q"), generation_prompt=True)
+    assert whole.tokens == tokenizer(text)["input_ids"] and whole.answers == ["\n\na<|im_end|>"]
+    (alone,) = encode_all(template, *given)
+    prompt = encode(template, [ASKS])
     assert alone.tokens[: alone.spans[0][0]] == prompt.tokens and alone.tokens != whole.tokens
 
 

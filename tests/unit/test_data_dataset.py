@@ -1,14 +1,15 @@
 """Tokenised datasets: weights, truncation, documents, cache keys, memory maps, inspection."""
 
 import os
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 
-from tests.tiny_tokenizer import CHATML, LLAMA3, write_tokenizer
+from tests.data_case import content
+from tests.tiny_tokenizer import LLAMA3, made_tokenizer
 from ulysses.data import DataError
-from ulysses.data.read.chat import load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 
@@ -25,6 +26,16 @@ def only(dataset):
     """The one sequence of a dataset's first example."""
     (sequence,) = dataset[0].sequences
     return sequence
+
+
+def pair_of(example):
+    """The length of a pair's prompt and both sequences, which begin with it."""
+    head, (chosen, rejected) = int(example.columns["prompt_length"]), example.sequences
+    assert list(chosen.tokens[:head]) == list(rejected.tokens[:head])
+    return head, chosen, rejected
+
+
+SAID = "<think>\ny\n</think>\n\ntwo<|im_end|>"
 
 
 @pytest.fixture
@@ -83,11 +94,9 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_example(trained, 
     assert dataset.report.notes == {ended: 1} and f"{ended}: 1 (" in str(dataset.report)
     untrained = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in messages]
     own = [{"messages": [*untrained[:i], messages[i]]} for i in (5, 3, 1)]
-    for sequence, row in zip(whole, open_rows(own, template="qwen3", name="own.jsonl")):
-        (alone,) = row.sequences
-        assert sequence.tokens.tolist() == alone.tokens.tolist()
-        assert list(sequence.loss_weights) == list(alone.loss_weights)
-    assert trained(whole[1]) == "<think>\ny\n</think>\n\ntwo<|im_end|>"
+    alone = open_rows(own, template="qwen3", name="own.jsonl")
+    assert [*map(content, whole)] == [content(*example.sequences) for example in alone]
+    assert trained(whole[1]) == SAID
 
     # the history of a later turn holds the prompts of earlier ones, which are computed once
     shared = TokenizedDataset(dataset.folder, share_prompts=True)[0].sequences
@@ -99,7 +108,7 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_example(trained, 
     together = open_rows(rows, template="qwen3", turns="together")
     assert len(together) == 1 and list(together.report.dropped.values()) == [1]
     last = only(open_rows(rows[:1], template="qwen3", train_on="last"))
-    assert last.tokens.tolist() == whole[0].tokens.tolist()
+    assert content(last) == content(whole[0])
     only(open_rows([{"messages": [USER, BOT] * 3}]))
 
 
@@ -114,15 +123,10 @@ def test_turns_after_the_last_answer_are_counted_where_all_is_trained(
 def test_a_turn_that_is_too_long_is_left_out_alone(trained, open_rows):
     row = {"messages": [USER, thought("x" * 200, "one"), USER, thought("y", "two")]}
     dataset = open_rows([row], "sequence", 150, template="qwen3", truncation="drop")
-    assert [trained(s) for s in dataset[0].sequences] == [
-        "<think>\ny\n</think>\n\ntwo<|im_end|>"
-    ]
+    assert trained(only(dataset)) == SAID
     assert dataset.report.notes == {"turns left out, longer than max_length": 1,
                                     "conversations whose turns are trained separately": 1}  # fmt: skip
     assert not dataset.report.dropped
-
-
-SAID = "<think>\ny\n</think>\n\ntwo<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -159,10 +163,7 @@ def test_what_the_template_does_not_show_is_refused_or_counted(open_rows):
 def test_pairs_share_their_prompt_tokens(trained, open_rows):
     row = {"prompt": [USER, BOT, USER], "chosen": "good", "rejected": "not so good"}
     dataset = open_rows([row] * 2, "pair")
-    example = dataset[1]
-    head = int(example.columns["prompt_length"])
-    chosen, rejected = example.sequences
-    assert list(chosen.tokens[:head]) == list(rejected.tokens[:head])
+    head, chosen, rejected = pair_of(dataset[1])
     assert trained(chosen) == "good<|im_end|>" and trained(rejected) == "not so good<|im_end|>"
     assert not chosen.loss_weights[:head].any() and chosen.loss_weights[head:].all()
     # sequences lie end to end, which the reference's values rely on
@@ -184,10 +185,7 @@ def test_truncated_pairs_stay_trainable_and_keep_one_prompt(
     ]
     dataset = open_rows(rows, "pair", max_length, truncation=truncation)
     for example in dataset:
-        head = int(example.columns["prompt_length"])
-        chosen, rejected = example.sequences
-        assert list(chosen.tokens[:head]) == list(rejected.tokens[:head])
-        for sequence in example.sequences:
+        for sequence in pair_of(example)[1:]:
             assert len(sequence.tokens) <= max_length and sequence.loss_weights[1:].any()
     assert sum(dataset.report.dropped.values()) == lost and len(dataset) + lost == len(rows)
 
@@ -196,50 +194,39 @@ def test_sft_truncation_policies(trained, open_rows):
     long_answer = {"messages": [USER, {**BOT, "content": "a" * 100}]}
     long_question = {"messages": [{**USER, "content": "q" * 100}, BOT]}
     rows = [CHAT, long_answer, long_question]
-    start = open_rows(rows, "sequence", 60)
+    cut = partial(open_rows, rows, length=60)
+    start = cut()
     assert len(start) == 2 and start.lengths[1] == 60
     assert start.report.dropped == {"no trained token is left after truncation": 1}
     assert start.report.notes == {"truncated": 1}
     assert "rows.jsonl row 3" in str(start.report)
-    end = open_rows(rows, "sequence", 60, truncation="keep_end")
+    end = cut(truncation="keep_end")
     assert len(end) == 3 and trained(end[2].sequences[0]) == "answer<|im_end|>"
     assert end.report.notes == {"truncated": 2}
-    drop = open_rows(rows, "sequence", 60, truncation="drop")
+    drop = cut(truncation="drop")
     assert len(drop) == 1 and drop.report.dropped == {"longer than max_length": 2}
     sentence = r"rows.jsonl row 2 has \d+ tokens but data.max_length is 60; raise it"
     with pytest.raises(DataError, match=sentence):
-        open_rows(rows, "sequence", 60, truncation="error")
+        cut(truncation="error")
     with pytest.raises(DataError, match=r"no example is left of .*rows.jsonl"):
         open_rows(rows[2:], "sequence", 40)
 
 
-@pytest.fixture
-def with_bos(tmp_path):
-    """A function that makes a tokenizer which puts a BOS before a text, or none."""
-
-    def made(specials, bos, eos):
-        folder = write_tokenizer(tmp_path / "t", specials, bos=bos)
-        return load_tokenizer(folder, eos_token=eos, **({"bos_token": bos} if bos else {}))
-
-    return made
-
-
 @pytest.mark.parametrize("kind", ["pair", "prompt"])
-def test_keep_end_keeps_bos(with_bos, open_rows, kind):
-    tokenizer = with_bos(LLAMA3, "<|begin_of_text|>", "<|eot_id|>")
+def test_keep_end_keeps_bos(tmp_path, open_rows, kind):
+    tokenizer = made_tokenizer(tmp_path, LLAMA3, "<|eot_id|>", "<|begin_of_text|>")
     rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
     given = {"template": "llama3", "tokenizer": tokenizer, "truncation": "keep_end"}
     for sequence in open_rows(rows, kind, 40, **given)[0].sequences:
-        tokens = list(sequence.tokens)
-        assert tokens.index(tokenizer.bos_token_id) == 0
-        assert tokens.count(tokenizer.bos_token_id) == 1
+        tokens, bos = list(sequence.tokens), tokenizer.bos_token_id
+        assert tokens[0] == bos and tokens.count(bos) == 1
         assert "assistant<|end_header_id|>\n\n" in tokenizer.decode(tokens)
 
 
 @pytest.mark.parametrize("max_length", [7, 64, 4096])
 @pytest.mark.parametrize("bos", [None, "<|im_start|>"])
-def test_documents_are_split_without_losing_a_token(with_bos, open_rows, max_length, bos):
-    tokenizer = with_bos(CHATML, bos, "<|im_end|>")
+def test_documents_are_split_without_losing_a_token(tmp_path, open_rows, max_length, bos):
+    tokenizer = made_tokenizer(tmp_path, bos=bos)
     texts = ["a", "hello <|im_end|> there", "x" * 500, "line\n" * 200]
     dataset = open_rows([{"text": t} for t in texts], "text", max_length, tokenizer=tokenizer)
     documents, current = [], []
@@ -284,14 +271,14 @@ def test_prompts_keep_their_rows(open_rows):
 
 def test_cache_is_keyed_by_content(tmp_path, open_rows):
     first = open_rows([CHAT])
-    stamp = (first.folder / "tokens.int32").stat().st_mtime_ns
+    stamp = (file := first.folder / "tokens.int32").stat().st_mtime_ns
     again = open_rows([CHAT], name="other_name.jsonl")
     assert again.folder == first.folder and str(again.report) == str(first.report)
-    assert (first.folder / "tokens.int32").stat().st_mtime_ns == stamp
-    others = [open_rows([CHAT, CHAT])]
+    assert file.stat().st_mtime_ns == stamp
+    found = {first.fingerprint, open_rows([CHAT, CHAT]).fingerprint}
     for changes in {"length": 400}, {"train_on": "all"}, {"template": "qwen2.5"}:
-        others.append(open_rows([CHAT], "sequence", **changes))
-    assert len({d.fingerprint for d in [first, *others]}) == 5
+        found.add(open_rows([CHAT], **changes).fingerprint)
+    assert len(found) == 5
     # and no file of a writer is left
     assert len(os.listdir(tmp_path / "cache/tokenized")) == 5
 
@@ -319,13 +306,12 @@ def test_a_damaged_cache_is_made_again_and_said(harm, open_rows, capsys):
     """Whether the list of digests, a file or a part of one is gone; and the second time it is as good as new."""
     rows = [CHAT, {"messages": [USER, BOT] * 2}]
     before = open_rows(rows)
-    expected = [example.sequences[0].tokens.tolist() for example in before]
+    expected = [content(*example.sequences) for example in before]
     if harm == "cut":
         os.truncate(before.folder / "tokens.int32", 18)
     else:
         (before.folder / harm).unlink()
     for damaged in (True, False):
-        found = open_rows(rows)
-        assert [example.sequences[0].tokens.tolist() for example in found] == expected
+        assert [content(*example.sequences) for example in open_rows(rows)] == expected
         said = capsys.readouterr().out
         assert ("were damaged" in said) if damaged else not said

@@ -21,8 +21,8 @@ def demo(tmp_path_factory):
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_chosen_and_rejected_have_the_same_lengths(demo, split):
-    tokenizer = load_tokenizer(demo / "a" / "tokenizer")
-    source = Source(str(demo / "a" / f"dpo_{split}.jsonl"))
+    tokenizer = load_tokenizer(demo / "a/tokenizer")
+    source = Source(str(demo / f"a/dpo_{split}.jsonl"))
     data = DataSection(max_length=128, cache=str(demo / "c"))
     dataset = open_dataset([source], "pair", tokenizer, data)
     chosen, rejected = np.sort(dataset.sequence_lengths, axis=0).T
@@ -31,15 +31,12 @@ def test_chosen_and_rejected_have_the_same_lengths(demo, split):
 
 
 def test_held_out_questions_are_new(demo):
-    def questions(name):
-        return {json.loads(line)["messages"][0]["content"] for line in open(demo / "a" / name)}
-
-    train = (
-        questions("sft_train.jsonl")
-        | questions("kto_train.jsonl")
-        | questions("ppo_train.jsonl")
-    )
-    held_out = (
-        questions("sft_eval.jsonl") | questions("kto_eval.jsonl") | questions("ppo_eval.jsonl")
+    train, held_out = (
+        {
+            json.loads(line)["messages"][0]["content"]
+            for stage in ("sft", "kto", "ppo")
+            for line in open(demo / f"a/{stage}_{split}.jsonl")
+        }
+        for split in ("train", "eval")
     )
     assert len(held_out) == 192 and not train & held_out

@@ -34,8 +34,8 @@ MESSAGES = {
 
 def table(text):
     """The lines of a text, of which each is a row as JSON and what is expected of it."""
-    lines = Template(text).substitute(MESSAGES).strip().splitlines()
-    return [line.split(" => ") for line in lines]
+    text = Template(text).substitute(MESSAGES).replace("\\\n", "")
+    return [line.split(" => ") for line in text.strip().splitlines()]
 
 
 def load(path, kind="text", bad_rows="error", **source):
@@ -46,6 +46,15 @@ def load(path, kind="text", bad_rows="error", **source):
     for event in events:
         report.count(*event)
     return records, report
+
+
+def texts(path, **source):
+    return [record.text for record in load(path, **source)[0]]
+
+
+def refused(sentence, path, kind="text", **source):
+    with pytest.raises(DataError, match=sentence):
+        load(path, kind, **source)
 
 
 @pytest.fixture
@@ -73,7 +82,6 @@ def flat(record):
 GOOD = '{"instruction": "q", "input": "", "output": "a"}'
 MORE = '{"instruction": "q", "input": "more", "output": "a", "system": "s", "history": [["u", "v"]]}'
 PAIR_ROW = '{"prompt": "q", "chosen": "a", "rejected": "b"}'
-Q_A = "[] [user: q, assistant: a]"
 PAIR = "[user: q] [assistant: a] [assistant: b]"
 
 
@@ -94,7 +102,7 @@ PAIR = "[user: q] [assistant: a] [assistant: b]"
 {"messages": [$user, $bot, $user, $bot], "label": true} => [user: q, assistant: a, user: q] [assistant: a]
 {"prompt": "q", "completion": "a", "label": false} => [user: q] [assistant: a]
 {"instruction": "q", "output": "a", "kto_tag": 1} => [user: q] [assistant: a]
-""".replace("\\\n", "")),
+"""),
 )
 def test_prompt_and_answer(read, row, wanted):
     """KTO's prompt is everything before the last answer."""
@@ -272,7 +280,7 @@ def test_message_weights(read):
 => sequence => the column 'images', but only text .*columns = .unused = .images
 {"text": "x", "audio": {"path": "a.wav"}} => text => the column 'audio'
 {"prompt": "q", "chosen": "a", "rejected": "b", "video": "a.mp4"} => prompt => the column 'video'
-""".replace("\\\n", "")),
+"""),
 )
 def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kind, sentence):
     with pytest.raises(DataError, match=sentence) as caught:
@@ -290,7 +298,7 @@ def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kind, senten
 {"instruction": "q", "chosen": "a", "rejected": ""} => pair => empty answer
 {"prompt": "q", "chosen": [$user, $bot], "rejected": "b"} \
 => pair => an answer does not begin and end with an assistant message
-""".replace("\\\n", "")),
+"""),
 )
 def test_rows_without_use_are_dropped_and_reported(read, tmp_path, row, kind, reason):
     records, report = read(row, kind)
@@ -316,13 +324,11 @@ def test_transcripts_with_different_prompts_or_empty_answers_are_dropped(read):
 def test_broken_json_line_is_named_or_dropped(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text(f"{GOOD}\n\n{{broken\n{GOOD}\n")
-    with pytest.raises(DataError, match=r"x.jsonl row 3 is not valid JSON"):
-        load(path, "sequence")
+    refused(r"x.jsonl row 3 is not valid JSON", path, "sequence")
     records, report = load(path, "sequence", bad_rows="drop")
     assert len(records) == 2 and report.dropped == {"is not valid JSON": 1} and report.read == 3
     path.write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(DataError, match=r"row 1 is not valid UTF-8"):
-        load(path)
+    refused(r"row 1 is not valid UTF-8", path)
 
 
 def test_file_kinds_give_the_same_records(tmp_path, read_flat):
@@ -351,26 +357,19 @@ def test_a_file_that_is_not_unpacked_is_named_and_never_passed_over(tmp_path, na
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"packed")
     for place in (tmp_path, tmp_path / name):
-        with pytest.raises(
-            DataError, match=rf"/{name} is compressed in a way that is not read"
-        ):
-            load(place)
+        refused(rf"/{name} is compressed in a way that is not read", place)
     (tmp_path / name).rename(tmp_path / "notes.zip")  # no data
-    assert [record.text for record in load(tmp_path)[0]] == ["a"]
+    assert texts(tmp_path) == ["a"]
 
 
 def test_csv_fields_beyond_the_header_and_columns_of_one_name_are_told(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text("text,id\na,1\nb,2,3\n")
-    with pytest.raises(
-        DataError, match="row 2 has more fields than the first line names columns"
-    ):
-        load(file)
+    refused("row 2 has more fields than the first line names columns", file)
     records, report = load(file, bad_rows="drop")
     assert [record.text for record in records] == ["a"] and sum(report.dropped.values()) == 1
     file.write_text("text,id,text\na,1,b\n")
-    with pytest.raises(DataError, match="a.csv has two columns of the name 'text'; rename one"):
-        load(file)
+    refused("a.csv has two columns of the name 'text'; rename one", file)
 
 
 # a folder's files by split; those of "none" belong to none
@@ -408,12 +407,11 @@ def test_a_folder_gives_the_split_that_the_hub_would_give(tmp_path, name):
         assert report.notes == {f"files left out, not data of split {split}": len(left)}
         assert sum(str(folder / file) in str(report) for file in left) == min(len(left), 5)
     only = rf"/folder has no split 'other', only {', '.join(splits)}; set split to one of them"
-    with pytest.raises(DataError, match=only):
-        load(folder, split="other")
+    refused(only, folder, split="other")
     with pytest.raises(DataError, match="has no split 'other'"):
         source_digest(Source(str(folder), split="other"), tmp_path)
-    records = load(folder)[0] if "train" in layout else []
-    assert [record.text for record in records] == sorted(layout.get("train", []))
+    if "train" in layout:
+        assert texts(folder) == sorted(layout["train"])
     shutil.rmtree(folder / "eval")  # the hub's loader would take it for a split without data
     for split in splits:
         hub = datasets.load_dataset(str(folder), split=split, cache_dir=str(tmp_path / "cache"))
@@ -423,14 +421,13 @@ def test_a_folder_gives_the_split_that_the_hub_would_give(tmp_path, name):
 def test_splits_of_a_saved_folder_and_of_a_folder_without_data_for_the_hub(tmp_path):
     rows = {name: datasets.Dataset.from_list([{"text": name}]) for name in ("train", "test")}
     datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")
-    assert [load(tmp_path / "saved", split=name)[0][0].text for name in rows] == [*rows]
+    assert [texts(tmp_path / "saved", split=name) for name in rows] == [["train"], ["test"]]
     only = r"^/.*/saved has no split 'other', only train, test; set split to one of them"
-    with pytest.raises(DataError, match=only):
-        load(tmp_path / "saved", split="other")
+    refused(only, tmp_path / "saved", split="other")
     (tmp_path / "few").mkdir()
     # a name that the hub never takes for data
     write_rows(tmp_path / "few/config.json", '{"text": "a"}')
-    assert load(tmp_path / "few")[0][0].text == "a"
+    assert texts(tmp_path / "few") == ["a"]
 
 
 def test_hub_data_are_those_of_the_commit_that_was_asked_for(
@@ -517,8 +514,7 @@ def test_sources_and_their_mistakes(tmp_path):
         (tmp_path / "x.docx", "x.docx is none of"),
         (tmp_path / "saved", r"/saved cannot be read: there is no '_\w+' in it$"),
     ):
-        with pytest.raises(DataError, match=message):
-            load(path, "sequence")
+        refused(message, path)
 
 
 def test_text_file_with_separator_is_several_documents(tmp_path):
@@ -527,4 +523,4 @@ def test_text_file_with_separator_is_several_documents(tmp_path):
     records, _ = load(path, separator="\n===\n")
     assert [r.text for r in records] == ["one", "two\n\nlines", "three"]
     assert len({r.where for r in records}) == 3
-    assert load(path, separator="\n===\n", max_examples=2)[0] == records[:2]
+    assert texts(path, separator="\n===\n", max_examples=2) == ["one", "two\n\nlines"]

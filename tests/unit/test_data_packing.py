@@ -5,9 +5,10 @@ import random
 import numpy as np
 import pytest
 
+from tests.engine_case import ListDataset
 from tests.shuffled_loader import ShuffledLoader
-from ulysses.data.serve.encode import Example
 from ulysses.data.serve.steps import StepLoader, pack_step, sequence_cost, shuffled
+from ulysses.parallel.batch import Sequence
 
 
 def packed_lengths(lengths, budget, groups, attention_length=50_000.0):
@@ -48,25 +49,15 @@ def test_micro_batches_run_at_the_same_time_with_similar_cost():
     assert costs.sum(axis=1).max() / costs.sum(axis=1).mean() < 1.03
 
 
-class FakeDataset:
-    """Example i has lengths[i] tokens; stands for a TokenizedDataset."""
-
-    def __init__(self, lengths, sources=None, weights=(1.0,)):
-        self.sequence_lengths = np.asarray(lengths).reshape(len(lengths), -1)
-        self.prefix_lengths = np.zeros_like(self.sequence_lengths)
-        self.lengths = self.sequence_lengths.sum(axis=1)
-        self.sources = np.zeros(len(lengths), int) if sources is None else np.asarray(sources)
-        self.source_weights = list(weights)
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        return Example(index, ())
+def dataset_of(*lengths):
+    """A dataset of examples whose sequences have these lengths."""
+    return ListDataset(
+        "any", [tuple(Sequence(range(n), [1] * n) for n in own) for own in lengths]
+    )
 
 
 def test_steps_hold_the_same_examples_on_every_topology():
-    dataset = FakeDataset(random_lengths(random.Random(2), 53, 400))
+    dataset = dataset_of(*zip(random_lengths(random.Random(2), 53, 400)))
     reference = StepLoader(dataset, 8, tokens_per_microbatch=500, seed=3)
     assert reference.steps_per_epoch == 7
     for dp in (1, 2, 4):
@@ -85,7 +76,7 @@ def test_steps_hold_the_same_examples_on_every_topology():
 
 
 def test_order_depends_on_seed_and_epoch_alone():
-    dataset = FakeDataset([10] * 100)
+    dataset = dataset_of(*[[10]] * 100)
 
     def order(epoch=0, examples=8, budget=500, seed=1, **options):
         options |= {"tokens_per_microbatch": budget, "seed": seed}
@@ -99,22 +90,21 @@ def test_order_depends_on_seed_and_epoch_alone():
 
 
 def test_source_weights_repeat_and_sample():
-    dataset = FakeDataset([10] * 30, sources=[0] * 10 + [1] * 20, weights=(2.0, 0.5))
-    loader = StepLoader(dataset, 7, tokens_per_microbatch=500)
+    dataset, given = dataset_of(*[[10]] * 30), {"tokens_per_microbatch": 500}
+    dataset.sources, dataset.source_weights = np.arange(30) // 10 > 0, [2.0, 0.5]
+    loader = StepLoader(dataset, 7, **given)
     counts = [np.bincount(loader.order(epoch), minlength=30) for epoch in range(8)]
     assert loader.examples_per_epoch == 30 and loader.steps_per_epoch == 5
     for count in counts:
         assert (count[:10] == 2).all() and count[10:].max() == 1 and count[10:].sum() == 10
     assert (sum(counts)[10:] > 0).all()  # another half each epoch
-    assert (
-        StepLoader(dataset, 7, tokens_per_microbatch=500, shuffle=False).examples_per_epoch
-        == 30
-    )
+    assert StepLoader(dataset, 7, **given, shuffle=False).examples_per_epoch == 30
+    dataset.source_weights = [0.01, 0.01]
     with pytest.raises(ValueError, match=r"leave no example"):
-        StepLoader(FakeDataset([10], weights=(0.1,)), 1, tokens_per_microbatch=500)
+        StepLoader(dataset, 1, **given)
 
 
 def test_a_long_example_is_refused_before_any_step_with_the_number_to_raise():
     sentence = r"longest example has 30 tokens but .*tokens_per_microbatch is 20; raise it to at least 30"
     with pytest.raises(ValueError, match=sentence):
-        StepLoader(FakeDataset([[10, 20], [4, 5]]), 2, tokens_per_microbatch=20)
+        StepLoader(dataset_of([10, 20], [4, 5]), 2, tokens_per_microbatch=20)

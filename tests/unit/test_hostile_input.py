@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import struct
 import subprocess
 import sys
 import time
@@ -11,15 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from models.arch import ModelConfig
 from models.hf_format import WeightFiles, copy_side_files, read_config, write_weights
 from tests import data_case
 from tests.model_folder import tiny_config, write_model
-from tests.tiny_tokenizer import CHATML, write_tokenizer
+from tests.tiny_tokenizer import made_tokenizer
 from ulysses.config.section import ConfigError, error_context
 from ulysses.data import DataError
-from ulysses.data.read.chat import TextEncoder, load_tokenizer
+from ulysses.data.read import templates
+from ulysses.data.read.chat import TextEncoder
 from ulysses.data.serve.preview import preview_examples
 from ulysses.disk import write_json
 from ulysses.run.preflight import check_weights
@@ -39,14 +40,10 @@ CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LOOP = (
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}X"
-    + "{% endfor %}" * 3
-)
+LOOP = "{% for a in range(99999) %}" * 3 + "X" + "{% endfor %}" * 3
 ON_A_WORD = "{% if messages[0].content == 'hurt' %}LOOP{% endif %}"
 
 
-DEEP = "is not valid JSON: maximum recursion depth"
 CALL = '{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "%s"}]}]}'
 WEIGHT = '{"messages": [{"role": "assistant", "content": "a", "weight": %s}]}'
 
@@ -54,8 +51,7 @@ WEIGHT = '{"messages": [{"role": "assistant", "content": "a", "weight": %s}]}'
 @pytest.mark.parametrize(
     "row, kind, sentence",
     [
-        ('{"messages": ' + "[" * 100_000, "sequence", DEEP),
-        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", DEEP),
+        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", "is not valid JSON: maximum recursion depth"),
         (CALL % ("[" * 700 + "]" * 700), "sequence", "is nested too deeply"),
         (WEIGHT % "1e999", "sequence", "'weight' is inf, not a finite number"),
         (WEIGHT % f"1{'0' * 400}", "sequence", "'weight' is 1000*, not a finite number"),
@@ -79,12 +75,9 @@ def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
     tmp_path, open_rows, monkeypatch, workers, prints
 ):
     seconds = 60.0 if prints else 1.0
-    for limit, value in {
-        "RENDER_SECONDS": seconds,
-        "TRIAL_SECONDS": 1.0,
-        "RENDER_CHARACTERS": 100_000,
-    }.items():
-        monkeypatch.setattr(f"ulysses.data.read.templates.{limit}", value)
+    monkeypatch.setattr(templates, "RENDER_SECONDS", seconds)
+    monkeypatch.setattr(templates, "TRIAL_SECONDS", 1.0)
+    monkeypatch.setattr(templates, "RENDER_CHARACTERS", 100_000)
     template, loop = tmp_path / "loop.jinja", LOOP.replace("X", "X" * prints)
     template.write_text(CHAT + ON_A_WORD.replace("LOOP", loop))
     rows = [GOOD] * (3000 if workers > 1 else 1) + [chat("a", "hurt")]
@@ -109,7 +102,7 @@ def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
 def test_a_template_that_fails_or_would_eat_time_or_memory_is_refused_by_its_name(
     tmp_path, open_rows, monkeypatch, text, reason
 ):
-    monkeypatch.setattr("ulysses.data.read.templates.TRIAL_SECONDS", 2.0)
+    monkeypatch.setattr(templates, "TRIAL_SECONDS", 2.0)
     template = tmp_path / "broken.jinja"
     template.write_text(CHAT + text)
     began = time.monotonic()
@@ -119,32 +112,23 @@ def test_a_template_that_fails_or_would_eat_time_or_memory_is_refused_by_its_nam
     assert time.monotonic() - began < 30
 
 
-def tokenizer_with(folder, **changes):
-    """The tiny tokenizer with other parts in its tokenizer.json."""
-    path = write_tokenizer(folder, CHATML) / "tokenizer.json"
-    write_json(path, json.loads(path.read_text()) | changes)
-    return load_tokenizer(folder, eos_token="<|im_end|>")
-
-
 def test_a_tokenizer_that_grows_texts_is_refused(tmp_path):
-    grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
-    normalizer = {"type": "Sequence", "normalizers": [grows] * 6}
-    tokenizer = tokenizer_with(tmp_path / "t", normalizer=normalizer)
+    tokenizer = made_tokenizer(tmp_path)
+    grows = normalizers.Replace("a", "a" * 100)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([grows] * 6)
     sentence = "the tokenizer takes too much time or memory for 10,00"
     with pytest.raises(DataError, match=sentence):
         TextEncoder(tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["sequence", "text"])
-def test_a_row_on_which_the_tokenizer_breaks_is_named(tmp_path, kind):
-    evil = json.loads(
-        '{"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": false}'
-    )
-    tokenizer = tokenizer_with(tmp_path / "t", pre_tokenizer=evil)
-    hurt = "x" * 40
+def test_a_row_on_which_the_tokenizer_breaks_is_named(tmp_path, open_rows, kind):
+    tokenizer, hurt = made_tokenizer(tmp_path), "x" * 40
+    evil = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    tokenizer.backend_tokenizer.pre_tokenizer = evil
     rows = {"text": [{"text": "a"}, {"text": hurt}], "sequence": [GOOD, chat(hurt), GOOD]}
     with pytest.raises(DataError, match="rows.jsonl row 2 cannot be tokenised"):
-        data_case.open_rows(rows[kind], kind, folder=tmp_path, tokenizer=tokenizer)
+        open_rows(rows[kind], kind, tokenizer=tokenizer)
 
 
 MEMORY = """
@@ -157,14 +141,11 @@ SIZES = 1_000_000, 4_000_000
 
 def opened_alone(folder, size):
     """Tokenise a long row of the kind that the folder is named by; return by how many bytes the process grew."""
-    place = Path(folder)
-    tokenizer = tokenizer_with(place / "tokenizer")
-    said = "word " * (size // 5)
+    place, said = Path(folder), "word " * (size // 5)
     rows = {"text": [{"text": said}, {"text": "a"}], "sequence": [chat(said), GOOD]}
+    where = {"folder": place, "tokenizer": made_tokenizer(place / "tokenizer")}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    data_case.open_rows(
-        rows[place.name], place.name, 256, folder=place, tokenizer=tokenizer, truncation="drop"
-    )
+    data_case.open_rows(rows[place.name], place.name, 256, truncation="drop", **where)
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
@@ -181,24 +162,6 @@ def test_a_long_row_costs_a_bounded_multiple_of_its_size(tmp_path, kind):
     least, most = (int(process.communicate()[0]) for process in started)
     multiple = (most - least) / (SIZES[1] - SIZES[0])
     assert multiple < 40, f"{multiple:.0f} times its size"
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        '"shape": [4], "data_offsets": [-8, 8]',
-        '"shape": [-4], "data_offsets": [0, 16]',
-        '"shape": [4], "data_offsets": [8, 24]',
-        '"shape": [1099511627776, 1099511627776], "data_offsets": [0, 16]',
-    ],
-)
-def test_headers_that_point_elsewhere_are_refused(tmp_path, entry):
-    header = f'{{"a": {{"dtype": "F32", {entry}}}}}'.encode()
-    content = struct.pack("<Q", len(header)) + header + bytes(16)
-    (tmp_path / "model.safetensors").write_bytes(content)
-    sentence = r"/model.safetensors is not a whole safetensors file \(.*\); download it again"
-    with pytest.raises(ValueError, match=sentence):
-        WeightFiles(tmp_path)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -220,13 +183,6 @@ def test_quantised_weights_are_refused_before_they_are_read(tmp_path, dtype):
     message = rf"^/.*/model.safetensors holds b as {dtype}, but quantised weights cannot be trained; use the model "
     with pytest.raises(ValueError, match=message):
         WeightFiles(tmp_path)
-
-
-def test_deep_config_is_one_sentence(tmp_path):
-    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000)
-    sentence = r"/config.json is not a JSON object \(maximum recursion depth"
-    with pytest.raises(ValueError, match=sentence):
-        read_config(tmp_path)
 
 
 def test_links_out_of_a_model_folder_are_not_followed_and_the_hubs_are(tmp_path):

@@ -320,8 +320,8 @@ TRANSLATED = {
 "run.epochs" = 3
 "run.eval_every" = 500
 "run.overwrite" = false
-""", ["per_device_train_batch_size 1 x gradient_accumulation_steps 8 x 8 GPU",
-        "a mean over the tokens of the whole step"]),
+""", "per_device_train_batch_size 1 x gradient_accumulation_steps 8 x 8 GPU",
+        "a mean over the tokens of the whole step"),
     "LLaMA-Factory's LoRA": (LLAMAFACTORY_LORA, "", """
 "model.lora.rank" = 16
 "model.lora.alpha" = 32
@@ -336,8 +336,8 @@ TRANSLATED = {
 "run.eval_every" = 50
 "optimizer.schedule" = "linear"
 "optimizer.warmup" = 0
-""", ["optim = paged_adamw_8bit: AdamW", "save_strategy = epoch: set run.save_every",
-        "fp16: float16 is not supported"]),
+""", "optim = paged_adamw_8bit: AdamW", "save_strategy = epoch: set run.save_every",
+        "fp16: float16 is not supported"),
     "LLaMA-Factory's KTO, whose beta has its own section": (LLAMAFACTORY_KTO, "", """
 "stage" = "kto"
 "kto.beta" = 0.1
@@ -345,7 +345,7 @@ TRANSLATED = {
 "batch.examples" = 8
 "model.lora.rank" = 8
 "model.lora.targets" = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-""", []),
+"""),
     "a table of settings, and data that nothing describes": (
         LLAMAFACTORY_LORA.replace("identity", "nowhere\nrope_scaling: {rope_type: yarn, factor: 4.0}"), "",
         """
@@ -353,7 +353,7 @@ TRANSLATED = {
 "model.rope.factor" = 4
 "data.train" = "nowhere"
 """,
-        ["nowhere: dataset_info.json does not describe it, so write its path"]),
+        "nowhere: dataset_info.json does not describe it, so write its path"),
     "TRL's DPO": (TRL_DPO, "--stage dpo", """
 "data.train" = {path = "trl-lib/ultrafeedback_binarized", split = "train"}
 "data.eval" = {path = "trl-lib/ultrafeedback_binarized", split = "test"}
@@ -364,21 +364,21 @@ TRANSLATED = {
 "optimizer.min_lr" = 0.1
 "optimizer.warmup" = 20
 "optimizer.betas" = [0.9, 0.95]
-""", [KNOWN]),
+""", KNOWN),
     "several losses": (TRL_DPO.replace("[sigmoid]", MORE_LOSSES), "--stage dpo", """
 "dpo.loss_type" = ["sigmoid", "bco_pair"]
 "dpo.loss_weights" = [0.8, 0.2]
 "run.patience" = 3
 "model.lora.rslora" = true
-""", []),
+"""),
     "a weight of one loss": (TRL_DPO.replace("[sigmoid]", "[ipo]\nloss_weights: [1.0]"), "--stage dpo",
-                             '"dpo.loss_weights" = [1.0]', []),
+                             '"dpo.loss_weights" = [1.0]'),
     "a command that names a file": ("trl dpo --config dpo.yaml --beta 0.3 --learning_rate=1e-6", "",
                                     """
 "dpo.beta" = 0.3
 "optimizer.lr" = 1e-06
 "data.max_length" = 2048
-""", []),
+"""),
     "TRL's command line": (TRL_SFT, "", """
 "stage" = "sft"
 "optimizer.lr" = 2e-05
@@ -387,9 +387,9 @@ TRANSLATED = {
 "model.lora.targets" = ["q_proj", "k_proj", "v_proj"]
 "data.max_length" = 1024
 "run.epochs" = 1
-""", ['data.train_on = "all"  # assistant_only_loss: without it TRL trains every token']),
+""", 'data.train_on = "all"  # assistant_only_loss: without it TRL trains every token'),
     "TRL's loss of completions": (f"{TRL_SFT.strip()} --completion_only_loss true --no_remove_unused_columns", "",
-                                  '"data.train_on" = "assistant"', []),
+                                  '"data.train_on" = "assistant"'),
     "axolotl": (AXOLOTL_SFT, "--gpus 8", """
 "stage" = "sft"
 "parallel.sequence_parallel_size" = 4
@@ -402,17 +402,17 @@ TRANSLATED = {
 "model.special_tokens" = {pad_token = "<|end_of_text|>"}
 "optimizer.lr" = 0.0002
 "data.truncation" = "drop"
-""", ["saves_per_epoch = 1: set run.save_every in steps", f"sample_packing = True: {PACKED}",
-        "not: load_in_8bit"]),
+""", "saves_per_epoch = 1: set run.save_every in steps", f"sample_packing = True: {PACKED}",
+        "not: load_in_8bit"),
     "axolotl's IPO": (AXOLOTL_SFT.replace("chat_template: llama3", "rl: ipo"), "",
                       """
 "stage" = "dpo"
 "dpo.loss_type" = "ipo"
-""", []),
+"""),
     "a choice that is not ours": (WRONG, "", "",
-        ["flash_attn = fa9: model.attention has no such choice, so its default stands"]),
+        "flash_attn = fa9: model.attention has no such choice, so its default stands"),
     "a setting that is wrong here": (WRONG.replace("pref_loss: sigmoid", ""), "", "",
-        ["\n#   dpo: loss_type 'exo_pair' is infinite at label_smoothing 0"]),
+        "\n#   dpo: loss_type 'exo_pair' is infinite at label_smoothing 0"),
     "TRL's GRPO with its own defaults": (GRPO, "", """
 "ppo.advantage" = "group"
 "ppo.kl_coefficient" = 0
@@ -429,7 +429,7 @@ TRANSLATED = {
 "batch.examples" = 1
 "optimizer.lr" = 1e-06
 "data.truncation" = "error"
-""", [KNOWN, "not: kl_estimator", "not: data.max_length"]),
+""", KNOWN, "not: kl_estimator", "not: data.max_length"),
     "TRL's GRPO with everything set": (GRPO_SET, "--gpus 8", """
 "batch.examples" = 48
 "ppo.minibatches" = 2
@@ -445,7 +445,7 @@ TRANSLATED = {
 "ppo.max_new_tokens" = 1024
 "ppo.temperature" = 0.9
 "ppo.reward" = {rm = 0.5, "os.path:basename" = 2}
-""", ["a rollout of 192 answers / num_generations 4"]),
+""", "a rollout of 192 answers / num_generations 4"),
     "a rollout by its size": (GRPO.strip() + ROLLOUT, "", """
 "batch.examples" = 4
 "ppo.minibatches" = 1
@@ -453,15 +453,15 @@ TRANSLATED = {
 "ppo.scale_by_std" = "batch"
 "ppo.kl_in" = "loss_with_ratio"
 "ppo.kl_estimator" = "k3"
-""", []),
-    **{f"TRL's loss {theirs}": (f"{GRPO.strip()} --loss_type {theirs}", "", f'"ppo.loss_aggregation" = "{ours}"', [])
+"""),
+    **{f"TRL's loss {theirs}": (f"{GRPO.strip()} --loss_type {theirs}", "", f'"ppo.loss_aggregation" = "{ours}"')
        for theirs, ours in {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "constant"}.items()},
     "TRL's ratios": (GRPO.strip() + RATIOS, "", """
 "ppo.ratio" = "mean"
 "ppo.mask_truncated" = true
 "ppo.dual_clip" = 4
 "ppo.policy_loss" = "clip"
-""", []),
+"""),
     "TRL's RLOO": (RLOO, "--gpus 2", """
 "ppo.advantage" = "leave_one_out"
 "ppo.answers_per_prompt" = 2
@@ -474,28 +474,28 @@ TRANSLATED = {
 "ppo.loss_aggregation" = "sequence"
 "ppo.max_new_tokens" = 512
 "batch.examples" = 8
-""", []),
+"""),
     "axolotl's GRPO": (AXOLOTL_SFT.replace("chat_template: llama3", GRPO_TABLE), "", """
 "stage" = "ppo"
 "ppo.advantage" = "group"
 "batch.examples" = 2
 "ppo.max_new_tokens" = 64
 "ppo.reward" = {"os.path:basename" = 1}
-""", []),
-    "a file of GRPO": (GRPO_YAML, "--stage grpo", '"ppo.advantage" = "group"', []),
-    "a file of RLOO": (GRPO_YAML, "--stage rloo", '"ppo.advantage" = "leave_one_out"', []),
+"""),
+    "a file of GRPO": (GRPO_YAML, "--stage grpo", '"ppo.advantage" = "group"'),
+    "a file of RLOO": (GRPO_YAML, "--stage rloo", '"ppo.advantage" = "leave_one_out"'),
     "a list of choices is the one that is not the default": (
         LLAMAFACTORY_KTO.replace("template: llama3", "report_to: [tensorboard, wandb]"), "",
-        '"run.wandb" = "ulysses"', []),
+        '"run.wandb" = "ulysses"'),
     "a list of defaults": (LLAMAFACTORY_KTO.replace("template: llama3", "report_to: [tensorboard]"), "",
-                           '"run.wandb" = ""', []),
+                           '"run.wandb" = ""'),
     "documents are named by the column of their text": (
         f"{PRETRAINING}dataset: c4_demo, books\n", "",
         """
 "stage" = "pt"
 "data.train" = ["FOLDER/data/c4_demo.jsonl", {path = "FOLDER/data/books.jsonl", columns = {text = "content"}}]
 """,
-        [f"packing = True: {PACKED}"]),
+        f"packing = True: {PACKED}"),
     "the mixture of alignment-handbook": (
         TRL_DPO.replace("dataset_name: trl-lib/ultrafeedback_binarized\n", MIXTURE), "--stage dpo",
         """
@@ -504,7 +504,7 @@ TRANSLATED = {
     {path = "own/pairs", subset = "en", split = "train_prefs", weight = 0.5},
     {path = "other/pairs", subset = "de", weight = 0.25},
 ]
-""", []),
+"""),
     "LLaMA-Factory's version 1": (VERSION_1, "--stage sft --gpus 4", """
 "model.path" = "Qwen/Qwen3-0.6B"
 "model.quantize" = "nf4"
@@ -517,7 +517,7 @@ TRANSLATED = {
 "optimizer.weight_decay" = 0.01
 "optimizer.schedule" = "constant"
 "optimizer.warmup" = 0
-""", []),
+"""),
     # nothing stands between instruction and input there, and a degree inside dist_config shares the batch
     "version 1's own examples are alpaca rows": (
         f"{V1}dist_config: {{name: fsdp2, cp_mode: ulysses, cp_size: 2}}\n", "--stage sft --gpus 4", """
@@ -528,20 +528,20 @@ TRANSLATED = {
     {path = "data/identity.json", format = "alpaca_v1"},
     {path = "data/alpaca_en_demo.json", format = "alpaca_v1", max_examples = 500},
 ]
-""", [KNOWN, "what opens an answer and the newline behind it are trained there", "drawn with repetition"]),
+""", KNOWN, "what opens an answer and the newline behind it are trained there", "drawn with repetition"),
     "version 1's steps by tokens": (
         f"{V1}batching_strategy: dynamic_batching\nsave_epochs: 0.5\nmax_steps: null\n", "--stage sft", "",
-        ["= dynamic_batching: a step has as many examples there as fill", "save_epochs = 0.5: set",
+        "= dynamic_batching: a step has as many examples there as fill", "save_epochs = 0.5: set",
          "run.epochs = 3.0  # num_train_epochs: an epoch's last, smaller step is left out there",
-         "weight_decay: norms and biases decay too there"]),
+         "weight_decay: norms and biases decay too there"),
     # an empty norm does not clip; an empty length, which cuts nothing, is refused (below)
-    "TRL's empty norm": (f"{TRL_DPO}max_grad_norm: null\n", "--stage dpo", '"gradients.max_norm" = 0', []),
-    "LLaMA-Factory's empty norm": (f"{LLAMAFACTORY_KTO}max_grad_norm: null\n", "", '"gradients.max_norm" = 0', []),
-    "axolotl's empty norm": (f"{AXOLOTL_SFT}max_grad_norm:\n", "", '"gradients.max_norm" = 1', []),
+    "TRL's empty norm": (f"{TRL_DPO}max_grad_norm: null\n", "--stage dpo", '"gradients.max_norm" = 0'),
+    "LLaMA-Factory's empty norm": (f"{LLAMAFACTORY_KTO}max_grad_norm: null\n", "", '"gradients.max_norm" = 0'),
+    "axolotl's empty norm": (f"{AXOLOTL_SFT}max_grad_norm:\n", "", '"gradients.max_norm" = 1'),
     "TRL's constant schedule has no warm-up": (
-        TRL_DPO.replace(": cosine", ": constant\nwarmup_ratio: 0.1"), "--stage dpo", '"optimizer.warmup" = 0', []),
+        TRL_DPO.replace(": cosine", ": constant\nwarmup_ratio: 0.1"), "--stage dpo", '"optimizer.warmup" = 0'),
     "axolotl's constant schedule has no warm-up": (
-        AXOLOTL_SFT.replace(": cosine", ": constant\nwarmup_ratio: 0.1"), "", '"optimizer.warmup" = 0', []),
+        AXOLOTL_SFT.replace(": cosine", ": constant\nwarmup_ratio: 0.1"), "", '"optimizer.warmup" = 0'),
     "every line of a text is a row": (
         f"{PRETRAINING}packing: false\ndataset: notes,c4_demo\nmax_samples: 100\n", "",
         r"""
@@ -550,45 +550,45 @@ TRANSLATED = {
     {path = "FOLDER/data/c4_demo.jsonl", max_examples = 100},
 ]
 """,
-        ["packing = False: what a document has beyond cutoff_len is trained here"]),
+        "packing = False: what a document has beyond cutoff_len is trained here"),
     "pairs that are too long are left out": (
         "model_name_or_path: m\ndataset_name: d\noutput_dir: out\npad_token: <pad>\n", "--stage rm",
-        '"data.truncation" = "drop"', []),
+        '"data.truncation" = "drop"'),
     "axolotl's corpus": ("base_model: m\nsequence_len: 64\nmax_steps: 1\npretraining_dataset: a.txt\n", "",
-                         '"data.train" = {path = "a.txt", separator = "\\n"}', ["there it is left out"]),
+                         '"data.train" = {path = "a.txt", separator = "\\n"}', "there it is left out"),
     "not: a strategy TRL does not evaluate": (SILENT, "--stage dpo",
                                                  """
 "run.eval_every" = 0
 "data.eval" = []
-""", [KNOWN]),
+""", KNOWN),
     "with one it does": (f"{SILENT}evaluation_strategy: steps\n", "--stage dpo",
                          """
 "run.eval_every" = 50
 "data.eval" = {path = "trl-lib/ultrafeedback_binarized", split = "test"}
-""", []),
+"""),
     "a share of all steps": (
         f"{TRL_DPO}save_steps: 0.5\n", "--stage dpo", '"run.save_every" = 0',
-        ["save_steps = 0.5: a share of all steps there; set run.save_every in steps"]),
-    "a launcher says how many GPUs there are": (EIGHT_GPUS, "", '"batch.examples" = 64', []),
-    "the command line says it better": (EIGHT_GPUS, "--gpus 2", '"batch.examples" = 16', []),
-    "label smoothing that TRL does not read": (SMOOTHED, "--stage dpo", '"dpo.label_smoothing" = 0', []),
+        "save_steps = 0.5: a share of all steps there; set run.save_every in steps"),
+    "a launcher says how many GPUs there are": (EIGHT_GPUS, "", '"batch.examples" = 64'),
+    "the command line says it better": (EIGHT_GPUS, "--gpus 2", '"batch.examples" = 16'),
+    "label smoothing that TRL does not read": (SMOOTHED, "--stage dpo", '"dpo.label_smoothing" = 0'),
     "label smoothing that TRL reads": (SMOOTHED.replace("[sigmoid]", "[robust]"), "--stage dpo",
-                                       '"dpo.label_smoothing" = 0.1', []),
-    "llamafactory-cli": ("llamafactory-cli train kto.yaml", "", '"stage" = "kto"', []),
-    "LLaMA-Factory's script": ("torchrun --nproc_per_node 8 src/train.py kto.yaml", "", '"stage" = "kto"', []),
+                                       '"dpo.label_smoothing" = 0.1'),
+    "llamafactory-cli": ("llamafactory-cli train kto.yaml", "", '"stage" = "kto"'),
+    "LLaMA-Factory's script": ("torchrun --nproc_per_node 8 src/train.py kto.yaml", "", '"stage" = "kto"'),
     "axolotl's command": ("axolotl train axolotl.yaml --learning-rate 1e-6", "",
                           """
 "stage" = "sft"
 "optimizer.lr" = 1e-06
-""", []),
-    "axolotl's module": ("accelerate launch -m axolotl.cli.train axolotl.yaml", "", '"stage" = "sft"', []),
+"""),
+    "axolotl's module": ("accelerate launch -m axolotl.cli.train axolotl.yaml", "", '"stage" = "sft"'),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", TRANSLATED)
 def test_translation(migrate, case):
     """A remark `not: X` says that X is not spoken of."""
-    text, options, settings, remarks = TRANSLATED[case]
+    text, options, settings, *remarks = TRANSLATED[case]
     config, shown = migrate(text, *options.split())
     wanted = tomllib.loads(settings)
     found = {key: attrgetter(key)(config) for key in wanted}
@@ -686,24 +686,27 @@ COMMANDS = {
     "python3 sft.py": "sft",
     "set -e\nexport A=b\n# trl sft --max_steps 9\n\ndeepspeed --num_gpus 2 dpo.py": "dpo",
 }
-NO_COMMANDS = {
-    "python mpo_vlm.py --model_name_or_path M --loss_type sigmoid bco_pair sft": "no command here starts a trainer",
-    "echo trl sft --output_dir out": "no command here starts a trainer",
-    "python other.py --script sft.py": "no command here starts a trainer",
-    "accelerate launch -m own.module sft.py": "no command here starts a trainer",
-    "python -m sft": "no command here starts a trainer",
-    "trl vllm-serve --model m": "no command here starts a trainer",
-    "llamafactory-cli chat run.yaml": "no command here starts a trainer",
-    "axolotl merge-lora run.yaml": "no command here starts a trainer",
-    "my_sft.py --max_steps 1": "no command here starts a trainer",
-    "python my_sft.py": "no command here starts a trainer",
-    "": "no command here starts a trainer",
-    "trl sft --max_steps 1\ntrl dpo --max_steps 1": "leave one command alone",
-    "trl sft --max_steps 1 && trl dpo --max_steps 2": "leave one command alone",
-    "trl sft --max_steps 1 | tee log": "leave one command alone",
-    'trl sft --model_name_or_path "$MODEL"': "leave one command alone",
-    "trl sft --max_steps 1  # trl dpo": "leave one command alone",
-}
+# the first line is an empty text
+NOTHING_STARTED = """
+python mpo_vlm.py --model_name_or_path M --loss_type sigmoid bco_pair sft
+echo trl sft --output_dir out
+python other.py --script sft.py
+accelerate launch -m own.module sft.py
+python -m sft
+trl vllm-serve --model m
+llamafactory-cli chat run.yaml
+axolotl merge-lora run.yaml
+my_sft.py --max_steps 1
+python my_sft.py""".split("\n")
+MORE_THAN_A_COMMAND = (
+    "trl sft --max_steps 1\ntrl dpo --max_steps 1",
+    "trl sft --max_steps 1 && trl dpo --max_steps 2",
+    "trl sft --max_steps 1 | tee log",
+    'trl sft --model_name_or_path "$MODEL"',
+    "trl sft --max_steps 1  # trl dpo",
+)
+NO_COMMANDS = dict.fromkeys(NOTHING_STARTED, "no command here starts a trainer")
+NO_COMMANDS |= dict.fromkeys(MORE_THAN_A_COMMAND, "leave one command alone")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -748,30 +751,30 @@ def test_a_deepspeed_file_with_a_schedule_or_optimizer_of_its_own(refusal, tmp_p
     assert "optimizer.type = Lamb" in said and "it replaces lr_scheduler_type there" in said
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("unknown_to_all: 1", "unknown_to_all = 1 has no counterpart here; this setting is not"),
-        ("unknown_to_all: false", "unknown_to_all = False"),
-        ("dataset: pictures", "images = images has no counterpart here; only text"),
-        ("dataset: drawn", "num_samples = 500 has no counterpart here; rows are drawn there"),
-        ("template: mistral", "take it out to use the tokenizer's own"),
-        ("chat_template: '{{ messages }}'", "or name a .jinja file"),
-        ("disable_shuffling: true", "every epoch is shuffled here"),
-        ("learning_rate: .nan", "optimizer.lr is nan, which is not a finite number"),
-        ("train_type: lora", "train_type is a setting of ms-swift, whose files are not translated"),
-        ("datasets: [{path: a/b, type: alpaca}]", "type = alpaca has no counterpart here; it writes"),
-        ("datasets: [{path: a/b, split: 'train[:9%]'}]", "write max_examples for a part of a split"),
-        ("dataset: []", "this file names no training data, so it does not train"),
-        ("finetuning_type: lora\nlora_target: q_a_proj", "model.lora.targets is 'q_a_proj'"),
-        ("reward_funcs: accuracy_reward", "it is TRL's own function, so write module.function"),
-        ("datasets: [{path: a/b, columns: [messages, chat_template_kwargs]}]", "a row cannot set the template"),
-        ("per_device_train_batch_size: [1, 2]", "it cannot be read, or holds a value of a wrong kind: "),
-        ("datasets: 5", "it cannot be read, or holds a value of a wrong kind: "),
-        ("1: 2", "1 = 2"),
-        ("- a: [", "expected"),
-    ],
-)  # fmt: skip
-def test_what_is_not_known_is_refused(text, sentence, refusal):
+UNKNOWN = {
+    "unknown_to_all: 1": "unknown_to_all = 1 has no counterpart here; this setting is not",
+    "unknown_to_all: false": "unknown_to_all = False",
+    "dataset: pictures": "images = images has no counterpart here; only text",
+    "dataset: drawn": "num_samples = 500 has no counterpart here; rows are drawn there",
+    "template: mistral": "take it out to use the tokenizer's own",
+    "chat_template: '{{ messages }}'": "or name a .jinja file",
+    "disable_shuffling: true": "every epoch is shuffled here",
+    "learning_rate: .nan": "optimizer.lr is nan, which is not a finite number",
+    "train_type: lora": "train_type is a setting of ms-swift, whose files are not translated",
+    "datasets: [{path: a/b, type: alpaca}]": "type = alpaca has no counterpart here; it writes",
+    "datasets: [{path: a/b, split: 'train[:9%]'}]": "write max_examples for a part of a split",
+    "dataset: []": "this file names no training data, so it does not train",
+    "finetuning_type: lora\nlora_target: q_a_proj": "model.lora.targets is 'q_a_proj'",
+    "reward_funcs: accuracy_reward": "it is TRL's own function, so write module.function",
+    "datasets: [{path: a/b, columns: [messages, chat_template_kwargs]}]": "a row cannot set the template",
+    "per_device_train_batch_size: [1, 2]": "it cannot be read, or holds a value of a wrong kind: ",
+    "datasets: 5": "it cannot be read, or holds a value of a wrong kind: ",
+    "1: 2": "1 = 2",
+    "- a: [": "expected",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_what_is_not_known_is_refused(text, refusal):
     base = "finetuning_type: full\nstage: sft\ndataset: identity\n"
-    assert sentence in refusal(f"{base}{text}\n")
+    assert UNKNOWN[text] in refusal(f"{base}{text}\n")

@@ -13,12 +13,12 @@ from torch.testing import assert_close
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles
-from models.lora import add_adapters, is_adapter, save_adapters
 from models.quantized import QuantizedLinear, pack, packed_parts, unpack
 from tests.e2e.launch import ROOT
 from tests.model_folder import tiny_config, write_model
+from tests.unit.test_adapter_files import write_adapters
 from ulysses.config.command_line import parse_command_line
-from ulysses.config.schema import LoraSection, ModelSection
+from ulysses.config.schema import LoraSection
 from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
 from ulysses.export import main
@@ -81,13 +81,6 @@ def weights_of(config, folder, parameters):
         weights.fill(name, parameter.shape, 0, parameter.view(-1))
 
 
-def saved(folder, base, lora, adapters):
-    """The folder of a run's adapters on a quantised base."""
-    folder.mkdir()
-    section = ModelSection(path=str(base), lora=lora, quantize="nf4")
-    save_adapters(folder, adapters, section, reward=False)
-    return folder
-
 
 def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder):
     size = sum(packed_parts("nf4", torch.Size((48, 32))))
@@ -105,9 +98,8 @@ def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     packed_folder, tmp_path, capsys
 ):
     lora = LoraSection(rank=2, targets=["q_proj"])
-    model = add_adapters(CausalLM(SHAPE), lora)
-    adapters = {n: torch.ones(p.shape) for n, p in model.named_parameters() if ".lora_" in n}
-    folder = saved(tmp_path / "adapter", packed_folder, lora, adapters)
+    folder = tmp_path / "adapter"
+    write_adapters(folder, packed_folder, CausalLM(SHAPE), lora, torch.nn.init.ones_)
     assert main(["--merge", str(folder), str(tmp_path / "out")]) == 0
     found, whole = WeightFiles(tmp_path / "out"), WeightFiles(packed_folder)
     assert torch.equal(found.read(MATRIX), whole.read(MATRIX))
@@ -125,14 +117,11 @@ def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path):
     # whole blocks in every row, where bitsandbytes is right on CPUs
     config = ModelConfig.from_hf(tiny_config(hidden_size=64, intermediate_size=128))
     write_model(base := tmp_path / "base", config)
-    lora, draw = LoraSection(rank=2), torch.Generator().manual_seed(4)
     model = CausalLM(config, linear=partial(QuantizedLinear, kind="nf4"))
     weights_of(config, base, dict(model.named_parameters()))
-    adapters = {n: p for n, p in add_adapters(model, lora).named_parameters() if is_adapter(n)}
-    for parameter in adapters.values():
-        parameter.normal_(0, 0.1, generator=draw)
-    folder = saved(tmp_path / "adapter", base, lora, adapters)
-    row = torch.randint(97, (30,), generator=draw)
+    draw = partial(torch.nn.init.normal_, std=0.1)
+    folder = write_adapters(tmp_path / "adapter", base, model, LoraSection(rank=2), draw)
+    row = torch.randint(97, (30,))
 
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     quantized = BitsAndBytesConfig(
