@@ -1,12 +1,13 @@
 """Token losses and PPO against loops in float64."""
 
 import math
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd import grad, gradcheck
+from torch.testing import assert_close
 
 from losses import (
     dft_nll,
@@ -23,6 +24,10 @@ from losses import (
     whiten,
     z_loss,
 )
+from tests.operations import Operations
+
+DOUBLE = torch.float64
+double, drawn = partial(torch.tensor, dtype=DOUBLE), partial(torch.randn, dtype=DOUBLE)
 
 
 def test_token_nll_and_its_limits():
@@ -43,37 +48,28 @@ def test_token_nll_and_its_limits():
 
 
 def test_micro_batches_add_up_to_the_whole():
-    logps, weights = (
-        torch.randn(12, dtype=torch.float64),
-        torch.rand(12, dtype=torch.float64).round(),
-    )
-    whole = token_nll(logps, weights)
+    logps, weights = drawn(12), torch.rand(12, dtype=DOUBLE).round()
+    whole, count = token_nll(logps, weights)
     for split in ([12], [5, 7], [1, 1, 10]):
-        parts = [token_nll(a, b) for a, b in zip(logps.split(split), weights.split(split))]
-        torch.testing.assert_close(
-            sum(p[0] for p in parts) / sum(p[1] for p in parts), whole[0] / whole[1]
-        )
+        losses, counts = zip(*map(token_nll, logps.split(split), weights.split(split)))
+        assert_close(sum(losses) / sum(counts), whole / count)
 
 
 @pytest.mark.parametrize("e", [0.0, 0.1])
 def test_label_smoothing_equals_torch(e):
-    hidden, weight = (
-        torch.randn(5, 4, dtype=torch.float64),
-        torch.randn(9, 4, dtype=torch.float64),
-    )
-    targets = torch.randint(9, (5,))
+    hidden, weight, targets = drawn(5, 4), drawn(9, 4), torch.randint(9, (5,))
     out = linear_logprobs(hidden, weight, targets, lse=True, mean_logit=True)
     want = F.cross_entropy(hidden @ weight.t(), targets, label_smoothing=e, reduction="none")
-    torch.testing.assert_close(label_smoothed_nll(out.logps, out.lse, out.mean_logit, e), want)
+    assert_close(label_smoothed_nll(out.logps, out.lse, out.mean_logit, e), want)
     with pytest.raises(ValueError, match="label_smoothing is 1"):
         label_smoothed_nll(out.logps, out.lse, out.mean_logit, 1)
 
 
 def test_dft_holds_the_probability_constant():
-    logps = torch.tensor([-1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    logps = double([-1.0, -3.0], requires_grad=True)
     dft_nll(logps).sum().backward()
-    torch.testing.assert_close(logps.grad, -logps.detach().exp())
-    torch.testing.assert_close(dft_nll(logps), -logps.exp() * logps)
+    assert_close(logps.grad, -logps.detach().exp())
+    assert_close(dft_nll(logps), -logps.exp() * logps)
 
 
 def test_z_loss():
@@ -86,11 +82,10 @@ def test_z_loss():
 
 
 def gae_loop(rewards, values, gamma, lam):
-    advantages, later = [0.0] * len(rewards), 0.0
-    for t in reversed(range(len(rewards))):
-        after = values[t + 1] if t + 1 < len(values) else 0.0
-        later = rewards[t] + gamma * after - values[t] + gamma * lam * later
-        advantages[t] = later
+    advantages, later, after = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards), reversed(values)):
+        later = reward + gamma * after - value + gamma * lam * later
+        advantages, after = [later, *advantages], value
     return advantages
 
 
@@ -101,37 +96,22 @@ def test_packed_gae_equals_the_loop(gamma, lam):
     g = torch.Generator().manual_seed(0)
     lengths = [1, 37, 2, 64, 65, 1, 130]
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    rewards, values = (
-        torch.randn(sum(lengths), generator=g, dtype=torch.float64) for _ in range(2)
-    )
+    rewards, values = (drawn(sum(lengths), generator=g) for _ in range(2))
     advantages, returns = packed_gae(rewards, values, cu.int(), gamma, lam)
     want = []
-    for a, b in zip(cu[:-1].tolist(), cu[1:].tolist()):
-        want += gae_loop(rewards[a:b].tolist(), values[a:b].tolist(), gamma, lam)
-    torch.testing.assert_close(
-        advantages, torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-10
-    )
-    torch.testing.assert_close(returns, advantages + values)
-
-
-class Operations(TorchDispatchMode):
-    """Count the tensor operations that are called."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
+    for row in zip(rewards.split(lengths), values.split(lengths)):
+        want += gae_loop(*(x.tolist() for x in row), gamma, lam)
+    assert_close(advantages, double(want), rtol=1e-10, atol=1e-10)
+    assert_close(returns, advantages + values)
 
 
 def test_packed_gae_has_no_loop_over_tokens():
     counts = []
     for n in (3_000, 300_000):
+        given = torch.ones(n), torch.zeros(n), torch.tensor([0, n])
         with Operations() as operations:
-            advantages, _ = packed_gae(
-                torch.ones(n), torch.zeros(n), torch.tensor([0, n]), 1.0, 1.0
-            )
-        counts.append(operations.count)
+            advantages, _ = packed_gae(*given, 1.0, 1.0)
+        counts.append(len(operations.called))
         assert advantages[0].item() == pytest.approx(n, rel=1e-6)
     assert counts[1] < 2 * counts[0]
     empty, _ = packed_gae(torch.zeros(0), torch.zeros(0), torch.tensor([0]))
@@ -168,47 +148,37 @@ def policy_literal(logp, old, a, low, high, dual, kind):
 )
 def test_policy_loss_equals_its_equation(high, dual, kind):
     g = torch.Generator().manual_seed(2)
-    logps, old, advantages = (
-        torch.randn(40, generator=g, dtype=torch.float64) for _ in range(3)
-    )
+    logps, old, advantages = (drawn(40, generator=g) for _ in range(3))
     options = {"clip_high": high, "dual_clip": dual, "kind": kind}
     out = ppo_policy_loss(logps, old, advantages, 0.2, **options)
-    want = [
-        policy_literal(*row, 0.2, high or 0.2, dual, kind)
-        for row in zip(logps.tolist(), old.tolist(), advantages.tolist())
-    ]
-    torch.testing.assert_close(out.losses, torch.tensor(want, dtype=torch.float64))
-    torch.testing.assert_close(out.ratios, (logps - old).exp())
+    rows = zip(*(x.tolist() for x in (logps, old, advantages)))
+    want = [policy_literal(*row, 0.2, high or 0.2, dual, kind) for row in rows]
+    assert_close(out.losses, double(want))
+    assert_close(out.ratios, (logps - old).exp())
     logps.requires_grad_()
 
     def loss(x):
         return ppo_policy_loss(x, old, advantages, **options).losses
 
-    (grad,) = torch.autograd.grad(loss(logps).sum(), logps)
+    (gradient,) = grad(loss(logps).sum(), logps)
     if kind == "cispo":  # the bounded ratio is a weight, and clipped tokens learn
         weights = (logps.detach() - old).exp().clamp(max=1.3)
-        torch.testing.assert_close(grad, -advantages * weights)
+        assert_close(gradient, -advantages * weights)
         assert torch.equal(out.clipped.bool(), out.ratios > 1.3)
         return
-    assert torch.autograd.gradcheck(loss, logps)
-    assert torch.equal(
-        grad == 0, out.clipped.bool()
-    )  # a clipped token gives no gradient, any other does
+    assert gradcheck(loss, logps)
+    # a clipped token gives no gradient, any other does
+    assert torch.equal(gradient == 0, out.clipped.bool())
 
 
 def test_policy_loss_limits():
-    for gap in (1e4, -1e4):
-        for a in (1.0, -1.0):
-            logps = torch.tensor([gap], requires_grad=True)
-            out = ppo_policy_loss(logps, torch.zeros(1), torch.tensor([a]))
-            out.losses.sum().backward()
-            assert torch.isfinite(out.losses).all() and torch.isfinite(logps.grad).all()
+    logps = torch.tensor([1e4, 1e4, -1e4, -1e4], requires_grad=True)
+    out = ppo_policy_loss(logps, torch.zeros(4), torch.tensor([1.0, -1.0] * 2))
+    out.losses.sum().backward()
+    assert out.losses.isfinite().all() and logps.grad.isfinite().all()
     out = ppo_policy_loss(torch.zeros(3), torch.zeros(3), torch.tensor([1.0, -2.0, 0.0]))
-    assert (
-        out.ratios.tolist() == [1.0] * 3
-        and out.losses.tolist() == [-1.0, 2.0, 0.0]
-        and not out.clipped.any()
-    )
+    assert out.ratios.tolist() == [1.0] * 3 and not out.clipped.any()
+    assert out.losses.tolist() == [-1.0, 2.0, 0.0]
     zero = torch.zeros(1)
     for options, complaint in (
         ({"clip": 1.5}, r"clip is 1\.5"),
@@ -222,30 +192,22 @@ def test_policy_loss_limits():
 
 
 def test_value_loss():
-    v, old, g = (
-        torch.tensor([1.0, 1.0, 0.0]),
-        torch.tensor([0.0, 0.9, 0.0]),
-        torch.tensor([2.0, 2.0, -3.0]),
-    )
+    v, old, g = double([[1, 1, 0], [0, 0.9, 0], [2, 2, -3]])
     out = ppo_value_loss(v, old, g, 0.2)
-    assert out.losses.tolist() == pytest.approx(
-        [0.5 * 1.8**2, 0.5, 4.5]
-    ) and out.clipped.tolist() == [1.0, 0.0, 0.0]
-    torch.testing.assert_close(ppo_value_loss(v, old, g, None).losses, 0.5 * (v - g) ** 2)
-    assert torch.autograd.gradcheck(
-        lambda x: ppo_value_loss(x, old.double(), g.double()).losses,
-        v.double().requires_grad_(),
-    )
+    assert out.losses.tolist() == pytest.approx([0.5 * 1.8**2, 0.5, 4.5])
+    assert out.clipped.tolist() == [1.0, 0.0, 0.0]
+    assert_close(ppo_value_loss(v, old, g, None).losses, 0.5 * (v - g) ** 2)
+    assert gradcheck(lambda x: ppo_value_loss(x, old, g).losses, v.clone().requires_grad_())
     with pytest.raises(ValueError, match="value clip is -1"):
         ppo_value_loss(v, old, g, -1)
 
 
 def test_kl_estimates():
-    d = torch.linspace(-3, 3, 7, dtype=torch.float64)
+    d = torch.linspace(-3, 3, 7, dtype=DOUBLE)
     zero = torch.zeros_like(d)
-    torch.testing.assert_close(kl_estimate(d, zero, "k1"), d)
-    torch.testing.assert_close(kl_estimate(d, zero, "k2"), d**2 / 2)
-    torch.testing.assert_close(kl_estimate(d, zero, "k3"), torch.exp(-d) - 1 + d)
+    assert_close(kl_estimate(d, zero, "k1"), d)
+    assert_close(kl_estimate(d, zero, "k2"), d**2 / 2)
+    assert_close(kl_estimate(d, zero, "k3"), torch.exp(-d) - 1 + d)
     assert (kl_estimate(d, zero, "k3") >= 0).all()
     assert torch.isfinite(kl_estimate(torch.tensor([-1e4, 1e4]), torch.zeros(2), "k3")).all()
     with pytest.raises(ValueError, match="must be k1, k2 or k3"):
@@ -255,25 +217,20 @@ def test_kl_estimates():
 def test_kl_estimates_agree_in_expectation():
     """k1 and k3 estimate KL(p || q) from samples of p without bias."""
     g = torch.Generator().manual_seed(0)
-    p, q = (torch.randn(8, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    p, q = (drawn(8, generator=g).log_softmax(0) for _ in range(2))
     sample = torch.multinomial(p.exp(), 200_000, True, generator=g)
     exact = (p.exp() * (p - q)).sum().item()
     for kind in ("k1", "k3"):
-        assert kl_estimate(p[sample], q[sample], kind).mean().item() == pytest.approx(
-            exact, abs=0.02
-        )
+        found = kl_estimate(p[sample], q[sample], kind).mean().item()
+        assert found == pytest.approx(exact, abs=0.02)
 
 
 def test_group_advantages():
     """Against the papers' equations, one group at a time."""
-    scores = torch.tensor([1.0, 2.0, 4.0, 0.5, 0.5, 0.5, -1.0, 3.0, 0.0], dtype=torch.float64)
-    cases: Any = (
-        ("group", True),
-        ("group", "batch"),
-        ("group", False),
-        ("leave_one_out", True),
-    )
-    for kind, scale in cases:
+    scores = double([1.0, 2.0, 4.0, 0.5, 0.5, 0.5, -1.0, 3.0, 0.0])
+    for kind, scale in (
+        ("group", True), ("group", "batch"), ("group", False), ("leave_one_out", True)
+    ):  # fmt: skip
         found = group_advantages(scores, 3, kind, scale=scale)
         for i, r in enumerate(scores.tolist()):
             group = scores[i // 3 * 3 : i // 3 * 3 + 3].tolist()
@@ -291,13 +248,11 @@ def test_group_advantages():
 
 
 def test_whiten():
-    values = torch.tensor([[1.0, 2.0, 99.0], [4.0, 99.0, 99.0]], dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    kept = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    values = double([[1.0, 2.0, 99.0], [4.0, 99.0, 99.0]])
+    mask, kept = torch.tensor([[1, 1, 0], [1, 0, 0]]), double([1.0, 2.0, 4.0])
     got = whiten(values, mask)
-    torch.testing.assert_close(
-        got[mask.bool()], (kept - kept.mean()) / (kept.var(unbiased=False) + 1e-8).sqrt()
-    )
+    whitened = (kept - kept.mean()) / (kept.var(unbiased=False) + 1e-8).sqrt()
+    assert_close(got[mask.bool()], whitened)
     assert not got[~mask.bool()].any()
     assert whiten(torch.tensor([5.0]), torch.ones(1)).tolist() == [0.0]
     assert whiten(torch.tensor([5.0]), torch.zeros(1)).tolist() == [0.0]
@@ -305,15 +260,13 @@ def test_whiten():
 
 def test_score_lands_on_the_last_token():
     """[t, t, eos] and [t, t] cut off: the score stands on eos itself, and the penalty on the answer without one."""
-    kl = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
-    got = token_rewards(
-        kl, torch.tensor([10.0, 1.0]), torch.tensor([2, 4]), 0.5, missing_eos_penalty=2.0,
-        has_eos=torch.tensor([True, False]),
-    )  # fmt: skip
-    torch.testing.assert_close(got, torch.tensor([-0.05, -0.1, 10 - 0.15, -0.2, -1 - 0.25]))
+    kl, scores, ends = (
+        torch.tensor(x) for x in ([0.1, 0.2, 0.3, 0.4, 0.5], [10.0, 1.0], [2, 4])
+    )
+    has_eos = torch.tensor([True, False])
+    got = token_rewards(kl, scores, ends, 0.5, missing_eos_penalty=2.0, has_eos=has_eos)
+    assert_close(got, torch.tensor([-0.05, -0.1, 10 - 0.15, -0.2, -1 - 0.25]))
     with pytest.raises(ValueError, match="has_eos is missing"):
-        token_rewards(
-            kl, torch.zeros(1), torch.zeros(1, dtype=torch.long), 0.5, missing_eos_penalty=1.0
-        )
+        token_rewards(kl, scores, ends, 0.5, missing_eos_penalty=1.0)
     with pytest.raises(ValueError, match="each answer needs one of both"):
-        token_rewards(kl, torch.zeros(1), torch.zeros(2, dtype=torch.long), 0.5)
+        token_rewards(kl, scores[:1], ends, 0.5)
