@@ -74,14 +74,11 @@ def test_all_outputs_and_gradients_equal_naive(tile_rows, temperature):
 
 @pytest.mark.parametrize("which", ["logps", "entropy", "lse", "mean_logit"])
 def test_each_output_alone_has_exact_gradients(which):
-    hidden, weight, targets = inputs(seed=2)
+    given = inputs(seed=2)
     upstream = torch.randn(M, dtype=torch.float64)
-    both = (
-        linear_logprobs(hidden, weight, targets, **EVERYTHING, tile_rows=3),
-        naive(hidden, weight, targets),
-    )
+    both = linear_logprobs(*given, **EVERYTHING, tile_rows=3), naive(*given)
     ours, theirs = (getattr(outputs, which) for outputs in both)
-    assert_same_gradients(ours, theirs, [hidden, weight], upstream)
+    assert_same_gradients(ours, theirs, given[:2], upstream)
 
 
 @pytest.mark.parametrize("flags", [{}, {"entropy": True}, {"lse": True, "mean_logit": True}])
@@ -240,17 +237,16 @@ def random_weights(m=M, seed=1):
 @pytest.mark.parametrize("tile_rows", [1, 4, M, "auto"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_nll_and_its_gradients_equal_naive(tile_rows, temperature):
-    hidden, weight, targets = inputs()
-    loss_weights = random_weights()
+    given, loss_weights = inputs(), random_weights()
     options = {"temperature": temperature, "tile_rows": tile_rows}
-    ours = linear_logprobs(hidden, weight, targets, loss_weights=loss_weights, **options)
-    plain = linear_logprobs(hidden, weight, targets, **options)
-    theirs = naive_nll(hidden, weight, targets, loss_weights, temperature)
+    ours = linear_logprobs(*given, loss_weights=loss_weights, **options)
+    plain = linear_logprobs(*given, **options)
+    theirs = naive_nll(*given, loss_weights, temperature)
     assert_close(ours.nll, theirs, rtol=1e-12, atol=1e-12)
     assert torch.equal(ours.logps, plain.logps) and not ours.logps.requires_grad
     # another backward pass finds the gradients as they were
     for upstream in (1.0, 8 / 1234, -0.3, 0.0):
-        assert_same_gradients(ours.nll * upstream, theirs * upstream, [hidden, weight])
+        assert_same_gradients(ours.nll * upstream, theirs * upstream, given[:2])
 
 
 def test_gradcheck_of_nll():
@@ -278,25 +274,32 @@ def test_nll_without_a_target_connects_both_inputs(m):
 
 
 @pytest.mark.parametrize(
-    ("frozen", "products"), [((), 3), ((0,), 2), ((1,), 2), ((0, 1), 1), ("no_grad", 1)]
+    "trained, enabled, products",
+    [
+        ((True, True), True, 3),
+        ((False, True), True, 2),
+        ((True, False), True, 2),
+        ((False, False), True, 1),
+        ((True, True), False, 1),
+    ],
 )
-def test_nll_computes_the_logits_once_and_no_gradient_that_is_not_needed(frozen, products):
+def test_nll_computes_the_logits_once_and_no_gradient_that_is_not_needed(
+    trained, enabled, products
+):
     *tensors, targets = inputs()
     loss_weights, aten = random_weights(), torch.ops.aten
     want = grad(naive_nll(*tensors, targets, loss_weights), tensors)
-
-    trained = [x for i, x in enumerate(tensors) if frozen != "no_grad" and i not in frozen]
-    for x in tensors:
-        x.requires_grad_(frozen == "no_grad" or any(x is y for y in trained))
-    with Operations() as operations, torch.set_grad_enabled(frozen != "no_grad"):
+    for x, needed in zip(tensors, trained):
+        x.requires_grad_(needed)
+    with Operations() as operations, torch.set_grad_enabled(enabled):
         nll = linear_logprobs(*tensors, targets, loss_weights=loss_weights, tile_rows=4).nll
-        assert nll.requires_grad == bool(trained)
-        if trained:
+        assert nll.requires_grad == (enabled and any(trained))
+        if nll.requires_grad:
             nll.backward()
     made = map(operations.called.count, (aten.mm.default, aten.addmm_.default))
     assert sum(made) == 3 * products  # 3 tiles
-    for x, gradient in zip(tensors, want):
-        if any(x is y for y in trained):
+    for x, needed, gradient in zip(tensors, trained, want):
+        if enabled and needed:
             assert_close(x.grad, gradient)
         else:
             assert x.grad is None
@@ -317,24 +320,15 @@ def test_bfloat16_gradients_of_nll(monkeypatch, wide, upstream):
     assert_near(got, want, 5e-3 if wide else 3e-3, torch.bfloat16)
 
 
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(V, D))
-
-    def forward(self, hidden, targets):
-        return linear_logprobs(hidden, self.weight, targets, tile_rows=4)
-
-
 def test_parameter_data_may_be_replaced_between_forward_and_backward():
     """A partitioning engine frees the weight after forward and gathers it again, elsewhere, before backward."""
-    head, hidden = Head(), torch.randn(M, D, requires_grad=True)
-    targets, tensors = torch.randint(V, (M,)), (hidden, head.weight)
+    weight, hidden = nn.Parameter(torch.randn(V, D)), torch.randn(M, D, requires_grad=True)
+    targets, tensors = torch.randint(V, (M,)), (hidden, weight)
     want = grad(naive(*tensors, targets).logps.sum(), tensors)
-    logps = head(hidden, targets).logps
-    full = head.weight.data.clone()
-    head.weight.data = torch.empty(0)
-    head.weight.data = full
+    logps = linear_logprobs(*tensors, targets, tile_rows=4).logps
+    full = weight.data.clone()
+    weight.data = torch.empty(0)
+    weight.data = full
     assert_close(grad(logps.sum(), tensors), want, rtol=1e-5, atol=1e-5)
 
 

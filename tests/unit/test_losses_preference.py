@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import tomllib
 from functools import partial
 
 import pytest
@@ -267,42 +268,43 @@ def test_ld_dpo_weights():
         ld_dpo_weights(index, index, 1.5)
 
 
+REFUSALS = tomllib.loads("""
+"did you mean 'sigmoid'" = {loss_type = "sigmod"}
+"'sigmoid' with label_smoothing" = {loss_type = "cdpo"}
+"use kto_loss" = {loss_type = "kto_pair"}
+"or set dpo.sft_weight" = {loss_type = ["sigmoid", "sft"]}
+"names 2 losses and loss_weights has 1" = {loss_type = ["sigmoid", "hinge"], loss_weights = [1.0]}
+"names 0 losses" = {loss_type = []}
+"has none" = {loss_type = ["hinge", "ipo_sum"], label_smoothing = 0.1}
+"beta is 0.0" = {beta = 0.0}
+"below 0.5" = {label_smoothing = 0.5}
+"'hinge' has none" = {label_smoothing = 0.1, loss_type = "hinge"}
+"infinite at label_smoothing 0" = {loss_type = "exo_pair"}
+"pass chosen_lengths and rejected_lengths" = {loss_type = "ipo"}
+"f_divergence is 'js'" = {f_divergence = "js", loss_type = "ipo_sum"}
+"must be one of reverse_kl" = {f_divergence = "kl"}
+"set f_divergence to 'reverse_kl'" = {f_divergence = "alpha", f_alpha = 1}
+"discopop_tau is 2.0" = {loss_type = "discopop", discopop_tau = 2.0}
+""")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "message, arguments",
     [
-        ({"loss_type": "sigmod"}, "did you mean 'sigmoid'"),
-        ({"loss_type": "cdpo"}, "'sigmoid' with label_smoothing"),
-        ({"loss_type": "kto_pair"}, "use kto_loss"),
-        ({"loss_type": ["sigmoid", "sft"]}, "or set dpo.sft_weight"),
+        *REFUSALS.items(),
         (
-            {"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0]},
-            "names 2 losses and loss_weights has 1",
-        ),
-        ({"loss_type": []}, "names 0 losses"),
-        ({"loss_type": ["hinge", "ipo_sum"], "label_smoothing": 0.1}, "has none"),
-        (
-            {"policy_chosen_logps": torch.zeros(1, 3)},
             r"shapes \[\[1, 3\], \[1\].* sums over the tokens of each",
+            {"policy_chosen_logps": torch.zeros(1, 3)},
         ),
-        ({"reference_chosen_logps": torch.zeros(())}, "every pair needs one of each"),
-        ({"beta": 0.0}, "beta is 0.0"),
-        ({"label_smoothing": 0.5}, "below 0.5"),
-        ({"label_smoothing": 0.1, "loss_type": "hinge"}, "'hinge' has none"),
-        ({"loss_type": "exo_pair"}, "infinite at label_smoothing 0"),
-        ({"loss_type": "ipo"}, "pass chosen_lengths and rejected_lengths"),
-        ({"reference_chosen_logps": None}, "needs reference_chosen_logps"),
-        ({"f_divergence": "js", "loss_type": "ipo_sum"}, "f_divergence is 'js'"),
-        ({"f_divergence": "kl"}, "must be one of reverse_kl"),
-        ({"f_divergence": "alpha", "f_alpha": 1}, "set f_divergence to 'reverse_kl'"),
-        ({"loss_type": "discopop", "discopop_tau": 2.0}, "discopop_tau is 2.0"),
-        ({"policy_rejected_logps": torch.zeros(2)}, "every pair needs one of each"),
+        ("every pair needs one of each", {"reference_chosen_logps": torch.zeros(())}),
+        ("every pair needs one of each", {"policy_rejected_logps": torch.zeros(2)}),
+        ("needs reference_chosen_logps", {"reference_chosen_logps": None}),
     ],
 )
-def test_dpo_refuses(arguments, message):
+def test_dpo_refuses(message, arguments):
     sides = [
-        f"{who}_{side}_logps"
-        for who in ("policy", "reference")
-        for side in ("chosen", "rejected")
+        f"{who}_logps"
+        for who in "policy_chosen policy_rejected reference_chosen reference_rejected".split()
     ]
     with pytest.raises(ValueError, match=message):
         dpo_loss(**dict.fromkeys(sides, ONE) | arguments)
