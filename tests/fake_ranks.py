@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ulysses.gradients import Gradients, GradientSlice, StepContext, TorchGradients
+from ulysses.gradients import Gradients, GradientSlice, StepContext, TorchGradients, build_chain
 
 # rows of 7, 13 and 300 straddle any even split; one matrix is longer than two noise blocks; one vector has one element
 SHAPES = {
-    "embed.weight": (11, 7),
-    "mlp.weight": (5, 13),
-    "norm.weight": (9,),
-    "conv": (3, 2, 5),
-    "scalar": (1,),
-}
+    "embed.weight": (11, 7), "mlp.weight": (5, 13), "norm.weight": (9,), "conv": (3, 2, 5), "scalar": (1,)
+}  # fmt: skip
 LARGE = {"wide.weight": (450, 300)}
 
 
@@ -37,13 +33,13 @@ def of_norm(norm):
     return {"p": p}
 
 
-def context(step=0, total=100, **kwargs):
-    return StepContext(step, total, **({"loss": 1.0, "lr": 1e-3, "seed": 3} | kwargs))
+def context(step=0, loss=1.0):
+    return StepContext(step, 100, loss=loss, lr=1e-3, seed=3)
 
 
-def act(policy, named, step=0, **kwargs):
+def act(policy, named, *step):
     """Apply a gradient policy, or a chain, to whole gradients; return its report and the step's context."""
-    told = context(step, **kwargs)
+    told = context(*step)
     return policy.apply(TorchGradients(named.items()), told), told
 
 
@@ -51,38 +47,29 @@ def grads_of(named):
     return {n: p.grad.clone() for n, p in named.items()}
 
 
-def assert_same_gradients(got, want, rtol=1e-6):
-    for name in want:
-        torch.testing.assert_close(
-            got[name],
-            want[name],
-            rtol=rtol,
-            atol=1e-6 * float(want[name].abs().max()) + 1e-12,
-        )
-
-
 class FakeWorld:
     """Threads that meet at a barrier: every rank sees only its slices, and reduces through here."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.shared, self.calls = size, [torch.empty(0)] * size, 0
+        self.size, self.board, self.calls = size, [None] * size, 0
         self.barrier = threading.Barrier(size, timeout=20)
 
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """Every rank's value, which it no longer changes; all ranks call this together."""
+        self.board[rank] = value
+        self.barrier.wait()
+        found = [*self.board]
+        self.calls += rank == 0
+        self.barrier.wait()
+        return found
+
     def view(
-        self,
-        named: dict[str, nn.Parameter],
-        rank: int,
-        groups: dict[str, str] | None = None,
+        self, named: dict[str, nn.Parameter], rank: int, groups: dict[str, str] | None = None
     ) -> Gradients:
         """This rank's slices: the gradients themselves, not copies."""
 
         def all_reduce(tensor: Tensor) -> Tensor:
-            self.shared[rank] = tensor.clone()
-            self.barrier.wait()
-            stacked = torch.stack(self.shared)
-            self.calls += rank == 0
-            self.barrier.wait()
-            return stacked.sum(0)
+            return torch.stack(self.gather(rank, tensor.clone())).sum(0)
 
         entries = []
         for name, p in named.items():
@@ -92,6 +79,14 @@ class FakeWorld:
             scope = (groups or {}).get(name, "default")
             entries.append(GradientSlice(name, tuple(p.shape), p.numel(), grad, start, scope))
         return Gradients(entries, all_reduce)
+
+    def act(self, *chain: Any, named: dict[str, nn.Parameter], scopes: dict[str, str]) -> Any:
+        """Apply the chain of these gradient policies on every rank, and return its report."""
+        report, *others = self.run(
+            lambda rank: build_chain(*chain).apply(self.view(named, rank, scopes), context())
+        )
+        assert all(other == report for other in others)
+        return report
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         with ThreadPoolExecutor(self.size) as pool:

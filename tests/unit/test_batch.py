@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from models.decoder import embedding_noise
 from tests.unit.test_layout import simulated_mesh
@@ -68,15 +69,12 @@ def test_pack_shard_equals_shard_of_pack_and_shards_hold_every_token_once(
         names = "tokens targets loss_weights positions sequence_ids is_last reference_logps"
         for name in names.split():
             here, there = ({**vars(b), **b.token_columns}[name] for b in (one, pack))
-            assert (
-                torch.equal(here[real], there[indices[real]]) and here.dtype == there.dtype
-            ), name
+            assert_close(here[real], there[indices[real]], rtol=0, atol=0, msg=name)
         assert (one.targets[~real] == -100).all() and (one.loss_weights[~real] == 0).all()
         assert (one.sequence_ids[~real] == count).all() and not one.is_last[~real].any()
         assert one.num_sequences == count and one.num_tokens == total
-        assert one.cu_seqlens[-1] == padded and torch.equal(
-            one.cu_seqlens[: count + 1], pack.cu_seqlens
-        )
+        assert one.cu_seqlens[-1] == padded
+        assert torch.equal(one.cu_seqlens[: count + 1], pack.cu_seqlens)
         assert one.valid_index.tolist() == one.loss_weights.nonzero().flatten().tolist()
         assert one.num_valid == one.valid_index.numel() == (one.targets != -100).sum()
         assert one.sequence_columns["margin"].tolist() == [i / 2 for i in range(count)]
@@ -116,18 +114,15 @@ def test_no_sequences_give_a_batch_without_weight():
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
     lengths = [100_000, 3, 1, 5000, 65, 64]
-    batch = pack_shard(
-        [Sequence(np.zeros(n, np.uint8), np.ones(n)) for n in lengths], ParallelMesh()
-    )
+    batch = pack_shard([Sequence([0] * n, np.ones(n)) for n in lengths], ParallelMesh())
     values = torch.rand(sum(lengths), *shape)
     values[:100_000] *= 1e6
     values[100_000:] *= 1e-3
     wanted = torch.stack([x.sum(0) for x in values.double().split(lengths)])
-    torch.testing.assert_close(segment_sums(values, batch).double(), wanted, rtol=1e-6, atol=0)
+    assert_close(segment_sums(values, batch).double(), wanted, rtol=1e-6, atol=0)
+    # what a difference of prefix sums would be
     naive = values.cumsum(0)[batch.cu_seqlens[1:] - 1].diff(dim=0)
-    assert not torch.allclose(
-        naive.double(), wanted[1:], rtol=1e-2
-    )  # what a difference of prefix sums would be
+    assert not torch.allclose(naive.double(), wanted[1:], rtol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -145,19 +140,19 @@ def test_bad_sequences_and_packs_are_refused(first, message):
 
 def test_neftunes_noise_of_an_answer_counts_the_prompt_that_it_shares():
     """Answers of 20 and 5 tokens to a prompt of 100: their own rows have the noise that they have alone."""
-    prompt = torch.arange(100)
     whole = [
         Sequence(
-            torch.cat([prompt, torch.full((size,), 200 + size)]),
-            (torch.arange(100 + size) >= 100).float(),
-            columns={"noise_key": 7 + size},
+            [*range(100), *[200 + size] * size], [0] * 100 + [1] * size, columns={"noise_key": 7 + size}
         )
         for size in (20, 5)
-    ]
-    shared = pack_shard(share_prefix(whole), ParallelMesh())
-    found = embedding_noise(shared, 16, 5.0, seed=3)
+    ]  # fmt: skip
+
+    def noise(sequences):
+        batch = pack_shard(sequences, ParallelMesh())
+        return batch.sequence_ids, embedding_noise(batch, 16, 5.0, seed=3)
+
+    ids, found = noise(share_prefix(whole))
     for place, alone in enumerate(whole):
-        expected = embedding_noise(pack_shard([alone], ParallelMesh()), 16, 5.0, seed=3)
-        own = found[shared.sequence_ids == place]
-        assert torch.equal(own, expected[-len(own) :])
+        own = found[ids == place]
+        assert torch.equal(own, noise([alone])[1][-len(own) :])
     assert len(found) == 126  # the last token of the prompt predicts, and is in both

@@ -14,9 +14,8 @@ from models.half_blocks import (
 )
 from ulysses.memory.tiling import add_by_tiles
 
-each_device = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+each_device = pytest.mark.parametrize("device", ["cpu", GPU])
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 apart_and_together = pytest.mark.parametrize(
     "together", [False, True], ids=["apart", "together"]
@@ -39,9 +38,9 @@ def all_near(found, exact, dtype, factor=1.0):
 def in_float64(function, inputs, *grads):
     """The function's values, and the gradients of its inputs."""
     exact = [t.double().requires_grad_() for t in inputs]
-    found = function(*exact)
-    values = found if isinstance(found, tuple) else (found,)
-    return *values, *torch.autograd.grad(values, exact, [g.double() for g in grads])
+    values = function(*exact)
+    gradients = torch.autograd.grad(values, exact, [g.double() for g in grads])
+    return *(values if isinstance(values, tuple) else [values]), *gradients
 
 
 def draw(*shapes, dtype=torch.float32, device="cpu"):
@@ -79,9 +78,8 @@ def test_norm_gradient(device, dtype, shape):
     mine_x, mine_w = rms_norm_backward(grad.clone(), x, weight, 1e-5)
     near(mine_x, grad_x, dtype)
     near(mine_w, grad_w, dtype, torch.promote_types(dtype, torch.float32))
-    near(
-        rms_norm_backward(grad, x, weight, 1e-5, residual)[0], grad_x + residual.double(), dtype
-    )
+    mine_x, _ = rms_norm_backward(grad, x, weight, 1e-5, residual)
+    near(mine_x, grad_x + residual.double(), dtype)
 
 
 @each_device
@@ -91,12 +89,8 @@ def test_rotation(device, dtype, heads, width):
     q, k = draw((19, heads[0], width), (19, 2 * heads[1], width), dtype=dtype, device=device)
     k = k[:, : heads[1]]  # rows that are not dense, like a view of an exchange buffer
     cos, sin = turns(19, width // 2, device)
-    all_near(
-        rotate_pair(q, k, cos, sin, back=True),
-        (turned(q, cos, -sin), turned(k, cos, -sin)),
-        dtype,
-    )
-    wanted = turned(q, cos, sin), turned(k, cos, sin)
+    back, wanted = ([turned(x, cos, way) for x in (q, k)] for way in (-sin, sin))
+    all_near(rotate_pair(q, k, cos, sin, back=True), back, dtype)
     inside = rotate_pair(q, k, cos, sin, out=(q, k))
     assert [x.data_ptr() for x in inside] == [q.data_ptr(), k.data_ptr()]
     all_near(inside, wanted, dtype)
@@ -122,9 +116,8 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
 
     def exact(hidden, norm, *rest):
         rows = normalised(hidden, norm)
-        q, k, v = (
-            F.linear(rows, w, b).unflatten(1, (-1, width)) for w, b in zip(rest[:3], rest[3:6])
-        )
+        linear = map(F.linear, [rows] * 3, rest, rest[3:])
+        q, k, v = (x.unflatten(1, (-1, width)) for x in linear)
         if normed:
             q, k = normalised(q, rest[6]), normalised(k, rest[7])
         return turned(q, cos, sin), turned(k, cos, sin), v, hidden
@@ -132,7 +125,7 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
     wanted = in_float64(exact, inputs, *grads)
     x, *weights = (t.requires_grad_() for t in inputs)
     found = ProjectNode.apply(x, cos, sin, width, 1e-5, *weights)
-    factor = {torch.float32: 2.0, torch.bfloat16: 4.0}[dtype]  # several roundings in a row
+    factor = 2.0 if dtype == torch.float32 else 4.0  # several roundings in a row
     all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
 
@@ -156,27 +149,16 @@ def test_feed_forward_half(device, dtype, tile, together):
     x, *weights = (t.requires_grad_() for t in inputs)
     w = *weights, 1e-5
     out = FeedForwardNode.apply(x, *w)
-    factor = {torch.float32: 1.0, torch.bfloat16: 4.0}[
-        dtype
-    ]  # several bfloat16 roundings in a row
-    all_near(
-        (out, add_by_tiles(lambda rows: mlp(rows, *w)[-1], x, tile)),
-        (exact, exact),
-        dtype,
-        factor,
-    )
-    for found in (
-        torch.autograd.grad(out, inputs, grad),
-        feed_forward_gradients(x, grad, w, tile),
-    ):
-        all_near(found, exact_grads, dtype, factor)
+    factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
+    for found in (out, add_by_tiles(lambda rows: mlp(rows, *w)[-1], x, tile)):
+        near(found, exact, dtype, factor=factor)
+    all_near(torch.autograd.grad(out, inputs, grad), exact_grads, dtype, factor)
+    all_near(feed_forward_gradients(x, grad, w, tile), exact_grads, dtype, factor)
     for frozen in (weights[0], *weights[2:]):
         frozen.requires_grad_(False)
-    [*others, for_gate] = [
-        g for g in feed_forward_gradients(x, grad, w, tile)[1:] if g is not None
-    ]
-    near(for_gate, exact_grads[2], dtype, factor=factor)
-    assert not others
+    _, *found = feed_forward_gradients(x, grad, w, tile)
+    near(found.pop(1), exact_grads[2], dtype, factor=factor)
+    assert not any(g is not None for g in found)
 
 
 @pytest.mark.gpu

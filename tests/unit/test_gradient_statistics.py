@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fake_ranks import FakeWorld, context, grads_of, parameters
-from ulysses.gradients import TorchGradients, build_chain
+from tests.fake_ranks import FakeWorld, grads_of, parameters
+from ulysses.gradients import TorchGradients
 from ulysses.gradients.gradients import Gradients, GradientSlice
 
 
@@ -34,11 +34,7 @@ def test_idle_gradient_policies_need_one_collective_together():
     ]  # fmt: skip
     named, world = parameters(), FakeWorld(2)
     before = grads_of(named)
-    world.run(
-        lambda rank: build_chain(tables).apply(
-            world.view(named, rank, {"conv": "value"}), context()
-        )
-    )
+    world.act(tables, named=named, scopes={"conv": "value"})
     assert world.calls == 1
     assert all(torch.equal(p.grad, before[n]) for n, p in named.items())
 
@@ -51,9 +47,8 @@ def test_plain_view_leaves_out_frozen_and_untouched_parameters():
     view = TorchGradients(named.items())
     view.scale(0.0)
     assert [e.name for e in view] == ["c"] and not named["c"].grad.any()
-    with pytest.raises(
-        ValueError, match="no parameter has a gradient; run the backward pass first"
-    ):
+    sentence = "no parameter has a gradient; run the backward pass first"
+    with pytest.raises(ValueError, match=sentence):
         TorchGradients([("a", named["a"])])
 
 
@@ -62,12 +57,7 @@ def test_large_slices_are_summed_accurately(dtype):
     """torch's own CPU norm is off by parts in a thousand here."""
     p = nn.Parameter(torch.empty(40_000_003, dtype=dtype))
     p.grad = torch.empty_like(p).normal_()
-    norms, sums = zip(
-        *(
-            (x.double().norm().item(), x.double().abs().sum().item())
-            for x in p.grad.split(1 << 20)
-        )
-    )
-    view = TorchGradients([("p", p)])
-    assert view.norm() == pytest.approx(math.hypot(*norms), rel=1e-7)
-    assert view.mean_abs() == pytest.approx(sum(sums) / len(p), rel=1e-7)
+    parts = [x.double() for x in p.grad.split(1 << 20)]
+    norm, total = math.hypot(*(x.norm() for x in parts)), sum(x.abs().sum() for x in parts)
+    found = (view := TorchGradients([("p", p)])).norm(), view.mean_abs()
+    assert found == pytest.approx((norm, float(total) / len(p)), rel=1e-7)

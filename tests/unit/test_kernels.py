@@ -12,9 +12,9 @@ from ulysses.parallel.layout import Segments
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 PACKS = {  # lengths of queries, lengths of keys
-    "ragged": ([5, 1, 130, 1, 1, 333, 64], [5, 1, 130, 1, 1, 333, 64]),
-    "one": ([257], [257]),
-    "short": ([5, 1, 60], [5, 1, 60]),
+    "ragged": ([5, 1, 130, 1, 1, 333, 64],) * 2,
+    "one": ([257],) * 2,
+    "short": ([5, 1, 60],) * 2,
     "late rows": ([60, 1, 33], [200, 7, 33]),
 }
 
@@ -34,14 +34,12 @@ def torch_switch():
 def naive(q, k, v, lengths, causal, scale):
     """Unfused attention, one document at a time, whole score matrices."""
     outs, group = [], q.shape[1] // k.shape[1]
-    for query, key, value in zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1])):
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    k, v = (x.repeat_interleave(group, 1).split(lengths[1]) for x in (k, v))
+    for query, key, value in zip(q.split(lengths[0]), k, v):
         scores = torch.einsum("qhe,khe->hqk", query, key) * scale
         if causal:
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(
-                1 + len(key) - len(query)
-            )
-            scores = scores.masked_fill(hidden, -torch.inf)
+            hidden = torch.ones_like(scores).triu(1 + len(key) - len(query))
+            scores = scores.masked_fill(hidden.bool(), -torch.inf)
         outs.append(torch.einsum("hqk,khe->qhe", scores.softmax(-1), value))
     return torch.cat(outs)
 
@@ -58,8 +56,9 @@ def attended(kernel, upstream, inputs, packed):
 
 
 def assert_near(kernel, found, wanted, tolerance):
-    for name, got, want in zip(("out", "dq", "dk", "dv"), found, wanted):
-        error = (got.cpu().double() - want.cpu().double()).norm() / want.double().norm().cpu()
+    for name, *both in zip(("out", "dq", "dk", "dv"), found, wanted):
+        got, want = (x.cpu().double() for x in both)
+        error = (got - want).norm() / want.norm()
         assert error < tolerance, f"{kernel} {name}: {error:.2e}"
 
 
@@ -160,9 +159,7 @@ def test_a_wrong_gradient_is_refused_by_name(monkeypatch, name, factors):
         return [g * factor for g, factor in zip(right.backward(*arguments), factors)]
 
     monkeypatch.setitem(KERNELS, "torch", right._replace(backward=wrong))
-    message = (
-        f"kernel torch gives a wrong {name} gradient on cpu: .*; set model.attention to another"
-    )
+    message = f"torch gives a wrong {name} gradient on cpu: .*; set model.attention to another"
     with pytest.raises(FloatingPointError, match=message):
         prove_kernel("torch", torch.device("cpu"), torch.bfloat16, 4, 2, 16)
 
@@ -218,14 +215,27 @@ def machine_without(monkeypatch, *absent):
     )
 
 
-@pytest.mark.parametrize("warn_only, kernel", [(False, "torch"), (True, "reference")])
+@pytest.mark.parametrize(
+    "warn_only, kernel, other, message",
+    [
+        (
+            False,
+            "torch",
+            "cudnn",
+            "cannot run here .*: cudnn's backward is not deterministic; set",
+        ),
+        (True, "reference", "torch", "deterministic only under"),
+    ],
+)
 @pytest.mark.usefixtures("torch_switch")
-def test_auto_is_deterministic_where_asked(monkeypatch, warn_only, kernel):
+def test_auto_is_deterministic_where_asked(monkeypatch, warn_only, kernel, other, message):
     """Without flash-attn; torch's own kernel looks at torch's switch, and ignores it where it only warns."""
     machine_without(monkeypatch, "flash4")
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     name, reason = choice(documents=1)
     assert name == kernel and "cudnn's backward is not deterministic" in reason
+    with pytest.raises(ValueError, match=message):
+        choice(other)
 
 
 def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypatch):
@@ -246,26 +256,22 @@ def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypat
 @pytest.mark.parametrize(
     "asked, message",
     [
+        (
+            {"name": "flash4", "device": "cpu"},
+            "flash4 needs a GPU, the device is cpu; set another kernel or auto",
+        ),
+        (
+            {"name": "cudnn", "device": "cpu"},
+            "cudnn needs a GPU, the device is cpu; set another kernel or auto",
+        ),
         ({"name": "flash3"}, "'flash3' is unknown; set auto, flash4, cudnn, torch, reference"),
         ({"name": "flash4", "dtype": torch.float32}, "flash4 needs float16 or bfloat16"),
         ({"name": "cudnn", "head_dim": 256}, "a multiple of 8 and at most 128"),
-        ({"name": "flash4", "head_dim": 16}, "for head dims 32, 64, 128"),
         ({"name": "flash4", "head_dim": 96}, "for head dims 32, 64, 128"),
-        ({"name": "torch", "switch": {"warn_only": True}}, "deterministic only under"),
-        (
-            {"name": "cudnn", "switch": {}},
-            "cannot run here .*: cudnn's backward is not deterministic; set",
-        ),
     ],
 )
-@pytest.mark.usefixtures("torch_switch")
 def test_kernels_that_cannot_run_are_refused_in_one_sentence(monkeypatch, asked, message):
-    for name in ("flash4", "cudnn"):
-        sentence = f"{name} needs a GPU, the device is cpu; set another kernel or auto"
-        with pytest.raises(ValueError, match=sentence):
-            choice(name, "cpu")
-    machine_without(monkeypatch)
-    if "switch" in asked:
-        torch.use_deterministic_algorithms(True, **asked["switch"])
+    if "device" not in asked:
+        machine_without(monkeypatch)
     with pytest.raises(ValueError, match=message):
-        choice(**{key: value for key, value in asked.items() if key != "switch"})
+        choice(**asked)

@@ -2,14 +2,13 @@
 
 import math
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.fake_ranks import FakeWorld
 from tests.harness import full
 from ulysses.parallel import exchange
 from ulysses.parallel.layout import head_layout, packed_plan, row_sets, shard_ranges
@@ -35,30 +34,22 @@ def with_tail(lengths, ranks):
     return torch.tensor([0, *lengths, *filter(None, [-sum(lengths) % ranks])]).cumsum(0)
 
 
-class SimulatedGroup:
-    """all_to_all_single between threads: a board of send buffers and two barriers."""
+class SimulatedGroup(FakeWorld):
+    """all_to_all_single between threads; `received` holds the elements that reached each rank, call by call."""
 
     def __init__(self, ranks):
-        self.board, self.barrier = [None] * ranks, threading.Barrier(ranks, timeout=10)
-        self.received = [
-            [] for _ in range(ranks)
-        ]  # elements that reached each rank, call by call
+        super().__init__(ranks)
+        self.received = [[] for _ in range(ranks)]
 
     def all_to_all_single(
         self, received, send, output_splits=None, input_splits=None, *, group
     ):
-        rank, ranks = group, len(self.board)
-        even = [len(send) // ranks] * ranks
-        self.board[rank] = send.split(input_splits or even)
-        self.barrier.wait()
-        received.copy_(torch.cat([parts[rank] for parts in self.board]))
-        self.received[rank].append(received.numel())
-        assert [len(parts[rank]) for parts in self.board] == (output_splits or even)
-        self.barrier.wait()
-
-    def run(self, function):
-        with ThreadPoolExecutor(len(self.board)) as pool:
-            return list(pool.map(function, range(len(self.board))))
+        even = [len(send) // self.size] * self.size
+        everyone = self.gather(group, send.clone().split(input_splits or even))
+        parts = [parts[group] for parts in everyone]
+        assert [*map(len, parts)] == (output_splits or even)
+        received.copy_(torch.cat(parts))
+        self.received[group].append(received.numel())
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -92,25 +83,20 @@ def test_exchange_brings_every_row_and_key_where_it_is_needed(heads, sp, monkeyp
         if sp > 1:
             # a kernel gives each of the kv heads to as many query heads in turn
             for_each_query = k.repeat_interleave(layout.query // layout.key, 1)
-            assert torch.equal(
-                for_each_query, key[:, held // (num_heads // num_kv_heads)]
-            ) and torch.equal(v, -k)
+            assert torch.equal(for_each_query, key[:, held // (num_heads // num_kv_heads)])
+            assert torch.equal(v, -k)
             # k' and v' are parts of one buffer, and pieces of rows attend to slices of it: no key is copied again
-            held_once = total * 2 * layout.key + (
-                len(rows) * layout.query if sp == ranks else 0
-            )
-            assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-            assert k.untyped_storage().nbytes() == 8 * held_once
+            buffer, queries, keys = k.untyped_storage(), q.numel(), 2 * k.numel()
+            assert buffer.data_ptr() == v.untyped_storage().data_ptr()
+            assert buffer.nbytes() == 8 * (keys + queries * (sp == ranks))
             # Every key and value arrives once per slot, every query row once; gradients go back the same way.
             there, out, back_again, out_again = group.received[rank]
-            assert there == back_again == len(rows) * layout.query + 2 * total * layout.key
+            assert there == back_again == queries + keys
             assert out == out_again == len(mine) * num_heads
         assert torch.equal(back, query[mine]) and torch.equal(again, q)
-        copies = sp // ranks * layout.repeat  # the adjoint sums all copies
-        for grad, wanted in zip(
-            grads, (query[mine], copies * key[mine], -copies * key[mine]), strict=True
-        ):
-            assert torch.equal(grad, wanted)
+        summed = sp // ranks * layout.repeat * key[mine]  # the adjoint sums all copies
+        for found, wanted in zip(grads, (query[mine], summed, -summed), strict=True):
+            assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("ranks, shared", [(1, {True}), (4, {True, False})])
@@ -140,31 +126,19 @@ def test_causal_cost_is_balanced(sp):
     draw = random.Random(sp)
     mixed = [draw.randint(1, 1000) for _ in range(2000)]
     packs = [
-        [1 << 20],
-        mixed,
-        [*mixed[:150], 16000],
-        [16000, *mixed[:150]],
-        [1] * 5000 + [30000],
-        [4096] * 9,
-    ]
-    packs += [
-        [2000, *(int(10 ** draw.uniform(0, 4.5)) for _ in range(draw.randint(1, 80)))]
-        for _ in range(20)
-    ]
+        [1 << 20], mixed, [*mixed[:150], 16000], [16000, *mixed[:150]], [1] * 5000 + [30000], [4096] * 9
+    ]  # fmt: skip
+    for count in (draw.randint(1, 80) for _ in range(20)):
+        packs.append([2000, *(int(10 ** draw.uniform(0, 4.5)) for _ in range(count))])
     for lengths, heads in product(packs, {math.gcd(sp, heads) for heads, _ in HEADS}):
         cu = with_tail(lengths, sp)
         sets = row_sets(cu, sp // heads)
         shards = [shard_ranges(sets, rank, heads) for rank in range(sp)]
-        held = sorted(piece for pieces in shards for piece in pieces)
-        assert (
-            held[0][0] == 0
-            and held[-1][1] == cu[-1]
-            and all(a[1] == b[0] for a, b in pairwise(held))
-        )
+        held = [(0, 0), *sorted(sum(shards, [])), (int(cu[-1]), None)]
+        assert all(a[1] == b[0] for a, b in pairwise(held))
         assert {sum(b - a for a, b in pieces) for pieces in shards} == {int(cu[-1]) // sp}
         assert cost_spread(cu, sets) < (0.005 if cu[-1] > 500_000 else 0.05), lengths
         assert sum(map(len, sets)) <= 2 * len(sets) - 1
-    contiguous = [
-        [(i * 1024, (i + 1) * 1024)] for i in range(4)
-    ]  # what this measure says of plain shards
+    # what this measure says of plain shards
+    contiguous = [[(i, i + 1024)] for i in range(0, 4096, 1024)]
     assert cost_spread(torch.tensor([0, 4096]), contiguous) > 0.7

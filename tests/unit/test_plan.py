@@ -31,13 +31,8 @@ NODE = node()
 
 
 def case(tokens, level="none", model=LLAMA, machine=NODE, sp=0, **more):
-    return Workload(
-        model,
-        machine,
-        tokens,
-        sp or machine.gpus,
-        **{"levels": (level,) * model.layers, **more},
-    )
+    more = {"levels": (level,) * model.layers, **more}
+    return Workload(model, machine, tokens, sp or machine.gpus, **more)
 
 
 def predicted(*arguments, **more):
@@ -52,9 +47,8 @@ def measured(row):
         query, kv = map(int, row["heads"].split("/"))
         hf |= {"num_attention_heads": query, "num_key_value_heads": kv}
     model, others = plain_model(ModelConfig.from_hf(hf)), ()
-    if (
-        "ranks" in row
-    ):  # "U x R": U ranks exchange heads, as another model's heads ask for, and R split rows
+    # "U x R": U ranks exchange heads, as another model's heads ask for, and R split rows
+    if "ranks" in row:
         heads = int(row["ranks"].split(" x ")[0])
         others = (model._replace(heads=heads, kv_heads=1, parameters=0),)
     if adapters := row.get("adapters"):
@@ -64,27 +58,19 @@ def measured(row):
     for part in row["recompute"].split("+"):
         level, _, count = part.partition("*")
         levels += (level,) * int(count or row["layers"])
-    names = "weights", "documents", "micro_batches", "squares"
+    names = "weights", "documents", "micro_batches", "squares", "sp", "tokens"
     given = {name: row[name] for name in names if name in row}
-    return case(
-        row["tokens"],
-        model=model,
-        machine=node(row["gpus"]),
-        sp=row["sp"],
-        levels=levels,
-        offloaded_layers=row["offload"],
-        others=others,
-        **given,
+    given |= {"model": model, "machine": node(row["gpus"]), "levels": levels, "others": others}
+    return case(**given, offloaded_layers=row["offload"])
+
+
+def named(row):
+    return " ".join(
+        str(row.get(key, "")) for key in "arch layers tokens recompute quantize".split()
     )
 
 
-@pytest.mark.parametrize(
-    "row",
-    map(json.loads, ROWS.read_text().splitlines()),
-    ids=lambda r: (
-        f"{r['arch']} {r['layers']} layers {r['tokens']} tokens {r['recompute']} {r.get('quantize', '')}"
-    ),
-)
+@pytest.mark.parametrize("row", map(json.loads, ROWS.read_text().splitlines()), ids=named)
 def test_measured_steps_are_predicted(row):
     """Memory within 5%, time within 15%. What a CUDA graph holds for itself counts as reserved only.
 
@@ -116,14 +102,12 @@ def test_states_are_eighteen_bytes_per_parameter():
 
 def test_rollouts_hold_the_whole_policy_and_its_cache():
     rollout = PlannedRollout(128, 64, 1024, 1024, 8192)
-    cases = [
-        case(2048, "block", rollout=r)
-        for r in (None, rollout._replace(answers=64), rollout, rollout._replace(merged=True))
-    ]
-    plain, _, more, merged = (predict(c).allocated for c in cases)
-    states, cache = predict(cases[0]).states, 2 * 2 * 32 * 64 * 2048 * 1024
-    assert more > states + 2 * LLAMA.parameters + cache > plain
-    assert merged - more == pytest.approx(2 * LLAMA.parameters, rel=1e-3)
+    asked = None, rollout, rollout._replace(merged=True)
+    plain, more, merged = (predicted(2048, "block", rollout=r) for r in asked)
+    cache = 2 * 2 * 32 * 64 * 2048 * 1024
+    assert more.allocated > plain.states + 2 * LLAMA.parameters + cache > plain.allocated
+    both = merged.allocated - more.allocated
+    assert both == pytest.approx(2 * LLAMA.parameters, rel=1e-3)
 
 
 def test_passes_without_gradient_are_planned_for():

@@ -1,13 +1,12 @@
 """PPO outside the loop: what a rollout holds, which steps it gives, where its scores come from, what is refused."""
 
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import cycle
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.testing import assert_close
 
 import ulysses.rl.servers as servers
@@ -49,19 +48,23 @@ def ppo(settings=""):
     return PpoSection(**dict(setting.split("=") for setting in settings.split()))
 
 
+def whitened(x):
+    return (x - x.mean()) / (x.var(correction=0) + 1e-8).sqrt()
+
+
 def maker(settings):
     rest = dict.fromkeys(("engine", "mesh", "sampler", "budget"))
     return RolloutMaker(config=ppo(settings), **rest)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        "",
-        "kl_estimator=k3 missing_eos_penalty=1 gamma=0.9",
-        "kl_estimator=k2 lam=1 kl_coefficient=0.5",
-    ],
+SETTINGS = (
+    "",
+    "kl_estimator=k3 missing_eos_penalty=1 gamma=0.9",
+    "kl_estimator=k2 lam=1 kl_coefficient=0.5",
 )
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_rewards_advantages_and_returns_against_the_formula(settings):
     """One answer at a time; prompts take no part, and advantages are whitened over the whole rollout."""
     c = ppo(settings)
@@ -78,20 +81,16 @@ def test_rewards_advantages_and_returns_against_the_formula(settings):
         last = t in (2, 6, 7)
         value, later = (0.0, 0.0) if last else (values[t + 1], advantages[t + 1])
         advantages[t] = rewards[t] + c.gamma * (value + c.lam * later) - values[t]
-    centred = advantages - advantages.mean()
-    whitened = centred / (advantages.var(correction=0) + 1e-8).sqrt()
-    for name, wanted in ("advantages", whitened), ("returns", advantages + values):
+    for name, wanted in ("advantages", whitened(advantages)), ("returns", advantages + values):
         column = rollout.columns[name]
         assert_close(column[PREDICTED_AT].double(), wanted, rtol=1e-5, atol=1e-5)
         assert not column.index_fill(0, torch.tensor(PREDICTED_AT), 0).any()
     expected = {
-        "objective/rlhf_reward": float(rewards.sum()) / 3,
-        "objective/kl": float(d.sum()) / 3,
-        "objective/scores": 2.5 / 3,
-        "response_length/mean": 8 / 3,
-        "response_length/clip_ratio": 1 / 3,
-    }
-    assert rollout.metrics == pytest.approx(rollout.metrics | expected, rel=1e-5)
+        "objective/rlhf_reward": rewards.sum(), "objective/kl": d.sum(), "objective/scores": 2.5,
+        "response_length/mean": 8, "response_length/clip_ratio": 1,
+    }  # fmt: skip
+    for name, total in expected.items():
+        assert rollout.metrics[name] == pytest.approx(float(total) / 3, rel=1e-5), name
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -105,10 +104,9 @@ def test_advantages_without_a_value(advantage, kl_in, masked):
     """
     answers = [8, 9, EOS], [11, 12], [EOS], [6, EOS], [9] * 4, [3, 3, EOS]
     rollout = answered([[5, 7], [4]], answers)
-    scores = torch.tensor([answer.score for answer in rollout.answers]).double()
-    lengths = torch.tensor([*map(len, answers)])
-    kept = [answer.ended or not masked for answer in rollout.answers]
-    kept = torch.tensor(kept).repeat_interleave(lengths).float()
+    columns = [(a.score, a.ended or not masked, len(a.tokens)) for a in rollout.answers]
+    scores, kept, lengths = map(torch.tensor, zip(*columns))
+    scores, kept = scores.double(), kept.repeat_interleave(lengths).float()
     predicts = rollout.columns["weights"].roll(-1).bool()
     old, reference = torch.randn(2, len(predicts))
     settings = f"advantage={advantage} kl_in={kl_in} mask_truncated={masked}"
@@ -117,8 +115,7 @@ def test_advantages_without_a_value(advantage, kl_in, masked):
     gaps = 0.3 * (kl_in == "reward") * kept * (old - reference)[predicts].double()
     to_come = [gap.flip(0).cumsum(0).flip(0) for gap in gaps.split(lengths.tolist())]
     if advantage == "reinforce++":
-        wanted = scores.repeat_interleave(lengths) - torch.cat(to_come)
-        wanted = (wanted - wanted.mean()) / (wanted.var(correction=0) + 1e-8).sqrt()
+        wanted = whitened(scores.repeat_interleave(lengths) - torch.cat(to_come))
     else:
         earned = scores - torch.stack([gap[0] for gap in to_come])
         wanted = group_advantages(earned, 3, advantage).repeat_interleave(lengths)
@@ -154,25 +151,23 @@ def test_losses_equal_trls(case):
     config = ppo(f"{given} kl_coefficient=0.04 max_new_tokens=6 {settings}")
     advantages, sequences, rows = group_advantages(scores, 4), [], []
     for n, length in enumerate(lengths):
-        t = torch.arange(length).double()
+        # the last token of a sequence predicts nothing
+        t = torch.arange(length + 1).double()
         columns = {
             "old_logps": torch.sin(2 * n + 5 * t) * 0.4 - 1.5,
             "reference_logps": torch.cos(n + 2 * t) * 0.4 - 1.5,
-            "advantages": advantages[n].expand(length),
+            "advantages": advantages[n].expand(length + 1),
         }
-        columns = {name: F.pad(column, (0, 1)) for name, column in columns.items()}
-        weight = 1 / length if config.loss_aggregation == "sequence" else 1.0
-        weight *= not (config.mask_truncated and n in (2, 4))
-        weights = torch.tensor([0.0] + [weight] * length)
-        sequences.append(Sequence(torch.arange(length + 1), weights, columns))
-        rows.append(F.pad(torch.sin(3 * n + t + 1) * 0.4 - 1.5, (0, 1)))
+        weights = (t > 0) / (length if config.loss_aggregation == "sequence" else 1)
+        weights *= not (config.mask_truncated and n in (2, 4))
+        sequences.append(Sequence(t.long(), weights, columns))
+        rows.append(torch.sin(3 * n + t + 1) * 0.4 - 1.5)
     logps = torch.cat(rows).requires_grad_()
     mesh, out = ParallelMesh(1), LogProbs(logps, torch.zeros_like(logps))
     stage = PpoStage(Config(stage="ppo", ppo=config), lambda *_, **__: out, mesh)
     batch = pack_shard(sequences, mesh, "cpu")
     terms = stage.losses(batch, MetricSums("cpu"))
-    ours = sum(term.value * term.weight for term in terms)
-    ours = ours / stage.normalisers(batch)["tokens"]
+    ours = sum(term.value * term.weight for term in terms) / stage.normalisers(batch)["tokens"]
     ours.backward()
     found = ours.item(), logps.grad.norm().item()
     assert found == pytest.approx((float(loss), float(gradient_norm)), rel=1e-6)
@@ -229,14 +224,13 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
 
 
 def test_first_step_identities():
-    made = PpoStage(Config(stage="ppo"), tolerance=1e-5)
-    same = {"policy/logp_change": 1e-7, "reference_gap": 1e-7}
-    made.check_first_step(same)
-    made.check_first_step({})  # of a step that trains nothing
+    check = PpoStage(Config(stage="ppo"), tolerance=1e-5).check_first_step
+    check({"policy/logp_change": 1e-7, "reference_gap": 1e-7})
+    check({})  # of a step that trains nothing
     for name, whose in ("policy/logp_change", "its"), ("reference_gap", "their"):
         sentence = f"but {whose} log-probabilities differ by 0.01 per token"
         with pytest.raises(RuntimeError, match=sentence):
-            made.check_first_step(same | {name: 0.01})
+            check({name: 0.01})
 
 
 class Letters:
@@ -250,11 +244,8 @@ HALF, ALL = (f"tests.reward_functions:{name}" for name in ("half", "all_at_once"
 def scores(name, *scales, sleep=0, most=None, **options):
     """The scores of the same answer to the same prompt with every scale; the first example is number 4."""
     count, rows = len(scales), [{"scale": x, "sleep": sleep, "most": most} for x in scales]
-    rewards = Rewards([name], Letters(), **options)
-    try:
+    with closing(Rewards([name], Letters(), **options)) as rewards:
         found = rewards([[97]] * count, [[98, 99]] * count, rows, [*range(4, 4 + count)])
-    finally:
-        rewards.close()
     return [each[name] for each in found]
 
 
@@ -288,14 +279,11 @@ def test_rewards_of_a_server(monkeypatch):
     for server.scores, server.fault, complaint in (
         ([1.0], "", r"returned \[1.0\] for 2 answers"),
         ("good", "", "returned good for 2 answers"),
-        ([], "refuse", "failed: OSError: HTTP 503"),
-        ([], "hang", "timed out"),
+        ([], "hang", "failed: TimeoutError: timed out after 0.4 s"),
     ):
         with pytest.raises(ValueError, match=f"the reward {url} .*{complaint}"):
-            scores(url, 1, 2, timeout=0.2 if server.fault == "hang" else 20)
+            scores(url, 1, 2, timeout=0.2 if server.fault else 20)
     server.close()
-    with pytest.raises(ValueError, match="the reward .* failed: OSError: ConnectError"):
-        scores(url, 1)
 
 
 def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
@@ -305,10 +293,9 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
     rounds = [answered(), answered(PROMPTS[:1], ANSWERS[:1])]
     for answer in rounds[0].answers + rounds[1].answers:
         answer.scores = {"models/rm": 3.0, HALF: answer.score}
-    asked = SimpleNamespace(sampler=SimpleNamespace(synchronise=lambda: None))
-    asked.answer = lambda number, *_: rounds[number % 2]
-    loader = SimpleNamespace(steps_per_epoch=2, dataset=None, indices=lambda *_: None)
-    metrics = PpoStage(Config(stage="ppo", ppo=section), maker=asked).evaluate(loader)
+    asked = Mock(answer=lambda number, *_: rounds[number % 2])
+    stage = PpoStage(Config(stage="ppo", ppo=section), maker=asked)
+    metrics = stage.evaluate(Mock(steps_per_epoch=2))
     assert metrics["eval/objective/scores"] == pytest.approx(3.5 / 4) == -metrics["eval/loss"]
     assert metrics["eval/objective/scores/models/rm"] == 3
     assert metrics[f"eval/objective/scores/{HALF}"] == pytest.approx(3.5 / 4)
@@ -332,10 +319,7 @@ def test_answers_end_with_a_turn(tmp_path):
     folder = write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>")
     line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
-    run = SimpleNamespace(
-        prepared=plan, engine=None, mesh=None, resources=ExitStack(), watch=Watch()
-    )
-    run.frozen = lambda model: None
+    run = Mock(prepared=plan, resources=ExitStack(), watch=Watch())
     sampler = PpoStage(plan.config).build(run).maker.sampler
     names = plan.tokenizer.convert_ids_to_tokens(sampler.options.stop_tokens)
     # the template ends turns with <|im_end|>

@@ -14,13 +14,9 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.sampler import Sampler, SamplingOptions, fitting_slots
 
 QWEN = replace(
-    SHAPE,
-    model_type="qwen2",
-    num_attention_heads=6,
-    head_dim=4,
-    attention_bias=True,
-    tie_word_embeddings=True,
-)
+    SHAPE, model_type="qwen2", num_attention_heads=6, head_dim=4, attention_bias=True, tie_word_embeddings=True
+)  # fmt: skip
+YARN = replace(SHAPE, rope_scaling=RopeScaling("yarn", 4.0, 10))
 
 
 def weights_of(model):
@@ -33,31 +29,20 @@ def prompts(count):
 
 
 def sampled(
-    model,
-    asked,
-    new_tokens,
-    *,
-    weights=None,
-    graphs=True,
-    look=0,
-    prefill=8192,
-    progress=lambda tokens: None,
-    **options,
-):
+    model, asked, new_tokens, *, graphs=True, look=0, prefill=8192, progress=lambda tokens: None, **options
+):  # fmt: skip
     """One completion per prompt, whose key is its place."""
-    given = model.config, weights or weights_of(model), dict(enumerate(asked))
-    chosen = SamplingOptions(new_tokens, **options)
-    found = Sampler(*given, chosen, 0, progress, graphs, look, prefill).sample()
+    chosen = dict(enumerate(asked)), SamplingOptions(new_tokens, **options)
+    work = 0, progress, graphs, look, prefill
+    found = Sampler(model.config, weights_of(model), *chosen, *work).sample()
     return [found[i] for i in range(len(asked))]
 
 
 def exact(model, asked, answers, temperature):
     """The training model's log-probabilities of all answers' tokens, packed."""
-    rows = [
-        Sequence(torch.tensor([*p, *a]), torch.tensor([0.0] * len(p) + [1.0] * len(a)))
-        for p, a in zip(asked, answers, strict=True)
-    ]
-    batch = pack_shard(rows, ParallelMesh(1))
+    pairs = zip(asked, answers, strict=True)
+    rows = [Sequence([*p, *a], [0.0] * len(p) + [1.0] * len(a)) for p, a in pairs]
+    batch = pack_shard(rows, ParallelMesh())
     return model(batch, temperature=temperature).logps[batch.loss_weights != 0].detach()
 
 
@@ -66,13 +51,11 @@ def next_token_logps(model, prompt, temperature=1.0):
     return exact(model, [prompt] * 97, [[token] for token in range(97)], temperature)
 
 
-YARN = replace(SHAPE, rope_scaling=RopeScaling("yarn", 4.0, 10))
+FAMILIES = {"llama": SHAPE, "qwen2 tied": QWEN, "yarn": YARN, "qwen3": QWEN3}
 
 
 @pytest.mark.parametrize(
-    "shape, temperature",
-    [(SHAPE, 1.0), (QWEN, 0.7), (YARN, 1.0), (QWEN3, 0.9)],
-    ids=["llama", "qwen2 tied", "yarn", "qwen3"],
+    "shape, temperature", zip(FAMILIES.values(), (1.0, 0.7, 1.0, 0.9)), ids=FAMILIES
 )
 def test_logps_are_the_models_own(shape, temperature):
     """What the sampler reports is what the training model computes for the same packed tokens.
@@ -85,8 +68,8 @@ def test_logps_are_the_models_own(shape, temperature):
     found = sampled(model, asked, 12, temperature=temperature, **options)
     assert {c.ended for c in found} == {True, False}
     for c in found:
-        *before, last = (token in (5, 6) for token in c.tokens)
-        assert not any(before) and last == c.ended
+        stops = [token in (5, 6) for token in c.tokens]
+        assert not any(stops[:-1]) and stops[-1] == c.ended
         assert c.ended or len(c.tokens) == 12
     logps = exact(model, asked, [c.tokens for c in found], temperature)
     reported = torch.tensor([x for c in found for x in c.logps])
@@ -127,7 +110,7 @@ DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device, graphs", DEVICES, ids=["plain", "graphs"])
-@pytest.mark.parametrize("shape", [SHAPE, QWEN, QWEN3], ids=["llama", "qwen2 tied", "qwen3"])
+@pytest.mark.parametrize("shape", [SHAPE, QWEN, QWEN3], ids="model_type={0.model_type}".format)
 def test_slots_shared_prompts_and_chunks_change_nothing(device, graphs, shape):
     """Slots that are refilled, prompts that answers share, chunks of prompts, CUDA graphs: the same as each alone."""
     model = build(config=shape).to(device)
@@ -151,9 +134,8 @@ def test_slots_shared_prompts_and_chunks_change_nothing(device, graphs, shape):
 
 def test_slots_that_fit():
     """As many as their keys, values and drawing leave room for, besides a part of the prompts."""
-    one, ten, none = (
-        fitting_slots(SHAPE, 100, torch.float32, free) for free in (1 << 30, 10 << 30, 1)
-    )
+    memory = 1 << 30, 10 << 30, 1
+    one, ten, none = (fitting_slots(SHAPE, 100, torch.float32, free) for free in memory)
     assert 0 <= one < ten and none < 1
     cached = 2 * 100 * 4 * SHAPE.num_hidden_layers * SHAPE.num_key_value_heads
     assert (ten - one) * cached * SHAPE.head_dim < 9 << 30
