@@ -14,7 +14,7 @@ from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, PolicyValue, RewardModel
 from tests.engine_case import SHAPE, CaptureChain, ListDataset, shuffled
-from tests.harness import device, run_distributed
+from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.zero_case import HostWeights, filled, frozen_engine, trained_engine
 from ulysses.config.schema import Config, OptimizerSection, RunSection
@@ -96,7 +96,7 @@ def engine_of(
     def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
         scopes = {"policy": 1.0, "value": config.value_lr_factor} if value else None
         groups = parameter_groups(model, 0.0, scopes)
-        return adamw(groups, OptimizerSection(lr=lr), on_gpu=device().type == "cuda")
+        return adamw(groups, OptimizerSection(lr=lr))
 
     value = config.advantage == "gae"
     kind = PolicyValue if value else CausalLM
