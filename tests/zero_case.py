@@ -47,6 +47,7 @@ def trained_engine(
     lr: float = 0.0,
     *,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    scopes: dict[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
     raw: dict[str, Any] | None = None,
     reduce_between: torch.dtype = torch.float32,
@@ -58,7 +59,7 @@ def trained_engine(
     config = derive(dtype=dtype, raw=AS_LARGE | (raw or {}), **settings)
     model = build_partitioned(create, config, source.fill)
     if optimizer is None:
-        made = adamw(parameter_groups(model, 0.0), OptimizerSection(lr=lr))
+        made = adamw(parameter_groups(model, 0.0, scopes), OptimizerSection(lr=lr))
     else:
         made = optimizer(model)
     if node_size is not None:

@@ -19,7 +19,7 @@ def test_gradients_are_those_of_the_dequantised_matrices(
     stage, quantize, world, sp, recompute, resident
 ):
     """With the base in shards, or with all of it on every rank."""
-    options = STAGE_CASES[stage].options if stage in ("rm", "kto", "distill") else {}
+    options = STAGE_CASES[stage].options
     compared(Case(
         stage, sp=sp, examples=5, seed=2, options=options, lora_rank=3, quantize=quantize, recompute=recompute,
         engine={"resident": resident},

@@ -25,7 +25,6 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.e2e import test_kill_resume as saves  # noqa: E402
 from tests.e2e.launch import Ranks, command, environment, metrics, tiny, without_times  # noqa: E402
 from tests.harness import free_port  # noqa: E402
 from ulysses.disk import digest_of  # noqa: E402
@@ -214,18 +213,6 @@ class Drills:
             assert int(checkpoint.name[5:]) == run.steps(), "the last step is not saved"
             return after, f"saved {checkpoint.name} and ended"
 
-    def saves(self) -> tuple[float, str]:
-        """After each kill every checkpoint is complete, and the next start continues."""
-        output = self.folder / "saves"
-        draw, began = random.Random(0), time.monotonic()
-        line = saves.arguments(output, "--run.steps 1000 --run.export false --run.eval_every 0")
-        for _ in range(30):
-            place = draw.choice(("files", "before rename", "after rename", "rotation"))
-            step = max([0, *(int(p.name[5:]) for p in output.glob("checkpoints/step-*"))])
-            saves.dies(output, line, place, step + 3)
-        kept = f"30 kills, every checkpoint complete, continued up to step {step}"
-        return time.monotonic() - began, kept
-
     def restarts(self, nodes: str, times: int = 5) -> tuple[float, str]:
         """One process dies; on two nodes it is the only one of its node."""
         draw, began = random.Random(int(nodes)), time.monotonic()
@@ -297,7 +284,6 @@ DRILLS = {
     "restarts-on-one-node": "restarts 1",
     "restarts-on-two-nodes": "restarts 2",
     "random-kills": "random_kills",
-    "thirty-kills-while-saving": "saves",
 }
 # Arguments of Drills.full.
 SAVING = r"checkpoints/.step-\d+.tmp", "--run.save_every 5"

@@ -7,44 +7,28 @@ import torch
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
-from tests.model_folder import init_weights
+from tests.model_folder import init_weights, tiny_config
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 
-SIZE = {
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 LENGTHS = (5, 33, 1, 18)
 # an original window of 8 tokens, so that the sequences are four times as long
 YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 8,
-    "beta_fast": 2.0,
-    "beta_slow": 0.25,
-}
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0, "beta_slow": 0.25,
+}  # fmt: skip
 
 
 def raw(model_type: str, **changes: Any) -> dict[str, Any]:
     """Return a config.json of the family."""
-    return {**SIZE, "model_type": model_type, **changes}
+    return tiny_config(
+        model_type=model_type, vocab_size=131, intermediate_size=80, num_hidden_layers=3, max_position_embeddings=512,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0
+    ) | changes  # fmt: skip
 
 
 LLAMA = raw("llama", rope_theta=5e5, rope_scaling=SCALING, rms_norm_eps=1e-5)
