@@ -271,9 +271,14 @@ def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:
     """Build model, stage and trainer on this rank; all ranks call it together."""
     engine, mesh = zero_engine(case, **case.engine)
     loader = ShuffledLoader(
-        data or case.data(), case.examples, tokens_per_microbatch=case.budget, seed=3,
-        data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank, packing_seed=case.packing_seed,
-    )  # fmt: skip
+        data or case.data(),
+        case.examples,
+        tokens_per_microbatch=case.budget,
+        seed=3,
+        data_parallel_size=mesh.data_parallel_size,
+        dp_rank=mesh.dp_rank,
+        packing_seed=case.packing_seed,
+    )
     chain = CaptureChain()
     stage, steps = case.make_stage(engine, mesh), max(2, case.steps)
     trainer = Trainer(

@@ -41,10 +41,13 @@ def under_zero(case: Case, expected: dict[str, torch.Tensor], tolerance: float) 
 
 @pytest.mark.parametrize(
     "case, tolerance",
-    [(Case("sft", sp=2), 1e-5), (Case("sft", shape=TIED), 1e-5),
-     (Case("sft", sp=2, shape=TIED, dtype=torch.bfloat16), 0.1)],
+    [
+        (Case("sft", sp=2), 1e-5),
+        (Case("sft", shape=TIED), 1e-5),
+        (Case("sft", sp=2, shape=TIED, dtype=torch.bfloat16), 0.1),
+    ],
     ids=["untied", "tied-dp", "bfloat16"],
-)  # fmt: skip
+)
 def test_zero3_gradients_at_every_level(case, tolerance):
     model = filled(case.model(None, "auto"), case.weights())
     loss_of(model, pack_shard(TOKENS, ParallelMesh(1))).backward()

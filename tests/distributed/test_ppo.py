@@ -32,9 +32,13 @@ EOS = (3, 7, 11, 19, 23, 31, 40, 41, 52, 63, 70, 77, 85, 90)  # many: answers ar
 OPTIONS = SamplingOptions(12, temperature=0.9, stop_tokens=EOS, seed=9)
 FIXED = {"value_coefficient": 0.5, "entropy_coefficient": 0.01, "temperature": 0.8}
 REAL = {
-    "reward": "a:b", "epochs": 2, "minibatches": 2, "kl_coefficient": 0.2, "missing_eos_penalty": 0.5,
+    "reward": "a:b",
+    "epochs": 2,
+    "minibatches": 2,
+    "kl_coefficient": 0.2,
+    "missing_eos_penalty": 0.5,
     "temperature": 0.9,
-}  # fmt: skip
+}
 
 
 class PromptDataset(ListDataset):
@@ -71,10 +75,16 @@ def fixed_rollout(config: PpoSection, budget: int = 0) -> Rollout:
         for length in torch.randint(1, 25, (4,), generator=draw).tolist():
             answers.append(Completion(torch.randint(0, 97, (length,), generator=draw).tolist()))
             a, b, c, d = torch.randn(4, prompt + length, generator=draw)
-            parts.append({
-                "old_logps": 0.4 * a - 4.6, "advantages": b, "old_values": 0.3 * c, "returns": d,
-                "reference_logps": 0.4 * c - 4.6, "importance": d.exp().clamp(max=2.0),
-            })  # fmt: skip
+            parts.append(
+                {
+                    "old_logps": 0.4 * a - 4.6,
+                    "advantages": b,
+                    "old_values": 0.3 * c,
+                    "returns": d,
+                    "reference_logps": 0.4 * c - 4.6,
+                    "importance": d.exp().clamp(max=2.0),
+                }
+            )
     by_length = config.loss_aggregation == "sequence"
     rollout = Rollout.of(0, prompts, answers, budget=budget, by_length=by_length)
     if config.mask_truncated:  # every third answer
@@ -114,9 +124,15 @@ class PpoCase(Case):
             source = HostWeights(self.shape, 1)
             reference = logps_of(frozen_engine(lambda: CausalLM(self.shape, mesh), source))
         maker = RolloutMaker(
-            sampler=EngineSampler(engine, mesh, OPTIONS), engine=engine, mesh=mesh, config=stage.table,
-            budget=self.budget, shared_budget=self.budget, reference=reference, reward=reward,
-        )  # fmt: skip
+            sampler=EngineSampler(engine, mesh, OPTIONS),
+            engine=engine,
+            mesh=mesh,
+            config=stage.table,
+            budget=self.budget,
+            shared_budget=self.budget,
+            reference=reference,
+            reward=reward,
+        )
         if self.fixed:
             maker.make = lambda *_: fixed_rollout(stage.table, self.budget)  # type: ignore[method-assign]
         return replace(stage, maker=maker)
@@ -159,10 +175,13 @@ def formula(case: PpoCase) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         values = ppo_value_loss(found, c["old_values"], c["returns"], config.value_clip)
         each = each + config.value_coefficient * values.losses
         means = {
-            "loss/policy_avg": policy.losses, "policy/clipfrac_avg": policy.clipped, "val/ratio": policy.ratios,
-            "loss/value_avg": values.losses, "policy/approxkl_avg": 0.5 * (logps - c["old_logps"]).square(),
+            "loss/policy_avg": policy.losses,
+            "policy/clipfrac_avg": policy.clipped,
+            "val/ratio": policy.ratios,
+            "loss/value_avg": values.losses,
+            "policy/approxkl_avg": 0.5 * (logps - c["old_logps"]).square(),
             "policy/entropy_avg": entropy,
-        }  # fmt: skip
+        }
         expected = {name: float(summed(x).sum() / counts.sum()) for name, x in means.items()}
     loss = {
         "token": summed(each).sum() / counts.sum(),

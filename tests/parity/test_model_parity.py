@@ -13,22 +13,38 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 
 SCALING = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 LENGTHS = (5, 33, 1, 18)
 # an original window of 8 tokens, so that the sequences are four times as long
 YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0, "beta_slow": 0.25,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+}
 
 
 def raw(model_type: str, **changes: Any) -> dict[str, Any]:
     """Return a config.json of the family."""
-    return tiny_config(
-        model_type=model_type, vocab_size=131, intermediate_size=80, num_hidden_layers=3, max_position_embeddings=512,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0
-    ) | changes  # fmt: skip
+    return (
+        tiny_config(
+            model_type=model_type,
+            vocab_size=131,
+            intermediate_size=80,
+            num_hidden_layers=3,
+            max_position_embeddings=512,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+        | changes
+    )
 
 
 LLAMA = raw("llama", rope_theta=5e5, rope_scaling=SCALING, rms_norm_eps=1e-5)
