@@ -30,6 +30,7 @@ from ulysses.run.registry import STAGES, stage_of
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import initialize_distributed
+from ulysses.zero.engine import ZeroEngine
 
 SHAPE = ModelConfig.from_hf(
     tiny_config(rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.1)
@@ -216,6 +217,18 @@ class Case:
     def weights(self) -> "StartedAdapters":
         return StartedAdapters(self.shape, 0, quantize=self.quantize)
 
+    def make_stage(self, engine: Any, mesh: Any, **others: Callable[..., Any]) -> Stage:
+        """Build the stage; its constructor takes a frozen model under the name of its role.
+
+        `others` replace those of FROZEN.
+        """
+        rate = {"lr": self.lr, "schedule": "constant", "warmup": 0}
+        values = {"stage": self.stage, self.stage: self.options, "optimizer": rate}
+        stage = stage_of(check(values | {"run": {"seed": 0}}))
+        models = stage.requirements.models
+        frozen = {m.role: (FROZEN | others)[m.role](self, mesh) for m in models}
+        return replace(stage, model=engine, mesh=mesh, **frozen)
+
 
 class StartedAdapters(HostWeights):
     """B is random too, as after some training: otherwise A would have no gradient. All is drawn on the CPU.
@@ -246,39 +259,31 @@ class CaptureChain(GradientPolicyChain):
         return {"grad_norm": gradients.norm()}
 
 
-def make_stage(case: Case, engine: Any, mesh: Any, **others: Callable[..., Any]) -> Stage:
-    """Build the case's stage; its constructor takes a frozen model under the name of its role.
-
-    `others` replace those of FROZEN.
-    """
-    rate = {"lr": case.lr, "schedule": "constant", "warmup": 0}
-    values = {"stage": case.stage, case.stage: case.options, "optimizer": rate}
-    stage = stage_of(check(values | {"run": {"seed": 0}}))
-    models = stage.requirements.models
-    frozen = {m.role: (FROZEN | others)[m.role](case, mesh) for m in models}
-    return replace(stage, model=engine, mesh=mesh, **frozen)
-
-
-def shuffled(
-    data: Any, examples: int, mesh: ParallelMesh, budget: int, packing_seed: int | None
-) -> ShuffledLoader:
-    """Return this rank's loader of steps of so many examples."""
-    return ShuffledLoader(
-        data, examples, tokens_per_microbatch=budget, seed=3, data_parallel_size=mesh.data_parallel_size,
-        dp_rank=mesh.dp_rank, packing_seed=packing_seed,
-    )  # fmt: skip
+def zero_engine(case: Case, **how: Any) -> tuple[ZeroEngine, ParallelMesh]:
+    """Build the case's engine on this rank; all ranks call it together."""
+    initialize_distributed()
+    mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
+    given = case.weights(), case.lr
+    return trained_engine(lambda: case.model(mesh), *given, dtype=case.dtype, **how), mesh
 
 
 def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:
     """Build model, stage and trainer on this rank; all ranks call it together."""
-    initialize_distributed()
-    mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
-    given = case.weights(), case.lr
-    engine = trained_engine(lambda: case.model(mesh), *given, dtype=case.dtype, **case.engine)
-    loader = shuffled(data or case.data(), case.examples, mesh, case.budget, case.packing_seed)
+    engine, mesh = zero_engine(case, **case.engine)
+    loader = ShuffledLoader(
+        data or case.data(),
+        case.examples,
+        tokens_per_microbatch=case.budget,
+        seed=3,
+        data_parallel_size=mesh.data_parallel_size,
+        dp_rank=mesh.dp_rank,
+        packing_seed=case.packing_seed,
+    )
     chain = CaptureChain()
-    stage, steps = make_stage(case, engine, mesh), max(2, case.steps)
-    trainer = Trainer(stage=stage, loader=loader, total_steps=steps, policies=chain)
+    stage, steps = case.make_stage(engine, mesh), max(2, case.steps)
+    trainer = Trainer(
+        stage=stage, loader=stage.loader(loader), total_steps=steps, policies=chain
+    )
     return trainer, chain
 
 

@@ -134,9 +134,11 @@ class Formula:
                     gaps.append(float(good - bad))
         flat, difference = np.array(scores), np.array(gaps)
         return total / len(gaps), {
-            "accuracy": (difference > 0).mean(), "margin": difference.mean(),
-            "mean_reward": flat.mean(), "std_reward": flat.std(),
-        }  # fmt: skip
+            "accuracy": (difference > 0).mean(),
+            "margin": difference.mean(),
+            "mean_reward": flat.mean(),
+            "std_reward": flat.std(),
+        }
 
     def dpo(self) -> tuple[Tensor, dict[str, float]]:
         o, total, nll, trained = dict(self.options), 0.0, 0.0, 0.0

@@ -36,17 +36,13 @@ def filled(model: nn.Module, source: Any) -> nn.Module:
     return model
 
 
-def in_nodes_of(size: int) -> None:
-    """Set what a launcher says on nodes with so many ranks."""
-    os.environ |= {"LOCAL_WORLD_SIZE": str(size), "LOCAL_RANK": str(dist.get_rank() % size)}
-
-
 def trained_engine(
     create: Callable[[], nn.Module],
     source: Any,
     lr: float = 0.0,
     *,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    scopes: dict[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
     raw: dict[str, Any] | None = None,
     reduce_between: torch.dtype = torch.float32,
@@ -58,11 +54,12 @@ def trained_engine(
     config = derive(dtype=dtype, raw=AS_LARGE | (raw or {}), **settings)
     model = build_partitioned(create, config, source.fill)
     if optimizer is None:
-        made = adamw(parameter_groups(model, 0.0), OptimizerSection(lr=lr))
+        made = adamw(parameter_groups(model, 0.0, scopes), OptimizerSection(lr=lr))
     else:
         made = optimizer(model)
-    if node_size is not None:
-        in_nodes_of(node_size)
+    if node_size is not None:  # as a launcher says it
+        place = str(dist.get_rank() % node_size)
+        os.environ |= {"LOCAL_WORLD_SIZE": str(node_size), "LOCAL_RANK": place}
     return ZeroEngine(
         model.train(), config, made, (DecoderLayer,), reduce_between, resident=resident
     )

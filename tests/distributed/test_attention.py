@@ -70,10 +70,15 @@ def compare(got, wanted, tolerance=1e-5):
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("sp, kernel, causal", [
-    *((sp, "auto", True) for sp in (1, 2, 3, 4, 6, 8)), (3, "reference", False), (4, "reference", False),
-    *full((5, "auto", True), (7, "auto", True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sp, kernel, causal",
+    [
+        *((sp, "auto", True) for sp in (1, 2, 3, 4, 6, 8)),
+        (3, "reference", False),
+        (4, "reference", False),
+        *full((5, "auto", True), (7, "auto", True)),
+    ],
+)
 def test_every_head_count_at_every_degree(sp, kernel, causal):
     results = run_distributed(many_processes, sp, sp, HEADS, RAGGED, kernel, causal)[0]
     for heads, got in zip(HEADS, results):

@@ -22,10 +22,21 @@ def measured() -> list[dict[str, Any]]:
     from throughput import work
 
     options = argparse.Namespace(
-        arch="qwen2.5-0.5b", layers=2, sp=0, seq=[48, 48, 48], documents=2, recompute=["none", "block", "block"],
-        offload=["none", "none", "checkpoints"], steps=1, warm=0, skip_attention=False, out="", watch=0,
-        micro_batches=2, gpu_memory=0.0,
-    )  # fmt: skip
+        arch="qwen2.5-0.5b",
+        layers=2,
+        sp=0,
+        seq=[48, 48, 48],
+        documents=2,
+        recompute=["none", "block", "block"],
+        offload=["none", "none", "checkpoints"],
+        steps=1,
+        warm=0,
+        skip_attention=False,
+        out="",
+        watch=0,
+        micro_batches=2,
+        gpu_memory=0.0,
+    )
     plain = work(options, SHAPE.split())
     vars(options).update(skip_attention=True, seq=[48], recompute=["block"], offload=["none"])
     return plain + work(options, SHAPE.split())

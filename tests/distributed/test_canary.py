@@ -49,7 +49,8 @@ def refusals() -> list[str]:
 
 
 def test_a_deepspeed_that_trains_wrongly_is_refused_in_one_sentence():
-    for said in run_distributed(refusals, 2, cpu=True):  # on a GPU the update is not DeepSpeed's
+    # on a GPU the update is not DeepSpeed's
+    for said in run_distributed(refusals, 2, cpu=True):
         for text, (_, _, reason) in zip(said, CHANGES, strict=True):
             wrong = rf"deepspeed \S+ does not train correctly .*\(.*{reason}.*\); install deepspeed [\d.]+"
             assert re.fullmatch(wrong, text), text

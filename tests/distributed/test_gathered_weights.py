@@ -16,23 +16,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from models.layers import DecoderLayer
 from tests import engine_case
 from tests.harness import run_distributed
-from tests.zero_case import trained_engine
 from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
 
 LAYERS = 6
 SHAPE = replace(engine_case.SHAPE, num_hidden_layers=LAYERS, vocab_size=300)
+# no parameter is too small to be partitioned between uses
 MATRICES = {"layer_matrices": 7680, "vocabulary_matrices": 2 * 300 * 32}
-
-
-def engine_of(case: engine_case.Case) -> ZeroEngine:
-    """A trained engine none of whose parameters is too small to be partitioned between uses."""
-    initialize_distributed()
-    return trained_engine(lambda: case.model(ParallelMesh(1)), case.weights(), **MATRICES)
 
 
 def batch() -> ShardedBatch:
@@ -51,7 +44,8 @@ def evaluate(engine: ZeroEngine) -> None:
 
 def alive_before_backward(rank: int) -> None:
     own = F.linear
-    engine = engine_of(engine_case.Case("sft", shape=SHAPE, lora_rank=rank))
+    case = engine_case.Case("sft", shape=SHAPE, lora_rank=rank)
+    engine, _ = engine_case.zero_engine(case, **MATRICES)
     gathered: list[StorageWeakRef] = []
 
     def watch(layer: torch.nn.Module, _: Any) -> None:
@@ -73,7 +67,7 @@ def test_no_gathered_weight_outlives_its_layers_forward(rank):
 
 def gathers(levels: tuple[str, ...]) -> dict[str, dict[str, int]]:
     """How often each parameter is gathered in a step, by level; the ranks disagree about the number of tiles."""
-    engine = engine_of(engine_case.Case("sft", shape=SHAPE))
+    engine, _ = engine_case.zero_engine(engine_case.Case("sft", shape=SHAPE), **MATRICES)
     decoder: Any = engine.module.model
     names = {p: name for name, p in engine.module.named_parameters()}
     calls: Counter[str] = Counter()

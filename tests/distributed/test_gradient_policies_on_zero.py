@@ -25,8 +25,13 @@ from ulysses.run.optim import adamw
 from ulysses.zero.state import slice_state
 
 ODD = replace(
-    SHAPE, vocab_size=2501, hidden_size=27, intermediate_size=45, num_hidden_layers=1, head_dim=6
-)  # fmt: skip
+    SHAPE,
+    vocab_size=2501,
+    hidden_size=27,
+    intermediate_size=45,
+    num_hidden_layers=1,
+    head_dim=6,
+)
 LR = 1e-3
 # mean |g|, the last one late in the run; nan: one bad element
 TRIALS = [1.0, 1.2, 1e-5, math.nan, 30.0, 1e-5]
@@ -63,10 +68,17 @@ def optimizer(model: Any) -> torch.optim.AdamW:
 
 def as_one_process(engine: Any) -> Gradients:
     """Return the step's gradient and weights, whole on every rank and on the same device (noise differs elsewhere)."""
-    return Gradients([
-        replace(e, grad=whole(e, e.grad), master=whole(e, slice_state(engine, e, "master")), start=0)
-        for e in engine.gradients()
-    ])  # fmt: skip
+    return Gradients(
+        [
+            replace(
+                e,
+                grad=whole(e, e.grad),
+                master=whole(e, slice_state(engine, e, "master")),
+                start=0,
+            )
+            for e in engine.gradients()
+        ]
+    )
 
 
 def assert_equal(found: torch.Tensor, want: torch.Tensor, where: str, start: int = 0) -> None:

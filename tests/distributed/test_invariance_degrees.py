@@ -76,16 +76,25 @@ def test_degrees_that_do_not_divide_the_heads(
     check(*case_of(stage, topology, level, kernel, packing_seed=1))
 
 
-@pytest.mark.parametrize("stage, heads, world, sp, level", [
-    ("dpo", 4, 4, 2, "block"), ("sft", 4, 4, 4, "keep_attention"), ("sft", 3, 4, 4, "pair"),
-    *full(("sft", 4, 1, 1, "none"), ("rm", 4, 2, 2, "none"), ("dpo", 3, 3, 3, "none")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stage, heads, world, sp, level",
+    [
+        ("dpo", 4, 4, 2, "block"),
+        ("sft", 4, 4, 4, "keep_attention"),
+        ("sft", 3, 4, 4, "pair"),
+        *full(("sft", 4, 1, 1, "none"), ("rm", 4, 2, 2, "none"), ("dpo", 3, 3, 3, "none")),
+    ],
+)
 def test_norms_of_heads_and_yarn(
     stage: str, heads: int, world: int, sp: int, level: str
 ) -> None:
     """Qwen3 with 4 query heads or an odd number, stretched to four times its window."""
-    shape = replace(QWEN3, num_attention_heads=heads, num_key_value_heads=heads // 2,
-                    rope_scaling=RopeScaling("yarn", 4.0, 16))  # fmt: skip
+    shape = replace(
+        QWEN3,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        rope_scaling=RopeScaling("yarn", 4.0, 16),
+    )
     check(Case(stage, sp=sp, recompute=level, shape=shape, packing_seed=1), world)
 
 

@@ -84,10 +84,17 @@ def test_options(stage, options) -> None:
     check(Case(stage, sp=2, packing_seed=1, options=options), 4)
 
 
-@pytest.mark.parametrize("stage, world, sp, recompute", [
-    ("dpo", 4, 2, "none"), ("kto", 2, 2, "block"), ("rm", 2, 1, "keep_attention"),
-    *full(("sft", 1, 1, "keep_attention"), ("pt", 2, 2, "pair"), ("distill", 2, 2, "block")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stage, world, sp, recompute",
+    [
+        ("dpo", 4, 2, "none"),
+        ("kto", 2, 2, "block"),
+        ("rm", 2, 1, "keep_attention"),
+        *full(
+            ("sft", 1, 1, "keep_attention"), ("pt", 2, 2, "pair"), ("distill", 2, 2, "block")
+        ),
+    ],
+)
 def test_adapters(stage, world, sp, recompute) -> None:
     options = STAGE_CASES[stage].options if stage in ("rm", "kto", "distill") else {}
     check(Case(stage, sp=sp, options=options, lora_rank=3, recompute=recompute), world)

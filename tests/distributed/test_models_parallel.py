@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 
 from models.decoder import Decoder
-from tests.engine_case import SHAPE, Case, sequences
+from tests.engine_case import SHAPE, Case, sequences, zero_engine
 from tests.harness import device, run_distributed
 from tests.memory_case import assert_same_gradients
-from tests.zero_case import filled, trained_engine, whole_gradients
+from tests.zero_case import filled, whole_gradients
 from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.zero.construct import initialize_distributed
 
 TIED = replace(SHAPE, model_type="qwen2", attention_bias=True, tie_word_embeddings=True)
 TOKENS = sequences(4, seed=2, longest=25)
@@ -28,9 +27,7 @@ def loss_of(model: Any, batch: ShardedBatch) -> torch.Tensor:
 
 def under_zero(case: Case, expected: dict[str, torch.Tensor], tolerance: float) -> None:
     """Every level and tiling in the engine against plain torch in one process."""
-    initialize_distributed()
-    mesh, rank, world = ParallelMesh(case.sp), dist.get_rank(), dist.get_world_size()
-    engine = trained_engine(lambda: case.model(mesh), case.weights(), dtype=case.dtype)
+    (engine, mesh), rank, world = zero_engine(case), dist.get_rank(), dist.get_world_size()
     decoder = next(m for m in engine.module.modules() if isinstance(m, Decoder))
     batch = pack_shard(TOKENS if case.sp == world else TOKENS[rank::world], mesh, device())
     settings = [*((level, 4 + 3 * rank) for level in LEVELS), ("block", TILE_ROWS)]
@@ -44,10 +41,13 @@ def under_zero(case: Case, expected: dict[str, torch.Tensor], tolerance: float) 
 
 @pytest.mark.parametrize(
     "case, tolerance",
-    [(Case("sft", sp=2), 1e-5), (Case("sft", shape=TIED), 1e-5),
-     (Case("sft", sp=2, shape=TIED, dtype=torch.bfloat16), 0.1)],
+    [
+        (Case("sft", sp=2), 1e-5),
+        (Case("sft", shape=TIED), 1e-5),
+        (Case("sft", sp=2, shape=TIED, dtype=torch.bfloat16), 0.1),
+    ],
     ids=["untied", "tied-dp", "bfloat16"],
-)  # fmt: skip
+)
 def test_zero3_gradients_at_every_level(case, tolerance):
     model = filled(case.model(None, "auto"), case.weights())
     loss_of(model, pack_shard(TOKENS, ParallelMesh(1))).backward()

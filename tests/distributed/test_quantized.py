@@ -8,10 +8,13 @@ from tests.engine_case import Case
 from tests.stage_case import STAGE_CASES, compared
 
 CASES = [
-    ("dpo", "nf4", 3, 3, "none", False), ("kto", "nf4", 2, 1, "keep_attention", True),
-    ("rm", "nf4", 2, 2, "none", False), ("dpo", "nf4", 2, 2, "block", True),
-    ("sft", "nf4", 4, 2, "pair", False), ("dpo", "fp8", 4, 2, "block", True),
-]  # fmt: skip
+    ("dpo", "nf4", 3, 3, "none", False),
+    ("kto", "nf4", 2, 1, "keep_attention", True),
+    ("rm", "nf4", 2, 2, "none", False),
+    ("dpo", "nf4", 2, 2, "block", True),
+    ("sft", "nf4", 4, 2, "pair", False),
+    ("dpo", "fp8", 4, 2, "block", True),
+]
 
 
 @pytest.mark.parametrize("stage, quantize, world, sp, recompute, resident", CASES)
@@ -19,11 +22,21 @@ def test_gradients_are_those_of_the_dequantised_matrices(
     stage, quantize, world, sp, recompute, resident
 ):
     """With the base in shards, or with all of it on every rank."""
-    options = STAGE_CASES[stage].options if stage in ("rm", "kto", "distill") else {}
-    compared(Case(
-        stage, sp=sp, examples=5, seed=2, options=options, lora_rank=3, quantize=quantize, recompute=recompute,
-        engine={"resident": resident},
-    ), world)  # fmt: skip
+    options = STAGE_CASES[stage].options
+    compared(
+        Case(
+            stage,
+            sp=sp,
+            examples=5,
+            seed=2,
+            options=options,
+            lora_rank=3,
+            quantize=quantize,
+            recompute=recompute,
+            engine={"resident": resident},
+        ),
+        world,
+    )
 
 
 def test_ppo_on_a_quantised_base(tmp_path):

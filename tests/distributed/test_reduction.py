@@ -2,20 +2,18 @@
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine_case import SHAPE, Case, sequences
+from tests.engine_case import SHAPE, Case, sequences, zero_engine
 from tests.harness import device, full, run_distributed
 from tests.memory_case import assert_same_gradients
-from tests.zero_case import filled, trained_engine, whole_gradients
+from tests.zero_case import filled, whole_gradients
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.zero.construct import initialize_distributed
-from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.reduce import ranks_of_a_node
 
 WORLD = 4
@@ -24,20 +22,13 @@ ODD = replace(SHAPE, hidden_size=27, intermediate_size=45, head_dim=6)
 CASE = Case("sft", shape=ODD, dtype=torch.bfloat16, attention="reference")
 
 
-def engine_of(**how: Any) -> ZeroEngine:
-    initialize_distributed()
-    return trained_engine(
-        lambda: CASE.model(ParallelMesh(1)), CASE.weights(), dtype=CASE.dtype, **how
-    )
-
-
 def batch(seed: int) -> ShardedBatch:
     return pack_shard(sequences(2, seed), ParallelMesh(1), device())
 
 
 def reduced(node_size: int, bucket: int) -> None:
     """Take two steps of three micro-batches, and compare the gradients with the sum of all ranks' own."""
-    engine = engine_of(node_size=node_size, raw={"reduce_bucket_size": bucket})
+    engine, _ = zero_engine(CASE, node_size=node_size, raw={"reduce_bucket_size": bucket})
     plain = filled(CASE.model(None), CASE.weights()).to(device(), CASE.dtype)
     for step in range(2):
         wanted = {
@@ -69,7 +60,7 @@ def test_every_slice_is_the_mean_of_all_ranks(node_size, bucket):
 
 def without_one_gradient() -> str:
     """Back-propagate through all but the last norm and the head, as if something else had taken their gradients."""
-    engine = engine_of()
+    engine, _ = zero_engine(CASE)
     engine.backward(engine.module.model(batch(0)).sum(), last=True)
     with pytest.raises(RuntimeError) as refusal:
         engine.gradients()

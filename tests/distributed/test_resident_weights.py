@@ -17,9 +17,15 @@ STAY = {"resident": True}
 BIASED = replace(SHAPE, attention_bias=True)
 
 
-@pytest.mark.parametrize("stage, world, sp, more", [
-    ("sft", 4, 2, {}), ("dpo", 2, 2, {"recompute": "pair"}), ("sft", 3, 3, {"lora_rank": 2}), ("rm", 4, 1, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stage, world, sp, more",
+    [
+        ("sft", 4, 2, {}),
+        ("dpo", 2, 2, {"recompute": "pair"}),
+        ("sft", 3, 3, {"lora_rank": 2}),
+        ("rm", 4, 1, {}),
+    ],
+)
 def test_loss_and_gradients_are_the_formulas(stage, world, sp, more):
     """Three ranks have slices with padding."""
     compared(Case(stage, sp=sp, engine=STAY, **more), world)
@@ -61,8 +67,13 @@ def what_a_step_calls() -> dict[str, Any]:
             )
     held = sum(len(s.grad) for s in engine.partition.slices)
     engine.destroy()
-    return {"micro_batches": micro_batches, "gathered": sum(gathers), "hooked": hooked, "exported": len(exported),
-            "held": held}  # fmt: skip
+    return {
+        "micro_batches": micro_batches,
+        "gathered": sum(gathers),
+        "hooked": hooked,
+        "exported": len(exported),
+        "held": held,
+    }
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -169,9 +169,15 @@ def saved(tmp_path_factory):
 AWAY = {"offload_optimizer": True, "offload_parameters": True}
 
 
-@pytest.mark.parametrize("world, sp, away", [
-    (1, 1, {}), (4, 4, {}), (4, 2, {}), (2, 2, AWAY),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "world, sp, away",
+    [
+        (1, 1, {}),
+        (4, 4, {}),
+        (4, 2, {}),
+        (2, 2, AWAY),
+    ],
+)
 def test_continues_on_another_topology_and_in_host_memory(world, sp, away, saved):
     folder, metrics, state = saved
     case = replace(CASE, sp=sp, engine=away)

@@ -41,13 +41,18 @@ class TreeCase(Case):
 
 CASES = [
     ("sft", 2, 2, "block", {"packing_seed": 1}),  # turns that a template rewrites
-    ("dpo", 4, 4, "block", {"packing_seed": 1}), ("dpo", 4, 2, "pair", {"packing_seed": 1}),
+    ("dpo", 4, 4, "block", {"packing_seed": 1}),
+    ("dpo", 4, 2, "pair", {"packing_seed": 1}),
     ("dpo", 2, 2, "keep_attention", {"shape": ODD}),
-    ("dpo", 2, 2, "none", {"options": {"ld_alpha": 0.3}}), ("dpo", 2, 1, "none", {"options": {"loss_type": "simpo"}}),
-    ("dpo", 2, 2, "keep_attention", {"lora_rank": 3}), ("dpo", 2, 2, "block", {"attention": "reference"}),
-    ("rm", 2, 2, "block", {"packing_seed": 1}), ("rm", 3, 3, "pair", {"shape": ODD}),
-    ("kto", 4, 2, "keep_attention", {"packing_seed": 1}), ("kto", 3, 3, "pair", {"shape": ODD, "budget": 1000}),
-]  # fmt: skip
+    ("dpo", 2, 2, "none", {"options": {"ld_alpha": 0.3}}),
+    ("dpo", 2, 1, "none", {"options": {"loss_type": "simpo"}}),
+    ("dpo", 2, 2, "keep_attention", {"lora_rank": 3}),
+    ("dpo", 2, 2, "block", {"attention": "reference"}),
+    ("rm", 2, 2, "block", {"packing_seed": 1}),
+    ("rm", 3, 3, "pair", {"shape": ODD}),
+    ("kto", 4, 2, "keep_attention", {"packing_seed": 1}),
+    ("kto", 3, 3, "pair", {"shape": ODD, "budget": 1000}),
+]
 
 
 @pytest.mark.parametrize("stage, world, sp, recompute, more", CASES)

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for examples/, which is not installed
 
 from examples.demo_data import write_demo  # noqa: E402
-from tests.e2e.launch import command, metrics, words  # noqa: E402
+from tests.e2e.launch import command, metrics, without_times, words  # noqa: E402
 from tests.harness import free_port  # noqa: E402
 from ulysses.data.read.chat import load_tokenizer  # noqa: E402
 
@@ -42,9 +42,6 @@ HELD_OUT = {
 }  # fmt: skip
 ROLLOUTS = ("ppo", "grpo")
 AFTER = 4  # steps from the checkpoint to the kill
-TIMES = {
-    *"run seconds tokens_per_second mfu peak_memory_gib time/sampling time/rollout".split()
-}
 
 
 class Plan(NamedTuple):
@@ -243,10 +240,7 @@ def repeated(folder: Path, saved: int) -> list[tuple[dict[str, float], ...]]:
     """Pair what the killed process logged after its checkpoint with what the resumed one logged, times left out."""
     again = {m["step"]: m for m in metrics(folder)}
     before = [m for m in metrics(folder, "killed.jsonl") if m["step"] > saved]
-    return [
-        tuple({k: v for k, v in m.items() if k not in TIMES} for m in (one, again[one["step"]]))
-        for one in before
-    ]
+    return [tuple(without_times([one, again[one["step"]]])) for one in before]
 
 
 def measure(stage: str, folder: Path, saved: int, examples: int) -> dict[str, Any]:

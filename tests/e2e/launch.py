@@ -197,11 +197,11 @@ def metrics(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / file).read_text().splitlines()]
 
 
+TIMES = "run seconds tokens_per_second mfu peak_memory_gib time/sampling time/rollout".split()
+
+
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in line.items() if k not in ("run", "seconds", "tokens_per_second")}
-        for line in lines
-    ]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 # A model of a few thousand weights. Three layers are the fewest of which DeepSpeed still gathers some ahead when an
@@ -227,6 +227,11 @@ def tiny(
         base += " --dpo.sft_weight 0"
     large = {f"deepspeed.zero_optimization.{key}": value for key, value in AS_LARGE.items()}
     return ["--config", *base.split(), *words(large | settings), *typed.split()]
+
+
+def rows(file: str, most: int) -> str:
+    """Some rows of the demo's data, as one typed value."""
+    return f'{{"path":"{ROOT}/configs/demo/data/{file}.jsonl","max_examples":{most}}}'
 
 
 def words(settings: dict[str, Any]) -> list[str]:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.e2e.launch import Outcome, metrics, plant_in_losses, ranks, tiny, without_times
 
-CHAIN = """[
-{"policy": "skip_non_finite"}, {"policy": "zclip", "warmup": 2}, {"policy": "ulysses_pro"},
-{"policy": "clip_global_norm", "max_norm": 1.0}
-]"""
+CHAIN = (
+    '[{"policy":"skip_non_finite"},{"policy":"zclip","warmup":2},{"policy":"ulysses_pro"},'
+    '{"policy":"clip_global_norm","max_norm":1.0}]'
+)
 
 
 def nan(value: Tensor) -> Tensor:
@@ -26,9 +26,7 @@ def vanish(value: Tensor) -> Tensor:
     return value.detach() + 1e-5 * (value - value.detach())
 
 
-def start(
-    folder: Path, faults: dict[int, Any], typed: str = "", code: int = 0, **settings: Any
-) -> Outcome:
+def start(folder: Path, faults: dict[int, Any], typed: str = "", code: int = 0) -> Outcome:
     """Train on two processes; `faults` maps steps, counted from 1, to ranks and what becomes of their loss terms."""
     usual = f"--run.save_every 1 --run.keep 0 --run.export false {typed}"
 
@@ -42,8 +40,8 @@ def start(
 
         plant_in_losses(faulty)
 
-    line, logs = tiny("sft", folder, usual, **settings), folder.parent / f"{folder.name} logs"
-    return ranks(line, 2, code=code, logs=logs, before=before)
+    logs = folder.parent / f"{folder.name} logs"
+    return ranks(tiny("sft", folder, usual), 2, code=code, logs=logs, before=before)
 
 
 def saved(folder: Path, step: int) -> list[list[float]]:
@@ -61,8 +59,8 @@ def test_a_nan_on_one_rank_stops_all_with_one_sentence_before_the_update(tmp_pat
 
 def test_skipped_and_boosted_steps_and_a_resume_between_boosted_ones(tmp_path):
     faults = {2: ((1,), nan)} | dict.fromkeys((4, 5, 6), ((0, 1), vanish))
-    settings = "--run.steps 7 --optimizer.schedule constant --optimizer.warmup 0"
-    start(tmp_path / "whole", faults, settings, gradients__policies=CHAIN)
+    settings = f"--run.steps 7 --optimizer.schedule constant --optimizer.warmup 0 --gradients.policies {CHAIN}"
+    start(tmp_path / "whole", faults, settings)
     whole = metrics(tmp_path / "whole")
     said, other = ((tmp_path / f"whole logs/{rank}.out").read_text() for rank in range(2))
     # rank 1 has --debug
@@ -78,6 +76,6 @@ def test_skipped_and_boosted_steps_and_a_resume_between_boosted_ones(tmp_path):
         assert [k for k in range(1, 7) if weights[k][rank] == weights[k - 1][rank]] == [1]
     # step 5 is boosted, so is step 6, with which the resumed run begins
     settings += f" --run.resume {tmp_path}/whole/checkpoints/step-5"
-    start(tmp_path / "resumed", faults, settings, gradients__policies=CHAIN)
+    start(tmp_path / "resumed", faults, settings)
     assert without_times(metrics(tmp_path / "resumed")) == without_times(whole[5:])
     assert saved(tmp_path / "resumed", 7) == weights[-1]

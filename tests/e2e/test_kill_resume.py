@@ -12,20 +12,17 @@ import pytest
 
 from models.arch import ModelConfig
 from models.decoder import empty_model
-from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny, without_times
+from tests.e2e.launch import Ranks, metrics, ranks, rows, tiny, without_times
 from ulysses.zero.state import KINDS, SavedSlices
 
 STEPS, PROCESSES = 8, 2
 
 
-HELD_OUT = f'{{"path":"{ROOT}/configs/demo/data/sft_eval.jsonl","max_examples":40}}'
-
-
 def arguments(output: Path, typed: str = "") -> list[str]:
-    usual = (
-        f"--run.steps {STEPS} --run.save_every 1 --run.keep 2 --run.resume auto --run.eval_every 3 --batch.examples 16 "
-        f"--data.eval {HELD_OUT} --optimizer.lr 1e-2 --parallel.sequence_parallel_size 2"
-    )
+    usual = f"""
+    --run.steps {STEPS} --run.save_every 1 --run.keep 2 --run.resume auto --run.eval_every 3 --batch.examples 16
+    --data.eval {rows("sft_eval", 40)} --optimizer.lr 1e-2 --parallel.sequence_parallel_size 2
+    """
     return tiny("sft", output, f"{usual} {typed}")
 
 
@@ -83,13 +80,11 @@ def assert_complete(checkpoints: Path) -> None:
         assert len(list(folder.glob("rank-*.safetensors"))) == PROCESSES * len(KINDS)
 
 
-def dies(output: Path, line: list[str], place: str, step: int, seconds: float = 120) -> bool:
+def dies(output: Path, line: list[str], place: str, step: int, seconds: float = 120) -> None:
     """Start a run and kill it there, or after some seconds, if it has not ended; its checkpoints are complete."""
     run = Ranks(line, PROCESSES, before=kill_at(place, step))
-    finished = wait_until_dead(run, seconds)
-    assert not (finished and place), f"nothing died at {place!r}"
+    assert not (wait_until_dead(run, seconds) and place), f"nothing died at {place!r}"
     assert_complete(output / "checkpoints")
-    return not finished
 
 
 def wait_until_dead(run: Ranks, seconds: float) -> bool:

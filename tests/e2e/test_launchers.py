@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.launch import ROOT, metrics, ranks, run, tiny
+from tests.e2e.launch import metrics, ranks, rows, run, tiny
 from tests.harness import full
 
 # (stage, launcher, processes per agent, agents, degree). "ranks" starts the processes without a launcher.
@@ -15,8 +15,7 @@ CASES = [
 
 
 # the reference is computed for all rows
-PAIRS = {"path": str(ROOT / "configs/demo/data/dpo_train.jsonl"), "max_examples": 64}
-DATA = {"sft": {}, "dpo": {"data__train": [PAIRS]}}
+DATA = {"sft": "", "dpo": f"--data.train {rows('dpo_train', 64)}"}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def folder(tmp_path_factory):
 def one_process(folder):
     """The numbers of one process, of plain python for SFT, by stage."""
     run("python", tiny("sft", folder / "sft"), timeout=120).check()
-    ranks(tiny("dpo", folder / "dpo", **DATA["dpo"]), 1)
+    ranks(tiny("dpo", folder / "dpo", DATA["dpo"]), 1)
     return {stage: metrics(folder / stage) for stage in ("sft", "dpo")}
 
 
@@ -36,8 +35,8 @@ def one_process(folder):
 def test_same_numbers(stage, launcher, processes, agents, sp, one_process, folder):
     output = folder / f"{stage}-{launcher}-{processes}-{agents}-{sp}"
     # another budget than the one process had: other micro-batches too
-    typed = f"--parallel.sequence_parallel_size {sp} --batch.tokens_per_microbatch 700"
-    arguments = tiny(stage, output, typed, **DATA[stage])
+    typed = f"--parallel.sequence_parallel_size {sp} --batch.tokens_per_microbatch 700 {DATA[stage]}"
+    arguments = tiny(stage, output, typed)
     if launcher == "ranks":
         ranks(arguments, processes)
     else:

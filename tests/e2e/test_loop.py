@@ -46,11 +46,8 @@ def test_what_a_run_leaves_behind_that_ends_when_evaluations_stop_improving(tmp_
     state = json.loads((checkpoints / f"step-{last}/run.json").read_text())
     assert state["best"] == [best, pytest.approx(losses[best - 1])]
     for rank in (0, 1):  # every slice's own record tells where it came from
-        saved = checkpoints / f"step-{last}/rank-0000{rank}.json"
-        record = json.loads(saved.read_text())
-        slices = [*saved.parent.glob(f"{saved.stem}.*.safetensors")]
-        assert record["digests"] == {path.name: digest_of(path) for path in slices}
-        assert (record["run"], record["step"], len(slices)) == (state["run"], last, 3)
+        record = json.loads((checkpoints / f"step-{last}/rank-0000{rank}.json").read_text())
+        assert (record["run"], record["step"]) == (state["run"], last)
 
     (_, _, options), *logs, (end, _, _) = told
     assert (options["project"], options["name"]) == ("project", "run")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from models.decoder import RewardModel
 from models.hf_format import read_config
 from models.lora import is_adapter
-from tests.e2e.launch import ROOT, metrics, tiny
+from tests.e2e.launch import metrics, rows, tiny
 from tests.harness import run_distributed
 from tests.zero_case import filled
 from ulysses.config.command_line import parse_command_line
@@ -31,7 +31,6 @@ from ulysses.run.preflight import prepare
 from ulysses.run.training_run import TrainingRun
 from ulysses.zero.engine import full_parameters
 
-DATA = ROOT / "configs/demo/data"
 SHAPE = """
 --model.config.intermediate_size 48 --model.config.num_hidden_layers 2 --model.config.head_dim 8
 --model.config.initializer_range 0.1
@@ -45,11 +44,7 @@ USUAL = """
 def settings(stage: str, output: Path, typed: str = "") -> list[str]:
     """A run on a few rows of the demo data; without a model in what is typed it starts from random weights."""
     shape = "" if "--model.path" in typed else SHAPE
-    train, held_out = (
-        f'{{"path":"{DATA}/{stage}_{split}.jsonl","max_examples":{most}}}'
-        for split, most in (("train", 29), ("eval", 12))
-    )
-    data = f"--data.train {train} --data.eval {held_out}"
+    data = f"--data.train {rows(f'{stage}_train', 29)} --data.eval {rows(f'{stage}_eval', 12)}"
     return tiny(stage, output, f"{data} {USUAL} {shape} {typed}")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from models.decoder import CausalLM, PolicyValue, RewardModel
-from tests.engine_case import SHAPE, Case, dataset, make_stage
+from tests.engine_case import SHAPE, Case, dataset
 from tests.stage_case import STAGE_CASES
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -50,7 +50,7 @@ def test_no_stage_waits_for_the_device(name):
         model = kind(SHAPE, mesh, attention="reference")
         teacher = FrozenModel(CausalLM(SHAPE, mesh, attention="reference"))
     case = Case(name, options=STAGE_CASES[name].every_term)
-    stage = make_stage(case, model, mesh, teacher=lambda *_: teacher)
+    stage = case.make_stage(model, mesh, teacher=lambda *_: teacher)
     if name == "ppo":
         columns = {
             c: torch.zeros(9) for c in ("old_logps", "old_values", "advantages", "returns")
