@@ -113,6 +113,11 @@ class ModelConfig:
         """Whether o_proj has a bias."""
         return self.attention_bias and not FAMILIES[self.model_type].qkv_bias
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer, None where one sees all before it; empty if all of them do."""
+        return ()
+
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **rope: Any) -> "ModelConfig":
         """Read a config.json in transformers' old (rope_theta, rope_scaling) or new (rope_parameters) style.

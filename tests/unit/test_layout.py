@@ -26,7 +26,7 @@ def simulated_mesh(sp, rank, num_heads, group=None):
     heads = math.gcd(sp, num_heads)
     return SimpleNamespace(
         sequence_parallel_size=sp, sp_rank=rank, head_parallel_size=heads, row_parallel_size=sp // heads,
-        row_set=rank // heads, sp_group=group,
+        row_set=rank // heads, sp_group=group, windows=(),
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.tiling import tile_rows
-from ulysses.parallel.layout import head_layout
+from ulysses.parallel.layout import head_layout, squares
 
 GIB = 1 << 30
 # of an element of a quantised matrix (models/quantized.py): its code, and its share of scales and their tables
@@ -77,6 +77,7 @@ class Model(NamedTuple):
     has_head: bool = True  # False: a score per token instead of the vocabulary
     qk_norm: bool = False  # queries and keys are also kept as they were before their norms
     quantize: str = "none"  # how the layers' matrices are kept (models/quantized.py)
+    windows: tuple[int | None, ...] = ()  # of every layer, or of none (parallel/layout.py)
 
     @property
     def query_width(self) -> int:
@@ -437,8 +438,9 @@ def step_flops(case: Workload) -> tuple[float, float]:
     """
     model, passes = case.model, case.forwards
     S, N, F = case.tokens / case.sp, model.layer_parameters, model.width * model.intermediate
-    squares = case.squares or case.tokens**2 / case.documents
-    forward = 2.0 * squares * model.query_width / case.sp
+    length = case.tokens / case.documents
+    pairs = case.squares or case.documents * squares(length, windows=model.windows)
+    forward = 2.0 * pairs * model.query_width / case.sp
     again = model.attention_parameters + (2 if model.is_full else 3) * F
     directions = 3 if model.is_full else 2
     matrices = attention = 0.0

@@ -51,6 +51,7 @@ def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
         trained=parameters,
         has_head=not reward,
         qk_norm=shape.qk_norm,
+        windows=shape.windows,
     )
 
 

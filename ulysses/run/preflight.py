@@ -31,6 +31,7 @@ from ulysses.data.read.sources import (
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
+from ulysses.parallel.layout import squares
 from ulysses.rl.rewards import load_function
 from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import read_run_state, resume_point
@@ -137,8 +138,8 @@ class Prepared:
         """
         longest = data.lengths.argmax()
         lengths, prefixes = data.sequence_lengths[longest], data.prefix_lengths[longest]
-        squares = lengths * (lengths + 2 * prefixes) * (data.kind != "prompt")
-        return float(squares.sum() * tokens / lengths.sum())
+        found = squares(lengths, prefixes, self.shape.windows) * (data.kind != "prompt")
+        return float(found.sum() * tokens / lengths.sum())
 
     def remarks(self, loader: StepLoader) -> Iterator[str]:
         """Yield a line for every setting that has no effect, or not the one that its number promises."""
@@ -199,6 +200,7 @@ class Prepared:
                 dp_rank=group,
                 shuffle=not evaluation,
                 attention_length=12.0 * self.shape.hidden_size,
+                windows=self.shape.windows,
                 launched_tokens=launched_tokens,
             )
 
@@ -268,12 +270,12 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     if strict:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with collect("model.attention"):
-            plan.kernel = resolve_kernel(
-                model.attention,
-                device,
-                getattr(torch, config.model.dtype),
-                plan.shape.head_dim,
-            )
+            case = device, getattr(torch, config.model.dtype), plan.shape.head_dim
+            for window in (
+                *plan.shape.windows,
+                None,
+            ):  # the whole attention's is the one to report
+                plan.kernel = resolve_kernel(model.attention, *case, window=window)
         if model.quantize == "fp8" and device == "cuda":
             if torch.cuda.get_device_capability() < (8, 9):
                 errors.append(
