@@ -1,6 +1,7 @@
 """The shape of a model: from and to Hugging Face's config.json, or one of the published sizes by name.
 
-A family of models is one entry of families.json; the decoder reads the flags of ModelConfig and knows no family.
+A family of models is one entry of families.json. The decoder reads ModelConfig, its family's row and the kinds of its
+layers, and knows no family by name.
 """
 
 import difflib
@@ -8,11 +9,23 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _FOLDER = Path(__file__).parent
+
+
+class LayerKind(NamedTuple):
+    """Say of which kinds a layer's parts are; the names of mixers are transformers' layer_types.
+
+    rotary: "main" has the model's base and scaling, "local" no scaling and rope_local_theta, "none" no rotation.
+    """
+
+    mixer: str = "full_attention"
+    feed_forward: str = "mlp"  # or "experts"
+    rotary: str = "main"
 
 
 @dataclass(frozen=True)
@@ -20,17 +33,38 @@ class Family:
     """What sets one `model_type` apart, as families.json says.
 
     Args:
+        class_name: what transformers' classes of the family begin with.
         fixed: fields of config.json that must have this value, and are written so.
         defaults: what transformers assumes for a field that config.json leaves out.
+        aliases: other names that files have for a field.
         qkv_bias: q_proj, k_proj and v_proj have a bias and o_proj has none, whatever config.json says; elsewhere its
             `attention_bias` gives a bias to all four.
-        qk_norm: the queries and keys of every head are normalised before they are rotated.
+        qk_norm: queries and keys are normalised before they are rotated: "none", each "head", or the whole "row".
+        norms: the names of a layer's norms before and after the mixer and before and after the feed-forward; "" where
+            there is none.
+        centred_norms: norms multiply by 1 + weight, in float32.
+        activation: of the feed-forward, by transformers' name.
+        mixers: of the layers, repeated from the first layer on; config.json's layer_types may arrange them otherwise.
+        rotary: the kind of rotary positions by mixer, where it is not "main".
+        experts: layers may have experts in place of the MLP.
+        multipliers: config.json has the fields of Multipliers.
+        weight_prefix: what files have in place of "model." at the beginning of a tensor's name.
     """
 
+    class_name: str
     fixed: dict[str, Any]
     defaults: dict[str, Any]
+    aliases: dict[str, str] = field(default_factory=dict)
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = "none"
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    centred_norms: bool = False
+    activation: str = "silu"
+    mixers: tuple[str, ...] = ("full_attention",)
+    rotary: dict[str, str] = field(default_factory=dict)
+    experts: bool = False
+    multipliers: bool = False
+    weight_prefix: str = "model."
 
 
 _TABLES = json.loads(_FOLDER.joinpath("families.json").read_text())
@@ -78,6 +112,33 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Constants that some families multiply by; names are those of config.json."""
+
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what a layer's halves add
+    attention_multiplier: float | None = None  # of query and key; None is E^-1/2
+    logits_scaling: float = 1.0  # the logits are divided by it
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Describe the layers whose rows each go through a few of many MLPs; names are those of config.json."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = False  # the chosen experts' weights sum to 1
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok} but there are only num_experts = "
+                f"{self.num_experts}; correct the config"
+            )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Describe a decoder; field names are those of config.json."""
 
@@ -95,11 +156,14 @@ class ModelConfig:
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
     attention_bias: bool  # of q_proj, k_proj and v_proj; see output_bias
-    qk_norm: bool  # RMSNorms of every head's query and key, before the rotation
     initializer_range: float
     bos_token_id: int | None
     eos_token_id: tuple[int, ...]  # config.json has none, a number or a list
     pad_token_id: int | None
+    pattern: tuple[LayerKind, ...] = (LayerKind(),)  # repeated over the layers
+    rope_local_theta: float | None = None
+    multipliers: Multipliers = Multipliers()
+    moe: Experts | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -109,9 +173,19 @@ class ModelConfig:
             )
 
     @property
+    def family(self) -> Family:
+        """The family's row of families.json."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kinds of every layer, the first layer's first."""
+        return tuple(islice(cycle(self.pattern), self.num_hidden_layers))
+
+    @property
     def output_bias(self) -> bool:
         """Whether o_proj has a bias."""
-        return self.attention_bias and not FAMILIES[self.model_type].qkv_bias
+        return self.attention_bias and not self.family.qkv_bias
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -143,7 +217,8 @@ class ModelConfig:
                 )
         # rotary settings lie among the others or, in either style, in a table of their own
         table = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
-        stated = {**family.defaults, **raw, **table}
+        named = {family.aliases.get(k, k): v for k, v in raw.items()}
+        stated = {**family.defaults, **named, **table}
         for name, value in {**_NEUTRAL, **family.fixed}.items():
             if stated.get(name) not in (None, value):
                 raise ValueError(
@@ -165,10 +240,13 @@ class ModelConfig:
             rope_scaling=scaling,
             tie_word_embeddings=bool(known["tie_word_embeddings"]),
             attention_bias=family.qkv_bias or bool(known.get("attention_bias")),
-            qk_norm=family.qk_norm,
             bos_token_id=known.get("bos_token_id"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else (eos,),
             pad_token_id=known.get("pad_token_id"),
+            pattern=_read_layers(known, family),
+            rope_local_theta=known.get("rope_local_base_freq"),
+            multipliers=Multipliers(**_known(Multipliers, known) if family.multipliers else {}),
+            moe=_read_experts(known) if family.experts else None,
         )
 
     def to_hf(self, *, dtype: str = "bfloat16", reward: bool = False) -> dict[str, Any]:
@@ -176,12 +254,13 @@ class ModelConfig:
 
         `dtype` names the stored weights' type; `reward` describes a sequence classifier with one score.
         """
-        family, eos = FAMILIES[self.model_type], self.eos_token_id
+        family, eos = self.family, self.eos_token_id
         head = "ForSequenceClassification" if reward else "ForCausalLM"
         scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _INNER}
         written = {
-            "architectures": [self.model_type.title().replace("_", "") + head],
-            **vars(self),
+            "architectures": [family.class_name + head],
+            **own,
             "rope_scaling": scaling or None,
             "rope_parameters": {
                 "rope_type": "default",
@@ -189,11 +268,17 @@ class ModelConfig:
                 **scaling,
             },
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
-            "hidden_act": "silu",
+            "hidden_act": family.activation,
             "torch_dtype": dtype,
         }
-        del written["qk_norm"]  # implied by model_type
-        if family.qkv_bias:  # so is this
+        if len(family.mixers) > 1:
+            written["layer_types"] = [kind.mixer for kind in self.layers]
+        if family.multipliers:
+            written |= asdict(self.multipliers)
+        if self.moe:
+            dense = [i for i, kind in enumerate(self.layers) if kind.feed_forward == "mlp"]
+            written |= asdict(self.moe) | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+        if family.qkv_bias:  # implied by model_type
             del written["attention_bias"]
         if reward:
             written |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
@@ -209,6 +294,47 @@ class ModelConfig:
                 f"{scaling.rope_type} rope, factor {scaling.factor:g} over {original:,} tokens"
             )
         return f"window: {self.max_position_embeddings:,} tokens ({rope}, theta {self.rope_theta:,g})"
+
+
+# Fields of ModelConfig that config.json says in other words.
+_INNER = ("pattern", "rope_local_theta", "multipliers", "moe")
+
+
+def _known(table: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass that `known` has."""
+    return {f.name: known[f.name] for f in fields(table) if f.name in known}
+
+
+def _read_experts(known: Mapping[str, Any]) -> Experts:
+    """Read the fields of Experts, all of them positive numbers but for the last."""
+    return Experts(**_numbers(Experts, known), norm_topk_prob=bool(known.get("norm_topk_prob")))
+
+
+def _read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
+    """Read the kinds of all layers; the shortest pattern that repeats to them."""
+    count = _number(known, "num_hidden_layers", int)
+    mixers = known.get("layer_types") or [*islice(cycle(family.mixers), count)]
+    dense, step = known.get("mlp_only_layers") or [], known.get("decoder_sparse_step", 1)
+    if strange := {*mixers[:count]} - {*family.mixers}:
+        raise ValueError(
+            f"config.json has layer_types of {', '.join(sorted(strange))} but {known['model_type']} has layers of "
+            f"{', '.join(family.mixers)} here; use a model of these"
+        )
+    if len(mixers) < count:
+        raise ValueError(
+            f"config.json has layer_types of {len(mixers)} layers but num_hidden_layers = {count}; correct the file"
+        )
+    kinds = [
+        LayerKind(
+            mixer,
+            "experts" if family.experts and i not in dense and not (i + 1) % step else "mlp",
+            family.rotary.get(mixer, "main"),
+        )
+        for i, mixer in enumerate(mixers[:count])
+    ]
+    sizes = range(1, count + 1)
+    short = next(n for n in sizes if [*islice(cycle(kinds[:n]), count)] == kinds)
+    return tuple(kinds[:short])
 
 
 def _number(known: Mapping[str, Any], name: str, kind: Any) -> Any:

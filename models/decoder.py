@@ -25,8 +25,10 @@ from torch.autograd.function import once_differentiable
 from losses.logprobs import LogProbs, linear_logprobs
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
-from models.layers import DecoderLayer, Embedding, Linear, MakeLinear, RMSNorm
-from models.rope import rotary_table
+from models.layers import DecoderLayer
+from models.modules import Embedding, Linear, MakeLinear, RMSNorm
+from models.ops.norm import NormRule
+from models.rope import rotary_tables
 from ulysses.memory.graphs import LayerGraphs
 from ulysses.memory.levels import LEVELS, LayerMemory, Pair
 from ulysses.memory.tiling import tiles
@@ -67,30 +69,39 @@ class Decoder(nn.Module):
         )
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            [DecoderLayer(config, kernel, linear) for _ in range(config.num_hidden_layers)]
+            [DecoderLayer(config, kind, kernel, linear) for kind in config.layers]
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
+        self.norm = RMSNorm(config.hidden_size, rule)
         self.set_memory(memory)
 
     def forward(self, batch: ShardedBatch, noise: Tensor | None = None) -> Tensor:
-        hidden = self.embed_tokens(batch.tokens)
+        hidden = self.embed(batch.tokens)
         if noise is not None:
             hidden = hidden + noise.to(hidden.dtype)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # frozen embeddings: ZeRO-3 would release the first layer's weights before its backward has run
             hidden = hidden.detach().requires_grad_()
-        rope = rotary_table(batch.positions, self.config)
+        ropes = rotary_tables(batch.positions, self.config)
         if self.graphs is not None and torch.is_grad_enabled():
-            done = self.graphs(hidden, rope, batch.attention_plan)
+            done = self.graphs(hidden, ropes, batch.attention_plan)
             if done is not None:
                 return done
         pair: Pair | None = None
         for layer in self.layers:
             pair = (pair or Pair(layer)) if layer.recompute == "pair" else None
-            hidden = layer(hidden, rope, batch.attention_plan, pair)
+            hidden = layer(hidden, ropes[layer.kind.rotary], batch.attention_plan, pair)
             if pair is not None and pair.first is not layer:
                 pair = None  # complete
         return hidden
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [S, D] of token ids, times the family's multiplier."""
+        hidden, factor = self.embed_tokens(tokens), self.config.multipliers.embedding_multiplier
+        if factor == 1:
+            return hidden
+        # rounded to the weights' dtype, as in transformers
+        return hidden * float(torch.tensor(factor, dtype=hidden.dtype, device="cpu"))
 
     def set_memory(self, memory: LayerMemory) -> None:
         """Set what the layers keep for backward."""
@@ -255,6 +266,8 @@ class CausalLM(HeadedDecoder):
 
     def log_probs(self, rows: Tensor, batch: ShardedBatch, options: dict[str, Any]) -> LogProbs:
         """Return the log-probabilities [S] of the batch's targets from those hidden states."""
+        if (scaling := self.config.multipliers.logits_scaling) != 1:
+            options["temperature"] = options.get("temperature", 1.0) * scaling
         out = self.lm_head(rows, batch.targets.index_select(0, batch.valid_index), **options)
         return LogProbs._make(None if x is None else _placed(x, batch) for x in out)
 
@@ -328,12 +341,12 @@ def init_parameter(
 ) -> Tensor:
     """Draw one whole parameter: the values depend on (seed, name, shape) and the device type only, on no topology.
 
-    Linear and embedding weights are N(0, initializer_range^2), norms 1, biases 0, `score.weight` has the standard
+    Linear and embedding weights are N(0, initializer_range^2), norms multiply by 1, biases are 0, `score.weight` has the standard
     deviation 1 / (D + 1). Drawn in float32, then cast.
     """
     values = torch.zeros(tuple(shape), device=device)
     if name.endswith("norm.weight"):
-        values.fill_(1.0)
+        values.fill_(not config.family.centred_norms)
     elif not name.endswith(".bias"):
         std = (
             1 / (config.hidden_size + 1) if name == "score.weight" else config.initializer_range

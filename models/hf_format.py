@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.arch import ModelConfig
-from models.quantized import BLOCK, OUTER, join_parts, pack, unpack
+from models.quantized import BLOCK, OUTER, join_parts, unpack
 from ulysses.disk import write_json, write_tensors
 
 CONFIG = "config.json"
@@ -312,20 +312,12 @@ class WeightFiles:
                 )
             self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
 
-    def read(
-        self, name: str, start: int = 0, stop: int | None = None, *, quantize: str = "none"
-    ) -> Tensor:
-        """Return the flat elements [start, stop), row-major, of a tensor; all of them by default.
-
-        `quantize` reads a layer's whole matrix as it is after it was quantised so, without adapters.
-        """
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the flat elements [start, stop), row-major, of a tensor; all of them by default."""
         stored = self.tensors[name]
         if stop is None:
             stop = stored.shape.numel()
         flat = stored.read(start, stop)
-        if quantize != "none" and name.endswith("_proj.weight") and not stored.state:
-            data = pack(quantize, flat.view(stored.shape))
-            flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)
         for a, b, scale in self._updates.get(name, ()):
             rank, width = a.shape
             # the rows of B that these elements lie in

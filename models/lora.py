@@ -18,7 +18,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from models.hf_format import ADAPTER_WEIGHTS, add_low_rank, lora_scale
-from models.layers import Linear
+from models.modules import Linear
 from ulysses.disk import write_tensors
 
 ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models import fused_triton
-from models.layers import Linear
+from models.ops import passes_triton
+from models.modules import Linear
 
 BLOCK, OUTER = 64, 256  # elements whose largest size is stored; and of these sizes
 FP8, FP8_MOST = torch.float8_e4m3fn, 448.0
@@ -144,7 +144,7 @@ def _product(
 ) -> Tensor:
     """Return (rows * before) @ codes * after in bfloat16, the rows rounded to e4m3."""
     flat = rows.reshape(-1, rows.shape[-1])
-    rounded, scale = fused_triton.quantize_rows(flat, before, FP8, FP8_MOST)
+    rounded, scale = passes_triton.quantize_rows(flat, before, FP8, FP8_MOST)
     if after is None:
         after = scale.new_ones(codes.shape[1])
     out = torch._scaled_mm(

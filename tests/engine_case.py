@@ -12,7 +12,7 @@ from torch import nn
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
-from models.layers import Linear
+from models.modules import Linear
 from models.lora import add_adapters
 from models.quantized import QuantizedLinear, packed_parts, unpack
 from tests.harness import run_distributed
@@ -36,7 +36,7 @@ SHAPE = ModelConfig.from_hf(
     tiny_config(rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.1)
 )
 # norms of heads that are not D / H wide
-QWEN3 = replace(SHAPE, model_type="qwen3", qk_norm=True, head_dim=12)
+QWEN3 = replace(SHAPE, model_type="qwen3", head_dim=12)
 
 
 class ListDataset:

@@ -18,7 +18,7 @@ CONFIG = ModelConfig.from_hf({
     "model_type": "qwen2", "vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
 })  # fmt: skip
-QWEN3 = replace(CONFIG, model_type="qwen3", attention_bias=False, qk_norm=True, head_dim=8)
+QWEN3 = replace(CONFIG, model_type="qwen3", attention_bias=False, head_dim=8)
 TILE = 7  # rows of an MLP tile: 26 rows are 4 of them
 
 

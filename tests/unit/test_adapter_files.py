@@ -13,7 +13,6 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles, read_config
 from models.lora import add_adapters, is_adapter, save_adapters
-from models.merge_check import TOKENS
 from models.quantized import pack, unpack
 from tests.model_folder import tiny_config, write_model
 from ulysses import export
@@ -138,35 +137,13 @@ def test_an_adapter_that_is_not_finite_is_not_merged(base, tmp_path, merge):
     assert "holds infinite weights, or some" in said
 
 
-def test_merging_onto_the_original_weights_says_what_it_did_to_the_logits(
-    base, tmp_path, merge
-):
-    """Adapters of a run on NF4 know it; transformers computes the same difference from whole matrices."""
-    from transformers import AutoModelForCausalLM
-
+def test_merging_onto_the_original_weights_is_said(base, tmp_path, merge):
+    """Adapters of a run on NF4 know it."""
     lora = LoraSection(rank=4, alpha=8.0, targets=["q_proj", "down_proj"])
     draw = partial(torch.nn.init.normal_, std=0.3)
     folder = write_adapters(tmp_path / "adapter", base, CausalLM(SHAPE), lora, draw)
-    said = merge(folder, 0)
-    originals, files = WeightFiles(base), WeightFiles(folder)
-    trained = {}
-    for name, stored in originals.tensors.items():
-        whole = originals.read(name).view(stored.shape)
-        if name.endswith("_proj.weight"):
-            update = files.read(name).view(stored.shape) - whole.float()
-            data = pack("nf4", whole)
-            whole = unpack("nf4", data, stored.shape, torch.float32) + update
-        trained[name] = whole
-    tokens = torch.randint(64, (TOKENS,), generator=torch.Generator().manual_seed(0))
-
-    def logits(path, weights):
-        found = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        found.load_state_dict(weights, strict=False)
-        with torch.no_grad():
-            return found(tokens[None]).logits[0]
-
-    exact = logits(base, trained)
-    largest = float((logits(tmp_path / "out", {}) - exact).abs().max())
-    told = float(re.search(r"differ by at most (\S+) from", said)[1])
-    assert told == pytest.approx(largest, rel=1e-2) and largest > 1e-3 * exact.std()
-    assert f"at most {told:g} from" in (tmp_path / "out/README.md").read_text()
+    note = (
+        "trained on a base quantised to nf4 and are merged onto the original weights; measure"
+    )
+    assert note in merge(folder, 0)
+    assert note in (tmp_path / "out/README.md").read_text()

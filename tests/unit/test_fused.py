@@ -4,14 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.fused import activate, activate_backward, rms_norm, rms_norm_backward, rotate_pair
-from models.half_blocks import (
-    FeedForwardNode,
-    ProjectNode,
-    feed_forward_gradients,
-    mlp,
-    stacked,
-)
+from models.ops.activation import activate, activate_backward
+from models.ops.gated_mlp import GatedMLP
+from models.ops.linear import stacked
+from models.ops.norm import NormRule, rms_norm, rms_norm_backward
+from models.ops.project import ProjectNode
+from models.ops.rotary import rotate_pair
 from ulysses.memory.tiling import add_by_tiles
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -20,6 +18,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 apart_and_together = pytest.mark.parametrize(
     "together", [False, True], ids=["apart", "together"]
 )
+RULE = NormRule(1e-5)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 
 
@@ -74,11 +73,11 @@ def normalised(x, weight):
 def test_norm_gradient(device, dtype, shape):
     x, grad, residual, weight = draw(shape, shape, shape, shape[1:], dtype=dtype, device=device)
     exact, grad_x, grad_w = in_float64(normalised, (x, weight), grad)
-    near(rms_norm(x, weight, 1e-5), exact, dtype)
-    mine_x, mine_w = rms_norm_backward(grad.clone(), x, weight, 1e-5)
+    near(rms_norm(x, weight, RULE), exact, dtype)
+    mine_x, mine_w = rms_norm_backward(grad.clone(), x, weight, RULE)
     near(mine_x, grad_x, dtype)
     near(mine_w, grad_w, dtype, torch.promote_types(dtype, torch.float32))
-    mine_x, _ = rms_norm_backward(grad, x, weight, 1e-5, residual)
+    mine_x, _ = rms_norm_backward(grad, x, weight, RULE, residual)
     near(mine_x, grad_x + residual.double(), dtype)
 
 
@@ -124,7 +123,7 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
 
     wanted = in_float64(exact, inputs, *grads)
     x, *weights = (t.requires_grad_() for t in inputs)
-    found = ProjectNode.apply(x, cos, sin, width, 1e-5, *weights)
+    found = ProjectNode.apply(x, cos, sin, width, RULE, *weights)
     factor = 2.0 if dtype == torch.float32 else 4.0  # several roundings in a row
     all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
@@ -147,18 +146,18 @@ def test_feed_forward_half(device, dtype, tile, together):
 
     exact, *exact_grads = in_float64(half, inputs, grad)
     x, *weights = (t.requires_grad_() for t in inputs)
-    w = *weights, 1e-5
-    out = FeedForwardNode.apply(x, *w)
+    fused = GatedMLP(*weights, RULE)
+    out = fused.add(x)
     factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
-    for found in (out, add_by_tiles(lambda rows: mlp(rows, *w)[-1], x, tile)):
+    for found in (out, add_by_tiles(fused.product, x, tile)):
         near(found, exact, dtype, factor=factor)
     all_near(torch.autograd.grad(out, inputs, grad), exact_grads, dtype, factor)
-    all_near(feed_forward_gradients(x, grad, w, tile), exact_grads, dtype, factor)
+    grad_x, found = fused.gradients(x, grad, tile)
+    all_near((grad_x, *found), exact_grads, dtype, factor)
     for frozen in (weights[0], *weights[2:]):
         frozen.requires_grad_(False)
-    _, *found = feed_forward_gradients(x, grad, w, tile)
-    near(found.pop(1), exact_grads[2], dtype, factor=factor)
-    assert not any(g is not None for g in found)
+    _, (of_gate,) = fused.gradients(x, grad, tile)
+    near(of_gate, exact_grads[2], dtype, factor=factor)
 
 
 @pytest.mark.gpu
@@ -170,8 +169,8 @@ def test_kernels_run_where_the_current_device_is_another():
         x, up, grad, weight = (tensor.to(device) for tensor in drawn)
         q, angles = x.view(40, 2, 48), up[:, :24]
         found = (
-            rms_norm(x, weight, 1e-5),
-            rms_norm_backward(grad.clone(), x, weight, 1e-5)[0],
+            rms_norm(x, weight, RULE),
+            rms_norm_backward(grad.clone(), x, weight, RULE)[0],
             activate(x, up),
             *activate_backward(grad, x, up),
             *rotate_pair(q, q, angles.cos(), angles.sin()),
@@ -198,8 +197,8 @@ def test_more_than_two_to_the_31_elements():
     )
     del whole
     weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
-    assert torch.equal(rms_norm(x, weight, 1e-5)[tail], rms_norm(x[tail], weight, 1e-5))
-    grad_x, _ = rms_norm_backward(x.clone(), x, weight, 1e-5)
+    assert torch.equal(rms_norm(x, weight, RULE)[tail], rms_norm(x[tail], weight, RULE))
+    grad_x, _ = rms_norm_backward(x.clone(), x, weight, RULE)
     assert torch.equal(
-        grad_x[tail], rms_norm_backward(x[tail].clone(), x[tail], weight, 1e-5)[0]
+        grad_x[tail], rms_norm_backward(x[tail].clone(), x[tail], weight, RULE)[0]
     )

@@ -124,7 +124,7 @@ def held_by_autograd(config, rank=0):
 
 @FAMILIES
 def test_each_level_keeps_what_is_planned(config):
-    shape = PLANNED._replace(head_dim=config.head_dim, qk_norm=config.qk_norm)
+    shape = PLANNED._replace(head_dim=config.head_dim, qk_norm=config.family.qk_norm != "none")
 
     def planned(level, model=shape):
         return kept_bytes(Workload(model, Machine(1, GIB), 26, element_size=4), level)

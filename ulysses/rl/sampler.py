@@ -1,4 +1,4 @@
-"""Batched sampling with a KV cache, from plain weights: no modules, no hooks, no communication.
+"""Batched sampling with a KV cache, from whole weights in layers of their own: no hooks, no communication.
 
     waiting answers      slots [B]                        one step, captured as a CUDA graph
     key 7: p p p    -->  [ p p p a a . . . ]   tokens -> decoder, keys and values written into the cache -> logits
@@ -27,8 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
-from models.fused import activate, rms_norm, rotate_pair
-from models.rope import rotary_table
+from models.decoder import empty_model
+from models.rope import rotary_tables
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 
 LOOK = 16  # steps
@@ -40,7 +40,7 @@ DRAWING_BYTES = 128
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Prompt = tuple[int, ...]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, float | None, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ class Sampler:
         prefill: tokens of prompts that are computed together; it bounds the memory.
 
     Attributes:
+        decoder: the layers, whose parameters are the weights.
         waiting: what has not begun, the next one last.
         held: a prompt that is in the cache, and its slot.
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
@@ -140,7 +141,10 @@ class Sampler:
 
     def __post_init__(self) -> None:
         c, options = self.config, self.options
-        embedding = self.weights["model.embed_tokens.weight"]
+        model = empty_model(c)
+        model.load_state_dict(self.weights, assign=True, strict=False)
+        self.decoder = model.model.eval()
+        embedding = self.decoder.embed_tokens.weight
         self.head = embedding if c.tie_word_embeddings else self.weights["lm_head.weight"]
         self.device = embedding.device
         on_gpu = self.device.type == "cuda"
@@ -263,11 +267,15 @@ class Sampler:
 
         last = first + tokens.shape[1]
 
-        def attend(cache: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(
+            cache: Tensor, scale: Any, query: Tensor, key: Tensor, value: Tensor
+        ) -> Tensor:
             cache[:, slots, :, first:last] = both = torch.stack([key, value])
             keys, values = cache[:, slots, :, :last] if first else both
             mask = causal_lower_right(last - first, last)
-            return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                query, keys, values, mask, scale=scale, enable_gqa=True
+            )
 
         positions = torch.arange(first, last, device=self.device).expand_as(tokens)
         self._forward(tokens, positions, self.cache, attend)
@@ -304,13 +312,15 @@ class Sampler:
             future[:, None, None], -math.inf
         )
 
-        def attend(cache: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(
+            cache: Tensor, scale: Any, query: Tensor, key: Tensor, value: Tensor
+        ) -> Tensor:
             for kept, new in zip(cache, (key, value)):
                 kept[each, :, place] = new[:, :, 0]
             keys, values = cache[:, :, :, :seen]
             # heads that share keys stand where a longer query's tokens would: no key is repeated
             grouped = query.view(rows, keys.shape[1], -1, query.shape[-1])
-            attended = F.scaled_dot_product_attention(grouped, keys, values, mask)
+            attended = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
             return attended.reshape(query.shape)
 
         hidden = self._forward(token[:, None], place[:, None], self.cache[:, :, :rows], attend)
@@ -329,7 +339,8 @@ class Sampler:
         has no such running sum of floats. Of what top_k and top_p leave out, ties at the edge stay.
         """
         options = self.options
-        logits = F.linear(hidden, self.head).double().div_(options.temperature)
+        scaling = options.temperature * self.config.multipliers.logits_scaling
+        logits = F.linear(hidden, self.head).double().div_(scaling)
         logps = logits.log_softmax(-1)
         kept = logps.exp().mul_(2.0**52).long()
         if options.top_k:
@@ -354,36 +365,19 @@ class Sampler:
     ) -> Tensor:
         """Return normalised hidden states [n L, D] of tokens [n, L] at `positions`.
 
-        `attend` gets a layer's cache with query, key and value [n, heads, L, E]; it stores the latter two and returns
-        the query's attention.
+        `attend` gets a layer's cache and softmax scale with query, key and value [n, heads, L, E]; it stores the latter
+        two and returns the query's attention.
         """
-        c, w = self.config, self.weights
-        shape = tokens.shape
-
-        def norm(x: Tensor, name: str) -> Tensor:
-            return rms_norm(x, w[f"{name}.weight"], c.rms_norm_eps)
-
-        def linear(x: Tensor, name: str) -> Tensor:
-            return F.linear(x, w[f"{name}_proj.weight"], w.get(f"{name}_proj.bias"))
-
-        rope = rotary_table(positions.reshape(-1), c)
-        hidden = F.embedding(tokens.reshape(-1), w["model.embed_tokens.weight"])
-        for number, kept in enumerate(cache):
-            layer = f"model.layers.{number}"
-            x = norm(hidden, f"{layer}.input_layernorm")
-            query, key, value = (
-                linear(x, f"{layer}.self_attn.{p}").unflatten(1, (-1, c.head_dim))
-                for p in "qkv"
-            )
-            norms = [w[f"{layer}.self_attn.{p}_norm.weight"] for p in "qk" if c.qk_norm]
-            query, key = rotate_pair(query, key, *rope, c.rms_norm_eps, *norms)
-            heads = (a.unflatten(0, shape).transpose(1, 2) for a in (query, key, value))
-            attended = attend(kept, *heads).transpose(1, 2).flatten(2).flatten(0, 1)
-            hidden = hidden + linear(attended, f"{layer}.self_attn.o")
-            x = norm(hidden, f"{layer}.post_attention_layernorm")
-            gate, up = (linear(x, f"{layer}.mlp.{p}") for p in ("gate", "up"))
-            hidden = hidden + linear(activate(gate, up), f"{layer}.mlp.down")
-        return norm(hidden, "model.norm")
+        shape, decoder = tokens.shape, self.decoder
+        ropes = rotary_tables(positions.reshape(-1), self.config)
+        hidden = decoder.embed(tokens.reshape(-1))
+        layers: Any = decoder.layers
+        for layer, kept in zip(layers, cache):
+            *projected, hidden = layer.project(hidden, ropes[layer.kind.rotary])
+            heads = (a.unflatten(0, shape).transpose(1, 2) for a in projected)
+            attended = attend(kept, layer.mixer.scale, *heads).transpose(1, 2).flatten(0, 1)
+            hidden = layer.feed_forward_tiles(layer.output(hidden, attended))
+        return decoder.norm(hidden)
 
 
 def _mixed(state: Tensor, part: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from models.arch import ModelConfig
 from models.decoder import CausalLM, PolicyValue, RewardModel, empty_model, init_parameter
 from models.hf_format import WeightFiles
-from models.layers import DecoderLayer, Linear
+from models.layers import DecoderLayer
+from models.modules import Linear
 from models.quantized import QuantizedLinear, dense, pack
 from ulysses.config.schema import Config
 from ulysses.memory.levels import LayerMemory

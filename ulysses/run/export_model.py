@@ -35,7 +35,6 @@ from models.hf_format import (
     write_json,
     write_weights,
 )
-from models.merge_check import merge_note
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.data.read.chat import SPECIAL_NAMES
@@ -186,7 +185,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
     """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
 
     Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights, as
-    model.lora.merge does; what that did is said if they were trained on a quantised base. A base that is not of
+    model.lora.merge does; a note is printed if they were trained on a quantised base. A base that is not of
     model.dtype is rounded after the adapters are added, where the run rounds it before.
     Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
     checkpoint, or the base of merged adapters is in no file.
@@ -249,9 +248,10 @@ def merge_adapter(folder: Path, out: Path, dtype: str = "") -> None:
             copy_side_files(folder_with(folder, pattern), new)
         copy_side_files(folder, new, (CARD,))
         if (kind := files.quantize) != "none":
-            exact = ((name, files.read(name, quantize=kind)) for name in sizes)
-            # what merging did to the logits, on the terminal and in the model card
-            note = merge_note(shape, new, exact, kind)
+            note = (
+                f"the adapters were trained on a base quantised to {kind} and are merged onto the original weights; "
+                "measure the merged model before you serve it"
+            )
             print(note)
             with (new / CARD).open("a", encoding="utf-8") as card:
                 card.write(f"\nMerged: {note}.\n")

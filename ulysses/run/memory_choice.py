@@ -50,7 +50,7 @@ def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
         parameters,
         trained=parameters,
         has_head=not reward,
-        qk_norm=shape.qk_norm,
+        qk_norm=shape.family.qk_norm != "none",
         windows=shape.windows,
     )
 

@@ -1,5 +1,5 @@
 # ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
-"""Triton kernels of fused.py: one pass over memory each, float32 inside, rounded once.
+"""Triton kernels of the elementwise operations: one pass over memory each, float32 inside, rounded once.
 
 Row offsets are 64-bit: a tensor may hold more than 2^31 elements. No atomics: every result is the same on every run.
 Triton launches on the current device, so every launch makes that of its tensors current.

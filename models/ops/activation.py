@@ -1,0 +1,66 @@
+"""The gated activation of a feed-forward, act(gate) * up, in one pass over memory in each direction.
+
+Shapes: S local tokens, F feed-forward width.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from losses.precision import at_least_float32
+from models.ops import passes_triton
+from models.ops.norm import on_gpu
+
+# transformers' names; silu has kernels, the others are computed in plain torch
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def activate(gate: Tensor, up: Tensor, kind: str = "silu") -> Tensor:
+    """Return act(gate) * up of rows [S, F], without a graph; both have the same strides."""
+    if kind == "silu" and on_gpu(gate):
+        return passes_triton.swiglu(gate, up)[0]
+    return (ACTIVATIONS[kind](at_least_float32(gate)) * up).to(gate.dtype)
+
+
+def activate_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, kind: str = "silu"
+) -> tuple[Tensor, Tensor]:
+    """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F]."""
+    if kind == "silu" and on_gpu(gate):
+        return passes_triton.swiglu(gate, up, grad.contiguous())
+    d, g = at_least_float32(grad), at_least_float32(gate)
+    if kind == "silu":
+        s = torch.sigmoid(g)
+        value = g * s
+        slope = s + value * (1 - s)
+    else:
+        g = g.detach().requires_grad_()
+        with torch.enable_grad():
+            value = ACTIVATIONS[kind](g)
+        (slope,) = torch.autograd.grad(value.sum(), g)
+        value = value.detach()
+    both = torch.cat((d * up * slope, d * value), -1)
+    return (value * up).to(gate.dtype), both.to(gate.dtype)
+
+
+class ActivateNode(torch.autograd.Function):
+    """Return act(gate) * up; backward keeps the two inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        return activate(gate, up, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        both = activate_backward(grad, *ctx.saved_tensors, ctx.kind)[1]
+        return *both.chunk(2, 1), None
