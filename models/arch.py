@@ -34,6 +34,7 @@ class Family:
 
     Args:
         class_name: what transformers' classes of the family begin with.
+        classifier: the same for the class of reward models where it is another; "none" if there is no such class.
         fixed: fields of config.json that must have this value, and are written so.
         defaults: what transformers assumes for a field that config.json leaves out.
         aliases: other names that files have for a field.
@@ -47,7 +48,8 @@ class Family:
         mixers: of the layers, repeated from the first layer on; config.json's layer_types may arrange them otherwise.
         rotary: the kind of rotary positions by mixer, where it is not "main".
         experts: layers may have experts in place of the MLP.
-        multipliers: config.json has the fields of Multipliers.
+        multipliers: the fields of Multipliers that config.json has.
+        scaled_embeddings: embeddings are multiplied by the square root of their width.
         weight_prefix: what files have in place of "model." at the beginning of a tensor's name.
     """
 
@@ -63,7 +65,9 @@ class Family:
     mixers: tuple[str, ...] = ("full_attention",)
     rotary: dict[str, str] = field(default_factory=dict)
     experts: bool = False
-    multipliers: bool = False
+    multipliers: tuple[str, ...] = ()
+    scaled_embeddings: bool = False
+    classifier: str = ""
     weight_prefix: str = "model."
 
 
@@ -118,6 +122,7 @@ class Multipliers:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what a layer's halves add
     attention_multiplier: float | None = None  # of query and key; None is E^-1/2
+    query_pre_attn_scalar: float | None = None  # the same is this number's ^-1/2
     logits_scaling: float = 1.0  # the logits are divided by it
 
 
@@ -162,6 +167,7 @@ class ModelConfig:
     pad_token_id: int | None
     pattern: tuple[LayerKind, ...] = (LayerKind(),)  # repeated over the layers
     rope_local_theta: float | None = None
+    sliding_window: int | None = None  # of "sliding_attention" layers
     multipliers: Multipliers = Multipliers()
     moe: Experts | None = None
 
@@ -190,7 +196,18 @@ class ModelConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of every layer, None where one sees all before it; empty if all of them do."""
-        return ()
+        found = tuple(map(self.window, self.layers))
+        return found if any(found) else ()
+
+    def window(self, kind: LayerKind) -> int | None:
+        """Return the sliding window of the layers of a kind."""
+        return self.sliding_window if kind.mixer == "sliding_attention" else None
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """What attention's scores are multiplied by, if it is not E^-1/2."""
+        scalar = self.multipliers.query_pre_attn_scalar
+        return scalar**-0.5 if scalar else self.multipliers.attention_multiplier
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **rope: Any) -> "ModelConfig":
@@ -216,10 +233,22 @@ class ModelConfig:
                     "bitsandbytes' NF4 can be trained on; use the model that they were made from, with model.quantize"
                 )
         # rotary settings lie among the others or, in either style, in a table of their own
-        table = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
+        table = raw.get("rope_parameters") or {}
+        if "full_attention" in table:  # by mixers
+            local = table.get("sliding_attention") or {}
+            table = {
+                **table["full_attention"],
+                "rope_local_base_freq": local.get("rope_theta"),
+                "local_rope_type": local.get("rope_type"),
+            }
+        table = {**table, **(raw.get("rope_scaling") or {})}
         named = {family.aliases.get(k, k): v for k, v in raw.items()}
         stated = {**family.defaults, **named, **table}
-        for name, value in {**_NEUTRAL, **family.fixed}.items():
+        for name, value in {
+            **_NEUTRAL,
+            "hidden_act": family.activation,
+            **family.fixed,
+        }.items():
             if stated.get(name) not in (None, value):
                 raise ValueError(
                     f"config.json has {name} = {stated[name]!r:.60}, which these models do not compute; use a model "
@@ -232,6 +261,17 @@ class ModelConfig:
         heads = _number(known, "num_attention_heads", int)
         known.setdefault("num_key_value_heads", heads)
         known.setdefault("head_dim", _number(known, "hidden_size", int) // heads)
+        pattern = _read_layers(known, family)
+        kinds = {kind.rotary for kind in pattern} | {kind.mixer for kind in pattern}
+        local_theta = window = None
+        if "local" in kinds:  # the default is the model's own, whatever `rope` changes
+            known.setdefault("rope_local_base_freq", known["rope_theta"])
+            local_theta = _number(known, "rope_local_base_freq", float)
+        if "sliding_attention" in kinds:
+            window = _number(known, "sliding_window", int)
+        multipliers = {name: _number(known, name, float) for name in family.multipliers}
+        if family.scaled_embeddings:
+            multipliers["embedding_multiplier"] = known["hidden_size"] ** 0.5
         scaling = _read_scaling(known, rope)
         eos = known.get("eos_token_id", [])
         return cls(
@@ -243,38 +283,52 @@ class ModelConfig:
             bos_token_id=known.get("bos_token_id"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else (eos,),
             pad_token_id=known.get("pad_token_id"),
-            pattern=_read_layers(known, family),
-            rope_local_theta=known.get("rope_local_base_freq"),
-            multipliers=Multipliers(**_known(Multipliers, known) if family.multipliers else {}),
+            pattern=pattern,
+            rope_local_theta=local_theta,
+            sliding_window=window,
+            multipliers=Multipliers(**multipliers),
             moe=_read_experts(known) if family.experts else None,
         )
 
     def to_hf(self, *, dtype: str = "bfloat16", reward: bool = False) -> dict[str, Any]:
         """Return the config.json that transformers (4 and 5) and inference engines load unchanged.
 
-        `dtype` names the stored weights' type; `reward` describes a sequence classifier with one score.
+        `dtype` names the stored weights' type; `reward` describes a sequence classifier with one score. Raises
+        ValueError if transformers has no such class.
         """
         family, eos = self.family, self.eos_token_id
-        head = "ForSequenceClassification" if reward else "ForCausalLM"
+        name = family.class_name + "ForCausalLM"
+        if reward:
+            name = (family.classifier or family.class_name) + "ForSequenceClassification"
+            if family.classifier == "none":
+                raise ValueError(
+                    f"transformers has no class for reward models of model_type {self.model_type!r}, which could load "
+                    "the export; train one of another family"
+                )
         scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}
+        rope = {"rope_type": "default", "rope_theta": self.rope_theta, **scaling}
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _INNER}
         written = {
-            "architectures": [family.class_name + head],
+            "architectures": [name],
             **own,
             "rope_scaling": scaling or None,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": self.rope_theta,
-                **scaling,
-            },
+            "rope_parameters": rope,
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
             "hidden_act": family.activation,
             "torch_dtype": dtype,
         }
         if len(family.mixers) > 1:
             written["layer_types"] = [kind.mixer for kind in self.layers]
-        if family.multipliers:
-            written |= asdict(self.multipliers)
+            written["sliding_window"] = self.sliding_window
+        if self.rope_local_theta:
+            local = {"rope_type": "default", "rope_theta": self.rope_local_theta}
+            written["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+            written["rope_local_base_freq"] = self.rope_local_theta
+        if "no_rope_layer_interval" in family.defaults:
+            written["no_rope_layers"] = [int(kind.rotary != "none") for kind in self.layers]
+        for name in family.multipliers:
+            value = getattr(self.multipliers, name)
+            written[name] = int(value) if value % 1 == 0 else value
         if self.moe:
             dense = [i for i, kind in enumerate(self.layers) if kind.feed_forward == "mlp"]
             written |= asdict(self.moe) | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
@@ -282,7 +336,8 @@ class ModelConfig:
             del written["attention_bias"]
         if reward:
             written |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
-        return written | family.fixed
+        others = {other: written[name] for other, name in family.aliases.items()}
+        return written | others | family.fixed
 
     def describe_window(self) -> str:
         """Return a line about the longest sequence that the positions were made for."""
@@ -297,12 +352,7 @@ class ModelConfig:
 
 
 # Fields of ModelConfig that config.json says in other words.
-_INNER = ("pattern", "rope_local_theta", "multipliers", "moe")
-
-
-def _known(table: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that `known` has."""
-    return {f.name: known[f.name] for f in fields(table) if f.name in known}
+_INNER = ("pattern", "rope_local_theta", "sliding_window", "multipliers", "moe")
 
 
 def _read_experts(known: Mapping[str, Any]) -> Experts:
@@ -315,6 +365,8 @@ def _read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, .
     count = _number(known, "num_hidden_layers", int)
     mixers = known.get("layer_types") or [*islice(cycle(family.mixers), count)]
     dense, step = known.get("mlp_only_layers") or [], known.get("decoder_sparse_step", 1)
+    interval = known.get("no_rope_layer_interval", count + 1)
+    rotated = known.get("no_rope_layers") or [(i + 1) % interval for i in range(count)]
     if strange := {*mixers[:count]} - {*family.mixers}:
         raise ValueError(
             f"config.json has layer_types of {', '.join(sorted(strange))} but {known['model_type']} has layers of "
@@ -328,9 +380,9 @@ def _read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, .
         LayerKind(
             mixer,
             "experts" if family.experts and i not in dense and not (i + 1) % step else "mlp",
-            family.rotary.get(mixer, "main"),
+            family.rotary.get(mixer, "main") if rotates else "none",
         )
-        for i, mixer in enumerate(mixers[:count])
+        for i, (mixer, rotates) in enumerate(zip(mixers[:count], rotated, strict=False))
     ]
     sizes = range(1, count + 1)
     short = next(n for n in sizes if [*islice(cycle(kinds[:n]), count)] == kinds)

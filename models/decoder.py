@@ -60,16 +60,19 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        kernel = UlyssesAttention(
-            mesh,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            kernel=attention,
-        )
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        kernels = {
+            window: UlyssesAttention(
+                mesh, *heads, attention, window=window, softmax_scale=config.softmax_scale
+            )
+            for window in (None, config.sliding_window)
+        }
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            [DecoderLayer(config, kind, kernel, linear) for kind in config.layers]
+            [
+                DecoderLayer(config, kind, kernels[config.window(kind)], linear)
+                for kind in config.layers
+            ]
         )
         rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
         self.norm = RMSNorm(config.hidden_size, rule)

@@ -52,7 +52,7 @@ class DecoderLayer(nn.Module):
         self.multiplier = config.multipliers.residual_multiplier
         rule = NormRule(config.rms_norm_eps, family.centred_norms)
         match kind.mixer:
-            case "full_attention":
+            case "full_attention" | "sliding_attention":
                 self.mixer_name = "self_attn"
                 self.self_attn = SelfAttention(config, attention, linear)
         match kind.feed_forward:

@@ -29,7 +29,7 @@ from ulysses.parallel.kernels import VARLEN, resolve_kernel
 class SelfAttention(nn.Module):
     """Hold the four projections, and in some families the norms of queries and keys.
 
-    `attention` itself has no parameters and is shared by all layers. The methods from `project` on are those of
+    `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on are those of
     ulysses/memory/levels.py's Mixer.
     """
 
@@ -54,7 +54,6 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(heads if whole else E, self.rule)
             self.k_norm = RMSNorm(kv_heads if whole else E, self.rule)
             self.norms = [self.q_norm, self.k_norm]
-        self.scale = config.multipliers.attention_multiplier  # None is E^-1/2
         self.attention = attention
 
     def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
@@ -93,7 +92,7 @@ class SelfAttention(nn.Module):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
         """Attend; with a graph."""
-        return self.attention(query, key, value, plan=plan, softmax_scale=self.scale)
+        return self.attention(query, key, value, plan=plan)
 
     def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
         query, key, value = heads
@@ -106,16 +105,13 @@ class SelfAttention(nn.Module):
 
     def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
         query, key, value = shards
-        return self.attention.attend_forward(query, key, value, plan, self.scale)
+        return self.attention.attend_forward(query, key, value, plan)
 
     def mix_backward(
         self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         query, key, value = shards
-        grads = self.attention.attend_backward(
-            grad, query, key, value, *results, plan, self.scale
-        )
-        return grads, ()
+        return self.attention.attend_backward(grad, query, key, value, *results, plan), ()
 
     def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
         return exchange_out_forward(out, plan)
@@ -134,8 +130,8 @@ class SelfAttention(nn.Module):
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether the kernel reads the documents' bounds on the device."""
-        kernel = self.attention.kernel
-        return resolve_kernel(kernel, device, dtype, self.head_dim).name in VARLEN
+        case = self.attention.kernel, device, dtype, self.head_dim
+        return resolve_kernel(*case, window=self.attention.window).name in VARLEN
 
     @property
     def stages(self) -> tuple[Sequence[nn.Module], ...]:

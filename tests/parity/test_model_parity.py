@@ -51,6 +51,7 @@ LLAMA = raw("llama", rope_theta=5e5, rope_scaling=SCALING, rms_norm_eps=1e-5)
 QWEN2 = raw("qwen2", rope_theta=1e6, tie_word_embeddings=True)
 QWEN3 = raw("qwen3", rope_theta=1e6, head_dim=12)
 LINEAR = {"type": "linear", "factor": 4.0}
+DEEP = {"num_hidden_layers": 7}
 RAW = {
     "llama": LLAMA,
     "qwen2": QWEN2,
@@ -61,6 +62,31 @@ RAW = {
     "yarn": LLAMA | {"rope_scaling": YARN},
     "yarn with attention_factor": QWEN2 | {"rope_scaling": YARN | {"attention_factor": 1.4}},
     "qwen3 with yarn": QWEN3 | {"rope_scaling": YARN},
+    "olmo2": raw("olmo2", rope_theta=5e5),
+    "olmo2 with biases": raw("olmo2", attention_bias=True, num_key_value_heads=4),
+    "smollm3": raw("smollm3", rope_theta=5e6, num_hidden_layers=5),
+    "smollm3 with a list": raw("smollm3", no_rope_layers=[0, 1, 1], tie_word_embeddings=False),
+    "granite": raw(
+        "granite",
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.015625,
+        logits_scaling=8.0,
+        tie_word_embeddings=True,
+    ),
+    "gemma3": raw(
+        "gemma3_text", head_dim=12, sliding_window=7, query_pre_attn_scalar=20, **DEEP
+    ),
+    "gemma3 with linear": raw(
+        "gemma3_text",
+        head_dim=8,
+        sliding_window=18,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        rope_local_base_freq=3e3,
+        query_pre_attn_scalar=8,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
     "linear": QWEN2 | {"max_position_embeddings": 8, "rope_scaling": LINEAR},
 }
 

@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from models.arch import ModelConfig
 from models.decoder import empty_model
 from models.rope import rotary_tables
+from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 
 LOOK = 16  # steps
@@ -40,7 +41,7 @@ DRAWING_BYTES = 128
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Prompt = tuple[int, ...]
-Attend = Callable[[Tensor, float | None, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, UlyssesAttention, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -267,18 +268,22 @@ class Sampler:
 
         last = first + tokens.shape[1]
 
+        positions = torch.arange(first, last, device=self.device)
+
         def attend(
-            cache: Tensor, scale: Any, query: Tensor, key: Tensor, value: Tensor
+            cache: Tensor, how: UlyssesAttention, query: Tensor, key: Tensor, value: Tensor
         ) -> Tensor:
             cache[:, slots, :, first:last] = both = torch.stack([key, value])
             keys, values = cache[:, slots, :, :last] if first else both
-            mask = causal_lower_right(last - first, last)
+            mask: Any = causal_lower_right(last - first, last)
+            if how.window and how.window < last:
+                age = positions[:, None] - torch.arange(last, device=self.device)
+                mask = (age >= 0) & (age < how.window)
             return F.scaled_dot_product_attention(
-                query, keys, values, mask, scale=scale, enable_gqa=True
+                query, keys, values, mask, scale=how.softmax_scale, enable_gqa=True
             )
 
-        positions = torch.arange(first, last, device=self.device).expand_as(tokens)
-        self._forward(tokens, positions, self.cache, attend)
+        self._forward(tokens, positions.expand_as(tokens), self.cache, attend)
 
     # ---------------------------------------------------------------- a step
 
@@ -307,14 +312,17 @@ class Sampler:
         """
         token, place, drawn, key = (part[:rows] for part in self.state)
         each = torch.arange(rows, device=self.device)
-        future = torch.arange(seen, device=self.device) > place[:, None]
-        mask = self.head.new_zeros(rows, 1, 1, seen).masked_fill(
-            future[:, None, None], -math.inf
-        )
+        age = (place[:, None] - torch.arange(seen, device=self.device))[:, None, None]
+        nothing = self.head.new_zeros(rows, 1, 1, seen)
+        masks = {
+            window: nothing.masked_fill((age < 0) | (age >= (window or seen)), -math.inf)
+            for window in {*self.config.windows, None}
+        }
 
         def attend(
-            cache: Tensor, scale: Any, query: Tensor, key: Tensor, value: Tensor
+            cache: Tensor, how: UlyssesAttention, query: Tensor, key: Tensor, value: Tensor
         ) -> Tensor:
+            mask, scale = masks[how.window], how.softmax_scale
             for kept, new in zip(cache, (key, value)):
                 kept[each, :, place] = new[:, :, 0]
             keys, values = cache[:, :, :, :seen]
@@ -365,8 +373,8 @@ class Sampler:
     ) -> Tensor:
         """Return normalised hidden states [n L, D] of tokens [n, L] at `positions`.
 
-        `attend` gets a layer's cache and softmax scale with query, key and value [n, heads, L, E]; it stores the latter
-        two and returns the query's attention.
+        `attend` gets a layer's cache and attention with query, key and value [n, heads, L, E]; it stores the latter two
+        and returns the query's attention.
         """
         shape, decoder = tokens.shape, self.decoder
         ropes = rotary_tables(positions.reshape(-1), self.config)
@@ -375,7 +383,7 @@ class Sampler:
         for layer, kept in zip(layers, cache):
             *projected, hidden = layer.project(hidden, ropes[layer.kind.rotary])
             heads = (a.unflatten(0, shape).transpose(1, 2) for a in projected)
-            attended = attend(kept, layer.mixer.scale, *heads).transpose(1, 2).flatten(0, 1)
+            attended = attend(kept, layer.mixer.attention, *heads).transpose(1, 2).flatten(0, 1)
             hidden = layer.feed_forward_tiles(layer.output(hidden, attended))
         return decoder.norm(hidden)
 
