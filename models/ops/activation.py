@@ -62,5 +62,5 @@ class ActivateNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        both = activate_backward(grad, *ctx.saved_tensors, ctx.kind)[1]
-        return *both.chunk(2, 1), None
+        gate, up = ctx.saved_tensors
+        return *activate_backward(grad, gate, up, ctx.kind)[1].chunk(2, 1), None

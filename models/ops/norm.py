@@ -63,7 +63,7 @@ def on_gpu(x: Tensor) -> bool:
     """Return whether the Triton kernels take the tensor."""
     return (
         x.is_cuda
-        and fused_triton.triton is not None
+        and passes_triton.triton is not None
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and x.numel() > 0
         and x.stride(-1) == 1
