@@ -1,4 +1,4 @@
-"""The decoder layer: a mixer and a feed-forward, each of a kind, in the stages that the memory levels keep or recompute.
+"""The decoder layer: a mixer and a feed-forward, each of a kind, in the stages that the memory levels know.
 
     hidden -norm-> mixer: project -> to heads -> mix -> to tokens -> output -norm-> + -> middle
     middle -norm-> feed-forward -norm-> + -> hidden
@@ -9,7 +9,6 @@ adapter or watched by a hook is called as a module, and sees every use.
 Shapes: S local tokens, D width.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch

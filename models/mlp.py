@@ -34,7 +34,8 @@ class MLP(nn.Module):
     def fused(self, norm: RMSNorm | None) -> GatedMLP | None:
         """Return the operation that may stand in for the norm and this module, if one may."""
         first = [] if norm is None else [norm]
-        if is_watched(self) or not is_plain(*first, *self.children()):
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if is_watched(self) or not is_plain(*first, gate, up, down):
             return None
-        matrices = (module.weight for module in (self.gate_proj, self.up_proj, self.down_proj))
-        return GatedMLP(norm and norm.weight, *matrices, self.rule, self.activation)
+        scale = None if norm is None else norm.weight
+        return GatedMLP(scale, gate.weight, up.weight, down.weight, self.rule, self.activation)

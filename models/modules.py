@@ -1,4 +1,4 @@
-"""The modules that layers are made of; their weights are uninitialised memory until a file or `init_parameter` fills them.
+"""The modules that layers are made of; their weights are uninitialised memory until somebody fills them.
 
 Shapes: S local tokens, D width.
 """

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.ops import passes_triton
 from models.modules import Linear
+from models.ops import passes_triton
 
 BLOCK, OUTER = 64, 256  # elements whose largest size is stored; and of these sizes
 FP8, FP8_MOST = torch.float8_e4m3fn, 448.0

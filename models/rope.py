@@ -9,6 +9,8 @@ Shapes: S local tokens, E head dim.
 
 import functools
 import math
+from typing import Any
+
 import torch
 
 from models.arch import ModelConfig
@@ -27,7 +29,8 @@ def rope_parameters(
     """
     dim = config.head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    theta, s = config.rope_theta, config.rope_scaling
+    theta: float = config.rope_theta
+    s: Any = config.rope_scaling
     if kind == "local":
         theta, s = config.rope_local_theta or theta, None
     periods = theta**exponents

@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
             return *self._heads(hidden if norm is None else norm(hidden), rope), hidden
         weights = [module.weight for module in projections]
         weights += [*(p.bias for p in projections), *(n.weight for n in self.norms)]
-        given = self.head_dim, self.rule, norm and norm.weight
+        given = self.head_dim, self.rule, None if norm is None else norm.weight
         return ProjectNode.apply(hidden, *rope, *given, *weights)
 
     def _heads(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,8 +110,7 @@ class SelfAttention(nn.Module):
     def mix_backward(
         self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        query, key, value = shards
-        return self.attention.attend_backward(grad, query, key, value, *results, plan), ()
+        return self.attention.attend_backward(grad, *shards, *results, plan), ()
 
     def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
         return exchange_out_forward(out, plan)

@@ -12,8 +12,8 @@ from torch import nn
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
-from models.modules import Linear
 from models.lora import add_adapters
+from models.modules import Linear
 from models.quantized import QuantizedLinear, packed_parts, unpack
 from tests.harness import run_distributed
 from tests.model_folder import tiny_config

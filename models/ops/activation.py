@@ -43,7 +43,7 @@ def activate_backward(
         g = g.detach().requires_grad_()
         with torch.enable_grad():
             value = ACTIVATIONS[kind](g)
-        (slope,) = torch.autograd.grad(value.sum(), g)
+        (slope,) = torch.autograd.grad(value, g, torch.ones_like(value))
         value = value.detach()
     both = torch.cat((d * up * slope, d * value), -1)
     return (value * up).to(gate.dtype), both.to(gate.dtype)
@@ -62,5 +62,5 @@ class ActivateNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        both = activate_backward(grad, *ctx.saved_tensors, ctx.kind)[1]
-        return *both.chunk(2, 1), None
+        gate, up = ctx.saved_tensors
+        return *activate_backward(grad, gate, up, ctx.kind)[1].chunk(2, 1), None

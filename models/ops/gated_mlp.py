@@ -108,6 +108,7 @@ def gradients(
         else:
             grad_hidden[part] = done
     halves = (None, None) if grad_pair is None else grad_pair.chunk(2)
-    sums = zip((grad_norm, *halves, grad_down), mlp)
+    weights: Any = mlp[:4]
+    sums = zip((grad_norm, *halves, grad_down), weights)
     found = [None if s is None or not p.requires_grad else s.to(p.dtype) for s, p in sums]
     return grad_hidden, *found

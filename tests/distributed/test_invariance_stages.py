@@ -72,7 +72,6 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
         ("dpo", {"ld_alpha": 0.3}),
         ("dpo", {"loss_type": "orpo", "sft_weight": 0.3}),
         ("dpo", {"loss_type": ["ipo", "aot"], "loss_weights": [0.8, 0.2], "sft_weight": 1.0}),
-        ("sft", {"neftune_alpha": 5.0}),
         ("distill", {"teacher": "some/teacher", "jsd_beta": 1.0, "temperature": 0.7}),
         *full(
             ("dpo", {"loss_type": "aot", "label_smoothing": 0.1}),

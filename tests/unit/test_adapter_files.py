@@ -1,7 +1,6 @@
 """A LoRA adapter's folder is read together with its base: slice by slice, as PEFT computes it."""
 
 import json
-import re
 from functools import partial
 
 import pytest
@@ -13,7 +12,6 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles, read_config
 from models.lora import add_adapters, is_adapter, save_adapters
-from models.quantized import pack, unpack
 from tests.model_folder import tiny_config, write_model
 from ulysses import export
 from ulysses.config.schema import LoraSection, ModelSection
