@@ -29,8 +29,8 @@ from ulysses.parallel.kernels import VARLEN, resolve_kernel
 class SelfAttention(nn.Module):
     """Hold the four projections, and in some families the norms of queries and keys.
 
-    `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on are those of
-    ulysses/memory/levels.py's Mixer.
+    `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on are
+    those of ulysses/memory/levels.py's Mixer.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class SelfAttention(nn.Module):
     def mix_backward(
         self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        return self.attention.attend_backward(grad, *shards, *results, plan), ()
+        given: Any = grad, *shards, *results, plan
+        return self.attention.attend_backward(*given), ()
 
     def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
         return exchange_out_forward(out, plan)

@@ -38,6 +38,7 @@ def build(
             parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.data.uniform_(0.5, 2, generator=torch.Generator().manual_seed(len(name)))
+            parameter.data -= float(config.family.centred_norms)
     return model
 
 

@@ -250,6 +250,8 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         return plan
     with collect():
         plan.shape = _fit_window(config, plan.shape, "data.max_length" if pretrained else "")
+    with collect(""):  # whether an export can be loaded
+        plan.shape.to_hf(reward=stage.reward)
     with collect("model.lora.rank"):
         if model.lora.rank > plan.shape.hidden_size:
             raise ValueError(
