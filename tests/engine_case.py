@@ -262,7 +262,9 @@ class CaptureChain(GradientPolicyChain):
 def zero_engine(case: Case, **how: Any) -> tuple[ZeroEngine, ParallelMesh]:
     """Build the case's engine on this rank; all ranks call it together."""
     initialize_distributed()
-    mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
+    mesh = ParallelMesh(
+        case.sp, num_heads=case.shape.num_attention_heads, windows=case.shape.windows
+    )
     given = case.weights(), case.lr
     return trained_engine(lambda: case.model(mesh), *given, dtype=case.dtype, **how), mesh
 

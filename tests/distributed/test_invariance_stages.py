@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from models.arch import RopeScaling
+from models.arch import ModelConfig, RopeScaling
 from tests.distributed.test_invariance import SAMPLED
 from tests.engine_case import SHAPE, Case, evaluated, run_case, trained
+from tests.family_case import FAMILIES
 from tests.harness import full, need_gpus, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import COMPARED, STAGE_CASES, compared, formula
@@ -54,6 +55,28 @@ def test_yarn(stage, world, sp, recompute) -> None:
     """Sequences of up to four times the original window."""
     shape = replace(SHAPE, rope_scaling=RopeScaling("yarn", 4.0, 15))
     check(Case(stage, sp=sp, shape=shape, recompute=recompute, packing_seed=1), world)
+
+
+# every family, and every stage under windows: with rows that are split (3 heads) and without, and their memory levels
+FAMILY_CASES = [
+    *((name, "sft" if place % 2 else "dpo", 2, 2, 3) for place, name in enumerate(FAMILIES)),
+    *(("gemma3", stage, 4, 4, 3) for stage in COMPARED),
+    ("gemma3", "dpo", 4, 2, 4),
+    ("smollm3", "kto", 4, 4, 4),
+]
+
+
+@pytest.mark.parametrize("family, stage, world, sp, heads", FAMILY_CASES)
+def test_families(family, stage, world, sp, heads) -> None:
+    changes = {
+        "num_attention_heads": heads,
+        "head_dim": 8,
+        "initializer_range": 0.1,
+        "vocab_size": 97,
+    }
+    raw = FAMILIES[family] | changes | {"num_key_value_heads": 1 if heads % 2 else 2}
+    case = Case(stage, sp=sp, shape=ModelConfig.from_hf(raw), recompute="keep_attention")
+    check(replace(case, options=STAGE_CASES[stage].options, packing_seed=1), world)
 
 
 @pytest.mark.full
