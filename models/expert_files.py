@@ -1,9 +1,9 @@
 """Experts in weight files: transformers saves the matrices of each one by itself, the model holds them in one tensor.
 
-    ...mlp.experts.0.gate_proj.weight, ...experts.0.up_proj.weight, ...1.gate_proj...   <->   ...mlp.experts.gate_up_proj
-    ...mlp.experts.0.down_proj.weight, ...experts.1.down_proj.weight, ...               <->   ...mlp.experts.down_proj
+    ...mlp.experts.0.gate_proj.weight, ...experts.0.up_proj.weight, ...1.gate_proj...    ...mlp.experts.gate_up_proj
+    ...mlp.experts.0.down_proj.weight, ...experts.1.down_proj.weight, ...                ...mlp.experts.down_proj
 
-The latter, which some folders hold, are read as they are.
+Those on the right, which some folders hold, are read as they are.
 """
 
 import re
