@@ -26,6 +26,7 @@ from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.layers import DecoderLayer
 from models.modules import Embedding, Linear, MakeLinear, RMSNorm
+from models.moe import RouterRecord, times_counted
 from models.ops.norm import NormRule
 from models.rope import rotary_tables
 from ulysses.memory.graphs import LayerGraphs
@@ -60,10 +61,11 @@ class Decoder(nn.Module):
             for window in (None, config.sliding_window)
         }
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.record = RouterRecord(config)
         self.layers = nn.ModuleList(
             [
-                DecoderLayer(config, kind, kernels[config.window(kind)], linear)
-                for kind in config.layers
+                DecoderLayer(config, number, kernels[config.window(kind)], linear, self.record)
+                for number, kind in enumerate(config.layers)
             ]
         )
         rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
@@ -80,6 +82,8 @@ class Decoder(nn.Module):
             done = self.graphs(hidden, ropes, batch.attention_plan)
             if done is not None:
                 return done
+        if self.config.moe and torch.is_grad_enabled():
+            self.record.open(times_counted(batch))
         pair: Pair | None = None
         layers: Any = self.layers
         for layer in layers:
@@ -87,6 +91,7 @@ class Decoder(nn.Module):
             hidden = layer(hidden, ropes[layer.kind.rotary], batch.attention_plan, pair)
             if pair is not None and pair.first is not layer:
                 pair = None  # complete
+        self.record.is_open = False
         return hidden
 
     def embed(self, tokens: Tensor) -> Tensor:

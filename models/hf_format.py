@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.arch import ModelConfig
+from models.expert_files import as_stored, join_experts
 from models.quantized import BLOCK, OUTER, join_parts, unpack
 from ulysses.disk import write_json, write_tensors
 
@@ -180,7 +181,11 @@ class StoredTensor(NamedTuple):
             matrix = unpack("nf4", self.read_packed(), self.shape, torch.float32)
             return matrix.view(-1)[start:stop]
         with safe_open(self.file, "pt") as file:
-            part = file.get_tensor(self.name).view(-1)[start:stop]
+            return self.part(file, start, stop)
+
+    def part(self, file: Any, start: int, stop: int) -> Tensor:
+        """Return those elements from its file, which is open, as a view of the file's pages."""
+        part = file.get_tensor(self.name).view(-1)[start:stop]
         # the least and the greatest are not numbers if any element is not one
         if part.numel() and not torch.isfinite(torch.stack(part.aminmax())).all():
             raise FloatingPointError(
@@ -255,7 +260,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, Any] = {}  # StoredTensor or JoinedTensor
         self.adapter: dict[str, Any] | None = None
         self.quantize = "none"
         # what adapters add to a matrix: scale * B A
@@ -266,6 +271,7 @@ class WeightFiles:
             self.paths = _weight_paths(self.folder)
             for path in self.paths:
                 self.tensors |= _stored_tensors(path)
+            join_experts(self.tensors)
 
     def _read_adapter(self) -> None:
         path = self.folder / ADAPTER_WEIGHTS
@@ -395,7 +401,7 @@ def write_weights(
         files.append(list(shard))
         shard.clear()
 
-    for name, tensor in tensors:
+    for name, tensor in as_stored(tensors):
         if shard and size + tensor.nbytes > max_shard_bytes:
             write_shard()
             size = 0

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.arch import LayerKind, ModelConfig
+from models.arch import ModelConfig
 from models.mlp import MLP
 from models.modules import MakeLinear, RMSNorm
+from models.moe import MoE, RouterRecord
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.levels import LayerNode, Mixer, Pair, Rope
@@ -41,22 +42,26 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        kind: LayerKind,
+        number: int,
         attention: UlyssesAttention,
         linear: MakeLinear,
+        record: RouterRecord,
     ) -> None:
         super().__init__()
         family = config.family
-        self.kind, self.norm_names = kind, family.norms
+        self.kind, self.norm_names = config.layers[number], family.norms
         self.multiplier = config.multipliers.residual_multiplier
         rule = NormRule(config.rms_norm_eps, family.centred_norms)
-        match kind.mixer:
+        match self.kind.mixer:
             case "full_attention" | "sliding_attention":
                 self.mixer_name = "self_attn"
                 self.self_attn = SelfAttention(config, attention, linear)
-        match kind.feed_forward:
+        match self.kind.feed_forward:
             case "mlp":
-                self.mlp = MLP(config, linear)
+                self.mlp: Any = MLP(config, linear)
+            case "experts":
+                before = [kind.feed_forward for kind in config.layers[:number]]
+                self.mlp = MoE(config, record, before.count("experts"))
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, rule))
 
@@ -113,9 +118,9 @@ class DecoderLayer(nn.Module):
 
     def feed_forward_tiles(self, rows: Tensor) -> Tensor:
         """Run `feed_forward` in tiles, without a graph."""
-        fused, tile = self._fused(), tile_rows(len(rows), self.mlp_tile)
+        fused, tile = self._fused(), self._tile(rows)
         if fused:
-            return add_by_tiles(fused.product, rows, tile)
+            return fused.add_tiles(rows, tile)
         after = self.norms[3]
 
         def product(rows: Tensor) -> Tensor:
@@ -126,10 +131,13 @@ class DecoderLayer(nn.Module):
 
     def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run forward and backward of each tile; return the gradients of `rows` and of `stage_parameters()[3]`."""
-        fused, tile = self._fused(), tile_rows(len(rows), self.mlp_tile)
+        fused, tile = self._fused(), self._tile(rows)
         if fused:
             return fused.gradients(rows, grad, tile)
         return tile_gradients(self.feed_forward, rows, grad, self.stage_parameters()[3], tile)
+
+    def _tile(self, rows: Tensor) -> int:
+        return tile_rows(len(rows), self.mlp_tile * self.mlp.tile_factor)
 
     def _fused(self) -> Any:
         """Return the operation that may stand in for the second half's modules, if one may."""

@@ -16,6 +16,8 @@ from models.ops.plain import is_plain, is_watched
 class MLP(nn.Module):
     """Compute down(act(gate(x)) * up(x)) for rows [S, D]."""
 
+    tile_factor = 1
+
     def __init__(self, config: ModelConfig, linear: MakeLinear) -> None:
         super().__init__()
         D = config.hidden_size

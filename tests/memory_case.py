@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.arch import ModelConfig
+from models.arch import Experts, LayerKind, ModelConfig
 from models.decoder import CausalLM
 from tests.model_folder import init_weights
 from ulysses.memory.levels import LayerMemory
@@ -19,6 +19,9 @@ CONFIG = ModelConfig.from_hf({
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
 })  # fmt: skip
 QWEN3 = replace(CONFIG, model_type="qwen3", attention_bias=False, head_dim=8)
+MOE = replace(
+    QWEN3, model_type="qwen3_moe", moe=Experts(5, 2, 16, True), pattern=(LayerKind(), LayerKind(feed_forward="experts"))
+)  # fmt: skip
 TILE = 7  # rows of an MLP tile: 26 rows are 4 of them
 
 

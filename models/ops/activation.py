@@ -34,19 +34,45 @@ def activate_backward(
     """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F]."""
     if kind == "silu" and on_gpu(gate):
         return passes_triton.swiglu(gate, up, grad.contiguous())
-    d, g = at_least_float32(grad), at_least_float32(gate)
-    if kind == "silu":
-        s = torch.sigmoid(g)
-        value = g * s
-        slope = s + value * (1 - s)
-    else:
-        g = g.detach().requires_grad_()
-        with torch.enable_grad():
-            value = ACTIVATIONS[kind](g)
-        (slope,) = torch.autograd.grad(value, g, torch.ones_like(value))
-        value = value.detach()
+    d = at_least_float32(grad)
+    value, slope = _value_and_slope(at_least_float32(gate), kind)
     both = torch.cat((d * up * slope, d * value), -1)
     return (value * up).to(gate.dtype), both.to(gate.dtype)
+
+
+def activate_weighted(both: Tensor, weights: Tensor, kind: str = "silu") -> Tensor:
+    """Return act(gate) * up * weight of rows [M, 2F], gate and up side by side, and weights [M], without a graph."""
+    if kind == "silu" and on_gpu(both):
+        return passes_triton.weighted_swiglu(both, weights)[0]
+    gate, up = at_least_float32(both).chunk(2, 1)
+    return (ACTIVATIONS[kind](gate) * up * weights[:, None]).to(both.dtype)
+
+
+def activate_weighted_backward(
+    grad: Tensor, both: Tensor, weights: Tensor, kind: str = "silu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weighted activation, and the gradients of `both` and of the weights; those in float32 or better."""
+    if kind == "silu" and on_gpu(both):
+        return passes_triton.weighted_swiglu(both, weights, grad.contiguous())
+    d = at_least_float32(grad)
+    gate, up = at_least_float32(both).chunk(2, 1)
+    value, slope = _value_and_slope(gate, kind)
+    active, wide = value * up, d * weights[:, None]
+    to_both = torch.cat((wide * up * slope, wide * value), -1).to(both.dtype)
+    return (active * weights[:, None]).to(both.dtype), to_both, (d * active).sum(1)
+
+
+def _value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return act(x) and its derivative."""
+    if kind == "silu":
+        s = torch.sigmoid(x)
+        value = x * s
+        return value, s + value * (1 - s)
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        value = ACTIVATIONS[kind](x)
+    (slope,) = torch.autograd.grad(value, x, torch.ones_like(value))
+    return value.detach(), slope
 
 
 class ActivateNode(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from models.ops.activation import activate, activate_backward
 from models.ops.linear import add_product, products, products_backward
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward
-from ulysses.memory.tiling import tiles
+from ulysses.memory.tiling import add_by_tiles, tiles
 
 
 class GatedMLP(NamedTuple):
@@ -35,12 +35,12 @@ class GatedMLP(NamedTuple):
         gate, up = products(self.normalised(rows), (self.gate, self.up))
         return gate, up, F.linear(activate(gate, up, self.activation), self.down)
 
-    def product(self, rows: Tensor) -> Tensor:
-        """Return the MLP's product of the normalised rows, without a graph."""
-        return self.parts(rows)[-1]
+    def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
+        """Return rows + the MLP's product of the normalised rows, in tiles and without a graph."""
+        return add_by_tiles(lambda part: self.parts(part)[-1], rows, tile)
 
     def add(self, rows: Tensor) -> Tensor:
-        """Return rows + `product`, with a graph that keeps rows, gate and up."""
+        """Return the same with a graph that keeps rows, gate and up."""
         return _GatedMLPNode.apply(rows, *self)
 
     def gradients(self, rows: Tensor, grad: Tensor, tile: int) -> tuple[Tensor, list[Tensor]]:

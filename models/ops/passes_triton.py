@@ -150,6 +150,50 @@ if triton is not None:
         _store(out + at, silu * u, mask)
 
     @triton.jit
+    def _weighted_swiglu_kernel(
+        both,
+        weights,
+        out,
+        grad,
+        to_both,
+        to_weights,
+        rows,
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, BLOCK)[None, :]
+        mask = (row < rows) & (column < WIDTH)
+        at, gate = row * WIDTH + column, both + row * 2 * WIDTH + column
+        g = _load(gate, mask)
+        u = _load(gate + WIDTH, mask)
+        w = tl.load(weights + row, mask=row < rows, other=0.0)
+        s = tl.sigmoid(g)
+        silu = g * s
+        if grad is not None:
+            d = _load(grad + at, mask)
+            sums = tl.sum(d * silu * u, axis=1)[:, None]
+            tl.store(to_weights + row, sums, mask=row < rows)
+            target, d = to_both + row * 2 * WIDTH + column, d * w
+            _store(target, d * u * (s + silu * (1 - s)), mask)
+            _store(target + WIDTH, d * silu, mask)
+        _store(out + at, silu * u * w, mask)
+
+    @triton.jit
+    def _sum_parts_kernel(
+        parts, places, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < WIDTH
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for i in tl.static_range(COUNT):
+            place = tl.load(places + row * COUNT + i)
+            total += _load(parts + place * WIDTH + column, mask)
+        _store(out + row * WIDTH + column, total, mask)
+
+    @triton.jit
     def _rms_norm_kernel(
         x,
         weight,
@@ -275,6 +319,48 @@ def swiglu(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> tuple[Tensor
             gate, up, out, grad, both, count, gap, WIDTH=width, BLOCK=_BLOCK
         )
     return out, both
+
+
+def weighted_swiglu(
+    both: Tensor, weights: Tensor, grad: Tensor | None = None
+) -> tuple[Tensor, Any, Any]:
+    """Return silu(gate) * up * weight of dense rows [M, 2F], and for a contiguous `grad` [M, F] the gradients.
+
+    weights [M] are float32, and so is their gradient.
+    """
+    rows, width = len(both), both.shape[1] // 2
+    out, to_both, to_weights = both.new_empty(rows, width), None, None
+    if grad is not None:
+        to_both, to_weights = torch.empty_like(both), torch.empty_like(weights)
+    block = triton.next_power_of_2(width)
+    at_once = max(1, 4096 // block)
+    with torch.cuda.device(both.device):
+        _weighted_swiglu_kernel[(triton.cdiv(rows, at_once),)](
+            both,
+            weights,
+            out,
+            grad,
+            to_both,
+            to_weights,
+            rows,
+            WIDTH=width,
+            BLOCK=block,
+            ROWS=at_once,
+            num_warps=8,
+        )
+    return out, to_both, to_weights
+
+
+def sum_parts(parts: Tensor, places: Tensor, count: int) -> Tensor:
+    """Return [S, D]: each row is the sum of `count` dense rows of parts [M, D], which stand at places [S * count]."""
+    rows, width = len(places) // count, parts.shape[1]
+    out = parts.new_empty(rows, width)
+    block = min(2048, triton.next_power_of_2(width))
+    with torch.cuda.device(parts.device):
+        _sum_parts_kernel[(rows, triton.cdiv(width, block))](
+            parts, places, out, WIDTH=width, BLOCK=block, COUNT=count
+        )
+    return out
 
 
 def rms_norm(

@@ -34,6 +34,10 @@ YARN = {
 LLAMA = raw("llama", rope_theta=5e5, rope_scaling=SCALING, rms_norm_eps=1e-5)
 QWEN2 = raw("qwen2", rope_theta=1e6, tie_word_embeddings=True)
 QWEN3 = raw("qwen3", rope_theta=1e6, head_dim=12)
+MOE = QWEN3 | {
+    "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}  # fmt: skip
 LINEAR = {"type": "linear", "factor": 4.0}
 RAW = {
     "llama": LLAMA,
@@ -41,6 +45,9 @@ RAW = {
     "llama with biases": raw("llama", attention_bias=True),
     "qwen3": QWEN3,
     "qwen3 tied": QWEN3 | {"head_dim": 8, "tie_word_embeddings": True},
+    "qwen3_moe": MOE,
+    "qwen3_moe, some layers dense": MOE | {"mlp_only_layers": [1], "norm_topk_prob": False},
+    "qwen3_moe, every second layer": MOE | {"decoder_sparse_step": 2, "num_experts_per_tok": 1},
     "mistral": raw("mistral", rope_theta=1e6, sliding_window=None, head_dim=12),
     "yarn": LLAMA | {"rope_scaling": YARN},
     "yarn with attention_factor": QWEN2 | {"rope_scaling": YARN | {"attention_factor": 1.4}},

@@ -21,7 +21,13 @@ from models.decoder import init_parameter
 from models.hf_format import WeightFiles, read_config, resolve_model, write_weights
 from tests.model_folder import tiny_config, write_model
 
-TINY = tiny_config(vocab_size=64, hidden_size=16)
+TINY = tiny_config(
+    vocab_size=64,
+    hidden_size=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+)
 
 
 def write(folder, tensors, **options):
@@ -87,6 +93,14 @@ def test_model_survives_both_directions_bit_by_bit(tmp_path):
         files.check({name: p.shape for name, p in model.named_parameters()})
         for name, parameter in model.named_parameters():
             assert torch.equal(files.read(name), parameter.view(-1)), name
+            part = slice(5, parameter.numel() - 7)
+            assert torch.equal(
+                files.read(name, part.start, part.stop), parameter.view(-1)[part]
+            )
+        # experts that are stored as the model holds them
+        save_file(dict(model.state_dict()), theirs / "model.safetensors")
+        fused = WeightFiles(theirs)
+        assert all(torch.equal(fused.read(n), files.read(n)) for n in fused.tensors)
 
 
 # entries of a header that point out of the file or say what cannot be

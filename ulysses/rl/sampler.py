@@ -99,6 +99,9 @@ class State(NamedTuple):
 def fitting_slots(config: ModelConfig, longest: int, dtype: torch.dtype, free: float) -> int:
     """Return how many slots of `longest` tokens fit into `free` bytes, graphs and prefill included."""
     widths = 3 * config.intermediate_size + 4 * config.hidden_size
+    if moe := config.moe:
+        each = 3 * moe.moe_intermediate_size + config.hidden_size
+        widths = max(widths, moe.num_experts_per_tok * each + 4 * config.hidden_size)
     cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     each = longest * cached * dtype.itemsize + DRAWING_BYTES * config.vocab_size
     return int((free - PREFILL_TOKENS * widths * dtype.itemsize) // each)

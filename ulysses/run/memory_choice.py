@@ -38,7 +38,8 @@ ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not give
 
 def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
     """Return the planner's view of a model that trains all its weights."""
-    parameters = count_parameters(shape, reward=reward)
+    parameters, moe = count_parameters(shape, reward=reward), shape.moe
+    sparse = [kind.feed_forward for kind in shape.layers].count("experts")
     return Model(
         shape.hidden_size,
         shape.intermediate_size,
@@ -52,6 +53,10 @@ def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
         has_head=not reward,
         qk_norm=shape.family.qk_norm != "none",
         windows=shape.windows,
+        sparse_layers=sparse,
+        experts=moe.num_experts if moe else 0,
+        active_experts=moe.num_experts_per_tok if moe else 0,
+        expert_width=moe.moe_intermediate_size if moe else 0,
     )
 
 

@@ -1,0 +1,135 @@
+"""Experts as the feed-forward of a layer: a router chooses a few of many MLPs for every row.
+
+All experts of a layer are two parameters, which ZeRO-3 gathers with the layer: experts travel to tokens.
+
+Shapes: S rows, D width, N experts, F an expert's width, k experts of a row.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from models.arch import ModelConfig
+from models.modules import RMSNorm
+from models.ops.experts import ExpertsNode, ExpertStacks, SparseMLP, Stack, route
+from models.ops.norm import NormRule
+from models.ops.plain import is_plain, is_watched
+from ulysses.memory.tiling import EXPERT_TILES
+from ulysses.parallel.batch import ShardedBatch
+
+
+def times_counted(batch: ShardedBatch) -> Tensor:
+    """Return for each local row [S] how many sequences it is of: none in the tail, several where a prompt is shared."""
+    ids, plan = batch.sequence_ids, batch.attention_plan
+    times = (ids < batch.num_sequences).long()
+    for start, end in plan.prefixes.values():
+        owner = plan.cu_seqlens.index(start)
+        times += (ids == owner) & (batch.positions < end - start)
+    return times
+
+
+class RouterRecord:
+    """What the routers of a model choose in an optimizer step: rows of every layer's experts, [layers, N] int64.
+
+    The decoder opens it for a forward pass whose gradient is wanted, with how often each row counts: not at all in the
+    pack's tail, and once for every sequence that shares it. What backward computes again is not counted again.
+
+    balance: what the balance loss adds to the gradient of every row's probabilities [N], or None.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        layers = [kind.feed_forward for kind in config.layers].count("experts")
+        self.shape = layers, config.moe.num_experts if config.moe else 0
+        self.counts: Tensor | None = None
+        self.balance: Tensor | None = None
+        self.times: Tensor | None = None  # [S], of the newest pass
+        self.is_open = False
+
+    def open(self, times: Tensor) -> None:
+        """Begin a pass over rows that count so many times [S]."""
+        self.times, self.is_open = times, True
+        if self.counts is None:
+            self.counts = times.new_zeros(self.shape)
+
+    def note(self, place: int, chosen: Tensor, part: slice) -> None:
+        """Count the experts chosen [n, k] for a part of the rows by one layer."""
+        if self.is_open and self.counts is not None and self.times is not None:
+            times = self.times[part].repeat_interleave(chosen.shape[1])
+            self.counts[place].index_add_(0, chosen.flatten(), times)
+
+    def balance_gradient(self, part: slice) -> Tensor | None:
+        """Return what the balance loss adds to the gradient of the probabilities [n, N] of a part of the rows."""
+        if self.balance is None or self.times is None:
+            return None
+        return self.times[part, None] * self.balance
+
+
+class Router(nn.Module):
+    """Choose k experts for every row, by a softmax in float32."""
+
+    plain = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.count, self.normalise = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(config.moe.num_experts, config.hidden_size))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the numbers [S, k] of the experts of rows x."""
+        return route(x, self.weight, self.count, self.normalise)[:2]
+
+
+class ExpertMatrices(nn.Module):
+    """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        N, F, D = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
+        self.number, self.activation = N, config.family.activation
+        self.gate_up_proj = nn.Parameter(torch.empty(N, 2 * F, D))
+        self.down_proj = nn.Parameter(torch.empty(N, D, F))
+
+    @property
+    def stacks(self) -> ExpertStacks:
+        gate_up, down = Stack(self.gate_up_proj), Stack(self.down_proj)
+        return ExpertStacks(gate_up, down, self.number, self.activation)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weighted sum [S, D] of the experts chosen for rows x."""
+        experts = self.stacks
+        return ExpertsNode.apply(x, weights, chosen, experts, *experts.trained)
+
+
+class MoE(nn.Module):
+    """Compute the sum of the MLPs that a router chooses for each of rows [S, D], times its weights."""
+
+    tile_factor = EXPERT_TILES
+
+    def __init__(self, config: ModelConfig, record: RouterRecord, place: int) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = ExpertMatrices(config)
+        self.rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
+        self.record, self.place = record, place
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x)
+        self.record.note(self.place, chosen, slice(0, len(x)))
+        return self.experts(x, weights, chosen)
+
+    def fused(self, norm: RMSNorm | None) -> SparseMLP | None:
+        """Return the operation that may stand in for the norm and this module, if one may."""
+        first = [] if norm is None else [norm]
+        if any(map(is_watched, (self, self.experts))) or not is_plain(*first, self.gate):
+            return None
+        return SparseMLP(
+            None if norm is None else norm.weight,
+            self.gate.weight,
+            self.experts.stacks,
+            self.rule,
+            self.gate.count,
+            self.gate.normalise,
+            self.record,
+            self.place,
+        )
