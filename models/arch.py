@@ -267,7 +267,7 @@ class ModelConfig:
         if "local" in kinds:  # the default is the model's own, whatever `rope` changes
             known.setdefault("rope_local_base_freq", known["rope_theta"])
             local_theta = _number(known, "rope_local_base_freq", float)
-        if "sliding_attention" in kinds:
+        if "sliding_attention" in kinds and stated.get("sliding_window") is not None:
             window = _number(known, "sliding_window", int)
         multipliers = {name: _number(known, name, float) for name in family.multipliers}
         if family.scaled_embeddings:
@@ -319,6 +319,7 @@ class ModelConfig:
         }
         if len(family.mixers) > 1:
             written["layer_types"] = [kind.mixer for kind in self.layers]
+        if "sliding_attention" in family.mixers:
             written["sliding_window"] = self.sliding_window
         if self.rope_local_theta:
             local = {"rope_type": "default", "rope_theta": self.rope_local_theta}

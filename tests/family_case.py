@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": raw("olmo2", rope_theta=5e5),
     "smollm3": raw("smollm3", rope_theta=5e6, num_hidden_layers=5),
     "smollm3 with a list": raw("smollm3", no_rope_layers=[0, 1, 1], tie_word_embeddings=False),
+    "mistral with a window": raw("mistral", sliding_window=9, head_dim=12),
     "granite": raw(
         "granite",
         embedding_multiplier=12.0,

@@ -101,7 +101,6 @@ MISTAKES = {
     "SFT --optimizer.lr 1e5": "optimizer.lr is 100000, after which nothing of a model is left",
     "SFT --model.config.model_type mistral --model.config.sliding_window null --model.config.attention_bias true":
         "attention_bias",
-    "SFT --model.config.model_type mistral": "sliding_window = 4096",  # which transformers assumes
     "SFT --model.config.model_type qwen3 --model.config.use_sliding_window true": "use_sliding_window",
     "SFT --model.config.hidden_act gelu": "hidden_act = 'gelu'",
     "SFT --model.config.quantization_config {\"bits\":4}": "quantization_config",
