@@ -31,6 +31,19 @@ def raw(model_type: str, **changes: Any) -> dict[str, Any]:
 # Windows are shorter than the sequences of the tests. The layers of a family have every kind that it knows.
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": raw("olmo2", rope_theta=5e5),
+    "olmo3": raw(
+        "olmo3",
+        rope_theta=5e5,
+        sliding_window=6,
+        num_hidden_layers=5,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 2.0,
+            "beta_slow": 0.25,
+        },
+    ),
     "smollm3": raw("smollm3", rope_theta=5e6, num_hidden_layers=5),
     "smollm3 with a list": raw("smollm3", no_rope_layers=[0, 1, 1], tie_word_embeddings=False),
     "mistral with a window": raw("mistral", sliding_window=9, head_dim=12),
