@@ -29,6 +29,8 @@ COUNTS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
 }
 WITHOUT_A_NAME = {  # load from their folders only
     "llama3.3-70b-instruct": 70_553_706_496,
