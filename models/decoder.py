@@ -26,7 +26,7 @@ from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.layers import DecoderLayer
 from models.modules import Embedding, Linear, MakeLinear, RMSNorm
-from models.moe import RouterRecord, times_counted
+from models.moe import RouterRecord
 from models.ops.norm import NormRule
 from models.rope import rotary_tables
 from ulysses.memory.graphs import LayerGraphs
@@ -82,8 +82,7 @@ class Decoder(nn.Module):
             done = self.graphs(hidden, ropes, batch.attention_plan)
             if done is not None:
                 return done
-        if self.config.moe and torch.is_grad_enabled():
-            self.record.open(times_counted(batch))
+        self.record.open(batch)
         pair: Pair | None = None
         layers: Any = self.layers
         for layer in layers:
@@ -91,7 +90,7 @@ class Decoder(nn.Module):
             hidden = layer(hidden, ropes[layer.kind.rotary], batch.attention_plan, pair)
             if pair is not None and pair.first is not layer:
                 pair = None  # complete
-        self.record.is_open = False
+        self.record.close()
         return hidden
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ All experts of a layer are two parameters, which ZeRO-3 gathers with the layer: 
 Shapes: S rows, D width, N experts, F an expert's width, k experts of a row.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -28,33 +30,59 @@ def times_counted(batch: ShardedBatch) -> Tensor:
 
 
 class RouterRecord:
-    """What the routers of a model choose in an optimizer step: rows of every layer's experts, [layers, N] int64.
+    """What the routers of a model choose in an optimizer step.
 
-    The decoder opens it for a forward pass whose gradient is wanted, with how often each row counts: not at all in the
-    pack's tail, and once for every sequence that shares it. What backward computes again is not counted again.
+    The decoder opens it for a pass forward whose gradient is wanted, and closes it: what backward computes again is not
+    noted again. Each row counts as often as `times_counted` says.
 
-    balance: what the balance loss adds to the gradient of every row's probabilities [N], or None.
+    counts: rows of every layer's experts, [layers, N] int64. probabilities: summed over rows and layers [N] float64, if
+    they are wanted. balance: what the balance loss adds to the gradient of every row's probabilities [N], or None.
+    counts_all: passes without gradient are noted too. on_close: is called at the end of a pass.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         layers = [kind.feed_forward for kind in config.layers].count("experts")
         self.shape = layers, config.moe.num_experts if config.moe else 0
-        self.counts: Tensor | None = None
-        self.balance: Tensor | None = None
+        self.counts_all = self.is_open = False
+        self.on_close: Callable[[], None] | None = None
         self.times: Tensor | None = None  # [S], of the newest pass
+        self.restart()
+
+    def restart(
+        self, *, with_probabilities: bool = False, balance: Tensor | None = None
+    ) -> None:
+        """Forget everything but what the balance loss adds."""
+        self.counts: Tensor | None = None
+        self.probabilities: Tensor | None = None
+        self.with_probabilities, self.balance = with_probabilities, balance
+
+    def open(self, batch: ShardedBatch) -> None:
+        """Begin a pass, if it is to be noted."""
+        self.is_open = self.counts_all or torch.is_grad_enabled()
+        if not self.is_open or not self.shape[0]:
+            return
+        self.times = times_counted(batch)
+        if self.counts is None:
+            self.counts = self.times.new_zeros(self.shape)
+            if self.with_probabilities:
+                self.probabilities = self.counts.new_zeros(self.shape[1], dtype=torch.float64)
+
+    def close(self) -> None:
+        """End the pass."""
+        if self.is_open and self.on_close is not None:
+            self.on_close()
         self.is_open = False
 
-    def open(self, times: Tensor) -> None:
-        """Begin a pass over rows that count so many times [S]."""
-        self.times, self.is_open = times, True
-        if self.counts is None:
-            self.counts = times.new_zeros(self.shape)
-
-    def note(self, place: int, chosen: Tensor, part: slice) -> None:
-        """Count the experts chosen [n, k] for a part of the rows by one layer."""
-        if self.is_open and self.counts is not None and self.times is not None:
-            times = self.times[part].repeat_interleave(chosen.shape[1])
-            self.counts[place].index_add_(0, chosen.flatten(), times)
+    def note(self, place: int, chosen: Tensor, probabilities: Tensor, part: slice) -> None:
+        """Note the experts chosen [n, k] for a part of the rows by one layer, of all probabilities [n, N]."""
+        if not self.is_open or self.counts is None or self.times is None:
+            return
+        times = self.times[part]
+        self.counts[place].index_add_(
+            0, chosen.flatten(), times.repeat_interleave(chosen.shape[1])
+        )
+        if self.probabilities is not None:
+            self.probabilities += times.double() @ probabilities.detach().double()
 
     def balance_gradient(self, part: slice) -> Tensor | None:
         """Return what the balance loss adds to the gradient of the probabilities [n, N] of a part of the rows."""
@@ -74,9 +102,9 @@ class Router(nn.Module):
         self.count, self.normalise = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
         self.weight = nn.Parameter(torch.empty(config.moe.num_experts, config.hidden_size))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the numbers [S, k] of the experts of rows x."""
-        return route(x, self.weight, self.count, self.normalise)[:2]
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the weights and the numbers [S, k] of the experts of rows x, and all probabilities [S, N]."""
+        return route(x, self.weight, self.count, self.normalise)
 
 
 class ExpertMatrices(nn.Module):
@@ -114,8 +142,8 @@ class MoE(nn.Module):
         self.record, self.place = record, place
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x)
-        self.record.note(self.place, chosen, slice(0, len(x)))
+        weights, chosen, probabilities = self.gate(x)
+        self.record.note(self.place, chosen, probabilities, slice(0, len(x)))
         return self.experts(x, weights, chosen)
 
     def fused(self, norm: RMSNorm | None) -> SparseMLP | None:

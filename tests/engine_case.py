@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models.arch import ModelConfig
+from models.arch import Experts, LayerKind, ModelConfig
 from models.decoder import CausalLM, RewardModel
 from models.lora import add_adapters
 from models.modules import Linear
@@ -37,6 +37,10 @@ SHAPE = ModelConfig.from_hf(
 )
 # norms of heads that are not D / H wide
 QWEN3 = replace(SHAPE, model_type="qwen3", head_dim=12)
+# most of the experts are chosen by no token
+MOE = replace(
+    QWEN3, model_type="qwen3_moe", moe=Experts(128, 3, 8, True), pattern=(LayerKind(feed_forward="experts"),)
+)  # fmt: skip
 
 
 class ListDataset:
@@ -192,6 +196,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     lora_rank: int = 0
     quantize: str = "none"
+    coefficient: float = 0.0  # of the balance loss
     labels: tuple[int, ...] = LABELS
     seed: int = 0  # of the examples
     # sequences of one token, and answers so short that shards hold no trained token
@@ -224,6 +229,7 @@ class Case:
         """
         rate = {"lr": self.lr, "schedule": "constant", "warmup": 0}
         values = {"stage": self.stage, self.stage: self.options, "optimizer": rate}
+        values["model"] = {"router_aux_loss_coefficient": self.coefficient}
         stage = stage_of(check(values | {"run": {"seed": 0}}))
         models = stage.requirements.models
         frozen = {m.role: (FROZEN | others)[m.role](self, mesh) for m in models}

@@ -228,8 +228,8 @@ class SparseMLP(NamedTuple):
 
     def _parts(self, rows: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         x = rows if self.norm is None else rms_norm(rows, self.norm, self.rule)
-        weights, chosen, _ = route(x, self.router, self.each, self.normalise)
-        self.record.note(self.place, chosen, part)
+        weights, chosen, p = route(x, self.router, self.each, self.normalise)
+        self.record.note(self.place, chosen, p, part)
         both, out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))
         return both, chosen, out
 

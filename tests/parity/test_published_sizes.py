@@ -29,6 +29,8 @@ COUNTS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
 }
 NAMED_ONLY = {  # without their config.json texts
     "olmo2-7b": 7_298_617_344,

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from models.ops.activation import activate, activate_backward
+from models.ops.experts import ExpertStacks, SparseMLP, Stack
 from models.ops.gated_mlp import GatedMLP
 from models.ops.linear import stacked
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward
@@ -157,6 +158,63 @@ def test_feed_forward_half(device, dtype, tile, together):
         frozen.requires_grad_(False)
     _, (of_gate,) = fused.gradients(x, grad, tile)
     near(of_gate, exact_grads[2], dtype, factor=factor)
+
+
+class NoRecord:
+    """Notes nothing."""
+
+    def note(self, *_):
+        pass
+
+    def balance_gradient(self, _):
+        return None
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("tile", [40, 16])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_experts_half(device, dtype, tile, normalise):
+    """Six experts of which one gets no row; the router's margins are larger than rounding."""
+    shapes = (40, 32), (40, 32), (32,), (6, 32), (6, 48, 32), (6, 32, 24)
+    grad, *inputs = draw(*shapes, dtype=dtype, device=device)
+    with torch.no_grad():
+        inputs[2][5] = 0
+        # every row prefers two of the first five clearly
+        inputs[2][:5, :5] = torch.eye(5) * 40
+        inputs[0][:, :5] = torch.stack([torch.randperm(5) for _ in range(40)]).add(1).to(dtype)
+    inputs[1].fill_(1.0)
+
+    def half(v, norm, router, gate_up, down):
+        x = normalised(v, norm)
+        p = (x @ router.t()).softmax(-1)
+        weights, chosen = p.topk(2)
+        if normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        gate, up = torch.einsum("sd,nfd->snf", x, gate_up).chunk(2, -1)
+        every = torch.einsum("snf,ndf->snd", F.silu(gate) * up, down)
+        mine = every.gather(1, chosen[..., None].expand(-1, -1, v.shape[1]))
+        return v + (weights[..., None] * mine).sum(1)
+
+    exact, *exact_grads = in_float64(half, inputs, grad)
+    x, norm, router, *matrices = (t.requires_grad_() for t in inputs)
+    stacks = ExpertStacks(*map(Stack, matrices), 6)
+    fused = SparseMLP(norm, router, stacks, RULE, 2, normalise, NoRecord(), 0)
+    out = fused.add(x)
+    factor = 1.0 if dtype == torch.float32 else 4.0
+    with torch.no_grad():
+        in_tiles = fused.add_tiles(x, tile)
+    for found in (out, in_tiles):
+        near(found, exact, dtype, factor=factor)
+    for found in (torch.autograd.grad(out, inputs, grad), fused.gradients(x, grad, tile)):
+        first, *others = found
+        others = others[0] if isinstance(others[0], list) else others
+        for mine, want in zip((first, *others), exact_grads):
+            error = (mine.double() - want).norm()
+            assert error < 4 * factor * TOLERANCE[dtype] * max(
+                want.norm(), 1e-2 * exact_grads[0].norm()
+            )
+    assert not torch.autograd.grad(fused.add(x), matrices[0], grad)[0][5].any()
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from models.decoder import CausalLM, PolicyValue, RewardModel, empty_model, init
 from models.hf_format import WeightFiles
 from models.layers import DecoderLayer
 from models.modules import Linear
+from models.moe import Router
 from models.quantized import QuantizedLinear, dense, pack
 from ulysses.config.schema import Config
 from ulysses.memory.levels import LayerMemory
@@ -160,6 +161,9 @@ def build_engine(
     def create() -> nn.Module:
         given = {"attention": config.model.attention, "memory": kept, "linear": linear}
         model = kind(shape, mesh, **given)
+        if config.model.freeze_router:
+            for module in filter(lambda m: isinstance(m, Router), model.modules()):
+                module.requires_grad_(False)
         return add_adapters(model, lora) if adapted else model
 
     model, optimizer = build_partitioned(create, settings, weights.fill).train(trained), None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from models.arch import ModelConfig
 from ulysses import environment
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
@@ -56,6 +57,23 @@ def require_determinism() -> None:
     """
     environment.preset({CUBLAS: ":4096:8"})
     torch.use_deterministic_algorithms(True)
+
+
+def router_errors(config: Config, shape: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with settings of experts, once the model's shape is known."""
+    model = config.model
+    given = model.model_dump(
+        include={"router_aux_loss_coefficient", "freeze_router"}, exclude_defaults=True
+    )
+    for key in given if not shape.moe else ():
+        yield f"model.{key} is {given[key]} but a {shape.model_type} model has no experts; remove it"
+    if "router_aux_loss_coefficient" in given and shape.moe:
+        if model.freeze_router or model.lora.rank:
+            why = "model.freeze_router" if model.freeze_router else "model.lora.rank"
+            yield (
+                f"model.router_aux_loss_coefficient is {model.router_aux_loss_coefficient:g} but {why} is set, which "
+                "trains no router; set it to 0"
+            )
 
 
 def contradictions(config: Config) -> Iterator[str]:
