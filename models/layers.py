@@ -141,8 +141,7 @@ class DecoderLayer(nn.Module):
 
     def _fused(self) -> Any:
         """Return the operation that may stand in for the second half's modules, if one may."""
-        _, _, before, after = self.norms
-        return self.mlp.fused(before) if after is None and self.multiplier == 1 else None
+        return self.mlp.fused(*self.norms[2:], self.multiplier)
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], ...]:
         """Return the trained parameters of project, mix, output and feed_forward, adapters included."""

@@ -3,6 +3,8 @@
 Shapes: S rows, D width, F feed-forward width.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
@@ -33,11 +35,12 @@ class MLP(nn.Module):
             ActivateNode.apply(self.gate_proj(x), self.up_proj(x), self.activation)
         )
 
-    def fused(self, norm: RMSNorm | None) -> GatedMLP | None:
-        """Return the operation that may stand in for the norm and this module, if one may."""
-        first = [] if norm is None else [norm]
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if is_watched(self) or not is_plain(*first, gate, up, down):
+    def fused(
+        self, norm: RMSNorm | None, after: RMSNorm | None, factor: float
+    ) -> GatedMLP | None:
+        """Return the operation that may stand in for this module, the norms around it and the factor, if one may."""
+        modules = norm, self.gate_proj, self.up_proj, self.down_proj, after
+        if is_watched(self) or not is_plain(*filter(None, modules)):
             return None
-        scale = None if norm is None else norm.weight
-        return GatedMLP(scale, gate.weight, up.weight, down.weight, self.rule, self.activation)
+        weights: list[Any] = [module and module.weight for module in modules]
+        return GatedMLP._make((*weights, self.rule, self.activation, factor))

@@ -146,10 +146,17 @@ class MoE(nn.Module):
         self.record.note(self.place, chosen, probabilities, slice(0, len(x)))
         return self.experts(x, weights, chosen)
 
-    def fused(self, norm: RMSNorm | None) -> SparseMLP | None:
+    def fused(
+        self, norm: RMSNorm | None, after: RMSNorm | None, factor: float
+    ) -> SparseMLP | None:
         """Return the operation that may stand in for the norm and this module, if one may."""
         first = [] if norm is None else [norm]
-        if any(map(is_watched, (self, self.experts))) or not is_plain(*first, self.gate):
+        if (
+            after
+            or factor != 1
+            or any(map(is_watched, (self, self.experts)))
+            or not is_plain(*first, self.gate)
+        ):
             return None
         return SparseMLP(
             None if norm is None else norm.weight,

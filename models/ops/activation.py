@@ -14,7 +14,7 @@ from losses.precision import at_least_float32
 from models.ops import passes_triton
 from models.ops.norm import on_gpu
 
-# transformers' names; silu has kernels, the others are computed in plain torch
+# transformers' names
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -23,8 +23,8 @@ ACTIVATIONS = {
 
 def activate(gate: Tensor, up: Tensor, kind: str = "silu") -> Tensor:
     """Return act(gate) * up of rows [S, F], without a graph; both have the same strides."""
-    if kind == "silu" and on_gpu(gate):
-        return passes_triton.swiglu(gate, up)[0]
+    if on_gpu(gate):
+        return passes_triton.gated(gate, up, gelu=kind != "silu")[0]
     return (ACTIVATIONS[kind](at_least_float32(gate)) * up).to(gate.dtype)
 
 
@@ -32,8 +32,8 @@ def activate_backward(
     grad: Tensor, gate: Tensor, up: Tensor, kind: str = "silu"
 ) -> tuple[Tensor, Tensor]:
     """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F]."""
-    if kind == "silu" and on_gpu(gate):
-        return passes_triton.swiglu(gate, up, grad.contiguous())
+    if on_gpu(gate):
+        return passes_triton.gated(gate, up, grad.contiguous(), gelu=kind != "silu")
     d = at_least_float32(grad)
     value, slope = _value_and_slope(at_least_float32(gate), kind)
     both = torch.cat((d * up * slope, d * value), -1)

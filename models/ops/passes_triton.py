@@ -132,22 +132,33 @@ if triton is not None:
         )
 
     @triton.jit
-    def _swiglu_kernel(
-        gate, up, out, grad, both, count, gap, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-    ):
+    def _value_and_slope(g, GELU: tl.constexpr):
+        if GELU:  # tanh(z) = 2 sigmoid(2 z) - 1, z = sqrt(2 / pi) (g + 0.044715 g^3)
+            s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+            inner = 1.5957691216057308 * (1 + 0.134145 * g * g)
+        else:
+            s = tl.sigmoid(g)
+            inner = 1.0
+        value = g * s
+        return value, s + value * (1 - s) * inner
+
+    @triton.jit
+    def _gated_kernel(
+        gate, up, out, grad, both, count, gap,
+        GELU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row = at // WIDTH
         mask = at < count
         g = _load(gate + at + row * gap, mask)
         u = _load(up + at + row * gap, mask)
-        s = tl.sigmoid(g)
-        silu = g * s
+        value, slope = _value_and_slope(g, GELU)
         if grad is not None:
             d = _load(grad + at, mask)
             target = both + at + row * WIDTH
-            _store(target, d * u * (s + silu * (1 - s)), mask)
-            _store(target + WIDTH, d * silu, mask)
-        _store(out + at, silu * u, mask)
+            _store(target, d * u * slope, mask)
+            _store(target + WIDTH, d * value, mask)
+        _store(out + at, value * u, mask)
 
     @triton.jit
     def _weighted_swiglu_kernel(
@@ -169,16 +180,15 @@ if triton is not None:
         g = _load(gate, mask)
         u = _load(gate + WIDTH, mask)
         w = tl.load(weights + row, mask=row < rows, other=0.0)
-        s = tl.sigmoid(g)
-        silu = g * s
+        value, slope = _value_and_slope(g, False)
         if grad is not None:
             d = _load(grad + at, mask)
-            sums = tl.sum(d * silu * u, axis=1)[:, None]
+            sums = tl.sum(d * value * u, axis=1)[:, None]
             tl.store(to_weights + row, sums, mask=row < rows)
             target, d = to_both + row * 2 * WIDTH + column, d * w
-            _store(target, d * u * (s + silu * (1 - s)), mask)
-            _store(target + WIDTH, d * silu, mask)
-        _store(out + at, silu * u * w, mask)
+            _store(target, d * u * slope, mask)
+            _store(target + WIDTH, d * value, mask)
+        _store(out + at, value * u * w, mask)
 
     @triton.jit
     def _sum_parts_kernel(
@@ -305,18 +315,20 @@ def rotate(
         )
 
 
-def swiglu(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> tuple[Tensor, Any]:
-    """Return silu(gate) * up of dense rows [S, F], and for a contiguous `grad` the gradients side by side [S, 2F].
+def gated(
+    gate: Tensor, up: Tensor, grad: Tensor | None = None, *, gelu: bool = False
+) -> tuple[Tensor, Any]:
+    """Return act(gate) * up of dense rows [S, F], and for a contiguous `grad` the gradients side by side [S, 2F].
 
-    gate and up have the same strides.
+    act is silu, or gelu's tanh form. gate and up have the same strides.
     """
     (rows, width), count = gate.shape, gate.numel()
     out = gate.new_empty(rows, width)
     both = None if grad is None else gate.new_empty(rows, 2 * width)
     gap = gate.stride(0) - width
     with torch.cuda.device(gate.device):
-        _swiglu_kernel[(triton.cdiv(count, _BLOCK),)](
-            gate, up, out, grad, both, count, gap, WIDTH=width, BLOCK=_BLOCK
+        _gated_kernel[(triton.cdiv(count, _BLOCK),)](
+            gate, up, out, grad, both, count, gap, GELU=gelu, WIDTH=width, BLOCK=_BLOCK
         )
     return out, both
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.ops.activation import activate, activate_backward
+from models.ops.activation import ACTIVATIONS, activate, activate_backward
 from models.ops.experts import ExpertStacks, SparseMLP, Stack
 from models.ops.gated_mlp import GatedMLP
 from models.ops.linear import stacked
@@ -131,33 +131,38 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
 @each_device
 @each_dtype
 @pytest.mark.parametrize("tile", [40, 16])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("factor_of_sum", [1.0, 0.22])
 @apart_and_together
-def test_feed_forward_half(device, dtype, tile, together):
+def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
     # not whole blocks of the kernels
-    shapes = [(40, 32)] * 2 + [(32,), (97, 32), (97, 32), (32, 97)]
+    shapes = [(40, 32)] * 2 + [(32,), (97, 32), (97, 32), (32, 97), (32,)]
     grad, *inputs = draw(*shapes, dtype=dtype, device=device)
     if together:
         inputs[2:4] = neighbours(*inputs[2:4])
     assert len(stacked(inputs[2:4])) == (1 if together else 2)
 
-    def half(v, norm, gate, up, down):
+    def half(v, norm, gate, up, down, *after):
         rows = normalised(v, norm)
-        return v + (F.silu(rows @ gate.t()) * (rows @ up.t())) @ down.t()
+        product = (ACTIVATIONS[kind](rows @ gate.t()) * (rows @ up.t())) @ down.t()
+        return v + factor_of_sum * (normalised(product, *after) if after else product)
 
-    exact, *exact_grads = in_float64(half, inputs, grad)
-    x, *weights = (t.requires_grad_() for t in inputs)
-    fused = GatedMLP(*weights, RULE)
-    out = fused.add(x)
-    factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
-    for found in (out, fused.add_tiles(x, tile)):
-        near(found, exact, dtype, factor=factor)
-    all_near(torch.autograd.grad(out, inputs, grad), exact_grads, dtype, factor)
-    grad_x, found = fused.gradients(x, grad, tile)
-    all_near((grad_x, *found), exact_grads, dtype, factor)
-    for frozen in (weights[0], *weights[2:]):
-        frozen.requires_grad_(False)
-    _, (of_gate,) = fused.gradients(x, grad, tile)
-    near(of_gate, exact_grads[2], dtype, factor=factor)
+    for given in (inputs, inputs[:-1]):  # with a norm after it, and without
+        exact, *exact_grads = in_float64(half, given, grad)
+        x, *weights = (t.detach().requires_grad_() for t in given)
+        after = weights[4] if len(weights) == 5 else None
+        fused = GatedMLP(*weights[:4], after, RULE, kind, factor_of_sum)
+        out = fused.add(x)
+        factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
+        for found in (out, fused.add_tiles(x, tile)):
+            near(found, exact, dtype, factor=factor)
+        all_near(torch.autograd.grad(out, [x, *weights], grad), exact_grads, dtype, factor)
+        grad_x, found = fused.gradients(x, grad, tile)
+        all_near((grad_x, *found), exact_grads, dtype, factor)
+        for frozen in (weights[0], *weights[2:]):
+            frozen.requires_grad_(False)
+        _, (of_gate,) = fused.gradients(x, grad, tile)
+        near(of_gate, exact_grads[2], dtype, factor=factor)
 
 
 class NoRecord:

@@ -120,7 +120,7 @@ def held_by_autograd(config, rank=0):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        hidden = torch.randn(26, CONFIG.hidden_size, requires_grad=True)
+        hidden = torch.randn(26, config.hidden_size, requires_grad=True)
         out = model.model.layers[0](hidden, rope, packed.attention_plan)
     assert out.requires_grad
     return sum(size for place, size in storages.items() if place not in shared)

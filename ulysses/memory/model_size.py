@@ -22,6 +22,9 @@ class Model(NamedTuple):
     qk_norm: bool = False  # queries and keys are also kept as they were before their norms
     quantize: str = "none"  # how the layers' matrices are kept (models/quantized.py)
     windows: tuple[int | None, ...] = ()  # of every layer, or of none (parallel/layout.py)
+    norms_after: int = (
+        0  # of a layer's two halves that have a norm after them, which keeps its input
+    )
     # of the layers that have experts in place of the MLP: how many they are, the experts of a layer and of a token, and
     # an expert's intermediate width
     sparse_layers: int = 0

@@ -268,7 +268,8 @@ def kept_bytes(case: Workload, level: str) -> float:
         kept, lse = kept + out, 4 * model.heads
     if level == "none":  # q', k', v', out if it is exchanged, middle, gate and up
         kept += out * (1 + (case.sp > 1)) + 2 * _held(case)
-        kept += model.width + 2 * model.inner_width + model.normalised_width
+        kept += model.width * (1 + model.norms_after)
+        kept += 2 * model.inner_width + model.normalised_width
         if not model.is_full:  # adapters keep the inputs of the projections as well
             kept += 2 * model.width + model.inner_width
     return float(kept * case.element_size + lse) * case.local

@@ -53,6 +53,7 @@ def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
         has_head=not reward,
         qk_norm=shape.family.qk_norm != "none",
         windows=shape.windows,
+        norms_after=sum(map(bool, shape.family.norms[1::2])),
         sparse_layers=sparse,
         experts=moe.num_experts if moe else 0,
         active_experts=moe.num_experts_per_tok if moe else 0,
