@@ -333,7 +333,7 @@ def read_shape(config: Config, *, need_weights: bool = True) -> tuple[ModelConfi
 
 def published_shape(model: ModelSection) -> ModelConfig | None:
     """Return the shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None."""
-    name = Path(model.path or "").name.lower().replace("llama-", "llama")
+    name = re.sub(r"^([a-z-]+)-(\d)", r"\1\2", Path(model.path or "").name.lower())
     shape = next((shape for key, shape in ARCHITECTURES.items() if key in name), None)
     if shape is None:
         return None
