@@ -5,7 +5,9 @@ All experts of a layer are two parameters, which ZeRO-3 gathers with the layer: 
 Shapes: S rows, D width, N experts, F an expert's width, k experts of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,20 +110,58 @@ class Router(nn.Module):
 
 
 class ExpertMatrices(nn.Module):
-    """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F]."""
+    """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F].
 
-    def __init__(self, config: ModelConfig) -> None:
+    kind: "none", or to what they are quantised: then each is a frozen parameter of bytes, of a matrix [N * 2F, D] or
+    [N * D, F]. Adapters are lora_A [N, r, inputs] and lora_B [N, outputs, r] by the names of the matrices.
+    """
+
+    def __init__(self, config: ModelConfig, kind: str = "none") -> None:
         super().__init__()
         assert config.moe is not None
         N, F, D = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
-        self.number, self.activation = N, config.family.activation
-        self.gate_up_proj = nn.Parameter(torch.empty(N, 2 * F, D))
-        self.down_proj = nn.Parameter(torch.empty(N, D, F))
+        self.number, self.activation, self.kind = N, config.family.activation, kind
+        self.shapes = {"gate_up_proj": (N, 2 * F, D), "down_proj": (N, D, F)}
+        self.scale, self.adapted = 1.0, True
+        for name, shape in self.shapes.items():
+            if kind == "none":
+                matrices = nn.Parameter(torch.empty(shape))
+            else:
+                from models.quantized import empty_packed  # which knows this package's modules
+
+                matrices = nn.Parameter(empty_packed(kind, shape), requires_grad=False)
+            self.register_parameter(name, matrices)
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+
+    def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
+        """Give matrices adapters, whose values somebody fills."""
+        self.scale = scale
+        for name in names:
+            number, outputs, inputs = self.shapes[name]
+            self.lora_A[name] = nn.Parameter(torch.empty(number, rank, inputs))
+            self.lora_B[name] = nn.Parameter(torch.empty(number, outputs, rank))
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch the adapters on or off."""
+        self.adapted = enabled
+
+    def _stack(self, name: str) -> Stack:
+        unpack = None
+        if self.kind != "none":
+            from models.quantized import unpack as dense
+
+            unpack = partial(dense, self.kind, shape=self.shapes[name])
+        adapters: dict[str, Any] = {}
+        if self.adapted and name in self.lora_A:
+            adapters = {"a": self.lora_A[name], "b": self.lora_B[name], "scale": self.scale}
+        return Stack(getattr(self, name), unpack, **adapters)
 
     @property
     def stacks(self) -> ExpertStacks:
-        gate_up, down = Stack(self.gate_up_proj), Stack(self.down_proj)
-        return ExpertStacks(gate_up, down, self.number, self.activation)
+        """The operations' view of the matrices."""
+        gate_up, down = self._stack("gate_up_proj"), self._stack("down_proj")
+        trained = [p for p in self.parameters() if p.requires_grad] if self.adapted else []
+        return ExpertStacks(gate_up, down, self.number, trained, self.activation)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the weighted sum [S, D] of the experts chosen for rows x."""
@@ -134,10 +174,12 @@ class MoE(nn.Module):
 
     tile_factor = EXPERT_TILES
 
-    def __init__(self, config: ModelConfig, record: RouterRecord, place: int) -> None:
+    def __init__(
+        self, config: ModelConfig, record: RouterRecord, place: int, kind: str = "none"
+    ) -> None:
         super().__init__()
         self.gate = Router(config)
-        self.experts = ExpertMatrices(config)
+        self.experts = ExpertMatrices(config, kind)
         self.rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
         self.record, self.place = record, place
 
