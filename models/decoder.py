@@ -101,6 +101,12 @@ class Decoder(nn.Module):
         # rounded to the weights' dtype, as in transformers
         return hidden * float(torch.tensor(factor, dtype=hidden.dtype, device="cpu"))
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph may run the layers' feed-forwards: none makes the host wait."""
+        layers: Any = self.layers
+        return all(layer.mlp.is_capturable for layer in layers)
+
     def set_memory(self, memory: LayerMemory) -> None:
         """Set what the layers keep for backward."""
         count, levels = len(self.layers), memory.recompute

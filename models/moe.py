@@ -7,14 +7,20 @@ Shapes: S rows, D width, N experts, F an expert's width, k experts of a row.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.modules import RMSNorm
-from models.ops.experts import ExpertsNode, ExpertStacks, SparseMLP, Stack, route
+from models.ops.experts import (
+    ExpertsNode,
+    ExpertStacks,
+    SparseMLP,
+    Stack,
+    is_grouped,
+    route,
+)
 from models.ops.norm import NormRule
 from models.ops.plain import is_plain, is_watched
 from ulysses.memory.tiling import EXPERT_TILES
@@ -109,6 +115,15 @@ class Router(nn.Module):
         return route(x, self.weight, self.count, self.normalise)
 
 
+class AdapterMatrices(nn.Module):
+    """Hold one side of adapters by the names of what they adapt; ZeRO-3 partitions what a new module holds."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+
 class ExpertMatrices(nn.Module):
     """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F].
 
@@ -131,15 +146,17 @@ class ExpertMatrices(nn.Module):
 
                 matrices = nn.Parameter(empty_packed(kind, shape), requires_grad=False)
             self.register_parameter(name, matrices)
-        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        self.lora_A: nn.Module | None = None
+        self.lora_B: nn.Module | None = None
 
     def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
         """Give matrices adapters, whose values somebody fills."""
-        self.scale = scale
-        for name in names:
-            number, outputs, inputs = self.shapes[name]
-            self.lora_A[name] = nn.Parameter(torch.empty(number, rank, inputs))
-            self.lora_B[name] = nn.Parameter(torch.empty(number, outputs, rank))
+        self.scale, shapes = scale, {name: self.shapes[name] for name in names}
+        if shapes:
+            sides = {name: (number, rank, inputs) for name, (number, _, inputs) in shapes.items()}
+            self.lora_A = AdapterMatrices(sides)
+            sides = {name: (*outputs, rank) for name, (*outputs, _) in shapes.items()}
+            self.lora_B = AdapterMatrices(sides)
 
     def enable_adapters(self, enabled: bool) -> None:
         """Switch the adapters on or off."""
@@ -151,10 +168,10 @@ class ExpertMatrices(nn.Module):
             from models.quantized import unpack as dense
 
             unpack = partial(dense, self.kind, shape=self.shapes[name])
-        adapters: dict[str, Any] = {}
-        if self.adapted and name in self.lora_A:
-            adapters = {"a": self.lora_A[name], "b": self.lora_B[name], "scale": self.scale}
-        return Stack(getattr(self, name), unpack, **adapters)
+        if self.adapted and hasattr(self.lora_A, name):
+            a, b = getattr(self.lora_A, name), getattr(self.lora_B, name)
+            return Stack(getattr(self, name), unpack, a, b, self.scale)
+        return Stack(getattr(self, name), unpack)
 
     @property
     def stacks(self) -> ExpertStacks:
@@ -187,6 +204,14 @@ class MoE(nn.Module):
         weights, chosen, probabilities = self.gate(x)
         self.record.note(self.place, chosen, probabilities, slice(0, len(x)))
         return self.experts(x, weights, chosen)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether the host does not wait for the sizes of groups, in the dtype of the router."""
+        matrices = self.gate.weight.new_empty(
+            1, *self.experts.shapes["gate_up_proj"][1:], device="meta"
+        )
+        return is_grouped(matrices, matrices.mT.contiguous())
 
     def fused(self, norm: RMSNorm | None) -> SparseMLP | None:
         """Return the operation that may stand in for the norm and this module, if one may."""

@@ -77,7 +77,7 @@ class Order(NamedTuple):
         return at_least_float32(found).sum(1).to(parts.dtype)
 
 
-def _is_grouped(*tensors: Tensor) -> bool:
+def is_grouped(*tensors: Tensor) -> bool:
     """Tell whether torch multiplies all groups in one call without waiting for their sizes."""
     aligned = all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
     return aligned and tensors[0].dtype == torch.bfloat16 and not tensors[0].is_cpu
@@ -90,7 +90,7 @@ def _groups(ends: Tensor) -> Sequence[tuple[int, int, int]]:
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Return rows [M, K] times the matrices [N, K, O] of their groups."""
-    if _is_grouped(rows, matrices if matrices.stride(-1) == 1 else matrices.mT):
+    if is_grouped(rows, matrices if matrices.stride(-1) == 1 else matrices.mT):
         return F.grouped_mm(rows, matrices, offs=ends)
     out = rows.new_empty(len(rows), matrices.shape[2])
     for i, first, last in _groups(ends):
@@ -100,7 +100,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return left^T right [N, O, K] of every group's rows [M, O] and [M, K]; zeros for a group without rows."""
-    if _is_grouped(left, right):
+    if is_grouped(left, right):
         return F.grouped_mm(left.t(), right, offs=ends)
     out = left.new_empty(len(ends), left.shape[1], right.shape[1])
     for i, first, last in _groups(ends):
@@ -118,13 +118,13 @@ class Stack(NamedTuple):
     """
 
     matrices: Tensor
-    unpack: Callable[[Tensor, torch.dtype], Tensor] | None = None
+    unpack: Callable[..., Tensor] | None = None
     a: Tensor | None = None
     b: Tensor | None = None
     scale: float = 1.0
 
     def _dense(self, dtype: torch.dtype) -> Tensor:
-        return self.unpack(self.matrices, dtype) if self.unpack else self.matrices
+        return self.unpack(self.matrices, dtype=dtype) if self.unpack else self.matrices
 
     def _adapters(self) -> tuple[Tensor, Tensor] | None:
         """Return a and b, of a rank that one call for all groups can multiply."""
