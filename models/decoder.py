@@ -25,7 +25,7 @@ from losses.logprobs import LogProbs, linear_logprobs
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.layers import DecoderLayer
-from models.modules import Embedding, Linear, MakeLinear, RMSNorm
+from models.modules import Embedding, RMSNorm
 from models.moe import RouterRecord
 from models.ops.norm import NormRule
 from models.rope import rotary_tables
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         mesh: ParallelMesh | None,
         attention: str,
         memory: LayerMemory,
-        linear: MakeLinear,
+        quantize: str,
     ) -> None:
         super().__init__()
         self.config = config
@@ -64,7 +64,9 @@ class Decoder(nn.Module):
         self.record = RouterRecord(config)
         self.layers = nn.ModuleList(
             [
-                DecoderLayer(config, number, kernels[config.window(kind)], linear, self.record)
+                DecoderLayer(
+                    config, number, kernels[config.window(kind)], quantize, self.record
+                )
                 for number, kind in enumerate(config.layers)
             ]
         )
@@ -100,6 +102,12 @@ class Decoder(nn.Module):
             return hidden
         # rounded to the weights' dtype, as in transformers
         return hidden * float(torch.tensor(factor, dtype=hidden.dtype, device="cpu"))
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph may run the layers' feed-forwards: none makes the host wait."""
+        layers: Any = self.layers
+        return all(layer.mlp.is_capturable for layer in layers)
 
     def set_memory(self, memory: LayerMemory) -> None:
         """Set what the layers keep for backward."""
@@ -175,7 +183,7 @@ class HeadedDecoder(nn.Module):
     """A decoder of a family of models/arch.py and a head; the weights are uninitialised memory until filled.
 
     config: the shape. mesh: None is one process. attention: the kernel's name. memory: what is kept
-    for backward. linear: makes the layers' projections.
+    for backward. quantize: how the layers' matrices are kept (models/quantized.py).
 
     A loader, or `init_parameter`, fills the weights; names are those of transformers.
     """
@@ -187,11 +195,11 @@ class HeadedDecoder(nn.Module):
         *,
         attention: str = "auto",
         memory: LayerMemory = LayerMemory(),  # noqa: B008 - immutable
-        linear: MakeLinear = Linear,
+        quantize: str = "none",
     ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, mesh, attention, memory, linear)
+        self.model = Decoder(config, mesh, attention, memory, quantize)
         self.add_head()
 
     def add_head(self) -> None:

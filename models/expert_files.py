@@ -77,3 +77,53 @@ def as_stored(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
         for number, own in enumerate(tensor):
             for matrix, part in zip(matrices, own.chunk(len(matrices))):
                 yield f"{stem}.{number}.{matrix}.weight", part
+
+
+# --- adapters as PEFT's target_parameters: A [N * r, inputs], and B [outputs, r * N], the expert's number last -------
+
+MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
+
+
+def adapted_experts(targets: Iterable[str]) -> list[str]:
+    """Return which of the experts' parameters the targets of LoRA mean."""
+    return [name for name, matrices in EXPERT_PARTS.items() if {*matrices} <= {*targets}]
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a parameter is an adapter of experts' matrices."""
+    return ".experts.lora_" in name
+
+
+def peft_tensor(name: str, tensor: Tensor, adapted: list[str]) -> tuple[str, Tensor]:
+    """Return an adapter's name and tensor as PEFT saves them, which wraps one of two parameters inside the other."""
+    if not is_of_experts(name):
+        return name, tensor
+    stem, _, last = name.rpartition(".")
+    inner = ".base_layer" if last != adapted[-1] else ""
+    flat = tensor.flatten(0, 1) if ".lora_A" in stem else tensor.permute(1, 2, 0).flatten(1)
+    return stem.replace(".experts.", f".experts{inner}.") + ".weight", flat
+
+
+def adapted_name(stem: str, parameters: Iterable[str]) -> str:
+    """Return the name of what an adapter belongs to, from that of PEFT without its `.lora_`."""
+    inner = stem.removesuffix(".base_layer")
+    if not inner.endswith(".experts"):
+        return f"{stem}.weight"
+    names = [name for name in EXPERT_PARTS if f"experts.{name}" in parameters]
+    return f"{inner}.{names[0 if inner != stem else -1]}"
+
+
+def add_expert_adapters(
+    flat: Tensor, shape: torch.Size, a: Tensor, b: Tensor, scale: float, start: int = 0
+) -> Tensor:
+    """Return elements of flattened matrices [N, O, K], which begin at `start`, with PEFT's adapters; in float32."""
+    number, outputs, inputs = shape
+    size = outputs * inputs
+    own = slice(start // size, -(-(start + len(flat)) // size))
+    a, b = (
+        a.float().view(number, -1, inputs)[own],
+        b.float().view(outputs, -1, number)[..., own],
+    )
+    update = scale * torch.einsum("orn,nri->noi", b, a).flatten()
+    begin = start - own.start * size
+    return flat.float() + update[begin : begin + len(flat)]

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.arch import ModelConfig
-from models.expert_files import as_stored, join_experts
+from models.expert_files import adapted_name, add_expert_adapters, as_stored, join_experts
 from models.quantized import BLOCK, OUTER, join_parts, unpack
 from ulysses.disk import write_json, write_tensors
 
@@ -116,7 +116,6 @@ _PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
-    "target_parameters": (None, []),
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),
 }
 
@@ -284,7 +283,7 @@ class WeightFiles:
                 f"{self.folder.absolute()} holds an adapter and a whole model; remove one of them"
             )
         self.adapter = read_adapter_config(self.folder)
-        rank = self.adapter["r"]
+        rank, parameters = self.adapter["r"], self.adapter.get("target_parameters") or ()
         scale = lora_scale(
             rank, self.adapter.get("lora_alpha", 8), bool(self.adapter.get("use_rslora"))
         )
@@ -295,11 +294,11 @@ class WeightFiles:
         with safe_open(path, "pt") as file:
             self.quantize = (file.metadata() or {}).get("quantize", "none")
         for key, tensor in _stored_tensors(path).items():
-            name, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
-            if name == "score.weight":
-                self.tensors[name] = tensor
+            stem, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
+            if stem == "score.weight":
+                self.tensors[stem] = tensor
             elif kind in ("A.weight", "B.weight"):
-                pairs.setdefault(f"{name}.weight", {})[kind[0]] = tensor
+                pairs.setdefault(adapted_name(stem, parameters), {})[kind[0]] = tensor
             else:
                 raise ValueError(
                     f"{path.absolute()} holds {key}, which is neither a LoRA matrix nor a score head; merge the "
@@ -308,9 +307,10 @@ class WeightFiles:
         for name, pair in pairs.items():
             adapted = self.tensors.get(name)
             shapes = {kind: list(tensor.shape) for kind, tensor in pair.items()}
+            count = math.prod(adapted.shape[:-2]) if adapted else 1  # of experts
             if adapted is None or shapes != {
-                "A": [rank, adapted.shape[-1]],
-                "B": [adapted.shape[0], rank],
+                "A": [rank * count, adapted.shape[-1]],
+                "B": [adapted.shape[-2], rank * count],
             }:
                 raise ValueError(
                     f"{path.absolute()} adapts {name} by matrices of shapes {shapes}, which the base model "
@@ -325,6 +325,10 @@ class WeightFiles:
             stop = stored.shape.numel()
         flat = stored.read(start, stop)
         for a, b, scale in self._updates.get(name, ()):
+            if len(stored.shape) == 3:
+                down, up = (x.read(0, x.shape.numel()).view(x.shape) for x in (a, b))
+                flat = add_expert_adapters(flat, stored.shape, down, up, scale, start)
+                continue
             rank, width = a.shape
             # the rows of B that these elements lie in
             first, last = start // width, -(-stop // width)

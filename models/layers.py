@@ -9,6 +9,7 @@ adapter or watched by a hook is called as a module, and sees every use.
 Shapes: S local tokens, D width.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.mlp import MLP
-from models.modules import MakeLinear, RMSNorm
+from models.modules import Linear, MakeLinear, RMSNorm
 from models.moe import MoE, RouterRecord
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
@@ -44,7 +45,7 @@ class DecoderLayer(nn.Module):
         config: ModelConfig,
         number: int,
         attention: UlyssesAttention,
-        linear: MakeLinear,
+        quantize: str,
         record: RouterRecord,
     ) -> None:
         super().__init__()
@@ -52,6 +53,11 @@ class DecoderLayer(nn.Module):
         self.kind, self.norm_names = config.layers[number], family.norms
         self.multiplier = config.multipliers.residual_multiplier
         rule = NormRule(config.rms_norm_eps, family.centred_norms)
+        linear: MakeLinear = Linear
+        if quantize != "none":
+            from models.quantized import QuantizedLinear
+
+            linear = partial(QuantizedLinear, kind=quantize)
         match self.kind.mixer:
             case "full_attention" | "sliding_attention":
                 self.mixer_name = "self_attn"
@@ -61,7 +67,7 @@ class DecoderLayer(nn.Module):
                 self.mlp: Any = MLP(config, linear)
             case "experts":
                 before = [kind.feed_forward for kind in config.layers[:number]]
-                self.mlp = MoE(config, record, before.count("experts"))
+                self.mlp = MoE(config, record, before.count("experts"), quantize)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, rule))
 

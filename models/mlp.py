@@ -18,7 +18,7 @@ from models.ops.plain import is_plain, is_watched
 class MLP(nn.Module):
     """Compute down(act(gate(x)) * up(x)) for rows [S, D]."""
 
-    tile_factor = 1
+    tile_factor, is_capturable = 1, True
 
     def __init__(self, config: ModelConfig, linear: MakeLinear) -> None:
         super().__init__()

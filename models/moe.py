@@ -5,14 +5,22 @@ All experts of a layer are two parameters, which ZeRO-3 gathers with the layer: 
 Shapes: S rows, D width, N experts, F an expert's width, k experts of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.modules import RMSNorm
-from models.ops.experts import ExpertsNode, ExpertStacks, SparseMLP, Stack, route
+from models.ops.experts import (
+    ExpertsNode,
+    ExpertStacks,
+    SparseMLP,
+    Stack,
+    is_grouped,
+    route,
+)
 from models.ops.norm import NormRule
 from models.ops.plain import is_plain, is_watched
 from ulysses.memory.tiling import EXPERT_TILES
@@ -107,21 +115,72 @@ class Router(nn.Module):
         return route(x, self.weight, self.count, self.normalise)
 
 
-class ExpertMatrices(nn.Module):
-    """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F]."""
+class AdapterMatrices(nn.Module):
+    """Hold one side of adapters by the names of what they adapt; ZeRO-3 partitions what a new module holds."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+
+class ExpertMatrices(nn.Module):
+    """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F].
+
+    kind: "none", or to what they are quantised: then each is a frozen parameter of bytes, of a matrix [N * 2F, D] or
+    [N * D, F]. Adapters are lora_A [N, r, inputs] and lora_B [N, outputs, r] by the names of the matrices.
+    """
+
+    def __init__(self, config: ModelConfig, kind: str = "none") -> None:
         super().__init__()
         assert config.moe is not None
         N, F, D = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
-        self.number, self.activation = N, config.family.activation
-        self.gate_up_proj = nn.Parameter(torch.empty(N, 2 * F, D))
-        self.down_proj = nn.Parameter(torch.empty(N, D, F))
+        self.number, self.activation, self.kind = N, config.family.activation, kind
+        self.shapes = {"gate_up_proj": (N, 2 * F, D), "down_proj": (N, D, F)}
+        self.scale, self.adapted = 1.0, True
+        for name, shape in self.shapes.items():
+            if kind == "none":
+                matrices = nn.Parameter(torch.empty(shape))
+            else:
+                from models.quantized import empty_packed  # which knows this package's modules
+
+                matrices = nn.Parameter(empty_packed(kind, shape), requires_grad=False)
+            self.register_parameter(name, matrices)
+        self.lora_A: nn.Module | None = None
+        self.lora_B: nn.Module | None = None
+
+    def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
+        """Give matrices adapters, whose values somebody fills."""
+        self.scale, shapes = scale, {name: self.shapes[name] for name in names}
+        if shapes:
+            sides = {
+                name: (number, rank, inputs) for name, (number, _, inputs) in shapes.items()
+            }
+            self.lora_A = AdapterMatrices(sides)
+            sides = {name: (*outputs, rank) for name, (*outputs, _) in shapes.items()}
+            self.lora_B = AdapterMatrices(sides)
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch the adapters on or off."""
+        self.adapted = enabled
+
+    def _stack(self, name: str) -> Stack:
+        unpack = None
+        if self.kind != "none":
+            from models.quantized import unpack as dense
+
+            unpack = partial(dense, self.kind, shape=self.shapes[name])
+        if self.adapted and hasattr(self.lora_A, name):
+            a, b = getattr(self.lora_A, name), getattr(self.lora_B, name)
+            return Stack(getattr(self, name), unpack, a, b, self.scale)
+        return Stack(getattr(self, name), unpack)
 
     @property
     def stacks(self) -> ExpertStacks:
-        gate_up, down = Stack(self.gate_up_proj), Stack(self.down_proj)
-        return ExpertStacks(gate_up, down, self.number, self.activation)
+        """The operations' view of the matrices."""
+        gate_up, down = self._stack("gate_up_proj"), self._stack("down_proj")
+        trained = [p for p in self.parameters() if p.requires_grad] if self.adapted else []
+        return ExpertStacks(gate_up, down, self.number, trained, self.activation)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the weighted sum [S, D] of the experts chosen for rows x."""
@@ -134,10 +193,12 @@ class MoE(nn.Module):
 
     tile_factor = EXPERT_TILES
 
-    def __init__(self, config: ModelConfig, record: RouterRecord, place: int) -> None:
+    def __init__(
+        self, config: ModelConfig, record: RouterRecord, place: int, kind: str = "none"
+    ) -> None:
         super().__init__()
         self.gate = Router(config)
-        self.experts = ExpertMatrices(config)
+        self.experts = ExpertMatrices(config, kind)
         self.rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
         self.record, self.place = record, place
 
@@ -145,6 +206,14 @@ class MoE(nn.Module):
         weights, chosen, probabilities = self.gate(x)
         self.record.note(self.place, chosen, probabilities, slice(0, len(x)))
         return self.experts(x, weights, chosen)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether the host does not wait for the sizes of groups, in the dtype of the router."""
+        matrices = self.gate.weight.new_empty(
+            1, *self.experts.shapes["gate_up_proj"][1:], device="meta"
+        )
+        return is_grouped(matrices, matrices.mT.contiguous())
 
     def fused(
         self, norm: RMSNorm | None, after: RMSNorm | None, factor: float

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from torch import nn
 from models.arch import Experts, LayerKind, ModelConfig
 from models.decoder import CausalLM, RewardModel
 from models.lora import add_adapters
-from models.modules import Linear
-from models.quantized import QuantizedLinear, packed_parts, unpack
+from models.quantized import packed_parts, unpack
 from tests.harness import run_distributed
 from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader
@@ -195,6 +193,7 @@ class Case:
     shape: ModelConfig = SHAPE
     options: dict[str, Any] = field(default_factory=dict)
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ("down_proj",)
     quantize: str = "none"
     coefficient: float = 0.0  # of the balance loss
     labels: tuple[int, ...] = LABELS
@@ -210,12 +209,10 @@ class Case:
 
     def model(self, mesh: Any, attention: str | None = None) -> nn.Module:
         kind = RewardModel if STAGES[self.stage].reward else CausalLM
-        dense = self.quantize == "none"
-        linear = Linear if dense else partial(QuantizedLinear, kind=self.quantize)
-        how = {"memory": LayerMemory(self.recompute), "linear": linear}
+        how = {"memory": LayerMemory(self.recompute), "quantize": self.quantize}
         made = kind(self.shape, mesh, attention=attention or self.attention, **how)
         if self.lora_rank:
-            targets = ["q_proj", "v_proj", "down_proj"]
+            targets = ["q_proj", "v_proj", *self.lora_targets]
             add_adapters(made, LoraSection(rank=self.lora_rank, targets=targets))
         return made
 
@@ -243,7 +240,7 @@ class StartedAdapters(HostWeights):
     """
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:
-        matrix = name.endswith("_proj.weight") or ".base_layer.weight" in name
+        matrix = name.endswith(("_proj.weight", "_proj")) or ".base_layer.weight" in name
         whole = out.is_floating_point() and out.shape == (shape.numel(),)
         if matrix and whole and self.quantize != "none":
             data = torch.empty(sum(packed_parts(self.quantize, shape)), dtype=torch.uint8)

@@ -8,7 +8,7 @@ Products with all experts are one call, which takes the bounds of their rows on 
 Shapes: S rows, k experts of a row, M = S k sorted copies, N experts, D width, F an expert's width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ class Order(NamedTuple):
         return at_least_float32(found).sum(1).to(parts.dtype)
 
 
-def _is_grouped(*tensors: Tensor) -> bool:
+def is_grouped(*tensors: Tensor) -> bool:
     """Tell whether torch multiplies all groups in one call without waiting for their sizes."""
     aligned = all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
     return aligned and tensors[0].dtype == torch.bfloat16 and not tensors[0].is_cpu
@@ -90,7 +90,7 @@ def _groups(ends: Tensor) -> Sequence[tuple[int, int, int]]:
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Return rows [M, K] times the matrices [N, K, O] of their groups."""
-    if _is_grouped(rows, matrices if matrices.stride(-1) == 1 else matrices.mT):
+    if is_grouped(rows, matrices if matrices.stride(-1) == 1 else matrices.mT):
         return F.grouped_mm(rows, matrices, offs=ends)
     out = rows.new_empty(len(rows), matrices.shape[2])
     for i, first, last in _groups(ends):
@@ -100,7 +100,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return left^T right [N, O, K] of every group's rows [M, O] and [M, K]; zeros for a group without rows."""
-    if _is_grouped(left, right):
+    if is_grouped(left, right):
         return F.grouped_mm(left.t(), right, offs=ends)
     out = left.new_empty(len(ends), left.shape[1], right.shape[1])
     for i, first, last in _groups(ends):
@@ -112,38 +112,66 @@ Found = list[tuple[Tensor, Tensor]]  # trained tensors with their gradients
 
 
 class Stack(NamedTuple):
-    """A matrix [O, K] of every expert, all in one tensor [N, O, K]."""
+    """A matrix [O, K] of every expert, all in one tensor [N, O, K], and perhaps adapters.
+
+    unpack: returns the matrices of packed ones in a dtype. a [N, r, K], b [N, O, r]: scale * b a is added to each.
+    """
 
     matrices: Tensor
+    unpack: Callable[..., Tensor] | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
 
-    @property
-    def trained(self) -> list[Tensor]:
-        return [t for t in self if t.requires_grad]
+    def _dense(self, dtype: torch.dtype) -> Tensor:
+        return self.unpack(self.matrices, dtype=dtype) if self.unpack else self.matrices
+
+    def _adapters(self) -> tuple[Tensor, Tensor] | None:
+        """Return a and b, of a rank that one call for all groups can multiply."""
+        if self.a is None or self.b is None:
+            return None
+        more = -self.a.shape[1] % 8
+        return F.pad(self.a, (0, 0, 0, more)), F.pad(self.b, (0, more))
 
     def product(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return the product [M, O] of sorted rows [M, K]."""
-        return grouped_product(rows, self.matrices.mT, ends)
+        out = grouped_product(rows, self._dense(rows.dtype).mT, ends)
+        if adapters := self._adapters():
+            a, b = adapters
+            inner = grouped_product(rows, a.mT, ends)
+            out.add_(grouped_product(inner, b.mT, ends), alpha=self.scale)
+        return out
 
     def back(self, grad: Tensor, ends: Tensor) -> Tensor:
         """Return the gradient of `product`'s rows."""
-        return grouped_product(grad, self.matrices, ends)
+        out = grouped_product(grad, self._dense(grad.dtype), ends)
+        if adapters := self._adapters():
+            a, b = adapters
+            out.add_(grouped_product(grouped_product(grad, b, ends), a, ends), alpha=self.scale)
+        return out
 
     def gradients(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Found:
         """Return the gradients of what is trained."""
-        return [(m, grouped_outer(grad, rows, ends)) for m in self.trained]
+        found: Found = []
+        if self.matrices.requires_grad:
+            found.append((self.matrices, grouped_outer(grad, rows, ends)))
+        if (adapters := self._adapters()) and self.a is not None and self.b is not None:
+            (a, b), rank = adapters, self.a.shape[1]
+            of_a = grouped_outer(grouped_product(grad, b, ends), rows, ends)
+            of_b = grouped_outer(grad, grouped_product(rows, a.mT, ends), ends)
+            found.append((self.a, of_a[:, :rank].mul(self.scale)))
+            found.append((self.b, of_b[..., :rank].mul(self.scale)))
+        return found
 
 
 class ExpertStacks(NamedTuple):
-    """The experts' matrices and activation."""
+    """The matrices of so many experts, their activation, and what of them is trained, in the module's order."""
 
     gate_up: Stack
     down: Stack
     number: int
+    trained: Sequence[Tensor]
     activation: str = "silu"
-
-    @property
-    def trained(self) -> list[Tensor]:
-        return self.gate_up.trained + self.down.trained
 
     def forward(self, x: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
         """Return gate and up [M, 2F] of the sorted copies of x [S, D], and the experts' weighted sum [S, D]."""
@@ -224,7 +252,7 @@ class SparseMLP(NamedTuple):
     def trained(self) -> list[Tensor]:
         """The tensors that are trained, as modules list them."""
         own = [t for t in (self.norm, self.router) if t is not None and t.requires_grad]
-        return own + self.experts.trained
+        return [*own, *self.experts.trained]
 
     def _parts(self, rows: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         x = rows if self.norm is None else rms_norm(rows, self.norm, self.rule)

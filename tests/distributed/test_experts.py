@@ -7,7 +7,7 @@ import torch
 
 from tests.engine_case import MOE, Case, trained
 from tests.memory_case import assert_same_gradients
-from tests.stage_case import Formula
+from tests.stage_case import Formula, compared
 
 SMALL = replace(MOE, moe=replace(MOE.moe, num_experts=6, num_experts_per_tok=2))
 COEFFICIENT = 0.7
@@ -76,3 +76,18 @@ def test_metrics_name_the_busiest_expert_and_the_idle_ones():
             assert found[0][name] == found[1][name]
         assert 1 < found[0][f"experts/busiest/{layer}"] <= 128 / 3
         assert 0 < found[0][f"experts/idle/{layer}"] < 125
+
+
+@pytest.mark.parametrize(
+    "stage, world, sp, more",
+    [
+        ("sft", 2, 2, {"recompute": "keep_attention"}),
+        ("dpo", 3, 3, {"recompute": "block"}),
+        ("sft", 4, 2, {"quantize": "nf4"}),
+        ("sft", 2, 1, {"quantize": "fp8", "engine": {"resident": True}}),
+    ],
+)
+def test_adapters_of_experts(stage, world, sp, more):
+    """Over whole and over quantised bases; the formula has matrices in place of the bytes."""
+    every = ("o_proj", "gate_proj", "up_proj", "down_proj")
+    compared(Case(stage, sp=sp, shape=MOE, lora_rank=3, lora_targets=every, **more), world)

@@ -106,7 +106,9 @@ def test_norms_of_heads_and_yarn(
         ("sft", 3, 3, "block"),
         ("kto", 4, 2, "none"),
         ("sft", 4, 4, "pair"),
-        *full(("rm", 2, 2, "block"), ("pt", 2, 1, "keep_attention")),
+        ("rm", 2, 2, "block"),
+        ("distill", 2, 2, "none"),
+        *full(("pt", 2, 1, "keep_attention")),
     ],
 )
 def test_experts(stage: str, world: int, sp: int, level: str) -> None:

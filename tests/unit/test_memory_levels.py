@@ -183,6 +183,7 @@ def test_frozen_weights_and_adapters(dropout, tile, config):
     def adapted(**memory):
         torch.manual_seed(0)
         model = build(config=config, **memory)
+        # beside experts, gate and up have an adapter together, and none is dropped
         targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
         add_adapters(model, Adapters(rank=3, targets=targets, dropout=dropout))
         for name, parameter in model.named_parameters():
@@ -192,6 +193,7 @@ def test_frozen_weights_and_adapters(dropout, tile, config):
 
     expected = adapted()
     assert expected and all("lora_" in name for name in expected)
+    assert any("experts.lora_B" in name for name in expected) == (config is MOE)
     for level in LEVELS:
         assert_same_gradients(adapted(recompute=level, mlp_tile=tile), expected)
 

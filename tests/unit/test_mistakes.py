@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.launch import ROOT, tiny
+from tests.e2e.launch import EXPERTS, ROOT, tiny
 from tests.stage_case import STAGE_CASES
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.command_line import check, parse_command_line
@@ -109,6 +109,21 @@ MISTAKES = {
         "partial_rotary_factor = 0.5",
     "SFT --model.config.rope_scaling {\"rope_type\":\"llama3\",\"factor\":4}":
         "low_freq_factor = None but it must be",
+    "SFT --model.router_aux_loss_coefficient 0.01":
+        "model.router_aux_loss_coefficient is 0.01 but a llama model has no experts; remove it",
+    "SFT --model.freeze_router true": "model.freeze_router is True but a llama model has no experts; remove it",
+    "MOE --model.router_aux_loss_coefficient 0.01 --model.freeze_router true":
+        "is 0.01 but model.freeze_router is set, which trains no router; set it to 0",
+    "MOE --model.router_aux_loss_coefficient 0.01 --model.lora.rank 4": "but model.lora.rank is set, which trains no",
+    "MOE --model.lora.rank 4 --model.lora.targets [\"q_proj\",\"gate_proj\"]":
+        "has gate_proj, but experts hold gate_proj and up_proj in one matrix; name both or none",
+    "MOE --model.lora.rank 4 --model.lora.dropout 0.1": "model.lora.dropout is 0.1 but adapters of experts have none",
+    "MOE --model.lora.rank 4 --model.config.mlp_only_layers [1]":
+        "PEFT loads no adapters of the MLP in layer 1 beside those of experts in others",
+    "MOE --model.config.num_experts_per_tok 9": "num_experts_per_tok is 9 but there are only num_experts = 4",
+    "SFT --sft.neftune_alpha 5": "sft.neftune_alpha: not supported; NEFTune's noise is not drawn here; leave it out",
+    "SFT --model.config.layer_types [\"full_attention\",\"sliding_attention\"]":
+        "layer_types of sliding_attention but llama has layers of full_attention here",
     "SFT --model.config.attention_dropout 0.1": "attention_dropout = 0.1",
     "SFT --model.config.num_key_value_heads 3": "num_key_value_heads = 3",
     "SFT --model.config.vocab_size null": "vocab_size = None but it must be a whole number",
@@ -211,6 +226,8 @@ def typed(line, place):
     words = line.replace("PLACE", str(place)).replace("BASE", BASE).split()
     if line[:4].strip() in stages:
         words[:1] = tiny(stages[words[0]], place / "run")
+    if line.startswith("MOE"):
+        words[:1] = tiny("sft", place / "run", EXPERTS)
     return words
 
 

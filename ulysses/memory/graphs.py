@@ -91,7 +91,9 @@ class LayerGraphs:
     def _fits(self, hidden: Tensor) -> bool:
         """Tell whether a graph may run every layer's mixer for other documents."""
         case = hidden.device, hidden.dtype
-        return hidden.is_cuda and all(layer.mixer.fits_graphs(*case) for layer in self.layers)
+        experts = any(layer.kind.feed_forward == "experts" for layer in self.layers)
+        fit = (layer.mixer.fits_graphs(*case) for layer in self.layers)
+        return hidden.is_cuda and not experts and all(fit)
 
 
 @contextmanager

@@ -152,7 +152,7 @@ class Sampler:
         self.head = embedding if c.tie_word_embeddings else self.weights["lm_head.weight"]
         self.device = embedding.device
         on_gpu = self.device.type == "cuda"
-        self.graphs = self.graphs and on_gpu
+        self.graphs = self.graphs and on_gpu and self.decoder.is_capturable
         self.look = self.look or (LOOK if on_gpu else 1)
         prompts = {k: tuple(torch.as_tensor(p).tolist()) for k, p in self.prompts.items()}
         # equal prompts one after the other, and those of like length: they share the work, or its padding

@@ -12,6 +12,7 @@ import torch
 
 from models.arch import ModelConfig
 from models.decoder import count_parameters, empty_model
+from models.expert_files import adapted_experts
 from models.hf_format import read_config, resolve_model
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
@@ -68,12 +69,16 @@ def planner_model(config: Config, shape: ModelConfig) -> Model:
     score = shape.hidden_size * stage.requirements.value
     parameters = trained = model.parameters + score
     if lora.rank:
-        sides = (
-            sum(module.weight.shape)
-            for name, module in empty_model(shape).named_modules()
-            if name.rpartition(".")[2] in lora.targets
-        )
-        adapters = lora.rank * sum(sides)
+        matrices = empty_model(shape).named_parameters()
+        own = adapted_experts(lora.targets)
+        sides = 0
+        for name, matrix in matrices:
+            stem = name.removesuffix(".weight").rpartition(".")[2]
+            if matrix.dim() == 3:  # of all experts
+                sides += len(matrix) * sum(matrix.shape[1:]) * (stem in own)
+            elif matrix.dim() == 2 and stem in lora.targets:
+                sides += sum(matrix.shape)
+        adapters = lora.rank * sides
         parameters += adapters
         trained = adapters + (score or shape.hidden_size * stage.reward)
     return model._replace(

@@ -38,7 +38,7 @@ from ulysses.run.checkpoint import read_run_state, resume_point
 from ulysses.run.disk_space import check_disk
 from ulysses.run.optim import gradient_policies
 from ulysses.run.registry import stage_of
-from ulysses.run.setting_checks import check_settings, router_errors
+from ulysses.run.setting_checks import check_settings, expert_adapter_errors, router_errors
 from ulysses.stages.base import AuxiliaryModel, Stage
 
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
@@ -259,6 +259,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
                 "(8 to 64 are usual), or 0 to train all weights"
             )
     errors += router_errors(config, plan.shape)
+    errors += expert_adapter_errors(config, plan.shape)
     # otherwise it is absent with the model
     if plan.folder or model.tokenizer or not model.path:
         with collect():
