@@ -27,7 +27,7 @@ from .exchange import (
     exchange_qkv_forward,
 )
 from .kernels import KERNELS, ONE_DOCUMENT, VARLEN, Kernel, resolve_kernel
-from .kernels_document import JOINED_ROWS, Gradients, Inputs, Results, join
+from .kernels_document import Gradients, Inputs, Results, join
 from .kernels_short import LONGEST
 from .layout import (
     AttentionPlan,
@@ -226,9 +226,7 @@ class UlyssesAttention(nn.Module):
         """Compute the gradient of `sink` [H], in lse's dtype, from what `attend_forward` returned with it."""
         grad = lse.new_zeros(sink.shape)
         weights = (sink[self._my_heads, None].to(lse.dtype) - lse).exp()
-        for parts in zip(*(x.split(JOINED_ROWS) for x in (dout, out, weights.T))):
-            of_rows, values, weight = (x.to(lse.dtype) for x in parts)
-            grad[self._my_heads] -= ((of_rows * values).sum(-1) * weight).sum(0)
+        grad[self._my_heads] = -((dout * out).sum(-1, dtype=lse.dtype).T * weights).sum(1)
         return grad
 
     @property

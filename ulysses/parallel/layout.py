@@ -277,12 +277,12 @@ class AttentionPlan:
         return max(b - a + count_rows([self.prefixes.get(i, (0, 0))]) for i, (a, b) in bounds)
 
     def windowed(self, window: int | None) -> "AttentionPlan":
-        """Return the plan of layers with a sliding window; another one only if the window may cut a shared prefix.
+        """Return the plan of layers whose window cuts documents; another one if there are shared prefixes.
 
         There a branch's rows see the end of the prefix and their own document's rows in one call, because the window
         reaches further back from an early row than from a late one.
         """
-        if not self.prefixes or window is None or window >= self.longest:
+        if not (self.prefixes and window):
             return self
         if window not in self._windowed:
             arcs = sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
@@ -376,10 +376,10 @@ def _causal_calls(
             begin, reach = part.whole[0], part.start + 1 - window
             start, stop = prefixes.get(part.sequence, (0, 0))
             shared = max(start, stop + reach - begin), stop
-            readers[start] += shared[0] < stop
-            keys = [shared] * (shared[0] < stop) + [(max(begin, reach), part.end)]
-            number = readers[start] if shared[0] < stop else 0
-            calls[arc, number].append(Document([part.rows], keys))
+            sees = shared[0] < stop
+            readers[start] += sees
+            keys = [shared] * sees + [(max(begin, reach), part.end)]
+            calls[arc, readers[start] * sees].append(Document([part.rows], keys))
     return [varlen_call(calls[key], device, causal=True) for key in sorted(calls)]
 
 
