@@ -24,17 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "source", type=Path, help="RUN/checkpoints/step-N, or an adapter's folder"
     )
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("out", type=Path, help="folder to write; an earlier export is replaced")
     parser.add_argument(
         "--merge", action="store_true", help="add the LoRA adapter to its base's weights"
     )
     given = parser.parse_args(arguments)
-    source, out, merge = given.source, given.out, given.merge
+    source, out, merge = given.source.expanduser(), given.out.expanduser(), given.merge
     try:
-        if any((out / name).exists() for name in (CONFIG, ADAPTER_CONFIG)):
-            raise ValueError(
-                f"{out.absolute()} already holds a model; give a folder that does not exist yet"
-            )
         is_adapter = (source / ADAPTER_CONFIG).exists()
         if merge and not is_adapter and (source / CONFIG).exists():
             raise ValueError(

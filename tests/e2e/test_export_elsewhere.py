@@ -117,11 +117,10 @@ def test_an_adapter_exported_again_as_whole_weights_leaves_nothing_behind(
     base, adapters, merged
 ):
     run = shutil.copytree(adapters.parent, merged.parent / "again")
-    (run / "export/stale.txt").touch()
     whole = "--model.lora.rank 4 --model.lora.merge true --run.resume auto"
     train("sft", base, run, whole)
     names = {path.name for path in (run / "export").iterdir()}
-    gone = {"adapter_model.safetensors", "adapter_config.json", "stale.txt"}
+    gone = {"adapter_model.safetensors", "adapter_config.json"}
     assert "model.safetensors" in names and not gone & names
     assert [path.name for path in run.glob(".*")] == [".lock"]
     other = merge(adapters.parent / "checkpoints/step-2", merged.parent / "checkpoint")
@@ -164,4 +163,13 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     out.rename(tmp_path / ".out.old.tmp")  # as a kill between the two renames leaves it
     with pytest.raises(RuntimeError), whole_folder(out):
         raise RuntimeError
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "first"]
+    assert {path.name for path in tmp_path.rglob("*")} == {"out", "first", ".written.json"}
+
+
+def test_an_adapter_is_not_merged_into_a_folder_that_it_is_read_from(base, adapters, capsys):
+    before = sorted(path.name for path in adapters.iterdir())
+    for out in (adapters, adapters / "merged", base / "merged", base):
+        assert main(["--merge", str(adapters), str(out)]) == 2
+        said = capsys.readouterr().err
+        assert "read for it; give a folder apart" in said or "no run or export wrote" in said
+        assert sorted(path.name for path in adapters.iterdir()) == before

@@ -1,5 +1,6 @@
 """A run folder belongs to one run, is shared by all nodes, continues what it holds, and survives a full disk."""
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny
+from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny
 
 
 def arguments(folder: Path, typed: str = "") -> list[str]:
@@ -92,6 +93,62 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_
     ):  # fmt: skip
         assert re.search(line, told), (line, told)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_nothing_is_deleted_before_all_checks_have_passed(tmp_path):
+    """The checkpoint to go back to is damaged; then it is whole, and a link to another disk."""
+    saves = "--run.steps 3 --run.save_every 1 --run.keep 0"
+    ranks(arguments(tmp_path, saves), 1)
+    checkpoints, moved = tmp_path / "run/checkpoints", tmp_path / "moved"
+    (checkpoints / "notes").touch()
+    (tmp_path / "run/tensorboard/notes").touch()
+    (checkpoints / "step-2").rename(moved)
+    (checkpoints / "step-2").symlink_to(moved)
+    weights, before = moved / "rank-00000.master.safetensors", names(checkpoints)
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + b"x")
+    back = f"{saves} --run.resume {checkpoints}/step-2 --run.overwrite"
+    ranks(arguments(tmp_path, back), 1, code=1).refused(
+        "master.safetensors is missing or does not"
+    )
+    assert names(checkpoints) == before
+    weights.write_bytes(whole)
+    said = ranks(arguments(tmp_path, back), 1).stdout
+    assert f"resumed {checkpoints}/step-2 at step 2" in said
+    assert (
+        f"deleted {checkpoints}/step-3" in said and f"deleted {checkpoints}/step-1" not in said
+    )
+    assert names(checkpoints) == before and (checkpoints / "step-2").is_symlink()
+    (checkpoints / "step-3").rename(tmp_path / "last")
+    (checkpoints / "step-3").symlink_to(tmp_path / "last")
+    said = ranks(arguments(tmp_path, "--run.steps 4 --run.resume auto"), 1).stdout
+    assert f"resumed {checkpoints}/step-3 at step 3" in said
+    assert (tmp_path / "last/run.json").exists()
+    ranks(arguments(tmp_path, "--run.overwrite"), 1)
+    assert names(checkpoints) == ["notes", "step-2"] and "run.json" in names(tmp_path / "last")
+    assert "notes" in names(tmp_path / "run/tensorboard")
+
+
+def test_code_that_changes_the_current_folder_moves_nothing(tmp_path):
+    def before(rank: int) -> None:
+        def fault(step: int, compute: Any) -> Any:
+            os.chdir(tmp_path / "elsewhere")
+            return compute()
+
+        plant_in_losses(fault)
+
+    (tmp_path / "elsewhere").mkdir()
+    own = Path(os.path.relpath(tmp_path, ROOT))
+    line = arguments(own, f"--run.export true --data.cache {own}/cache")
+    ranks(line, 1, before=before)
+    assert names(tmp_path / "run/checkpoints") == ["step-2"] and not names(
+        tmp_path / "elsewhere"
+    )
+    assert (tmp_path / "run/export/config.json").exists()
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])

@@ -10,8 +10,8 @@ any of them is read; each rank's index names the run, the step and the digests o
 
 import json
 import os
+import re
 import shutil
-import time
 from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,16 @@ import torch.distributed as dist
 from ulysses import environment
 from ulysses.config.schema import RunSection
 from ulysses.config.section import error_context
-from ulysses.disk import check_files, digest_of, flush_to_disk, write_json, writing
+from ulysses.disk import (
+    check_files,
+    check_replaceable,
+    digest_of,
+    flush_to_disk,
+    remove_written,
+    set_aside,
+    write_json,
+    writing,
+)
 from ulysses.parallel.mesh import gather
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import save_state
@@ -65,29 +74,31 @@ def save_checkpoint(
             files |= {path.name: digest_of(path) for path in rest}
             write_json(temporary / "run.json", {"format": FORMAT, **state, "files": files})
             flush_to_disk([*rest, temporary / "run.json", temporary])
-            if final.exists():  # no checkpoint of this run: somebody else's folder, which stays
-                final.rename(final.with_name(f"{final.name}.found-{time.time_ns()}"))
+            if os.path.lexists(
+                final
+            ):  # no checkpoint of this run: somebody else's folder, which stays
+                set_aside(final)
             os.rename(temporary, final)
             flush_to_disk([folder])
             best, _ = state.get("best") or (None, None)
             for path in saved_checkpoints(folder)[:-keep] if keep else []:
                 if path.name != f"step-{best}":
-                    remove_folder(path)
+                    remove_written(path, record="run.json")
     dist.barrier()
 
 
 def saved_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in RUN/checkpoints, oldest first."""
-    steps = (file.parent.name.removeprefix("step-") for file in folder.glob("step-*/run.json"))
-    return [folder / f"step-{n}" for n in sorted(int(step) for step in steps if step.isdigit())]
+    found = (file.parent for file in folder.glob("step-*/run.json"))
+    named = [path for path in found if re.fullmatch("step-(0|[1-9][0-9]*)", path.name)]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def superseded(folder: Path, chosen: Path | None) -> list[Path]:
     """Return the checkpoints in RUN/checkpoints that are neither `chosen` nor on the way to it, oldest first."""
-    saved = saved_checkpoints(folder.resolve())
-    if chosen is None or chosen.resolve() not in saved:
-        return saved
-    return saved[saved.index(chosen.resolve()) + 1 :]
+    saved = saved_checkpoints(folder)
+    places = [chosen is not None and path.samefile(chosen) for path in saved]
+    return saved[places.index(True) + 1 :] if True in places else saved
 
 
 def read_run_state(path: Path) -> dict[str, Any]:
@@ -143,7 +154,11 @@ def resume_point(run: RunSection) -> Path | None:
         chosen = Path(run.resume)
         with error_context("run.resume"):
             read_run_state(chosen)
-    left = ", ".join(path.name for path in superseded(folder, chosen))
+    gone = superseded(folder, chosen)
+    left = ", ".join(path.name for path in gone)
+    for path in gone if run.overwrite else ():
+        with error_context("run.overwrite"):
+            check_replaceable(path, "run.json")
     if left and not run.overwrite:
         raise ValueError(
             f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to continue the '
@@ -159,15 +174,9 @@ def clear_run_folder(output: Path, resume_from: Path | None) -> list[Path]:
     """
     gone = superseded(output / "checkpoints", resume_from)
     for path in gone:
-        remove_folder(path)
+        remove_written(path, record="run.json")
     if resume_from is None:
-        for name in ("checkpoints", "export", "tensorboard"):
-            shutil.rmtree(output / name, ignore_errors=True)
+        remove_written(output / "export")
+        for events in (output / "tensorboard").glob("events.out.tfevents.*"):
+            events.unlink()
     return gone
-
-
-def remove_folder(path: Path) -> None:
-    """Rename a folder and remove it, so that a kill in the middle leaves nothing that looks complete."""
-    doomed = path.with_name(f".{path.name}.old.tmp")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)

@@ -40,7 +40,7 @@ from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.data.read.chat import SPECIAL_NAMES
 from ulysses.data.read.sources import parse_sources
-from ulysses.disk import check_files, writing
+from ulysses.disk import check_apart, check_files, check_replaceable, whole_folder
 from ulysses.run.checkpoint import read_run_state
 from ulysses.run.metrics import logged
 from ulysses.run.registry import stage_of
@@ -50,33 +50,6 @@ if TYPE_CHECKING:
     from ulysses.run.preflight import Prepared
 
 CARD = "README.md"
-
-
-# ---------------------------------------------------------------- whole folders
-
-
-@contextmanager
-def whole_folder(folder: Path, when: str = "") -> Iterator[Path]:
-    """Yield a new folder that replaces `folder` when the block ends without an error.
-
-    `when` says in a DiskError at what time the folder was written.
-    """
-    folder = folder.absolute()
-    new, old = (folder.with_name(f".{folder.name}.{word}.tmp") for word in ("new", "old"))
-    if old.exists() and not folder.exists():  # a kill came between the two renames below
-        old.rename(folder)
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        with writing(folder, when):
-            new.mkdir(parents=True)
-            yield new
-            if folder.exists():
-                folder.rename(old)
-            new.rename(folder)
-    finally:
-        for leftover in (new, old):
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -197,6 +170,12 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
     state["config"]["run"]["output"] = str(checkpoint.parent.parent)
     config, shape = check(state["config"]), ModelConfig.from_hf(state["shape"])
     source, stage, saved = config.model, stage_of(config), SavedSlices(checkpoint)
+    merges = source.lora.rank and source.lora.merge
+    if merges and source.init == "random":  # a GPU drew other numbers
+        raise ValueError(
+            "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
+        )
+    _check_out(out, [checkpoint, config.output / "tokenizer", Path(source.path or checkpoint)])
     model = empty_model(shape, reward=stage.reward)
     if source.lora.rank:
         from models.lora import add_adapters
@@ -210,18 +189,20 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
                 saved.read_into(tensor, name, "master")
                 yield name, tensor.to(getattr(torch, source.dtype)).view(parameter.shape)
 
-    if not (source.lora.rank and source.lora.merge):
+    if not merges:
         export_model(read, out, shape, config, state["step"])
         return
-    if source.init == "random":  # a GPU drew other numbers
-        raise ValueError(
-            "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
-        )
     resolve_model(source.path, source.revision)  # a base that is gone is refused by its setting
     with TemporaryDirectory() as folder:
         adapters = Path(folder) / "adapters"
         export_model(read, adapters, shape, config, state["step"])
         merge_adapter(adapters, out, source.dtype)
+
+
+def _check_out(out: Path, read: Iterable[Path]) -> None:
+    """Raise ValueError for a folder that an export may not replace, or that belongs to what it reads."""
+    check_replaceable(out)
+    check_apart("the export's folder", out, (("read for it", place) for place in read))
 
 
 def merge_adapter(folder: Path, out: Path, dtype: str = "") -> None:
@@ -233,6 +214,7 @@ def merge_adapter(folder: Path, out: Path, dtype: str = "") -> None:
     Raises ValueError if it is no plain LoRA adapter.
     """
     files, shape = WeightFiles(folder), read_config(folder)
+    _check_out(out, [folder, *(path.parent for path in files.paths)])
     reward = files.adapter.get("task_type") == "SEQ_CLS"
     sizes = {n: p.shape for n, p in empty_model(shape, reward=reward).named_parameters()}
     files.check(sizes)

@@ -30,11 +30,12 @@ from ulysses.data.read.sources import (
 )
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.steps import StepLoader
+from ulysses.disk import lies_in
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.rl.rewards import load_function
 from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import read_run_state, resume_point
-from ulysses.run.disk_space import check_disk
+from ulysses.run.disk_space import check_disk, check_folders
 from ulysses.run.optim import gradient_policies
 from ulysses.run.registry import stage_of
 from ulysses.run.setting_checks import check_settings
@@ -93,6 +94,24 @@ class Prepared:
         train, is_part = opened(data.train), bool(data.eval_fraction)
         held_out = data.train if is_part else data.eval
         return train, opened(held_out, is_part) if held_out else None
+
+    def places(self) -> Iterator[tuple[str, Path]]:
+        """Yield every file and folder that the run reads, after the setting that names it."""
+        data = self.config.data
+        for key, value in (("data.train", data.train), ("data.eval", data.eval)):
+            yield from ((key, s.place) for s in parse_sources(value) if not s.is_on_hub)
+        yield "data.cache", Path(data.cache)
+        for key, folder in (
+            ("model.path", self.folder),
+            ("model.tokenizer", self.tokenizer_place),
+        ):
+            if folder:
+                yield key, folder
+        for key, weights in {"model.path": self.weights, **self.others}.items():
+            yield from ((key, folder) for folder in {path.parent for path in weights.paths})
+        # a run continues a checkpoint that its own folder holds
+        if self.resume_from and lies_in(self.config.output, self.resume_from):
+            yield "run.resume", self.resume_from
 
     def changes(self, data: list[str]) -> list[str]:
         """Return what has changed since the checkpoint that the run continues, in words.
@@ -301,6 +320,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             shape, config.run.seed, plan.folder if pretrained else None, model.quantize
         )
         with collect():
+            check_folders(config, plan.places())
             plan.disk_warning = check_disk(config, shape, resumes=bool(plan.resume_from))
     refuse(errors, findings)
     return plan

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ulysses import environment
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
+from ulysses.disk import replace_file
 from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
@@ -126,15 +127,6 @@ class TrainingRun:
             stage.requirements.longest_example,
         )
         check_deepspeed(self.device)
-        if mesh.is_main:
-            if config.run.overwrite:
-                for path in clear_run_folder(config.output, resume_from):
-                    self.say(f"deleted {path}")
-            (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
-            (config.output / "config.json").write_text(config.model_dump_json(indent=2))
-            save_tokenizer(prepared, config.output / "tokenizer")
-        dist.barrier()
-
         if restarts(config.run):
             self.say("torchrun may restart this run, so run.resume is auto")
         self.say(f"attention kernel: {prepared.kernel.name} ({prepared.kernel.reason})")
@@ -176,6 +168,14 @@ class TrainingRun:
             self.say(f"resumed {resume_from} at step {trainer.step}")
             for change in self.changes:
                 self.say(f"  changed since then: {change}")
+        if mesh.is_main:  # now that nothing can be refused any more
+            if config.run.overwrite:
+                for path in clear_run_folder(config.output, resume_from):
+                    self.say(f"deleted {path}")
+            (config.output / "checkpoints").mkdir(exist_ok=True)
+            replace_file(config.output / "config.json", config.model_dump_json(indent=2))
+            save_tokenizer(prepared, config.output / "tokenizer")
+        dist.barrier()
         return trainer
 
     # ---------------------------------------------------------------- what a stage asks for

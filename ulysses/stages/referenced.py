@@ -120,7 +120,7 @@ class ReferencedStage(Stage):
             mismatched = data.kind == "unpaired" and self.looks_ahead
             pairs = pairs_of_run(loader, steps) if mismatched else []
             key = hashlib.sha256(f"{source} {data.fingerprint} {pairs}".encode()).hexdigest()
-            path = Path(config.data.cache).expanduser() / f"reference-{key[:24]}.bin"
+            path = Path(config.data.cache) / f"reference-{key[:24]}.bin"
             exists = path.with_suffix(".json").exists()
             if plan.resume_from and not (adapted or exists):
                 raise ConfigError(
