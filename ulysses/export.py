@@ -13,6 +13,7 @@ from ulysses.imports import explained_imports
 with explained_imports():
     import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
     from models.hf_format import ADAPTER_CONFIG, CONFIG
+    from ulysses.config.section import absolute
     from ulysses.run.export_model import export_checkpoint, merge_adapter
 
 
@@ -21,15 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m ulysses.export", description="Export a checkpoint in Hugging Face format."
     )
-    parser.add_argument(
-        "source", type=Path, help="RUN/checkpoints/step-N, or an adapter's folder"
-    )
-    parser.add_argument("out", type=Path, help="folder to write; an earlier export is replaced")
+    parser.add_argument("source", help="RUN/checkpoints/step-N, or an adapter's folder")
+    parser.add_argument("out", help="folder to write; an earlier export is replaced")
     parser.add_argument(
         "--merge", action="store_true", help="add the LoRA adapter to its base's weights"
     )
     given = parser.parse_args(arguments)
-    source, out, merge = given.source.expanduser(), given.out.expanduser(), given.merge
+    source, out = (Path(absolute(place)) for place in (given.source, given.out))
+    merge = given.merge
     try:
         is_adapter = (source / ADAPTER_CONFIG).exists()
         if merge and not is_adapter and (source / CONFIG).exists():

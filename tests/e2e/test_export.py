@@ -15,11 +15,11 @@ from models.hf_format import WeightFiles, write_weights
 from tests.e2e.launch import ranks, tiny
 from tests.harness import run_distributed
 from ulysses.config.command_line import check
-from ulysses.disk import write_json
+from ulysses.disk import digest_of, write_json
 from ulysses.export import main
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine
-from ulysses.run.checkpoint import FORMAT
+from ulysses.run.checkpoint import write_run_state
 from ulysses.run.export_model import export_checkpoint, export_model
 from ulysses.run.preflight import read_shape
 from ulysses.zero.construct import initialize_distributed
@@ -145,8 +145,9 @@ def test_merged_adapters_over_a_random_base_are_refused(tmp_path):
     model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
     run = {"output": "y", "steps": 1}
     config = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": run}
-    state = {"format": FORMAT, "config": config, "shape": LARGE, "step": 1, "files": {}}
-    write_json(tmp_path / "run.json", state)
+    write_json(tmp_path / "rank-0.json", {})
+    files = {"rank-0.json": digest_of(tmp_path / "rank-0.json")}
+    write_run_state(tmp_path, {"config": config, "shape": LARGE, "step": 1, "files": files})
     with pytest.raises(ValueError, match="drawn at random and is in no file"):
         export_checkpoint(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

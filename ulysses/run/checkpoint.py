@@ -4,8 +4,8 @@
     checkpoints/.step-16.tmp/   what a killed save leaves behind: never read, and removed by the next save
 
 Files and folders are on the disk before the rename, and the rename before the next step: a power cut, too, leaves a
-complete checkpoint or none. run.json holds the run's id and the digest of every other file, which is compared before
-any of them is read; each rank's index names the run, the step and the digests of its own slices.
+complete checkpoint or none. run.json holds the run's id, the digest of every other file, which is compared before any
+of them is read, and its own; each rank's index names the run, the step and the digests of its own slices.
 """
 
 import json
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from xxhash import xxh3_128
 
 from ulysses import environment
 from ulysses.config.schema import RunSection
@@ -36,7 +37,9 @@ from ulysses.parallel.mesh import gather
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import save_state
 
-FORMAT = 4
+FORMAT = 5
+CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
+UNSEALED = 4  # the format of before, whose run.json has no digest of itself
 
 
 def save_checkpoint(
@@ -72,7 +75,7 @@ def save_checkpoint(
             files = dict(ChainMap(*digests))
             rest = [path for path in temporary.iterdir() if path.name not in files]
             files |= {path.name: digest_of(path) for path in rest}
-            write_json(temporary / "run.json", {"format": FORMAT, **state, "files": files})
+            write_run_state(temporary, {**state, "files": files})
             flush_to_disk([*rest, temporary / "run.json", temporary])
             if os.path.lexists(
                 final
@@ -90,7 +93,7 @@ def save_checkpoint(
 def saved_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in RUN/checkpoints, oldest first."""
     found = (file.parent for file in folder.glob("step-*/run.json"))
-    named = [path for path in found if re.fullmatch("step-(0|[1-9][0-9]*)", path.name)]
+    named = [path for path in found if CHECKPOINT.fullmatch(path.name)]
     return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -102,22 +105,45 @@ def superseded(folder: Path, chosen: Path | None) -> list[Path]:
 
 
 def read_run_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's run.json.
+    """Read a checkpoint's run.json, and see that it is what was written there, of the files next to it.
 
-    Raises ValueError if the folder is not a complete checkpoint, or has another format.
+    Raises ValueError if the folder is not a complete checkpoint, has another format, or disagrees with itself.
     """
+    file = path.absolute() / "run.json"
     try:
-        state = json.loads((path / "run.json").read_text())
-    except (OSError, ValueError):
+        state = json.loads(file.read_text())
+        number = state["format"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(
             f"{path.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N"
         ) from None
-    if state.get("format") != FORMAT:
+    if number not in (FORMAT, UNSEALED):
         raise ValueError(
-            f"{path} has checkpoint format {state.get('format')}, but this version reads format {FORMAT}; "
-            "continue it with the version that wrote it"
+            f"{path} has checkpoint format {number}, but this version reads {UNSEALED} and {FORMAT}; continue it with "
+            "the version that wrote it"
         )
-    return state
+    named = state.get("files") or {}
+    unnamed = sorted(f.name for f in path.glob("rank-*") if f.name not in named)
+    step = str(state.get("step"))
+    if number == FORMAT and state.pop("digest", "") != _digest_of_state(state):
+        wrong = "does not hold what was written there: it was cut or changed"
+    elif unnamed or not named:
+        wrong = f"does not name {unnamed[0] if unnamed else 'any file'} among its files"
+    elif CHECKPOINT.fullmatch(file.parent.name) and file.parent.name != f"step-{step}":
+        wrong = f"is of step {step}, and not of the one that its folder is named after"
+    else:
+        return state
+    raise ValueError(f"{file} {wrong}; restore it, or use another copy of the folder")
+
+
+def write_run_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint's run.json, with a digest of all that it says."""
+    state = json.loads(json.dumps({"format": FORMAT, **state}))  # as it will be read
+    write_json(path / "run.json", state | {"digest": _digest_of_state(state)})
+
+
+def _digest_of_state(state: dict[str, Any]) -> str:
+    return xxh3_128(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def check_share(checkpoint: Path, state: dict[str, Any]) -> None:
