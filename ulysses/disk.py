@@ -272,6 +272,12 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
     except SafetensorError as error:
         raise OSError(str(error)) from None
     path.chmod(mode)  # save_file moves a file there that only its owner may read
+    with path.open("r+b") as file:  # and it writes the metadata in any order
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(metadata.items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
 
 
 def write_json(path: Path, value: Any) -> None:

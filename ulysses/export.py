@@ -27,6 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--merge", action="store_true", help="add the LoRA adapter to its base's weights"
     )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="",
+        help="precision of the weights; by default the one that they were trained in",
+    )
     given = parser.parse_args(arguments)
     source, out = (Path(absolute(place)) for place in (given.source, given.out))
     merge = given.merge
@@ -37,12 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{source.absolute()} is a model without adapters; nothing is to be merged"
             )
         if merge and is_adapter:
-            merge_adapter(source, out)
+            note = merge_adapter(source, out, given.dtype)
         else:
-            export_checkpoint(source, out, merge=merge)
+            note = export_checkpoint(source, out, merge=merge, dtype=given.dtype)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if note:
+        print(f"warning: {note}", file=sys.stderr)
     print(f"exported {out}")
     return 0
 

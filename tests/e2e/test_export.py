@@ -89,6 +89,18 @@ def test_an_export_replaces_an_export_and_nothing_else(run, tmp_path, capsys, mo
     assert card.read_text() == "My own words."
 
 
+def test_an_export_has_the_precision_that_is_asked_for(run, tmp_path, capsys):
+    """By default the one that was trained in; float32 are the master weights."""
+    line = [str(run / "checkpoints/step-2"), str(tmp_path / "out")]
+    assert main([*line, "--dtype", "float32"]) == 0
+    whole, own = WeightFiles(tmp_path / "out"), WeightFiles(run / "export")
+    assert {t.dtype for t in whole.tensors.values()} == {torch.float32}
+    assert all(torch.equal(whole.read(n).bfloat16(), own.read(n)) for n in own.tensors)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
+    assert main(line) == 0 and "warning" not in capsys.readouterr().err
+    assert_same_folder(tmp_path / "out", run / "export")
+
+
 LARGE = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 20,
     "num_attention_heads": 12,

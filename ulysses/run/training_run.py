@@ -238,9 +238,9 @@ class TrainingRun:
             return self.prepared.weights.originals(found, self.engine.module, for_servers)
 
         merge = for_servers or config.model.lora.merge
-        export_model(read, folder, self.prepared.shape, config, step, merge=merge)
+        note = export_model(read, folder, self.prepared.shape, config, step, merge=merge)
         if self.mesh.is_main and not for_servers:
-            self.say(f"exported {folder}")
+            self.say(f"exported {folder}" + f"; {note}" * bool(note))
         dist.barrier()
 
     def say(self, text: str) -> None:
