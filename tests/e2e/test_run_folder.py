@@ -3,12 +3,15 @@
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny
+from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny, without_times
+from tests.model_folder import demo_model
 
 
 def arguments(folder: Path, typed: str = "") -> list[str]:
@@ -149,6 +152,47 @@ def test_code_that_changes_the_current_folder_moves_nothing(tmp_path):
         tmp_path / "elsewhere"
     )
     assert (tmp_path / "run/export/config.json").exists()
+
+
+def test_a_base_of_other_weights_is_not_continued(tmp_path):
+    """Adapters are all that their checkpoint holds."""
+    base = demo_model(tmp_path / "base")
+    typed = f"""--model.path {base} --model.init pretrained --model.lora.rank 2 --data.cache {tmp_path}/cache
+        --run.resume auto"""
+    ranks(arguments(tmp_path, typed), 1)
+    typed += " --run.steps 3"
+    tensors = load_file(base / "model.safetensors")
+    save_file({name: 1.1 * t for name, t in tensors.items()}, base / "model.safetensors")
+    ranks(arguments(tmp_path, typed), 1, code=2).refused(
+        "run.resume: the weights of model.path have changed since .*step-2 was written; restore them, or set run.res"
+    )
+    said = ranks(arguments(tmp_path, f"{typed} --run.resume_anyway true"), 1).stdout
+    assert "changed since then: the weights was {'model.path': " in said
+
+
+def test_two_runs_may_fill_one_cache_at_once(tmp_path):
+    """Both write the reference log-probabilities at the same moment."""
+
+    def before(rank: int) -> None:
+        from ulysses.stages import referenced
+
+        write = referenced.write_digested
+
+        def together(path: Path, *more: Any) -> str:
+            (tmp_path / f"writes-{os.getpid()}").touch()
+            while len([*tmp_path.glob("writes-*")]) < 2:
+                time.sleep(0.01)
+            return write(path, *more)
+
+        referenced.write_digested = together
+
+    usual = "--run.steps 2 --run.export false --run.save_last false"
+    lines = (tiny("dpo", tmp_path / name, usual, tmp_path / "cache") for name in "ab")
+    for run in [Ranks(line, 1, before=before) for line in lines]:
+        run.wait().check()
+    assert without_times(metrics(tmp_path / "a")) == without_times(metrics(tmp_path / "b"))
+    assert len(list(tmp_path.glob("cache/reference-*.bin"))) == 1
+    assert not list(tmp_path.glob("cache/*.tmp"))
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from models.hf_format import write_weights
 from tests.model_folder import demo_model
@@ -14,6 +15,7 @@ from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.disk import check_replaceable, whole_folder, write_json
 from ulysses.run.checkpoint import resume_point, saved_checkpoints
+from ulysses.run.continuation import weight_digests
 from ulysses.run.preflight import prepare
 
 DEMO = os.path.abspath("configs/demo")
@@ -207,6 +209,66 @@ def test_a_users_own_file_in_the_run_folder_is_refused(name, overwrite, model, f
     with pytest.raises(ConfigError, match=MINE[name]):
         check(folder, model, overwrite)
     assert (folder / "run" / name).read_text() == "mine"
+
+
+def test_a_dangling_link_in_the_run_folder_stops_nothing(model, folder):
+    for name in ("wandb", "checkpoints", "export"):
+        (folder / "run" / name).mkdir(parents=True)
+    for name in ("wandb/latest", "checkpoints/step-4"):
+        (folder / "run" / name).symlink_to("nowhere")
+    assert check(folder, model).disk_warning == ""
+
+
+# ---------------------------------------------------------------- what a run reads besides its checkpoint
+
+
+def digests(folder, model, changes=""):
+    plan = check(folder, model, changes)
+    return weight_digests(plan.frozen, folder / "cache")
+
+
+FROZEN = {
+    "": [],
+    "--model.lora.rank 2": ["model.path"],
+    "--model.lora.rank 2 --model.init random": [],
+    "--stage dpo --dpo.reference live": ["model.path"],
+    "--stage dpo --dpo.reference OTHER": ["dpo.reference"],
+    "--stage dpo --dpo.reference OTHER --model.lora.rank 2": ["dpo.reference", "model.path"],
+    "--stage kto --kto.reference live": ["model.path"],
+    "--stage distill --distill.teacher OTHER": ["distill.teacher"],
+    "--stage ppo --ppo.reward OTHER": ["ppo.reward", "model.path"],
+    "--stage ppo --ppo.reward OTHER --ppo.reference OTHER": ["ppo.reference", "ppo.reward"],
+    "--stage ppo --ppo.reward OTHER --ppo.kl_coefficient 0": ["ppo.reward"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", FROZEN)
+def test_weights_that_no_checkpoint_holds_are_told_by_their_content(typed, tmp_path, folder):
+    """One weight of the last matrix changes; a copy elsewhere is the same, and other settings change nothing."""
+    base, other = (demo_model(folder / name) for name in ("base", "other"))
+    write_score(other)
+    typed = typed.replace("OTHER", str(other))
+    found = digests(folder, base, typed)
+    assert [*found] == FROZEN[typed.replace(str(other), "OTHER")]
+    copied = shutil.copytree(base, folder / "copied")
+    assert digests(folder, copied, f"{typed} --optimizer.lr 1 --data.max_length 64") == found
+    for setting, place in (("model.path", base), ("", other)):
+        path = place / "model.safetensors"
+        weights = bytearray(path.read_bytes())
+        weights[-2] ^= 1
+        path.write_bytes(weights)
+        again = digests(folder, base, typed)
+        differ = {key for key in found if again[key] != found[key]}
+        assert differ == {key for key in found if (key == "model.path") == bool(setting)}
+        weights[-2] ^= 1
+        path.write_bytes(weights)
+
+
+def write_score(folder):
+    """Give a language model the score of a reward model, too."""
+    tensors = load_file(folder / "model.safetensors")
+    width = tensors["model.norm.weight"].shape[0]
+    save_file({**tensors, "score.weight": torch.ones(1, width)}, folder / "model.safetensors")
 
 
 # ---------------------------------------------------------------- checkpoints

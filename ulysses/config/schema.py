@@ -222,7 +222,8 @@ class RunSection(Section):
     overwrite: bool = False
     """Delete what an earlier run left in output or, when resuming from a folder, the checkpoints that came after it."""
     resume_anyway: bool = False
-    """Continue a checkpoint although the training data, batch.examples, run.seed or the stage have changed since."""
+    """Continue a checkpoint although the training data, the weights of frozen models (with LoRA, of the base),
+    batch.examples, run.seed or the stage have changed since."""
     export: bool = True
     """Write the trained model in Hugging Face format at the end."""
     timeout: float = Field(600.0, ge=5)

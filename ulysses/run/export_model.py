@@ -184,12 +184,12 @@ def export_checkpoint(
     """
     state = read_run_state(checkpoint)
     check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})
-    model = state["config"]["model"]
-    merge = model["lora"]["rank"] > 0 and (merge or model["lora"]["merge"])
-    trained, written = model["dtype"], dtype or model["dtype"]
+    raw, given = state["config"]["model"], check(state["config"]).model
+    merge = given.lora.rank > 0 and (merge or given.lora.merge)
+    trained, written = given.dtype, dtype or given.dtype
     # adapters are rounded once only, after they were added
-    model["dtype"] = trained if merge and dtype != "float32" else written
-    model["lora"]["merge"] = merge
+    raw["dtype"] = trained if merge and dtype != "float32" else written
+    raw["lora"]["merge"] = merge
     state["config"]["run"]["output"] = str(checkpoint.parent.parent)
     config, shape = check(state["config"]), ModelConfig.from_hf(state["shape"])
     source, stage, saved = config.model, stage_of(config), SavedSlices(checkpoint)

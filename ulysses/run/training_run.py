@@ -22,6 +22,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.agreement import agree, facts_of, hold_output
 from ulysses.run.build import build_engine
 from ulysses.run.checkpoint import clear_run_folder, restarts
+from ulysses.run.continuation import changes, weight_digests
 from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.memory_choice import (
     choose_memory,
@@ -72,7 +73,10 @@ class TrainingRun:
             self.watch.phase("tokenising")
             self.train_data, self.eval_data = data = self.prepared.open_data()
             self.data_names = [str(each and each.folder.name) for each in data]
-            self.changes = self.prepared.changes(self.data_names)
+            cache = Path(config.data.cache)
+            self.weight_digests = weight_digests(self.prepared.frozen, cache)
+            found = self.data_names, self.weight_digests
+            self.changes = changes(config, self.prepared.resume_from, *found)
             self.watch.pause()  # a host program may look at the data, and never enter
         except BaseException:
             self.watch.stop()
@@ -159,6 +163,7 @@ class TrainingRun:
                 "config": config.model_dump(mode="json"),
                 "shape": shape.to_hf(),
                 "data": self.data_names,
+                "weights": self.weight_digests,
             },
             say=self.say,
             watch=self.watch,
