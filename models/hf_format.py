@@ -398,7 +398,7 @@ class Rounding:
         dtype = str(self.dtype).removeprefix("torch.")
         return (share > 0.01) * (
             f"the weights written in {dtype} differ from the trained ones by {share:.0%} of what training changed; "
-            "--dtype float32 does not round, and adapters exported alone keep all of it"
+            "ulysses export --dtype float32 does not round, and adapters exported alone keep all of it"
         )
 
 

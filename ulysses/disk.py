@@ -161,7 +161,7 @@ def whole_folder(folder: Path, when: str = "") -> Iterator[Path]:
     What somebody else put into the old one meanwhile is kept, under another name: see `remove_written`.
     `when` says in a DiskError at what time the folder was written.
     """
-    folder = folder.resolve()
+    folder = Path(os.path.realpath(folder))
     new, old = (folder.with_name(f".{folder.name}.{word}.tmp") for word in ("new", "old"))
     with writing(folder, when):
         if old.exists() and not folder.exists():  # a kill came between the two renames below
@@ -194,7 +194,7 @@ def strangers(folder: Path, record: str = RECORD) -> list[str]:
         record: the file that names the others; run.json of a checkpoint, whose files are told by their names alone.
     """
     if not folder.is_dir():
-        return [folder.name] if os.path.lexists(folder) else []
+        return [folder.name] if folder.exists() else []
     try:
         files = dict(json.loads((folder / record).read_text())["files"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -253,7 +253,7 @@ def check_apart(key: str, out: Path, read: Iterable[tuple[str, Path]]) -> None:
 
 def lies_in(inner: Path, outer: Path) -> bool:
     """Return whether a place is another one, or lies in it, whatever links lead there."""
-    inner, outer = inner.resolve(), outer.resolve()
+    inner, outer = (Path(os.path.realpath(place)) for place in (inner, outer))
     return any(
         p == outer or (p.exists() and outer.exists() and p.samefile(outer))
         for p in (inner, *inner.parents)

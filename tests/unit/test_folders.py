@@ -184,6 +184,31 @@ def test_its_own_folder_is_nobody_elses(model, folder):
     assert check(folder, model).disk_warning == ""
     (folder / "run").symlink_to(folder / "elsewhere")
     assert check(folder, model).shape
+    (folder / "again").mkdir()
+    (folder / "again/export").symlink_to(folder / "nowhere yet")
+    assert check(folder, model, f"--run.output {folder}/again").shape
+    (folder / "again/export").unlink()
+    (folder / "again/export").symlink_to(model)
+    with pytest.raises(ConfigError, match="again/export is .*/model, which is model.path"):
+        check(folder, model, f"--run.output {folder}/again")
+
+
+@pytest.mark.parametrize(
+    "name", ["run", "", "run/checkpoints/x", "run/export", "data/sub", "mine"]
+)
+def test_the_folder_of_sampling_servers_is_one_of_its_own(name, model, folder):
+    (folder / "mine").mkdir()
+    (folder / "mine/weights").touch()
+    typed = f"""--stage ppo --ppo.reward math:sqrt --ppo.sampler vllm+http://localhost:1
+        --ppo.advantage reinforce++ --ppo.sampler_folder {folder}/{name}"""
+    said = (
+        "holds weights, which no run"
+        if name == "mine"
+        else "ppo.sampler_folder .*; give a folder apart"
+    )
+    with pytest.raises(ConfigError, match=said):
+        check(folder, model, typed)
+    assert check(folder, model, f"{typed} --ppo.sampler_folder {folder}/run/sampler").shape
 
 
 def put(text):

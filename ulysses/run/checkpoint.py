@@ -136,6 +136,11 @@ def read_run_state(path: Path) -> dict[str, Any]:
     raise ValueError(f"{file} {wrong}; restore it, or use another copy of the folder")
 
 
+def is_older(path: Path | None) -> bool:
+    """Return whether a checkpoint, if there is one, was written by the version before this one."""
+    return path is not None and read_run_state(path)["format"] == UNSEALED
+
+
 def write_run_state(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint's run.json, with a digest of all that it says."""
     state = json.loads(json.dumps({"format": FORMAT, **state}))  # as it will be read

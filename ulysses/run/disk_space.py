@@ -20,25 +20,23 @@ from ulysses.run.memory_choice import planner_model
 BEGINNINGS = {"config.json": rb'\{\s+"stage": "', "metrics.jsonl": rb'\{"step": \d+, "run": "'}
 
 
-def check_folders(config: Config, read: Iterable[tuple[str, Path]]) -> None:
+def check_folders(config: Config, read: Iterable[tuple[str, Path]], *, older: bool) -> None:
     """Refuse an output folder in which something of the user's would be lost, or that belongs to what the run reads.
 
     Args:
         read: the files and folders that the run reads, with the settings that name them.
+        older: a version that kept no record has begun the run, so that its folders are kept beside the new ones.
     """
     run, output, read = config.run, config.output, list(read)
-    places = {"run.output": [output, output / "checkpoints"]}
-    whole = [output / "tokenizer"]
-    if run.export or run.overwrite:
-        whole.append(output / "export")
-    places["run.output"] += whole
+    parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
+    for folder in (output, *parts):
+        check_apart("run.output", folder, read)
+    replaced = [] if older else parts[1 : 2 + (run.export or run.overwrite)]
     if config.ppo.sampler:
-        places["ppo.sampler_folder"] = [config.sampler_folder]
-        whole.append(config.sampler_folder)
-    for key, folders in places.items():
-        for folder in folders:
-            check_apart(key, folder, read)
-    for folder in whole:
+        taken = (("a folder of run.output", part) for part in parts)
+        check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
+        replaced.append(config.sampler_folder)
+    for folder in replaced:
         check_replaceable(folder)
     for name, start in BEGINNINGS.items():
         path = output / name

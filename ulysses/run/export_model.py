@@ -212,7 +212,7 @@ def export_checkpoint(
             if wanted(name):
                 tensor = torch.empty(parameter.numel())
                 saved.read_into(tensor, name, "master")
-                if name in base:
+                if name in base and base[name].shape == parameter.shape:
                     tensor = rounded(tensor, files.read(name))
                 yield name, tensor.to(getattr(torch, source.dtype)).view(parameter.shape)
 

@@ -39,6 +39,7 @@ from ulysses.disk import lies_in
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.rl.rewards import load_function
 from ulysses.run.build import InitialWeights
+from ulysses.run.checkpoint import is_older
 from ulysses.run.continuation import find_checkpoint
 from ulysses.run.disk_space import check_disk, check_folders
 from ulysses.run.registry import stage_of
@@ -300,7 +301,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             shape, config.run.seed, plan.folder if pretrained else None, model.quantize
         )
         with collect():
-            check_folders(config, plan.places())
+            check_folders(config, plan.places(), older=is_older(plan.resume_from))
             plan.disk_warning = check_disk(config, shape, resumes=bool(plan.resume_from))
     refuse(errors, findings)
     return plan
