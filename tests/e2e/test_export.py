@@ -157,8 +157,8 @@ def test_merged_adapters_over_a_random_base_are_refused(tmp_path):
     model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
     run = {"output": "y", "steps": 1}
     config = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": run}
-    write_json(tmp_path / "rank-0.json", {})
-    files = {"rank-0.json": digest_of(tmp_path / "rank-0.json")}
+    write_json(tmp_path / "other.json", {})
+    files = {"other.json": digest_of(tmp_path / "other.json")}
     write_run_state(tmp_path, {"config": config, "shape": LARGE, "step": 1, "files": files})
     with pytest.raises(ValueError, match="drawn at random and is in no file"):
         export_checkpoint(tmp_path, tmp_path / "out")

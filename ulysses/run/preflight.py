@@ -100,12 +100,8 @@ class Prepared:
         for key, value in (("data.train", data.train), ("data.eval", data.eval)):
             yield from ((key, s.place) for s in parse_sources(value) if not s.is_on_hub)
         yield "data.cache", Path(data.cache)
-        for key, folder in (
-            ("model.path", self.folder),
-            ("model.tokenizer", self.tokenizer_place),
-        ):
-            if folder:
-                yield key, folder
+        if self.folder:
+            yield "model.path", self.folder
         for key, weights in {"model.path": self.weights, **self.others}.items():
             yield from ((key, folder) for folder in {path.parent for path in weights.paths})
         # a run continues a checkpoint that its own folder holds
