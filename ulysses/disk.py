@@ -233,11 +233,10 @@ def remove_written(folder: Path, name: str = "", record: str = RECORD) -> None:
 
 def set_aside(folder: Path, name: str = "") -> None:
     """Give a folder that is in the way the name NAME.found-TIME, and say so."""
-    kept = folder.with_name(f"{name or folder.name}.found-{time.time_ns()}")
-    folder.rename(kept)
-    print(
-        f"{folder} holds what no run or export wrote there, and is kept as {kept}", flush=True
-    )
+    place = folder.with_name(name or folder.name)
+    kept = f"{place}.found-{time.time_ns()}"
+    os.rename(folder, kept)
+    print(f"{place} held what no run or export wrote there, and is kept as {kept}", flush=True)
 
 
 def check_apart(key: str, out: Path, read: Iterable[tuple[str, Path]]) -> None:

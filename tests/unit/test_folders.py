@@ -13,6 +13,7 @@ from models.hf_format import write_weights
 from tests.model_folder import demo_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
+from ulysses.data.cache import build_once
 from ulysses.disk import check_replaceable, whole_folder, write_json
 from ulysses.run.checkpoint import resume_point, saved_checkpoints
 from ulysses.run.continuation import weight_digests
@@ -372,3 +373,12 @@ def test_paths_are_absolute_and_mean_the_same_in_every_setting(tmp_path, monkeyp
     config = parse_command_line(line.split()).config
     assert (config.run.resume, config.run.output) == (f"{here}/step-2", here)
     assert config.data.chat_template == f"{home}/a.jinja"
+
+
+def test_the_cache_removes_what_it_named_itself_and_nothing_else(tmp_path):
+    own, notes = tmp_path / f"{'a' * 32}.node-1.tmp", tmp_path / "my notes.tmp"
+    for folder in (own, notes):
+        folder.mkdir()
+        (folder / "file").touch()
+    build_once(tmp_path / ("b" * 32), lambda folder: (folder / "file").touch())
+    assert {path.name for path in tmp_path.iterdir()} == {notes.name, "b" * 32}

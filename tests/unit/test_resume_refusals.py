@@ -89,15 +89,23 @@ def change(**values):
 DISAGREEING = {
     "another step": (change(step=4), "run.json does not hold what was written there"),
     "no files": (change(files={}), "run.json does not hold what was written there"),
+    "files of another kind": (change(files=5), "run.json does not hold what was written there"),
     "other settings": (change(best=[1, 0.5]), "run.json does not hold what was written there"),
     "no digest": (change(digest=None), "run.json does not hold what was written there"),
     "a list": (lambda _: [], "step-2 is not a complete checkpoint; give a folder"),
-    "pairs": (lambda _: [["format", FORMAT]], "step-2 is not a complete checkpoint; give a folder"),
+    "pairs": (
+        lambda _: [["format", FORMAT]],
+        "step-2 is not a complete checkpoint; give a folder",
+    ),
     "a number": (lambda _: 5, "step-2 is not a complete checkpoint; give a folder"),
     "nothing": (lambda _: {}, "step-2 is not a complete checkpoint; give a folder"),
     "an older one of another step": (
         change(format=UNSEALED, digest=None, step=4),
         "run.json is of step 4, and not of the one that its folder is named after",
+    ),
+    "an older one with a list of files": (
+        change(format=UNSEALED, digest=None, files=["rank-00000.json"]),
+        "run.json does not name rank-00000.json among its files",
     ),
     "an older one without files": (
         change(format=UNSEALED, digest=None, files={}),

@@ -77,9 +77,7 @@ def save_checkpoint(
             files |= {path.name: digest_of(path) for path in rest}
             write_run_state(temporary, {**state, "files": files})
             flush_to_disk([*rest, temporary / "run.json", temporary])
-            if os.path.lexists(
-                final
-            ):  # no checkpoint of this run: somebody else's folder, which stays
+            if os.path.lexists(final):  # no checkpoint of this run's
                 set_aside(final)
             os.rename(temporary, final)
             flush_to_disk([folder])
@@ -122,7 +120,7 @@ def read_run_state(path: Path) -> dict[str, Any]:
             f"{path} has checkpoint format {number}, but this version reads {UNSEALED} and {FORMAT}; continue it with "
             "the version that wrote it"
         )
-    named = state.get("files") or {}
+    named = state["files"] if isinstance(state.get("files"), dict) else {}
     unnamed = sorted(f.name for f in path.glob("rank-*") if f.name not in named)
     step = str(state.get("step"))
     if number == FORMAT and state.pop("digest", "") != _digest_of_state(state):
