@@ -10,9 +10,9 @@ the end of its own conversation, so that it follows the history that the model w
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain, product
+from itertools import accumulate, product
 from pathlib import Path
 from string import printable
 from typing import Any
@@ -27,9 +27,13 @@ from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import in_batches, safe_parts
 from ulysses.data.read.templates import (
     CLOSE,
+    GUARD,
     NAMED_TEMPLATES,
     OPEN,
+    at_marks,
+    call_form,
     ends,
+    is_lost,
     join_bounded,
     template_environment,
     template_text,
@@ -41,15 +45,14 @@ TURN_ENDS = (
     "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
 )
 # Marks in rendered text. They are Unicode noncharacters, which no text meant for interchange holds.
-GUARD, BEGUN = "\ufdd2", "\ufdd3"
+BEGUN = "\ufdd3"
 MARKS = OPEN, CLOSE, GUARD, BEGUN
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
-THINK_TAG = re.compile(f"</?think{GUARD}?>")
 NEWLINE = re.compile(r"\s*[\r\n]")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
-# keys of what the assistant wrote
-SAID = ("content", "reasoning_content", "reasoning", "thinking")
+NOTHING = (None, "", [], {})  # values that nobody misses
+OURS = {"messages", "tools", "add_generation_prompt", *SPECIAL_NAMES}
 # of texts that are tokenised together; the results of more would not stay in the processor's cache
 CHARACTERS_AT_ONCE = 1 << 15
 SAMPLE = printable * 100
@@ -239,7 +242,7 @@ class ChatTemplate:
             self._compiled = environment.from_string(marked)
             both = [{"role": role, "content": "2"} for role in ("user", "assistant")]
             parts = (both[:1], True), (both[:1], False), (both, False)
-            return [self._render(part, None, opens) for part, opens in parts]
+            return [self._render(part, {"tools": None}, opens) for part, opens in parts]
 
         try:
             if not ends(sample):
@@ -256,6 +259,10 @@ class ChatTemplate:
         tree = environment.parse(marked)
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
+        self._variables = {node.name for node in tree.find_all(nodes.Name)}
+        self._call_form = call_form(
+            lambda calling: self._render(calling, {"tools": None}, False)
+        )
         # Mistral's and Llama-2's write nothing where the assistant's turn begins
         is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
         if not is_opened and not self.marks_generation:
@@ -326,6 +333,7 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         answers: Sequence[int] = (),
         turns: str = "together",
+        variables: Mapping[str, Any] | None = None,
     ) -> list[Rendered]:
         """Render a conversation, and weigh what the assistant wrote; everything else has the weight 0.
 
@@ -338,6 +346,7 @@ class ChatTemplate:
             turns: "together" renders all answers in one text; "auto" uses a further text, the conversation up to the
                 answer, where the template writes an answer differently in a longer conversation; "separate" gives every
                 answer its own text. The last answer's text comes first.
+            variables: what else the template reads, such as enable_thinking.
 
         Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
         """
@@ -348,28 +357,28 @@ class ChatTemplate:
                     f"the chat template has no place for {key.replace('_', ' ')}"
                 )
         plain = [self._plain(message) for message in messages]
-        guarded_tools = self.encoder.guard(tools) or None
+        given = {"tools": self.encoder.guard(tools) or None, **self._checked(variables or {})}
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
-            text = "".join(_at_marks(self._render(plain, guarded_tools, not begun)))
+            text = "".join(at_marks(self._render(plain, given, not begun)))
             return [self._cut(text.partition(BEGUN)[0], {})]
         last = answers[-1]
-        whole, known = self._up_to(plain, guarded_tools, last)
+        whole, known = self._up_to(plain, given, last)
         if not self.marks_generation and turns != "separate" and len(answers) > 2:
-            known = self._at_once(plain, guarded_tools, whole, known)
+            known = self._at_once(plain, given, whole, known)
         # Only templates that know of thinking are known to write earlier turns differently.
         elif turns == "separate" or (turns == "auto" and "think" in self.text):
             known = {last: known[last]}
         texts: dict[str, dict[Span, float]] = {}
         for i in reversed(answers):
             if i not in known:
-                text, spans = self._up_to(plain, guarded_tools, i)
+                text, spans = self._up_to(plain, given, i)
                 known[i] = spans[i]
                 if turns == "separate" or not whole.startswith(text.rstrip("\n")):
                     whole = text
             weight = messages[i].weight
             texts.setdefault(whole, {})[known[i]] = 1.0 if weight is None else weight
-            if _is_lost(plain[i], whole[slice(*known[i])]):
+            if is_lost(plain[i], whole[slice(*known[i])]):
                 raise DropRowError("the chat template leaves out a part of an answer")
         if turns == "together" and len(texts) > 1:
             raise DropRowError(
@@ -381,7 +390,7 @@ class ChatTemplate:
     def _plain(self, message: Message) -> dict[str, Any]:
         """Return a message as templates read it, its text guarded; BadRowError if it holds what nobody would see."""
         for key, value in message.more.items():
-            if value and key not in self._reads and key not in IDENTITIES:
+            if value not in NOTHING and key not in {*self._reads, *IDENTITIES}:
                 raise BadRowError(
                     f"has a message with the key {key!r}, which the chat template does not read; remove it from the "
                     "data, or use a template that shows it"
@@ -395,32 +404,43 @@ class ChatTemplate:
         plain = {**self.encoder.guard(message.more), "role": message.role, "content": content}
         if message.tool_calls:
             plain["tool_calls"] = self.encoder.guard(message.tool_calls)
+            plain = self._call_form(plain)
         return plain
 
-    def _up_to(self, messages: list[Any], tools: Any, last: int) -> tuple[str, dict[int, Span]]:
+    def _checked(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables of a row, guarded; BadRowError if the template does not read them, or they are ours."""
+        for key, value in variables.items():
+            if key in OURS or (value not in NOTHING and key not in self._variables):
+                raise BadRowError(
+                    f"sets {key!r} in chat_template_kwargs, which the chat template does not read, or only from us; "
+                    'remove it, or set columns = {unused = "chat_template_kwargs"}'
+                )
+        return self.encoder.guard(dict(variables))
+
+    def _up_to(self, messages: list[Any], given: Any, last: int) -> tuple[str, dict[int, Span]]:
         """Render the messages up to answer `last`; return the text, and where this answer and other marked ones are."""
         if self.marks_generation:
-            text = self._render(messages[: last + 1], tools, False)
-            parts = _at_marks(text)
+            text = self._render(messages[: last + 1], given, False)
+            parts = at_marks(text)
             places = [i for i in range(last + 1) if messages[i]["role"] == "assistant"]
             if (shown := len(parts) // 2) != len(places):
                 count = f"{shown} of {len(places)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
             ends = list(accumulate(map(len, parts)))
             return "".join(parts), dict(zip(places, zip(ends[::2], ends[1::2])))
-        opened = self._render(messages[:last], tools, True)
+        opened = self._render(messages[:last], given, True)
         # Some templates cut the thinking off every answer, although the model begins its own with it.
-        content = messages[last]["content"].replace("</think>", f"</think{GUARD}>")
+        content = (messages[last]["content"] or "").replace("</think>", f"</think{GUARD}>")
         for message in (messages[last], {**messages[last], "content": content}):
-            text = self._render([*messages[:last], message], tools, False)
-            if text.startswith(opened) and not _is_lost(message, text[len(opened) :]):
+            text = self._render([*messages[:last], message], given, False)
+            if text.startswith(opened) and not is_lost(message, text[len(opened) :]):
                 return text, {last: (len(opened), len(text))}
         raise DropRowError(
             "the chat template does not write an answer, or not all of it, where it opens the assistant's turn"
         )
 
     def _at_once(
-        self, messages: list[Any], tools: Any, text: str, last: dict[int, Span]
+        self, messages: list[Any], given: Any, text: str, last: dict[int, Span]
     ) -> dict[int, Span]:
         """Find all answers by marks in the last one's text, in time linear in the turns; only `last` if in doubt."""
         marked = messages[: max(last) + 1]
@@ -430,8 +450,8 @@ class ChatTemplate:
             if not content or content != content.strip() or len(marked[i]) > 2:
                 return last
             marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
-        start, first = self._up_to(messages, tools, places[0])
-        parts = _at_marks(self._render(marked, tools, False))
+        start, first = self._up_to(messages, given, places[0])
+        parts = at_marks(self._render(marked, given, False))
         ends, tail = list(accumulate(map(len, parts))), parts[-1]
         spans = {i: (a, b + len(tail)) for i, a, b in zip(places, ends[::2], ends[1::2])}
         is_certain = (
@@ -471,13 +491,13 @@ class ChatTemplate:
             rendered.insert(0, (encoder.bos, 0.0))
         return rendered
 
-    def _render(self, messages: list[Any], tools: Any, generation_prompt: bool) -> str:
+    def _render(self, messages: list[Any], given: Any, generation_prompt: bool) -> str:
         try:
             return join_bounded(
                 self._compiled.generate(
                     messages=messages,
-                    tools=tools,
                     add_generation_prompt=generation_prompt,
+                    **given,
                     **self._special_names,
                 )
             )
@@ -487,14 +507,3 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is code: it may fail in any way
             raise DropRowError(f"the chat template refuses it: {error}") from None
-
-
-def _is_lost(message: dict[str, Any], answer: str) -> bool:
-    """Tell whether a part of what the assistant wrote, its thinking included, is not in its rendered answer."""
-    said = (THINK_TAG.split(str(message.get(key) or "")) for key in SAID)
-    return any(part.strip() not in answer for part in chain.from_iterable(said))
-
-
-def _at_marks(text: str) -> list[str]:
-    """Cut a rendered text where answers are marked; its odd parts are the answers."""
-    return text.replace(CLOSE, OPEN).split(OPEN)

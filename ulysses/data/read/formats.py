@@ -15,9 +15,12 @@ from typing import Any
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.messages import (
+    WEIGHT_KEYS,
     Message,
     Messages,
+    decoded,
     first_key,
+    from_json,
     number,
     parse_messages,
     parse_tools,
@@ -41,7 +44,13 @@ LocatedRow = tuple[int, str, bool, Any]
 Event = tuple[str, str, str]  # the arguments of Report.count
 PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
-LABEL_KEYS = ("label", "kto_tag")
+# of an answer in such a list, and whether the better one has the higher number
+RANKINGS = dict.fromkeys(("scores", "rewards", "ratings", "score", "reward", "rating"), 1) | {
+    "ranks": -1,
+    "rank": -1,
+}
+LABEL_KEYS = ("kto_tag", "label")
+SYSTEM_KEYS = ("system", "system_prompt")
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
@@ -56,10 +65,12 @@ class Record:
         prompt: the messages before the answer; they are not trained.
         answers: one list of messages (sequence, unpaired), chosen and rejected (pair), several (ranked), or an empty
             list (prompt). Their assistant messages are trained.
+        variables: of the chat template besides messages and tools, such as enable_thinking.
         ranks: of the answers; the best have 0.
         columns: numbers that go with the example, such as the margin of a pair.
         text: a document of stage pt, or a part of one, which `continues` the part before if that has the same `where`.
         where: file and row number, for messages; source: index of the source; row: as it was read.
+        notes: what a Report is to count.
     """
 
     prompt: Messages
@@ -72,6 +83,8 @@ class Record:
     source: int = 0
     row: Any = None
     ranks: Sequence[int] = (0, 1)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 @dataclass
@@ -132,14 +145,6 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
     for index, source in enumerate(sources):
         last = source.path
         try:
-            if source.is_on_hub:
-                report.count(
-                    "notes", f"data of the hub's commit {source.revision}", source.path
-                )
-            else:
-                note = f"files left out, not data of split {source.split}"
-                for file in source_files(source)[1]:
-                    report.count("notes", note, str(file))
             for where, row in islice(read_rows(source), source.max_examples or None):
                 continues = where == last  # a long document comes in several parts
                 report.read += not continues
@@ -147,6 +152,18 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
                 yield index, where, continues, row
         except DataError as error:
             yield index, last, False, error
+
+
+def note_sources(sources: Iterable[Source], report: Report) -> None:
+    """Count in `report` what is not a matter of rows, so that it is told of cached tokens too."""
+    for source in sources:
+        if source.is_on_hub:
+            note = f"data of the hub's commit {source.revision}"
+            report.count("notes", note, source.path)
+        else:
+            note = f"files left out, not data of split {source.split}"
+            for file in source_files(source)[1]:
+                report.count("notes", note, str(file))
 
 
 def read_records(
@@ -174,6 +191,7 @@ def read_records(
             if len(records) > 1:
                 events.append(("notes", "rows that gave several examples", where))
             for record in records:
+                events += [("notes", note, where) for note in record.notes]
                 yield replace(record, where=where, source=index, continues=continues, row=row)
 
 
@@ -182,9 +200,9 @@ def _checked(found: Any) -> Row:
     if isinstance(found, ValueError):
         raise found
     try:
-        row = json.loads(found.decode("utf-8-sig")) if isinstance(found, bytes) else found
+        row = from_json(found.decode("utf-8-sig")) if isinstance(found, bytes) else found
         if row is found or ESCAPED_SURROGATE.search(found):
-            json.dumps(row, ensure_ascii=False, default=str).encode()
+            json.dumps(row, ensure_ascii=False, allow_nan=False, default=str).encode()
     except UnicodeError:
         raise BadRowError("is not valid UTF-8, or holds an unpaired surrogate") from None
     except (ValueError, RecursionError) as error:
@@ -227,13 +245,22 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
     """
     # parquet fills with None
     row = {key: value for key, value in row.items() if value is not None}
+    # what stands beside a prompt is the reward's own
+    for key, mark in row.items() if kind != "prompt" else ():
+        if key in WEIGHT_KEYS and mark == 0:
+            raise DropRowError(f"its {key} is {mark}")
+        if key in WEIGHT_KEYS and isinstance(mark, list) and not _has(row, "messages"):
+            raise BadRowError(
+                f"has the list {key!r} of what is to be trained, but no messages that it could mark; to train on all "
+                f'of it set columns = {{unused = "{key}"}}'
+            )
     if kind == "text":
         key = _required(row, FORMATS["text"])
         if not string(row[key], key).strip():
             raise DropRowError("empty text")
         return [Record([], [], text=row[key])]
     if row_format == "auto":
-        found = (name for name, keys in FORMATS.items() if first_key(row, keys))
+        found = (name for name in FORMATS if _has(row, name))
         row_format = next(found, "text")
     if row_format == "sharegpt":  # messages tell themselves how they are written
         row_format = "messages"
@@ -243,7 +270,10 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
             'plain text, which only stage pt trains on); map the keys with columns = {prompt = "their_name", ...}'
         )
     prompt, answers = _read(row, row_format, kind)
-    record = Record(prompt, answers, parse_tools(row.get("tools")))
+    variables = decoded(row.get("chat_template_kwargs"), "'chat_template_kwargs' is not JSON")
+    if not isinstance(variables or {}, Mapping):
+        raise BadRowError(f"'chat_template_kwargs' is {type_name(variables)}, not an object")
+    record = Record(prompt, answers, parse_tools(row), variables=variables or {})
     if kind == "prompt":
         while _role(prompt, -1) == "assistant" and not prompt[-1].begun:
             prompt = prompt[:-1]
@@ -256,6 +286,9 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
     key = first_key(row, LABEL_KEYS)
     label = LABELS.get(str(row.get(key)).lower())
+    if kind == "sequence" and key == "label" and str(row[key]).lower() not in ("true", "false"):
+        key, label = "", None
+        record = replace(record, notes=["'label' is neither true nor false, and was not read"])
     if label is None and (key or kind == "unpaired"):
         raise BadRowError(
             f"has no {_either(LABEL_KEYS)} that is true for a desirable answer and false for an undesirable one "
@@ -318,21 +351,28 @@ def _check_answer(answer: Messages, kind: str) -> None:
 def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
     """Read the prompt and its answers; what is trained of a row with messages alone is the answer."""
     prompt = PROMPTS[row_format](row)
-    if row.get("system") and _role(prompt, 0) != "system":
-        prompt.insert(0, Message("system", string(row["system"], "system")))
+    key = next((key for key in SYSTEM_KEYS if row.get(key)), "")
+    if key and _role(prompt, 0) != "system":
+        prompt.insert(0, Message("system", string(row[key], key)))
     ends_with_answer = _role(prompt, -1) == "assistant"
     asks = any(message.role != "system" for message in prompt)
     values: list[tuple[str, Any]] = []
     # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
     if kind != "prompt" or not asks or row_format == "preference":
         values = _answer_values(row)
+    may_hold_prompt = len(values) > 1 or not asks
+    answers = [_answer(key, value, may_hold_prompt) for key, value in values]
+    # messages beside a pair may be its prompt, or its prompt and the chosen answer
+    if len(answers) > 1 and ends_with_answer and prompt[-1:] == answers[0][-1:]:
+        if kind == "sequence":
+            values = []
+        else:
+            prompt, ends_with_answer = prompt[:-1], False
     if row_format == "messages" and len(values) <= ends_with_answer:
         if kind == "prompt":
             return prompt, []
         begin = 0 if kind == "sequence" else len(prompt) - 1
         return prompt[:begin], [prompt[begin:]]
-    may_hold_prompt = len(values) > 1 or not asks
-    answers = [_answer(key, value, may_hold_prompt) for key, value in values]
     first_roles = {_role(answer, 0) for answer in answers}
     if may_hold_prompt and answers and not first_roles & {"", "assistant"}:
         return _inner_prompt(prompt, [key for key, _ in values], answers)
@@ -368,7 +408,7 @@ def _inner_prompt(
 
 
 def _conversation(row: Row) -> Messages:
-    return parse_messages(row[_required(row, FORMATS["messages"])])
+    return parse_messages(row[_required(row, FORMATS["messages"])], row)
 
 
 def _asked(row: Row) -> list[str]:
@@ -451,16 +491,18 @@ def _answer(key: str, value: Any, may_hold_prompt: bool) -> Messages:
 
 
 def _ranks(row: Row, count: int) -> list[int]:
-    """Rank the answers, from 0, by `scores` (higher is better), `ranks` (lower) or their places in the list."""
-    scores: list[float] = [*range(0, -count, -1)]
-    for name, sign in (("scores", 1), ("ranks", -1)):
-        if name in row and not PAIR_KEYS <= row.keys():
-            if not isinstance(row[name], list) or len(row[name]) != count:
-                raise BadRowError(
-                    f"has {count} answers but its {name!r} is not a list of as many numbers"
-                )
-            scores = [sign * number(value, name) for value in row[name]]
-    return [sorted(set(scores), reverse=True).index(score) for score in scores]
+    """Rank the answers, from 0, by the numbers that the row gives them; chosen is ranked above rejected."""
+    rankings = [[0, 1]] if PAIR_KEYS <= row.keys() else []
+    for name, sign in RANKINGS.items() if not rankings else ():
+        if isinstance(given := row.get(name), list) and len(given) == count:
+            scores = [sign * number(value, name) for value in given]
+            rankings.append([sorted({*scores}, reverse=True).index(score) for score in scores])
+    if not rankings or any(ranks != rankings[0] for ranks in rankings):
+        raise BadRowError(
+            f"has {count} answers but not one order of them: give a list of as many numbers as 'scores' (the best has "
+            f"the highest) or 'ranks' (the lowest)"
+        )
+    return rankings[0]
 
 
 # ------------------------------------------------------------------------------------------------------ small checks
@@ -468,6 +510,10 @@ def _ranks(row: Row, count: int) -> list[int]:
 
 def _role(messages: Messages, place: int) -> str:
     return messages[place].role if messages else ""
+
+
+def _has(row: Row, row_format: str) -> bool:
+    return bool(first_key(row, FORMATS[row_format]))
 
 
 def _required(row: Row, keys: tuple[str, ...]) -> str:

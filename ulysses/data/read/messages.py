@@ -20,7 +20,12 @@ ROLES = {
     }.items()
     for name in names.split()
 }
-WEIGHT_KEYS = ("loss_weight", "weight", "train", "loss")
+# marks of how much a message counts in the loss, in the message or as a list in its row; 0 or false is not trained
+WEIGHT_KEYS = (
+    *("loss_weight", "weight", "train", "loss", "loss_mask", "loss_masks", "loss_weights"),
+    *("training", "trainable", "train_turn", "train_on_turn"),
+)
+TOOL_KEYS = ("tools", "functions")
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
@@ -51,21 +56,36 @@ class Message:
 Messages = list[Message]
 
 
-def parse_messages(value: Any) -> Messages:
-    """Read a list of OpenAI (role, content) or ShareGPT (from, value) messages, in any mixture."""
+def parse_messages(value: Any, row: Mapping[str, Any] | None = None) -> Messages:
+    """Read a list of OpenAI (role, content) or ShareGPT (from, value) messages, in any mixture.
+
+    Args:
+        row: may hold lists of the messages' marks.
+    """
     if not isinstance(value, list):
         raise BadRowError(f"messages are {type_name(value)}, not a list")
-    return [_message(item, f"message {place}") for place, item in enumerate(value, 1)]
+    marks = {key: mark for key, mark in _marks(row or {}).items() if isinstance(mark, list)}
+    for key, mark in marks.items():
+        if len(mark) != len(value):
+            raise BadRowError(f"has {len(value)} messages but {len(mark)} marks in {key!r}")
+    return [
+        _message(
+            item, {key: mark[place] for key, mark in marks.items()}, f"message {place + 1}"
+        )
+        for place, item in enumerate(value)
+    ]
 
 
-def _message(item: Any, where: str) -> Message:
+def _message(item: Any, marks: dict[str, Any], where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
     name = item.get("role", item.get("from"))
     if name not in ROLES:
         raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
     content = item.get("content", item.get("value"))
-    calls = [*(item.get("tool_calls") or []), *filter(None, [item.get("function_call")])]
+    called = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
+    called = called if isinstance(called, list) else [called]
+    calls = [*filter(None, [*called, item.get("function_call")])]
     if isinstance(content, list):
         content = "".join(_content_part(part, where) for part in content)
     if content is None and calls:
@@ -73,10 +93,9 @@ def _message(item: Any, where: str) -> Message:
     if not isinstance(content, str):
         raise BadRowError(f"{where} has no text content (it is {type_name(content)})")
     if name == "function_call":
-        found = _from_json(content, f"{where} should hold a tool call as JSON")
+        found = decoded(content, f"{where} should hold a tool call as JSON")
         calls, content = found if isinstance(found, list) else [found], ""
-    key = first_key(item, WEIGHT_KEYS)
-    weight = number(item[key], key) if key else None
+    weight = _weight([*_marks(item).items(), *_marks(marks).items()], where)
     if weight and ROLES[name] != "assistant":
         raise BadRowError(
             f"{where} gives the weight {weight:g} to a {ROLES[name]} message; "
@@ -100,27 +119,48 @@ def _content_part(part: Any, where: str) -> str:
     return text
 
 
+def _marks(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: row[key] for key in WEIGHT_KEYS if row.get(key) is not None}
+
+
+def _weight(marks: list[tuple[str, Any]], where: str) -> float | None:
+    """Return what all marks say; a mark of 1 says that a message is trained, and another how much it counts."""
+    weights = {number(value, key) for key, value in marks}
+    if len(weights - {1.0}) > 1 or {0.0, 1.0} <= weights:
+        raise BadRowError(
+            f"{where} has marks that disagree, {', '.join(f'{key} = {value}' for key, value in marks)}; keep one"
+        )
+    return min(weights - {1.0} or weights, default=None)
+
+
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRowError(f"{where} has a tool call without a name")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        # some data calls with free text; templates print it as a JSON string
-        with suppress(ValueError):
-            arguments = json.loads(arguments)
+    problem = f"{where} has a tool call whose arguments are not JSON"
+    arguments = decoded(function.get("arguments"), problem)
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping):
+        raise BadRowError(f"{problem} of an object but {type_name(arguments)}")
     named = {"id": call["id"]} if call.get("id") else {}
     function = {"name": function["name"], "arguments": arguments}
     return {"type": "function", "function": function, **named}
 
 
-def parse_tools(value: Any) -> list[Any]:
+def parse_tools(row: Mapping[str, Any]) -> list[Any]:
     """Read a row's tools: a list of descriptions or one of them, also as JSON text."""
-    if isinstance(value, str):
-        value = _from_json(value.strip() or "null", "'tools' is not valid JSON")
-    tools = [value] if isinstance(value, Mapping) else value or []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise BadRowError("'tools' must be a list of tool descriptions")
+    found = [tools for key in TOOL_KEYS if (tools := _tools(row.get(key), key))]
+    if any(tools != found[0] for tools in found):
+        raise BadRowError(f"has {' and '.join(TOOL_KEYS)} that differ; keep one of them")
+    return found[0] if found else []
+
+
+def _tools(value: Any, key: str) -> list[Any]:
+    problem = f"{key!r} is not valid JSON"
+    tools = decoded(value, problem) or []
+    tools = [decoded(tool, problem) for tool in (tools if isinstance(tools, list) else [tools])]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadRowError(f"{key!r} must be a list of tool descriptions")
     return [t if "function" in t else {"type": "function", "function": t} for t in tools]
 
 
@@ -161,8 +201,37 @@ def type_name(value: Any) -> str:
     return "missing" if value is None else type(value).__name__
 
 
-def _from_json(text: Any, problem: str) -> Any:
+def from_json(text: str) -> Any:
+    """Read JSON; ValueError if it is none, holds a number that is not finite, or a key twice in one object."""
+    return DECODER.decode(text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(found := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return found
+
+
+DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite
+)
+
+
+def decoded(value: Any, problem: str) -> Any:
+    """Return a value that may be written as JSON text, also as the text of a text; BadRowError if it is none."""
     try:
-        return json.loads(text)
-    except (TypeError, ValueError) as error:
+        while isinstance(value, str):
+            value = from_json(value.strip() or "null")
+            json.dumps(value, ensure_ascii=False).encode()  # an unpaired surrogate is no text
+    except ValueError as error:
         raise BadRowError(f"{problem}: {error}") from None
+    return value

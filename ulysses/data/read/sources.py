@@ -7,14 +7,16 @@ and the hub go through `datasets`, which no other file imports. Only .json array
 import csv
 import gzip
 import json
+import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import field, fields, replace
 from functools import partial
 from io import TextIOWrapper
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -22,7 +24,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ulysses.data import DataError
+from ulysses.data import BadRowError, DataError
 from ulysses.data.cache import build_once, digest_of_value, known_files
 from ulysses.disk import digest_of
 from ulysses.environment import rank
@@ -39,10 +41,13 @@ FORMATS = {
 }
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet")
 LINES = {".jsonl", ".ndjson", ".csv", ".tsv"}  # suffixes of files with a row on every line
+SPACE = re.compile(r"\s*")
 NOT_UNPACKED = (".zst", ".bz2", ".xz", ".zip", ".lz4", ".7z")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
 CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in parts
 ITEMS_AT_ONCE = 256
+MOST_BYTES = 1 << 28  # of a row, which takes up to 40 times as much memory
+MOST_UNCUT = 1 << 24  # characters without a place where they could be cut
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
 HUB_SECONDS = 5.0  # that the hub may take to name a commit
 SETTLED_SECONDS = 2.0  # file systems tell changes apart that are so far from each other
@@ -175,7 +180,7 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
     path = source.place
     if not path.exists():
         raise DataError(_absent(source))
-    found = [p for p in (path, *path.rglob("[!.]*")) if p.is_file()]
+    found = [path] if path.is_file() else [*_files_below(path)]
     if packed := [
         p for p in found if p.suffix in NOT_UNPACKED and Path(p.stem).suffix in SUFFIXES
     ]:
@@ -192,6 +197,17 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
     one = source.is_saved or path.is_file()
     own = files if one else _chosen(source, _splits(path, files))
     return own, sorted({*found} - {*own})
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and of those that are linked there, each of these once."""
+    seen = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = sorted(folders) if real not in seen else []
+        names = names if real not in seen else []
+        seen.add(real)
+        yield from (Path(place, name) for name in names if name[0] != ".")
 
 
 def _splits(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
@@ -222,15 +238,19 @@ def _chosen(source: Source, splits: Mapping[str, Any]) -> Any:
     return splits[source.split]
 
 
+def source_state(source: Source, cache: Path) -> str:
+    """Tell states of a local source apart: names, sizes and times of its files, and their bytes if they are new."""
+    return f"{known_files(_files(source), cache)} {source_digest(source, cache)}"
+
+
 def source_digest(source: Source, cache: Path) -> str:
     """Hash what a source holds: the bytes of its files, or the id, subset, split and commit of a pinned hub dataset.
 
     The bytes are read by one process of the node. The others, and later runs, find their hash in the folder `cache`
     under the names, sizes and times of the files. Files that changed a moment ago are always read.
     """
-    content = source.path
-    if not source.is_on_hub:
-        files, _ = source_files(source)
+    content, files = source.path, _files(source)
+    if files:
         if time.time() - max(path.stat().st_ctime for path in files) < SETTLED_SECONDS:
             content = _hash_files(files)
         else:
@@ -238,6 +258,10 @@ def source_digest(source: Source, cache: Path) -> str:
             build_once(known, lambda folder: (folder / "digest").write_text(_hash_files(files)))
             content = (known / "digest").read_text()
     return digest_of_value(vars(source) | {"path": content, "weight": 1})
+
+
+def _files(source: Source) -> list[Path]:
+    return [] if source.is_on_hub else source_files(source)[0]
 
 
 def _hash_files(files: list[Path]) -> str:
@@ -271,6 +295,10 @@ def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
     ):
         yield text[start : cut.end()]
         start = cut.end()
+    if len(text) - start > MOST_UNCUT:
+        raise BadRowError(
+            f"holds {len(text) - start:,} characters without a space or line break between them; that is no text"
+        )
     yield text[start:]
 
 
@@ -298,6 +326,10 @@ def read_rows(source: Source) -> Iterator[tuple[str, Any]]:
         read = _library_rows if is_one or _suffix(file) == ".parquet" else _file_rows
         with _explained(source, file):
             for number, row in read(source, file):
+                if isinstance(row, bytes) and len(row) > MOST_BYTES:
+                    row = BadRowError(
+                        f"has {len(row):,} bytes, more than the {MOST_BYTES:,} of the longest row; cut it into several"
+                    )
                 yield f"{source.path if is_one else file} row {number}", row
 
 
@@ -323,7 +355,7 @@ def count_rows(sources: Iterable[Source]) -> int | None:
     """Count the rows of files that have one on every line, for a progress bar; None if there are other sources."""
     total = 0
     for source in sources:
-        files = [] if source.is_on_hub else source_files(source)[0]
+        files = _files(source)
         if not {path.suffix for path in files} <= LINES or not files:
             return None
         rows = sum(1 for path in files for _ in path.open("rb"))
@@ -345,16 +377,24 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, {"text": part}
         elif delimiter:
             csv.field_size_limit(sys.maxsize)
-            rows = csv.DictReader(text, delimiter=delimiter)
-            names = rows.fieldnames or []
-            if twice := [name for name in names if names.count(name) > 1]:
+            rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+            number = 0
+            try:
+                names = rows.fieldnames or []
+                if twice := [name for name in names if names.count(name) > 1]:
+                    raise DataError(
+                        f"{path.absolute()} has two columns of the name {twice[0]!r}; rename one of them"
+                    )
+                for number, row in enumerate(rows, 1):
+                    yield number, row
+            except csv.Error as error:
                 raise DataError(
-                    f"{path.absolute()} has two columns of the name {twice[0]!r}; rename one of them"
-                )
-            yield from enumerate(rows, 1)
+                    f"{path.absolute()} row {number + 1} has a quotation mark that is not closed, or closed too early "
+                    f"({error}); write those inside of a text twice"
+                ) from None
         elif suffix == ".json" and text.read(1024).lstrip().startswith("["):
             text.seek(0)
-            yield from enumerate(json.load(text), 1)
+            yield from _array_rows(text.read(), path)
         else:
             file.seek(0)
             for number, line in enumerate(file, 1):
@@ -362,22 +402,71 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, line
 
 
+def _array_rows(text: str, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the elements of a JSON array as the bytes of lines, which the reader of rows parses and checks."""
+    place, decoder = text.index("["), json.JSONDecoder()
+    for number in count(1):
+        try:
+            start = SPACE.match(text, place + 1).end()
+            if number == 1 and text.startswith("]", start):
+                return
+            _, end = decoder.raw_decode(text, start)
+            yield number, text[start:end].encode("utf-8", "surrogateescape")
+            place = SPACE.match(text, end).end()
+            if text[place : place + 1] != ",":
+                if text[place:].rstrip() != "]":
+                    raise ValueError("neither a comma nor the end of the array comes after it")
+                return
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{path.absolute()} row {number} is not valid JSON: {error}"
+            ) from None
+
+
 def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
-    """Read a parquet file, a saved folder or a hub dataset with `datasets`."""
+    """Read a parquet file, a saved folder or a hub dataset with `datasets`, which knows how their values are coded."""
     import datasets
 
     rows: Any
-    if path.is_file():
-        rows = datasets.load_dataset(
-            "parquet", data_files=str(path), split="train", streaming=True
-        )
-    elif path.is_dir():
-        rows = datasets.load_from_disk(str(path))
-    else:
-        rows = datasets.load_dataset(
-            source.path, source.subset, split=source.split, revision=source.revision
-        )
-    return enumerate(_chosen(source, rows) if isinstance(rows, dict) else rows, 1)
+    with ExitStack() as opened:
+        if path.is_file():
+            from pyarrow import parquet
+
+            file = parquet.ParquetFile(opened.enter_context(path.open("rb")))
+            features = datasets.Features.from_arrow_schema(file.schema_arrow)
+            batches = (batch.to_pylist() for batch in file.iter_batches(ITEMS_AT_ONCE))
+            rows = map(features.decode_example, chain.from_iterable(batches))
+        else:
+            if path.is_dir():
+                rows = datasets.load_from_disk(str(path))
+            else:
+                rows = datasets.load_dataset(
+                    source.path, source.subset, split=source.split, revision=source.revision
+                )
+            rows = _chosen(source, rows) if isinstance(rows, dict) else rows
+            features = getattr(rows, "features", {})
+        for number, row in enumerate(rows, 1):
+            yield (
+                number,
+                {name: _as_written(value, features.get(name)) for name, value in row.items()},
+            )
+
+
+def _as_written(value: Any, kind: Any) -> Any:
+    """Return what was written in a column of objects, without the keys that only other rows have.
+
+    Arrow gives all objects of a column the same keys, and null to those that an object lacks. A key whose type is null
+    has a value in no row, so its null was written.
+    """
+    if isinstance(value, dict) and isinstance(kind, dict):
+        return {
+            key: _as_written(v, kind[key])
+            for key, v in value.items()
+            if v is not None or getattr(kind[key], "dtype", "") == "null"
+        }
+    if isinstance(value, list) and hasattr(kind, "feature"):
+        return [_as_written(v, kind.feature) for v in value]
+    return value
 
 
 def _suffix(path: Path) -> str:

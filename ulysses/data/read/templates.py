@@ -9,8 +9,9 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from jinja2 import Environment, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ulysses.data import BadRowError, DataError
+from ulysses.data import BadRowError, DataError, DropRowError
 
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # marks in rendered text
+OPEN, CLOSE, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"  # marks in rendered text
+THINK_TAG = re.compile(f"</?think{GUARD}?>")
+# keys of what the assistant wrote
+SAID = ("content", "reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 RENDER_SECONDS = 60.0  # the sandbox of jinja2 bounds one loop, but not loops in loops
 RENDER_CHARACTERS = 1 << 30
@@ -128,3 +132,65 @@ def too_much(*_: Any) -> None:
     raise BadRowError(
         "runs the chat template without end: it was stopped after too much time, text or memory; mend its loops"
     )
+
+
+def is_lost(message: dict[str, Any], answer: str) -> bool:
+    """Tell whether a part of what the assistant wrote, its thinking included, is not in its rendered answer."""
+    said = [THINK_TAG.split(str(message.get(key) or "")) for key in SAID]
+    said.append([call["function"]["name"] for call in message.get("tool_calls", ())])
+    return any(part.strip() not in answer for part in chain.from_iterable(said))
+
+
+def at_marks(text: str) -> list[str]:
+    """Cut a rendered text where answers are marked; its odd parts are the answers."""
+    return text.replace(CLOSE, OPEN).split(OPEN)
+
+
+def call_form(render: Callable[[list[Any]], str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Find how a template takes calls: arguments as an object or as JSON text, and no content as "" or as null.
+
+    Args:
+        render: renders a conversation; it raises DropRowError where the template fails.
+    """
+
+    def form(message: dict[str, Any], as_text: bool, null: bool) -> dict[str, Any]:
+        calls = message["tool_calls"]
+        if as_text:
+            calls = [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": dump(call["function"]["arguments"]),
+                    },
+                }
+                for call in calls
+            ]
+        return {
+            **message,
+            "tool_calls": calls,
+            "content": message["content"] or (None if null else ""),
+        }
+
+    dump = partial(json.dumps, ensure_ascii=False)
+    call = {
+        "type": "function",
+        "function": {"name": "call_1", "arguments": {"key_1": "value_1"}},
+    }
+    asked, calling = (
+        {"role": "user", "content": "2"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    )
+    forms = [
+        partial(form, as_text=as_text, null=null)
+        for null, as_text in product((False, True), (False, True))
+    ]
+    for found in forms:
+        with suppress(DropRowError, BadRowError):
+            text = render([asked, found(calling)])
+            if (
+                all(part in text for part in ("call_1", "key_1", "value_1"))
+                and r"\"" not in text
+            ):
+                return found
+    return forms[0]

@@ -92,7 +92,7 @@ def _render(
         if kind == "sequence" and settings.train_on != "assistant":
             trained = trained[-1:]
         trained = [i for i in trained if messages[i].weight != 0] or trained
-        texts += template.render(messages, record.tools, trained, turns)
+        texts += template.render(messages, record.tools, trained, turns, record.variables)
     return texts
 
 
