@@ -12,6 +12,7 @@ the end of its own conversation, so that it follows the history that the model w
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
 from string import printable
@@ -242,7 +243,9 @@ class ChatTemplate:
             self._compiled = environment.from_string(marked)
             both = [{"role": role, "content": "2"} for role in ("user", "assistant")]
             parts = (both[:1], True), (both[:1], False), (both, False)
-            return [self._render(part, {"tools": None}, opens) for part, opens in parts]
+            render = partial(self._render, {"tools": None})
+            self._call_form = call_form(render)
+            return [render(*part) for part in parts]
 
         try:
             if not ends(sample):
@@ -260,9 +263,6 @@ class ChatTemplate:
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
         self._variables = {node.name for node in tree.find_all(nodes.Name)}
-        self._call_form = call_form(
-            lambda calling: self._render(calling, {"tools": None}, False)
-        )
         # Mistral's and Llama-2's write nothing where the assistant's turn begins
         is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
         if not is_opened and not self.marks_generation:
@@ -360,7 +360,7 @@ class ChatTemplate:
         given = {"tools": self.encoder.guard(tools) or None, **self._checked(variables or {})}
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
-            text = "".join(at_marks(self._render(plain, given, not begun)))
+            text = "".join(at_marks(self._render(given, plain, not begun)))
             return [self._cut(text.partition(BEGUN)[0], {})]
         last = answers[-1]
         whole, known = self._up_to(plain, given, last)
@@ -420,7 +420,7 @@ class ChatTemplate:
     def _up_to(self, messages: list[Any], given: Any, last: int) -> tuple[str, dict[int, Span]]:
         """Render the messages up to answer `last`; return the text, and where this answer and other marked ones are."""
         if self.marks_generation:
-            text = self._render(messages[: last + 1], given, False)
+            text = self._render(given, messages[: last + 1])
             parts = at_marks(text)
             places = [i for i in range(last + 1) if messages[i]["role"] == "assistant"]
             if (shown := len(parts) // 2) != len(places):
@@ -428,11 +428,11 @@ class ChatTemplate:
                 raise DropRowError(f"the chat template shows {count}")
             ends = list(accumulate(map(len, parts)))
             return "".join(parts), dict(zip(places, zip(ends[::2], ends[1::2])))
-        opened = self._render(messages[:last], given, True)
+        opened = self._render(given, messages[:last], True)
         # Some templates cut the thinking off every answer, although the model begins its own with it.
         content = (messages[last]["content"] or "").replace("</think>", f"</think{GUARD}>")
         for message in (messages[last], {**messages[last], "content": content}):
-            text = self._render([*messages[:last], message], given, False)
+            text = self._render(given, [*messages[:last], message])
             if text.startswith(opened) and not is_lost(message, text[len(opened) :]):
                 return text, {last: (len(opened), len(text))}
         raise DropRowError(
@@ -451,7 +451,7 @@ class ChatTemplate:
                 return last
             marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
         start, first = self._up_to(messages, given, places[0])
-        parts = at_marks(self._render(marked, given, False))
+        parts = at_marks(self._render(given, marked))
         ends, tail = list(accumulate(map(len, parts))), parts[-1]
         spans = {i: (a, b + len(tail)) for i, a, b in zip(places, ends[::2], ends[1::2])}
         is_certain = (
@@ -491,7 +491,7 @@ class ChatTemplate:
             rendered.insert(0, (encoder.bos, 0.0))
         return rendered
 
-    def _render(self, messages: list[Any], given: Any, generation_prompt: bool) -> str:
+    def _render(self, given: Any, messages: list[Any], generation_prompt: bool = False) -> str:
         try:
             return join_bounded(
                 self._compiled.generate(

@@ -49,7 +49,7 @@ RANKINGS = dict.fromkeys(("scores", "rewards", "ratings", "score", "reward", "ra
     "ranks": -1,
     "rank": -1,
 }
-LABEL_KEYS = ("kto_tag", "label")
+LABEL_KEYS = ("label", "kto_tag")
 SYSTEM_KEYS = ("system", "system_prompt")
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
@@ -101,8 +101,8 @@ class Report:
 
     def count(self, name: str, what: str, where: str) -> None:
         """Count a row in `dropped` or `notes`."""
-        counts: Counter[str] = getattr(self, name)
-        counts[what] += 1
+        counts: dict[str, int] = getattr(self, name)
+        counts[what] = counts.get(what, 0) + 1
         if counts[what] <= EXAMPLES_PER_REASON:
             self.examples.setdefault(what, []).append(where)
 
@@ -284,11 +284,16 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
         return _comparisons(row, kind, record)
     if kind in ("pair", "ranked"):
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
+    if kind == "sequence" and str(row.get("label", True)) not in (
+        "True",
+        "False",
+        "true",
+        "false",
+    ):
+        row = {**row, "label": None}
+        record = replace(record, notes=["'label' is neither true nor false, and was not read"])
     key = first_key(row, LABEL_KEYS)
     label = LABELS.get(str(row.get(key)).lower())
-    if kind == "sequence" and key == "label" and str(row[key]).lower() not in ("true", "false"):
-        key, label = "", None
-        record = replace(record, notes=["'label' is neither true nor false, and was not read"])
     if label is None and (key or kind == "unpaired"):
         raise BadRowError(
             f"has no {_either(LABEL_KEYS)} that is true for a desirable answer and false for an undesirable one "

@@ -147,50 +147,32 @@ def at_marks(text: str) -> list[str]:
 
 
 def call_form(render: Callable[[list[Any]], str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Find how a template takes calls: arguments as an object or as JSON text, and no content as "" or as null.
+    """Find how a template takes a message with calls: arguments as an object or as JSON text, no content as "" or null.
 
     Args:
         render: renders a conversation; it raises DropRowError where the template fails.
     """
-
-    def form(message: dict[str, Any], as_text: bool, null: bool) -> dict[str, Any]:
-        calls = message["tool_calls"]
-        if as_text:
-            calls = [
-                {
-                    **call,
-                    "function": {
-                        **call["function"],
-                        "arguments": dump(call["function"]["arguments"]),
-                    },
-                }
-                for call in calls
-            ]
-        return {
-            **message,
-            "tool_calls": calls,
-            "content": message["content"] or (None if null else ""),
-        }
-
-    dump = partial(json.dumps, ensure_ascii=False)
-    call = {
-        "type": "function",
-        "function": {"name": "call_1", "arguments": {"key_1": "value_1"}},
+    function = {"name": "call_1", "arguments": {"key_1": "value_1"}}
+    calling = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "call00001", "function": function}],
     }
-    asked, calling = (
-        {"role": "user", "content": "2"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    )
-    forms = [
-        partial(form, as_text=as_text, null=null)
-        for null, as_text in product((False, True), (False, True))
-    ]
-    for found in forms:
+    forms = [partial(_formed, *form) for form in product((False, True), repeat=2)]
+    for form in forms:
         with suppress(DropRowError, BadRowError):
-            text = render([asked, found(calling)])
-            if (
-                all(part in text for part in ("call_1", "key_1", "value_1"))
-                and r"\"" not in text
-            ):
-                return found
+            text = render([{"role": "user", "content": "2"}, form(calling)])
+            shown = all(part in text for part in ("call_1", "key_1", "value_1"))
+            if shown and not any(wrong in text for wrong in ("'key_1'", r"\"key_1")):
+                return form
     return forms[0]
+
+
+def _formed(is_null: bool, as_text: bool, message: dict[str, Any]) -> dict[str, Any]:
+    def function(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    calls = [function(call) if as_text else call for call in message["tool_calls"]]
+    content = message["content"] or (None if is_null else "")
+    return {**message, "tool_calls": calls, "content": content}
