@@ -31,7 +31,7 @@ def shown(tokenizer, open_rows):
 
     def shown(rows, kind="sequence", **more):
         found = []
-        for example in open_rows(rows, kind, **more):
+        for example in open_rows(rows, kind, 4096, **more):
             for sequence in example.sequences:
                 ends = np.flatnonzero(np.diff(sequence.loss_weights != 0)) + 1
                 parts = np.split(sequence.tokens, ends)
@@ -158,10 +158,10 @@ def test_messages_beside_a_pair_are_its_prompt_and_the_chosen_answer(shown, row)
     assert shown([row], "prompt") == [prompt]
 
 
-def test_a_completion_that_repeats_its_prompt_is_trained_after_it_once(shown):
-    row = {**WHOLE}
-    del row["messages"]
-    (text,) = shown([row], columns={"completion": "chosen"})
+@pytest.mark.parametrize("more", [{}, {"messages": WHOLE["messages"]}])
+def test_a_completion_that_holds_its_prompt_does_not_repeat_it(shown, more):
+    row = {"prompt": "q", "completion": WHOLE["chosen"], **more}
+    (text,) = shown([row])
     assert text == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[good<|im_end|>]"
 
 
@@ -210,7 +210,7 @@ def test_variables_of_the_template_are_read(shown, kind):
 
 def test_variables_are_those_that_transformers_gives(tokenizer, shown, tmp_path):
     variables, messages = {"enable_thinking": False}, [ASK, said("one"), ASK, said("two")]
-    (text,) = shown(
+    text, *_ = shown(
         [{"messages": messages, "chat_template_kwargs": variables}], template="qwen3"
     )
     own = ChatTemplate(tokenizer, "qwen3").text
@@ -314,7 +314,7 @@ def test_arguments_that_are_no_object_are_refused(open_rows, arguments):
     )
 
 
-@pytest.mark.parametrize("calls", [5, True, "{", "x", {"a": 1}, [5], [[]]])
+@pytest.mark.parametrize("calls", [5, True, "{", "x", {"a": 1}, [5]])
 def test_calls_that_are_none_are_refused(open_rows, calls):
     refused("message 2 has (a tool call without a name|tool_calls that are not JSON)", open_rows,
             {"messages": [ASK, said("a", tool_calls=calls)]})  # fmt: skip
@@ -383,7 +383,7 @@ def test_rows_of_parquet_are_the_rows_of_jsonl(tmp_path, tokenizer, open_rows, w
             datasets.Dataset.from_list(WIDE, features=kept).to_parquet(place)
     data = DataSection(cache=str(tmp_path / "cache"), chat_template="chatml", workers=1)
     found = open_dataset([Source(str(place))], "sequence", tokenizer, data)
-    wanted = open_rows(WIDE)
+    wanted = open_rows(WIDE, length=4096)
     assert [content(*example.sequences) for example in found] == [
         content(*e.sequences) for e in wanted
     ]

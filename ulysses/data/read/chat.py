@@ -33,6 +33,7 @@ from ulysses.data.read.templates import (
     OPEN,
     at_marks,
     call_form,
+    called,
     ends,
     is_lost,
     join_bounded,
@@ -350,9 +351,9 @@ class ChatTemplate:
 
         Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
         """
-        called = any(message.tool_calls for message in messages)
-        for given, key in ((tools, "tools"), (called, "tool_calls")):
-            if given and key not in self.text:
+        calls = any(message.tool_calls for message in messages)
+        for used, key in ((tools, "tools"), (calls, "tool_calls")):
+            if used and key not in self.text:
                 raise DropRowError(
                     f"the chat template has no place for {key.replace('_', ' ')}"
                 )
@@ -404,7 +405,7 @@ class ChatTemplate:
         plain = {**self.encoder.guard(message.more), "role": message.role, "content": content}
         if message.tool_calls:
             plain["tool_calls"] = self.encoder.guard(message.tool_calls)
-            plain = self._call_form(plain)
+            plain = called(plain, *self._call_form)
         return plain
 
     def _checked(self, variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,11 +44,9 @@ LocatedRow = tuple[int, str, bool, Any]
 Event = tuple[str, str, str]  # the arguments of Report.count
 PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
-# of an answer in such a list, and whether the better one has the higher number
-RANKINGS = dict.fromkeys(("scores", "rewards", "ratings", "score", "reward", "rating"), 1) | {
-    "ranks": -1,
-    "rank": -1,
-}
+# of the answers in such a list: the best has the highest number, or the lowest
+RANKINGS = dict.fromkeys("scores rewards ratings score reward rating".split(), 1)
+RANKINGS |= {"ranks": -1, "rank": -1}
 LABEL_KEYS = ("label", "kto_tag")
 SYSTEM_KEYS = ("system", "system_prompt")
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
@@ -246,13 +244,14 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
     # parquet fills with None
     row = {key: value for key, value in row.items() if value is not None}
     # what stands beside a prompt is the reward's own
-    for key, mark in row.items() if kind != "prompt" else ():
-        if key in WEIGHT_KEYS and mark == 0:
+    for key in WEIGHT_KEYS if kind != "prompt" else ():
+        mark = row.get(key)
+        if mark == 0:
             raise DropRowError(f"its {key} is {mark}")
-        if key in WEIGHT_KEYS and isinstance(mark, list) and not _has(row, "messages"):
+        if isinstance(mark, list) and not first_key(row, FORMATS["messages"]):
             raise BadRowError(
-                f"has the list {key!r} of what is to be trained, but no messages that it could mark; to train on all "
-                f'of it set columns = {{unused = "{key}"}}'
+                f"has the list {key!r} of what is to be trained, but no messages; to train on all of it set "
+                f'columns = {{unused = "{key}"}}'
             )
     if kind == "text":
         key = _required(row, FORMATS["text"])
@@ -260,7 +259,7 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
             raise DropRowError("empty text")
         return [Record([], [], text=row[key])]
     if row_format == "auto":
-        found = (name for name in FORMATS if _has(row, name))
+        found = (name for name, keys in FORMATS.items() if first_key(row, keys))
         row_format = next(found, "text")
     if row_format == "sharegpt":  # messages tell themselves how they are written
         row_format = "messages"
@@ -271,7 +270,7 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
         )
     prompt, answers = _read(row, row_format, kind)
     variables = decoded(row.get("chat_template_kwargs"), "'chat_template_kwargs' is not JSON")
-    if not isinstance(variables or {}, Mapping):
+    if not isinstance(variables, Mapping | None):
         raise BadRowError(f"'chat_template_kwargs' is {type_name(variables)}, not an object")
     record = Record(prompt, answers, parse_tools(row), variables=variables or {})
     if kind == "prompt":
@@ -284,12 +283,7 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
         return _comparisons(row, kind, record)
     if kind in ("pair", "ranked"):
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
-    if kind == "sequence" and str(row.get("label", True)) not in (
-        "True",
-        "False",
-        "true",
-        "false",
-    ):
+    if kind == "sequence" and str(row.get("label", True)).lower() not in ("true", "false"):
         row = {**row, "label": None}
         record = replace(record, notes=["'label' is neither true nor false, and was not read"])
     key = first_key(row, LABEL_KEYS)
@@ -379,7 +373,8 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
         begin = 0 if kind == "sequence" else len(prompt) - 1
         return prompt[:begin], [prompt[begin:]]
     first_roles = {_role(answer, 0) for answer in answers}
-    if may_hold_prompt and answers and not first_roles & {"", "assistant"}:
+    holds_prompt = may_hold_prompt or any(prompt[-1] in answer for answer in answers)
+    if holds_prompt and answers and not first_roles & {"", "assistant"}:
         return _inner_prompt(prompt, [key for key, _ in values], answers)
     if not prompt:
         raise BadRowError(f"has no {_either(PROMPT_KEYS)} (it has {_keys(row)})")
@@ -413,7 +408,8 @@ def _inner_prompt(
 
 
 def _conversation(row: Row) -> Messages:
-    return parse_messages(row[_required(row, FORMATS["messages"])], row)
+    lists = [(key, row[key]) for key in WEIGHT_KEYS if isinstance(row.get(key), list)]
+    return parse_messages(row[_required(row, FORMATS["messages"])], lists)
 
 
 def _asked(row: Row) -> list[str]:
@@ -496,18 +492,18 @@ def _answer(key: str, value: Any, may_hold_prompt: bool) -> Messages:
 
 
 def _ranks(row: Row, count: int) -> list[int]:
-    """Rank the answers, from 0, by the numbers that the row gives them; chosen is ranked above rejected."""
-    rankings = [[0, 1]] if PAIR_KEYS <= row.keys() else []
-    for name, sign in RANKINGS.items() if not rankings else ():
+    """Rank the answers, from 0, by the numbers that the row gives them; chosen is above rejected."""
+    found = [[0, 1]] * (PAIR_KEYS <= row.keys())
+    for name, sign in RANKINGS.items() if not found else ():
         if isinstance(given := row.get(name), list) and len(given) == count:
             scores = [sign * number(value, name) for value in given]
-            rankings.append([sorted({*scores}, reverse=True).index(score) for score in scores])
-    if not rankings or any(ranks != rankings[0] for ranks in rankings):
+            found.append([sorted({*scores}, reverse=True).index(score) for score in scores])
+    if not found or any(ranks != found[0] for ranks in found):
         raise BadRowError(
-            f"has {count} answers but not one order of them: give a list of as many numbers as 'scores' (the best has "
-            f"the highest) or 'ranks' (the lowest)"
+            f"has {count} answers but not one order of them; give as many numbers in 'scores' (the best has the "
+            "highest) or 'ranks' (the lowest)"
         )
-    return rankings[0]
+    return found[0]
 
 
 # ------------------------------------------------------------------------------------------------------ small checks
@@ -515,10 +511,6 @@ def _ranks(row: Row, count: int) -> list[int]:
 
 def _role(messages: Messages, place: int) -> str:
     return messages[place].role if messages else ""
-
-
-def _has(row: Row, row_format: str) -> bool:
-    return bool(first_key(row, FORMATS[row_format]))
 
 
 def _required(row: Row, keys: tuple[str, ...]) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,29 +54,27 @@ class Message:
 
 
 Messages = list[Message]
+Marks = Sequence[tuple[str, Any]]
 
 
-def parse_messages(value: Any, row: Mapping[str, Any] | None = None) -> Messages:
+def parse_messages(value: Any, lists: Marks = ()) -> Messages:
     """Read a list of OpenAI (role, content) or ShareGPT (from, value) messages, in any mixture.
 
     Args:
-        row: may hold lists of the messages' marks.
+        lists: marks that the row holds under some of WEIGHT_KEYS, one for each message.
     """
     if not isinstance(value, list):
         raise BadRowError(f"messages are {type_name(value)}, not a list")
-    marks = {key: mark for key, mark in _marks(row or {}).items() if isinstance(mark, list)}
-    for key, mark in marks.items():
-        if len(mark) != len(value):
-            raise BadRowError(f"has {len(value)} messages but {len(mark)} marks in {key!r}")
+    for key, marks in lists:
+        if len(marks) != len(value):
+            raise BadRowError(f"has {len(value)} messages but {len(marks)} marks in {key!r}")
     return [
-        _message(
-            item, {key: mark[place] for key, mark in marks.items()}, f"message {place + 1}"
-        )
+        _message(item, [(key, marks[place]) for key, marks in lists], f"message {place + 1}")
         for place, item in enumerate(value)
     ]
 
 
-def _message(item: Any, marks: dict[str, Any], where: str) -> Message:
+def _message(item: Any, marks: Marks, where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
     name = item.get("role", item.get("from"))
@@ -95,7 +93,12 @@ def _message(item: Any, marks: dict[str, Any], where: str) -> Message:
     if name == "function_call":
         found = decoded(content, f"{where} should hold a tool call as JSON")
         calls, content = found if isinstance(found, list) else [found], ""
-    weight = _weight([*_marks(item).items(), *_marks(marks).items()], where)
+    marks = [*marks, *((key, item.get(key)) for key in WEIGHT_KEYS)]
+    weights = {number(mark, key) for key, mark in marks if mark is not None}
+    # 1 says that a message is trained, and another number how much it counts
+    weight = min(weights - {1.0} or weights, default=None)
+    if len(weights - {1.0}) > 1 or {0.0, 1.0} <= weights:
+        raise BadRowError(f"{where} has marks that disagree, {weights}; keep one of them")
     if weight and ROLES[name] != "assistant":
         raise BadRowError(
             f"{where} gives the weight {weight:g} to a {ROLES[name]} message; "
@@ -119,20 +122,6 @@ def _content_part(part: Any, where: str) -> str:
     return text
 
 
-def _marks(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: row[key] for key in WEIGHT_KEYS if row.get(key) is not None}
-
-
-def _weight(marks: list[tuple[str, Any]], where: str) -> float | None:
-    """Return what all marks say; a mark of 1 says that a message is trained, and another how much it counts."""
-    weights = {number(value, key) for key, value in marks}
-    if len(weights - {1.0}) > 1 or {0.0, 1.0} <= weights:
-        raise BadRowError(
-            f"{where} has marks that disagree, {', '.join(f'{key} = {value}' for key, value in marks)}; keep one"
-        )
-    return min(weights - {1.0} or weights, default=None)
-
-
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -149,18 +138,17 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 def parse_tools(row: Mapping[str, Any]) -> list[Any]:
     """Read a row's tools: a list of descriptions or one of them, also as JSON text."""
-    found = [tools for key in TOOL_KEYS if (tools := _tools(row.get(key), key))]
-    if any(tools != found[0] for tools in found):
-        raise BadRowError(f"has {' and '.join(TOOL_KEYS)} that differ; keep one of them")
-    return found[0] if found else []
-
-
-def _tools(value: Any, key: str) -> list[Any]:
-    problem = f"{key!r} is not valid JSON"
-    tools = decoded(value, problem) or []
-    tools = [decoded(tool, problem) for tool in (tools if isinstance(tools, list) else [tools])]
+    given = [row[key] for key in TOOL_KEYS if row.get(key)]
+    if len(given) > 1:
+        raise BadRowError(f"has {' and '.join(TOOL_KEYS)}; keep one of them")
+    problem = "'tools' is not valid JSON"
+    tools = decoded(given[0], problem) if given else []
+    tools = [
+        decoded(tool, problem)
+        for tool in ([tools] if isinstance(tools, Mapping) else tools or [])
+    ]
     if not all(isinstance(tool, Mapping) for tool in tools):
-        raise BadRowError(f"{key!r} must be a list of tool descriptions")
+        raise BadRowError("'tools' must be a list of tool descriptions")
     return [t if "function" in t else {"type": "function", "function": t} for t in tools]
 
 
@@ -201,18 +189,12 @@ def type_name(value: Any) -> str:
     return "missing" if value is None else type(value).__name__
 
 
-def from_json(text: str) -> Any:
-    """Read JSON; ValueError if it is none, holds a number that is not finite, or a key twice in one object."""
-    return DECODER.decode(text)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has the key {twice!r} twice")
-    return found
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; ValueError if a key stands in it twice, of which the last would win."""
+    names = [name for name, _ in pairs]
+    if len({*names}) < len(names):
+        raise ValueError(f"an object has the key {max(names, key=names.count)!r} twice")
+    return dict(pairs)
 
 
 def _finite(text: str) -> float:
@@ -221,9 +203,9 @@ def _finite(text: str) -> float:
     return found
 
 
-DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite
-)
+from_json = json.JSONDecoder(
+    object_pairs_hook=unique_keys, parse_float=_finite, parse_constant=_finite
+).decode
 
 
 def decoded(value: Any, problem: str) -> Any:

@@ -7,16 +7,15 @@ and the hub go through `datasets`, which no other file imports. Only .json array
 import csv
 import gzip
 import json
-import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import field, fields, replace
 from functools import partial
+from glob import escape
 from io import TextIOWrapper
-from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from pydantic.dataclasses import dataclass
 
 from ulysses.data import BadRowError, DataError
 from ulysses.data.cache import build_once, digest_of_value, known_files
+from ulysses.data.read.messages import unique_keys
 from ulysses.disk import digest_of
 from ulysses.environment import rank
 
@@ -41,7 +41,6 @@ FORMATS = {
 }
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet")
 LINES = {".jsonl", ".ndjson", ".csv", ".tsv"}  # suffixes of files with a row on every line
-SPACE = re.compile(r"\s*")
 NOT_UNPACKED = (".zst", ".bz2", ".xz", ".zip", ".lz4", ".7z")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
 CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in parts
@@ -180,7 +179,8 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
     path = source.place
     if not path.exists():
         raise DataError(_absent(source))
-    found = [path] if path.is_file() else [*_files_below(path)]
+    # links to folders are not followed, which the report tells
+    found = [p for p in (path, *path.rglob("[!.]*")) if p.is_file() or p.is_symlink()]
     if packed := [
         p for p in found if p.suffix in NOT_UNPACKED and Path(p.stem).suffix in SUFFIXES
     ]:
@@ -197,17 +197,6 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
     one = source.is_saved or path.is_file()
     own = files if one else _chosen(source, _splits(path, files))
     return own, sorted({*found} - {*own})
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder and of those that are linked there, each of these once."""
-    seen = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        folders[:] = sorted(folders) if real not in seen else []
-        names = names if real not in seen else []
-        seen.add(real)
-        yield from (Path(place, name) for name in names if name[0] != ".")
 
 
 def _splits(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
@@ -238,19 +227,15 @@ def _chosen(source: Source, splits: Mapping[str, Any]) -> Any:
     return splits[source.split]
 
 
-def source_state(source: Source, cache: Path) -> str:
-    """Tell states of a local source apart: names, sizes and times of its files, and their bytes if they are new."""
-    return f"{known_files(_files(source), cache)} {source_digest(source, cache)}"
-
-
 def source_digest(source: Source, cache: Path) -> str:
     """Hash what a source holds: the bytes of its files, or the id, subset, split and commit of a pinned hub dataset.
 
     The bytes are read by one process of the node. The others, and later runs, find their hash in the folder `cache`
     under the names, sizes and times of the files. Files that changed a moment ago are always read.
     """
-    content, files = source.path, _files(source)
-    if files:
+    content = source.path
+    if not source.is_on_hub:
+        files, _ = source_files(source)
         if time.time() - max(path.stat().st_ctime for path in files) < SETTLED_SECONDS:
             content = _hash_files(files)
         else:
@@ -260,7 +245,8 @@ def source_digest(source: Source, cache: Path) -> str:
     return digest_of_value(vars(source) | {"path": content, "weight": 1})
 
 
-def _files(source: Source) -> list[Path]:
+def local_files(source: Source) -> list[Path]:
+    """List the files that are read; none of a hub dataset."""
     return [] if source.is_on_hub else source_files(source)[0]
 
 
@@ -324,17 +310,17 @@ def read_rows(source: Source) -> Iterator[tuple[str, Any]]:
     is_one = source.is_one
     for file in [source.place] if is_one else source_files(source)[0]:
         read = _library_rows if is_one or _suffix(file) == ".parquet" else _file_rows
-        with _explained(source, file):
-            for number, row in read(source, file):
+        with _explained(source, file, at := [0]):
+            for at[0], row in read(source, file):
                 if isinstance(row, bytes) and len(row) > MOST_BYTES:
                     row = BadRowError(
-                        f"has {len(row):,} bytes, more than the {MOST_BYTES:,} of the longest row; cut it into several"
+                        f"has {len(row):,} bytes, and may have {MOST_BYTES:,}; cut it"
                     )
-                yield f"{source.path if is_one else file} row {number}", row
+                yield f"{source.path if is_one else file} row {at[0]}", row
 
 
 @contextmanager
-def _explained(source: Source, file: Path) -> Iterator[None]:
+def _explained(source: Source, file: Path, at: Sequence[int] = (0,)) -> Iterator[None]:
     """Turn any error of reading into a DataError, for every format and library has its own classes."""
     try:
         yield
@@ -342,10 +328,13 @@ def _explained(source: Source, file: Path) -> Iterator[None]:
         raise
     except Exception as error:
         problem = " ".join(str(error).split())[:300] or type(error).__name__
+        if isinstance(error, csv.Error):
+            problem += ": close every quotation mark, and write those inside of a text twice"
         if isinstance(error, KeyError):
             problem = f"there is no {problem} in it"
         if file.exists():
-            raise DataError(f"{file.absolute()} cannot be read: {problem}") from None
+            after = f" after row {at[0]}" if at[0] else ""
+            raise DataError(f"{file.absolute()} cannot be read{after}: {problem}") from None
         raise DataError(
             f"{_absent(source)}, and no hub dataset of that name could be loaded: {problem}"
         ) from None
@@ -355,7 +344,7 @@ def count_rows(sources: Iterable[Source]) -> int | None:
     """Count the rows of files that have one on every line, for a progress bar; None if there are other sources."""
     total = 0
     for source in sources:
-        files = _files(source)
+        files = local_files(source)
         if not {path.suffix for path in files} <= LINES or not files:
             return None
         rows = sum(1 for path in files for _ in path.open("rb"))
@@ -378,23 +367,15 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
         elif delimiter:
             csv.field_size_limit(sys.maxsize)
             rows = csv.DictReader(text, delimiter=delimiter, strict=True)
-            number = 0
-            try:
-                names = rows.fieldnames or []
-                if twice := [name for name in names if names.count(name) > 1]:
-                    raise DataError(
-                        f"{path.absolute()} has two columns of the name {twice[0]!r}; rename one of them"
-                    )
-                for number, row in enumerate(rows, 1):
-                    yield number, row
-            except csv.Error as error:
+            names = rows.fieldnames or []
+            if twice := [name for name in names if names.count(name) > 1]:
                 raise DataError(
-                    f"{path.absolute()} row {number + 1} has a quotation mark that is not closed, or closed too early "
-                    f"({error}); write those inside of a text twice"
-                ) from None
+                    f"{path.absolute()} has two columns of the name {twice[0]!r}; rename one of them"
+                )
+            yield from enumerate(rows, 1)
         elif suffix == ".json" and text.read(1024).lstrip().startswith("["):
             text.seek(0)
-            yield from _array_rows(text.read(), path)
+            yield from enumerate(json.load(text, object_pairs_hook=unique_keys), 1)
         else:
             file.seek(0)
             for number, line in enumerate(file, 1):
@@ -402,54 +383,25 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, line
 
 
-def _array_rows(text: str, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the elements of a JSON array as the bytes of lines, which the reader of rows parses and checks."""
-    place, decoder = text.index("["), json.JSONDecoder()
-    for number in count(1):
-        try:
-            start = SPACE.match(text, place + 1).end()
-            if number == 1 and text.startswith("]", start):
-                return
-            _, end = decoder.raw_decode(text, start)
-            yield number, text[start:end].encode("utf-8", "surrogateescape")
-            place = SPACE.match(text, end).end()
-            if text[place : place + 1] != ",":
-                if text[place:].rstrip() != "]":
-                    raise ValueError("neither a comma nor the end of the array comes after it")
-                return
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{path.absolute()} row {number} is not valid JSON: {error}"
-            ) from None
-
-
 def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
-    """Read a parquet file, a saved folder or a hub dataset with `datasets`, which knows how their values are coded."""
+    """Read a parquet file, a saved folder or a hub dataset with `datasets`."""
     import datasets
 
     rows: Any
-    with ExitStack() as opened:
-        if path.is_file():
-            from pyarrow import parquet
-
-            file = parquet.ParquetFile(opened.enter_context(path.open("rb")))
-            features = datasets.Features.from_arrow_schema(file.schema_arrow)
-            batches = (batch.to_pylist() for batch in file.iter_batches(ITEMS_AT_ONCE))
-            rows = map(features.decode_example, chain.from_iterable(batches))
-        else:
-            if path.is_dir():
-                rows = datasets.load_from_disk(str(path))
-            else:
-                rows = datasets.load_dataset(
-                    source.path, source.subset, split=source.split, revision=source.revision
-                )
-            rows = _chosen(source, rows) if isinstance(rows, dict) else rows
-            features = getattr(rows, "features", {})
-        for number, row in enumerate(rows, 1):
-            yield (
-                number,
-                {name: _as_written(value, features.get(name)) for name, value in row.items()},
-            )
+    if path.is_file():
+        files = escape(str(path.absolute()))  # its name may look like a pattern
+        more = {"split": "train", "streaming": True, "batch_size": ITEMS_AT_ONCE}
+        rows = datasets.load_dataset("parquet", data_files=files, **more)
+    elif path.is_dir():
+        rows = datasets.load_from_disk(str(path))
+    else:
+        rows = datasets.load_dataset(
+            source.path, source.subset, split=source.split, revision=source.revision
+        )
+    rows = _chosen(source, rows) if isinstance(rows, dict) else rows
+    kinds = getattr(rows, "features", {})
+    for number, row in enumerate(rows, 1):
+        yield number, {name: _as_written(value, kinds.get(name)) for name, value in row.items()}
 
 
 def _as_written(value: Any, kind: Any) -> Any:

@@ -25,6 +25,10 @@ from ulysses.data import BadRowError, DataError, DropRowError
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
 OPEN, CLOSE, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"  # marks in rendered text
 THINK_TAG = re.compile(f"</?think{GUARD}?>")
+CALLING = """[{"role": "user", "content": "2"}, {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
+    "id": "call00001", "function": {"name": "call_1", "arguments": {"key_1": "value_1"}}}]}]"""
+# a call that a template shows, neither as Python writes objects nor with quotation marks that are escaped
+SHOWN = re.compile(r"""(?s)call_1.*(?<!')(?<!\\")key_1.*value_1""")
 # keys of what the assistant wrote
 SAID = ("content", "reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
@@ -146,33 +150,22 @@ def at_marks(text: str) -> list[str]:
     return text.replace(CLOSE, OPEN).split(OPEN)
 
 
-def call_form(render: Callable[[list[Any]], str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Find how a template takes a message with calls: arguments as an object or as JSON text, no content as "" or null.
+def call_form(render: Callable[[list[Any]], str]) -> tuple[bool, bool]:
+    """Find how a template takes messages with calls, as arguments of `called`.
 
-    Args:
-        render: renders a conversation; it raises DropRowError where the template fails.
+    `render` renders a conversation, and raises DropRowError where the template fails.
     """
-    function = {"name": "call_1", "arguments": {"key_1": "value_1"}}
-    calling = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "id": "call00001", "function": function}],
-    }
-    forms = [partial(_formed, *form) for form in product((False, True), repeat=2)]
-    for form in forms:
+    for form in product((False, True), repeat=2):
+        asked, calling = json.loads(CALLING)
         with suppress(DropRowError, BadRowError):
-            text = render([{"role": "user", "content": "2"}, form(calling)])
-            shown = all(part in text for part in ("call_1", "key_1", "value_1"))
-            if shown and not any(wrong in text for wrong in ("'key_1'", r"\"key_1")):
+            if SHOWN.search(render([asked, called(calling, *form)])):
                 return form
-    return forms[0]
+    return False, False
 
 
-def _formed(is_null: bool, as_text: bool, message: dict[str, Any]) -> dict[str, Any]:
-    def function(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    calls = [function(call) if as_text else call for call in message["tool_calls"]]
-    content = message["content"] or (None if is_null else "")
-    return {**message, "tool_calls": calls, "content": content}
+def called(message: dict[str, Any], is_null: bool, as_text: bool) -> dict[str, Any]:
+    """Give a message of one's own with calls null instead of no content, and its arguments as JSON text."""
+    for call in message["tool_calls"] if as_text else ():
+        function = call["function"]
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**message, "content": message["content"] or (None if is_null else "")}

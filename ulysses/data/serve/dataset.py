@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
-from ulysses.data.cache import build_once, check_once, digest_of_value, discard
+from ulysses.data.cache import build_once, check_once, digest_of_value, discard, known_files
 from ulysses.data.read.chat import ChatTemplate, TextEncoder, tokenizer_digest
 from ulysses.data.read.formats import (
     Event,
@@ -36,9 +36,9 @@ from ulysses.data.read.sources import (
     Source,
     count_rows,
     in_batches,
+    local_files,
     pinned,
     source_digest,
-    source_state,
 )
 from ulysses.data.serve.encode import (
     Columns,
@@ -81,7 +81,11 @@ def open_dataset(
     cache = Path(settings.cache).expanduser()
     sources = [pinned(source) for source in sources]
     template = None if kind == "text" else ChatTemplate(tokenizer, settings.chat_template)
-    states = [source_state(source, cache) for source in sources]
+
+    def state() -> list[Any]:
+        return [known_files(local_files(source), cache) for source in sources]
+
+    before = state()
     content = [
         FORMAT_VERSION,
         kind,
@@ -118,11 +122,11 @@ def open_dataset(
         if template is None:
             chunks = cut_documents(chain.from_iterable(chunks), encoder, settings.max_length)
         write_dataset(temporary, kind, chunks, report, [source.path for source in sources])
-        for source, state in zip(sources, states):
-            if source_state(source, cache) != state:
-                raise DataError(
-                    f"{source.path} was changed while it was read; start again when nothing writes there any more"
-                )
+        if state() != before:
+            raise DataError(
+                f"{', '.join(source.path for source in sources)} changed while it was read; start again when nothing "
+                "writes there any more"
+            )
 
     build_once(folder, build)
     try:
