@@ -12,7 +12,8 @@ import pytest
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
-from ulysses.data.read.formats import Report, locate_rows, note_sources, read_records
+from ulysses.data.read.counts import Report, note_sources
+from ulysses.data.read.formats import locate_rows, read_records
 from ulysses.data.read.sources import (
     Source,
     missing_sources,

@@ -139,7 +139,7 @@ def test_only_numbers_rank_answers(shown, ranking):
 )  # fmt: skip
 def test_answers_without_an_order_are_no_preference(open_rows, kind, more):
     row = {"prompt": "q", "responses": ["a", "b"], "label": True, **more}
-    refused("has 2 answers but not one order of them: give a list", open_rows, row, kind)
+    refused("has 2 answers but not one order of them; give as many", open_rows, row, kind)
 
 
 WHOLE = {"prompt": "q", "prompt_id": "1", "chosen": [ASK, said("good")], "rejected": [ASK, said("bad")],
@@ -186,7 +186,7 @@ def test_functions_are_tools_and_a_system_prompt_is_one(shown):
 
 def test_tools_and_functions_that_differ_are_refused(open_rows):
     row = {"messages": [ASK, said("a")], "tools": TOOLS, "functions": [{"name": "g"}]}
-    refused("has tools and functions that differ; keep one of them", open_rows, row)
+    refused("has tools and functions; keep one of them", open_rows, row)
 
 
 THINKING = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" \

@@ -30,10 +30,13 @@ from ulysses.data.read.templates import (
     CLOSE,
     GUARD,
     NAMED_TEMPLATES,
+    NO_VARIABLES,
+    NOTHING,
     OPEN,
     at_marks,
     call_form,
     called,
+    check_variables,
     ends,
     is_lost,
     join_bounded,
@@ -53,8 +56,6 @@ TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
 NEWLINE = re.compile(r"\s*[\r\n]")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
-NOTHING = (None, "", [], {})  # values that nobody misses
-OURS = {"messages", "tools", "add_generation_prompt", *SPECIAL_NAMES}
 # of texts that are tokenised together; the results of more would not stay in the processor's cache
 CHARACTERS_AT_ONCE = 1 << 15
 SAMPLE = printable * 100
@@ -334,7 +335,7 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         answers: Sequence[int] = (),
         turns: str = "together",
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> list[Rendered]:
         """Render a conversation, and weigh what the assistant wrote; everything else has the weight 0.
 
@@ -358,7 +359,8 @@ class ChatTemplate:
                     f"the chat template has no place for {key.replace('_', ' ')}"
                 )
         plain = [self._plain(message) for message in messages]
-        given = {"tools": self.encoder.guard(tools) or None, **self._checked(variables or {})}
+        check_variables(variables, self._variables)
+        given = self.encoder.guard({"tools": tools or None, **variables})
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
             text = "".join(at_marks(self._render(given, plain, not begun)))
@@ -407,16 +409,6 @@ class ChatTemplate:
             plain["tool_calls"] = self.encoder.guard(message.tool_calls)
             plain = called(plain, *self._call_form)
         return plain
-
-    def _checked(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the variables of a row, guarded; BadRowError if the template does not read them, or they are ours."""
-        for key, value in variables.items():
-            if key in OURS or (value not in NOTHING and key not in self._variables):
-                raise BadRowError(
-                    f"sets {key!r} in chat_template_kwargs, which the chat template does not read, or only from us; "
-                    'remove it, or set columns = {unused = "chat_template_kwargs"}'
-                )
-        return self.encoder.guard(dict(variables))
 
     def _up_to(self, messages: list[Any], given: Any, last: int) -> tuple[str, dict[int, Span]]:
         """Render the messages up to answer `last`; return the text, and where this answer and other marked ones are."""

@@ -6,7 +6,6 @@ their own keys.
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 from ulysses.data import BadRowError, DataError, DropRowError
+from ulysses.data.read.counts import Event, Report
 from ulysses.data.read.messages import (
     WEIGHT_KEYS,
     Message,
@@ -34,14 +34,12 @@ from ulysses.data.read.sources import (
     PROMPT_KEYS,
     Source,
     read_rows,
-    source_files,
 )
 
 Row = Mapping[str, Any]
 # the index of its source, its file and number, whether it continues the document of the row before, and the row as it
 # was read: a line of bytes, or the row itself
 LocatedRow = tuple[int, str, bool, Any]
-Event = tuple[str, str, str]  # the arguments of Report.count
 PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 # of the answers in such a list: the best has the highest number, or the lowest
@@ -52,7 +50,6 @@ SYSTEM_KEYS = ("system", "system_prompt")
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
-EXAMPLES_PER_REASON = 5
 
 
 @dataclass(frozen=True)
@@ -85,41 +82,6 @@ class Record:
     notes: Sequence[str] = ()
 
 
-@dataclass
-class Report:
-    """Counts of what happened to the rows, with examples that name file and row; vars() of it is JSON data."""
-
-    read: int = 0
-    kept: int = 0
-    tokens: int = 0
-    shared: int = 0  # of the tokens: prompts that a further answer does not repeat
-    dropped: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
-
-    def count(self, name: str, what: str, where: str) -> None:
-        """Count a row in `dropped` or `notes`."""
-        counts: dict[str, int] = getattr(self, name)
-        counts[what] = counts.get(what, 0) + 1
-        if counts[what] <= EXAMPLES_PER_REASON:
-            self.examples.setdefault(what, []).append(where)
-
-    def __str__(self) -> str:
-        lines = [
-            f"read {self.read} rows, kept {self.kept} examples, dropped {sum(self.dropped.values())} rows"
-        ]
-        if self.shared:
-            lines.append(
-                f"  {self.shared / self.tokens:.1%} of the tokens are prompts that another answer has"
-            )
-        for title, counts in (("dropped, ", self.dropped), ("", self.notes)):
-            for reason, count in Counter(counts).most_common():
-                examples = ", ".join(self.examples[reason])
-                more = ", ..." if count > EXAMPLES_PER_REASON else ""
-                lines.append(f"  {title}{reason}: {count} ({examples}{more})")
-        return "\n".join(lines)
-
-
 @contextmanager
 def dropping(events: list[Event], where: str, bad_rows: str) -> Iterator[None]:
     """Drop and count a row that cannot be used; DataError if it breaks its format and `bad_rows` is "error"."""
@@ -150,18 +112,6 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
                 yield index, where, continues, row
         except DataError as error:
             yield index, last, False, error
-
-
-def note_sources(sources: Iterable[Source], report: Report) -> None:
-    """Count in `report` what is not a matter of rows, so that it is told of cached tokens too."""
-    for source in sources:
-        if source.is_on_hub:
-            note = f"data of the hub's commit {source.revision}"
-            report.count("notes", note, source.path)
-        else:
-            note = f"files left out, not data of split {source.split}"
-            for file in source_files(source)[1]:
-                report.count("notes", note, str(file))
 
 
 def read_records(

@@ -98,7 +98,9 @@ def _message(item: Any, marks: Marks, where: str) -> Message:
     # 1 says that a message is trained, and another number how much it counts
     weight = min(weights - {1.0} or weights, default=None)
     if len(weights - {1.0}) > 1 or {0.0, 1.0} <= weights:
-        raise BadRowError(f"{where} has marks that disagree, {weights}; keep one of them")
+        raise BadRowError(
+            f"{where} has marks that disagree, {', '.join(f'{key} = {mark}' for key, mark in marks if mark is not None)}; keep one"
+        )
     if weight and ROLES[name] != "assistant":
         raise BadRowError(
             f"{where} gives the weight {weight:g} to a {ROLES[name]} message; "

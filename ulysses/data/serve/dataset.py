@@ -24,14 +24,8 @@ from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.cache import build_once, check_once, digest_of_value, discard, known_files
 from ulysses.data.read.chat import ChatTemplate, TextEncoder, tokenizer_digest
-from ulysses.data.read.formats import (
-    Event,
-    LocatedRow,
-    Report,
-    locate_rows,
-    note_sources,
-    read_records,
-)
+from ulysses.data.read.counts import Event, Report, note_sources
+from ulysses.data.read.formats import LocatedRow, locate_rows, read_records
 from ulysses.data.read.sources import (
     Source,
     count_rows,

@@ -28,7 +28,8 @@ import numpy as np
 from ulysses.config.schema import DataSection
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.chat import ChatTemplate, Encoded, Rendered, TextEncoder
-from ulysses.data.read.formats import Event, Record, dropping
+from ulysses.data.read.counts import Event
+from ulysses.data.read.formats import Record, dropping
 from ulysses.data.read.templates import bounded_time
 from ulysses.parallel.batch import Sequence, common_prefix, restored
 
