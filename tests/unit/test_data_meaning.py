@@ -1,7 +1,6 @@
 """What is trained is what the row said: marks, ranks, calls, template variables, and columns that parquet widened."""
 
 import json
-from string import Template
 
 import datasets
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.data_case import content
-from tests.tiny_tokenizer import CHATML, made_tokenizer, write_rows
+from tests.tiny_tokenizer import write_rows
 from tests.unit.test_data_chat import PLAIN_CHATML, TOOLS
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
@@ -67,7 +66,8 @@ def test_an_answer_that_is_marked_is_not_trained(shown, name, off):
     rows = [{"messages": [ASK, said("one", **{name: off}), ASK, said("two", **{name: on})]},
             {"messages": [ASK, said("one"), ASK, said("two")], name: [off, off, off, on]},
             {"messages": [ASK, said("one"), ASK, said("two")], name: [None, off, None, None]},
-            {"conversations": [ASK, said("one"), ASK, said("two", **{name: on})], name: [off, off, off, on]}]  # fmt: skip
+            {"conversations": [ASK, said("one"), ASK, said("two", **{name: on})],
+             name: [off, off, off, on]}]  # fmt: skip
     for text in shown(rows):
         assert "[" in text and "one<|im_end|>" in text.split("[")[0]
         assert text.split("[")[1] == "two<|im_end|>]"
@@ -165,14 +165,15 @@ def test_a_completion_that_holds_its_prompt_does_not_repeat_it(shown, more):
     assert text == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[good<|im_end|>]"
 
 
-# ------------------------------------------------------------------------------------------------- columns with a meaning
+# -------------------------------------------------------------------------------------------- columns with a meaning
 
 
 def test_functions_are_tools_and_a_system_prompt_is_one(shown):
     function = TOOLS[0]["function"]
     call = said(None, function_call={"name": "f", "arguments": '{"x": 1}'})
     given = [{"messages": [ASK, call], key: value}
-             for key, value in (("functions", [function]), ("tools", TOOLS), ("functions", json.dumps([function])))]  # fmt: skip
+             for key, value in (("functions", [function]), ("tools", TOOLS),
+                                ("functions", json.dumps([function])))]  # fmt: skip
     texts = shown(given)
     assert len({*texts}) == 1 and '"description": "d"' in texts[0]
     systems = shown(
@@ -233,7 +234,7 @@ def test_variables_are_those_that_transformers_gives(tokenizer, shown, tmp_path)
 @pytest.mark.parametrize(
     "variables, sentence",
     [
-        ({"enable_thinking": False}, "sets 'enable_thinking' in chat_template_kwargs, which the chat template does not"),
+        ({"enable_thinking": False}, "sets 'enable_thinking' in chat_template_kwargs, which the chat"),
         ({"tools": []}, "sets 'tools' in chat_template_kwargs"),
         ({"messages": []}, "sets 'messages' in chat_template_kwargs"),
         ([1], "'chat_template_kwargs' is list, not an object"),
@@ -306,7 +307,8 @@ def test_arguments_are_an_object_however_often_they_were_encoded(shown):
 
 
 @pytest.mark.parametrize(
-    "arguments", ['{"x": ', "print(1)", json.dumps('{"x": '), "[1]", [1], 5, '"text"', '{"x": 1, "x": 2}', r'{"x": "\ud800"}']
+    "arguments", ['{"x": ', "print(1)", json.dumps('{"x": '), "[1]", [1], 5, '"text"', '{"x": 1, "x": 2}',
+                  r'{"x": "\ud800"}']
 )  # fmt: skip
 def test_arguments_that_are_no_object_are_refused(open_rows, arguments):
     refused(
@@ -323,7 +325,8 @@ def test_calls_that_are_none_are_refused(open_rows, calls):
 # DeepSeek's kind: text is concatenated, and content that is not null hides the calls
 CONCATENATES = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' and NULL %}{% for c in m.tool_calls %}{{ c.function.name + ':' + c.function.arguments }}"
+    "{% if m.role == 'assistant' and NULL %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + ':' + c.function.arguments }}"
     "{% endfor %}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )

@@ -245,8 +245,7 @@ class ChatTemplate:
             self._compiled = environment.from_string(marked)
             both = [{"role": role, "content": "2"} for role in ("user", "assistant")]
             parts = (both[:1], True), (both[:1], False), (both, False)
-            render = partial(self._render, {"tools": None})
-            self._call_form = call_form(render)
+            self._call_form = call_form(render := partial(self._render, {"tools": None}))
             return [render(*part) for part in parts]
 
         try:
@@ -256,16 +255,15 @@ class ChatTemplate:
         except TemplateError as error:
             raise DataError(f"chat template {template} is not valid Jinja: {error}") from None
         except (DropRowError, BadRowError) as error:
-            raise DataError(
-                f"chat template {template} cannot render one question: {error}"
-            ) from None
+            problem = f"chat template {template} cannot render one question: {error}"
+            raise DataError(problem) from None
         self.marks_generation = OPEN in answered
         self._opening = opened.removeprefix(closed)  # of the assistant's turn
         tree = environment.parse(marked)
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
         self._variables = {node.name for node in tree.find_all(nodes.Name)}
-        # Mistral's and Llama-2's write nothing where the assistant's turn begins
+        # Mistral's and Llama-2's write nothing there
         is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
         if not is_opened and not self.marks_generation:
             raise DataError(

@@ -99,7 +99,8 @@ def _message(item: Any, marks: Marks, where: str) -> Message:
     weight = min(weights - {1.0} or weights, default=None)
     if len(weights - {1.0}) > 1 or {0.0, 1.0} <= weights:
         raise BadRowError(
-            f"{where} has marks that disagree, {', '.join(f'{key} = {mark}' for key, mark in marks if mark is not None)}; keep one"
+            f"{where} has marks that disagree, "
+            f"{', '.join(f'{key} = {mark}' for key, mark in marks if mark is not None)}; keep one"
         )
     if weight and ROLES[name] != "assistant":
         raise BadRowError(

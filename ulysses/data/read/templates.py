@@ -182,6 +182,6 @@ def check_variables(variables: Mapping[str, Any], read: set[str]) -> None:
     for key, value in variables.items():
         if key in OURS or (value not in NOTHING and key not in read):
             raise BadRowError(
-                f"sets {key!r} in chat_template_kwargs, which the chat template does not read, or which is not the row's "
-                'to set; remove it, or set columns = {unused = "chat_template_kwargs"}'
+                f"sets {key!r} in chat_template_kwargs, which the chat template does not read, or no row may set; "
+                'remove it, or set columns = {unused = "chat_template_kwargs"}'
             )
