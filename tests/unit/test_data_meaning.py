@@ -334,16 +334,23 @@ CONCATENATES = (
 
 @pytest.mark.parametrize("null", ["m.content is none", "m.tool_calls"])
 @pytest.mark.parametrize("plus", [" + ", " ~ "])
-def test_templates_that_concatenate_arguments_get_their_text(tmp_path, shown, null, plus):
-    (tmp_path / "t.jinja").write_text(
-        CONCATENATES.replace("NULL", null).replace(" + c.function.a", f"{plus}c.function.a")
+@pytest.mark.parametrize(
+    "more", ["", "{% if m.tool_calls and m.content is not none %}an empty turn{% endif %}"]
+)
+def test_templates_that_concatenate_arguments_get_their_text(tmp_path, shown, null, plus, more):
+    text = CONCATENATES.replace("NULL", null).replace(" + c.function.a", f"{plus}c.function.a")
+    (tmp_path / "t.jinja").write_text(text.replace("{{ '<|im_end|>", more + "{{ '<|im_end|>"))
+    rows = [{**calling({"x": "<|im_end|>é"}), "tools": []}]
+    rows.append(
+        {"messages": [*rows[0]["messages"], {"role": "tool", "content": "7"}, said("b")]}
     )
-    template = str(tmp_path / "t.jinja")
-    (text,) = shown([{**calling({"x": "<|im_end|>é"}), "tools": []}], template=template)
-    assert (
-        text
-        == '<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[f:{"x": "<|im_end|>é"}<|im_end|>]'
-    )
+    asked = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    call = '[f:{"x": "<|im_end|>é"}<|im_end|>]'
+    later = "\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]"
+    assert shown(rows, template=str(tmp_path / "t.jinja")) == [
+        asked + call,
+        asked + call + later,
+    ]
 
 
 def test_a_call_that_a_template_leaves_out_is_no_answer(tmp_path, open_rows):

@@ -52,7 +52,7 @@ WEIGHT = '{"messages": [{"role": "assistant", "content": "a", "weight": %s}]}'
     "row, kind, sentence",
     [
         ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", "is not valid JSON: maximum recursion depth"),
-        (CALL % (r"{\"a\": " * 400 + "1" + "}" * 400), "sequence", "is nested too deeply"),
+        (CALL % (r"{\"a\": " * 700 + "1" + "}" * 700), "sequence", "is nested too deeply"),
         (CALL % ("[" * 700 + "]" * 700), "sequence", "message 1 has a tool call .* JSON of an object but list"),
         (WEIGHT % "1e999", "sequence", "is not valid JSON: 1e999 is not a finite number"),
         ('{"text": "a", "answer": NaN}', "text", "is not valid JSON: NaN is not a finite number"),

@@ -157,16 +157,19 @@ def at_marks(text: str) -> list[str]:
 
 
 def call_form(render: Callable[[list[Any]], str]) -> tuple[bool, bool]:
-    """Find how a template takes messages with calls, as arguments of `called`.
+    """Find how a template takes messages with calls, as arguments of `called`: the shortest text that shows a call.
 
-    `render` renders a conversation, and raises DropRowError where the template fails.
+    Longer ones write "None", or a further turn for a content that is empty. `render` renders a conversation, and raises
+    DropRowError where the template fails.
     """
+    sizes = {}
     for form in product((False, True), repeat=2):
         asked, calling = json.loads(CALLING)
         with suppress(DropRowError, BadRowError):
-            if SHOWN.search(render([asked, called(calling, *form)])):
-                return form
-    return False, False
+            text = render([asked, called(calling, *form)])
+            if SHOWN.search(text):
+                sizes[form] = len(text)
+    return min(sizes, key=lambda form: sizes[form], default=(False, False))
 
 
 def called(message: dict[str, Any], is_null: bool, as_text: bool) -> dict[str, Any]:
