@@ -13,7 +13,7 @@ from tests.unit.test_data_formats import load, refused, texts
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read import sources
-from ulysses.data.read.sources import Source, missing_sources, source_digest
+from ulysses.data.read.sources import Source, missing_sources, parse_sources, source_digest
 from ulysses.data.serve import dataset
 from ulysses.data.serve.dataset import open_dataset
 
@@ -201,3 +201,8 @@ def test_a_path_with_a_nul_is_refused(key):
     ):
         DataSection(**{key: "a\0b"})
     assert "does not exist" in missing_sources([Source("a\0b.jsonl")])[0]
+
+
+def test_more_examples_than_can_be_counted_are_refused():
+    with pytest.raises(DataError, match="max_examples: Input should be less than or equal to"):
+        parse_sources({"path": "a.jsonl", "max_examples": 10**30})

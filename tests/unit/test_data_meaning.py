@@ -399,3 +399,14 @@ def test_rows_of_parquet_are_the_rows_of_jsonl(tmp_path, tokenizer, open_rows, w
     ]
     text = tokenizer.decode(found[0].sequences[0].tokens)
     assert '"default": null' in text and "city" not in text and found.report == wanted.report
+
+
+@pytest.mark.parametrize("tools", [5, "5", [5], True, '"f"', "[1"])
+def test_tools_that_are_none_are_refused(open_rows, tools):
+    row = {"messages": [ASK, said("a")], "tools": tools}
+    refused("'tools' (must be a list of tool descriptions|is not valid JSON)", open_rows, row)
+
+
+@pytest.mark.parametrize("role", [None, [], {}, 5])
+def test_a_role_that_is_no_text_is_refused(open_rows, role):
+    refused("message 2 has the role", open_rows, {"messages": [ASK, said("a", role=role)]})

@@ -78,7 +78,7 @@ def _message(item: Any, marks: Marks, where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
     name = item.get("role", item.get("from"))
-    if name not in ROLES:
+    if not isinstance(name, str) or name not in ROLES:
         raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
     content = item.get("content", item.get("value"))
     called = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
@@ -146,10 +146,7 @@ def parse_tools(row: Mapping[str, Any]) -> list[Any]:
         raise BadRowError(f"has {' and '.join(TOOL_KEYS)}; keep one of them")
     problem = "'tools' is not valid JSON"
     tools = decoded(given[0], problem) if given else []
-    tools = [
-        decoded(tool, problem)
-        for tool in ([tools] if isinstance(tools, Mapping) else tools or [])
-    ]
+    tools = [decoded(tool, problem) for tool in (tools if isinstance(tools, list) else [tools])]
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise BadRowError("'tools' must be a list of tool descriptions")
     return [t if "function" in t else {"type": "function", "function": t} for t in tools]

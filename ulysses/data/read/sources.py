@@ -77,7 +77,7 @@ class Source:
     subset: str | None = None
     revision: str | None = None
     separator: str | None = None
-    max_examples: int = Field(0, ge=0)
+    max_examples: int = Field(0, ge=0, le=sys.maxsize)
 
     @property
     def place(self) -> Path:
