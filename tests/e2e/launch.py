@@ -23,6 +23,7 @@ from typing import Any
 
 from tests.harness import (
     AS_LARGE,
+    PATIENCE,
     Processes,
     begin_rank,
     free_port,
@@ -88,7 +89,7 @@ def command(launcher: str, processes: int, port: int, agents: int = 1) -> list[s
 
 
 def run(
-    launcher: str, arguments: list[str], processes: int = 1, *, agents: int = 1, timeout: float = 240
+    launcher: str, arguments: list[str], processes: int = 1, *, agents: int = 1, timeout: float = PATIENCE
 ) -> Outcome:  # fmt: skip
     """Run train.py to its end; with several agents, `processes` belong to each of them."""
     line = [*command(launcher, processes, free_port(), agents), ROOT / "train.py", *arguments]
@@ -125,7 +126,7 @@ class Ranks(Processes):
         line = [script, *map(str, arguments)]
         super().__init__(_become_rank, processes, free_port(), line, self.logs, before)
 
-    def wait(self, timeout: float = 120) -> Outcome:
+    def wait(self, timeout: float = PATIENCE) -> Outcome:
         """Wait for the end, and fail if it does not come in time."""
         late = self.end(timeout)
         texts = [
@@ -139,7 +140,7 @@ class Ranks(Processes):
 
 
 def ranks(
-    arguments: list[Any], processes: int, *, code: int = 0, timeout: float = 240, **more: Any
+    arguments: list[Any], processes: int, *, code: int = 0, timeout: float = PATIENCE, **more: Any
 ) -> Outcome:
     """Run train.py, or another script, on forked processes to its end, which has this exit code."""
     return Ranks(arguments, processes, **more).wait(timeout).check(code)

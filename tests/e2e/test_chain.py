@@ -61,9 +61,9 @@ def forked(
 ) -> None:
     run = Ranks(arguments, processes, logs, before=dies_after(kill_after))
     if not kill_after:
-        run.wait(240).check()
+        run.wait().check()
         return
-    run.until(lambda: any(code is not None for code in run.codes), 240)
+    run.until(lambda: any(code is not None for code in run.codes))
     ended = [code for code in run.codes if code is not None]
     run.send(signal.SIGKILL)
     stderr = run.wait().stderr[-3000:]

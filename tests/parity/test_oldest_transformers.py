@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.conftest import OLD
 from tests.e2e.launch import ROOT, environment
+from tests.harness import PATIENCE
 
 
 def test_chats_tokenizers_and_models_with_it(transformers4: Path) -> None:
@@ -16,6 +17,6 @@ def test_chats_tokenizers_and_models_with_it(transformers4: Path) -> None:
     path = {"PYTHONPATH": f"{transformers4}:{ROOT}"}
     line = [sys.executable, "-m", "pytest", "-q", "-x", *tests]
     done = subprocess.run(
-        line, env=environment() | path, cwd=ROOT, capture_output=True, text=True, timeout=600
+        line, env=environment() | path, cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE
     )
     assert done.returncode == 0, done.stdout[-3000:]
