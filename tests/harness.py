@@ -32,7 +32,7 @@ RANK_DEVICE = "ULYSSES_TEST_RANK_DEVICE"  # set in a rank's own process
 
 # Seconds after which what has not come is taken never to come. How fast a machine is, and what else it does, is no
 # test's business: tests wait for events, and this limit only ends a hang. What is to be stuck is so for longer.
-PATIENCE = 600.0
+PATIENCE = 600
 STUCK = 10 * PATIENCE
 
 # DeepSpeed keys that make a tiny model work like a large one. Small parameters are never taken apart, and of a tiny
