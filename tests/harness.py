@@ -188,9 +188,16 @@ def preload(*names: str) -> None:
         _ = importlib.import_module("deepspeed.ops").__compatible_ops__
 
 
+unfreeze = gc.unfreeze
+
+
 def begin_rank() -> None:
-    """Work on one thread, and leave what was imported out of every collection of garbage (DeepSpeed asks for some)."""
+    """Work on one thread, and leave what was imported out of every collection of garbage (DeepSpeed asks for some).
+
+    It stays so when a run gives back to the collector what it took out of it itself.
+    """
     gc.freeze()
+    gc.unfreeze = lambda: None
     torch.set_num_threads(1)
     faulthandler.enable(2)
 
