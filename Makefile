@@ -25,12 +25,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python examples/demo.py --output $(DEMO)
 
-# Tests that start groups of processes, and those that do not; so many files at a time, each in one worker of pytest-xdist,
-# which makes once what its tests share. The longest come first (tests/conftest.py), so that the workers end together.
+# Tests that start no groups of processes, and those that do. So many files run at a time, each in one worker of
+# pytest-xdist, which makes once what the tests of a file share; the longest come first, so that all workers end together.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-ALONE := tests/golden tests/parity tests/unit $(addprefix tests/e2e/test_,packaging.py quiet.py readme.py)
-GROUPS := tests/distributed tests/e2e $(addprefix --ignore=,$(filter tests/e2e/%,$(ALONE)))
+ALONE := $(addprefix tests/e2e/test_,packaging.py quiet.py readme.py) tests/parity tests/golden tests/unit
+LONG := $(addprefix tests/e2e/test_,chain.py demo.py watch.py)
+GROUPS := $(LONG) tests/distributed $(filter-out $(ALONE) $(LONG),$(wildcard tests/e2e/test_*.py))
 
 test: install
 	$(MAKE) --no-print-directory --keep-going alone groups

@@ -26,17 +26,8 @@ os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.device_count() else "cpu"
 torch.set_num_threads(1)
 
 
-# Files that take minutes, or one of them; what begins last ends last.
-LONGEST = """
-test_chain test_demo test_watch test_benchmarks test_invariance_stages test_stage_runs test_invariance test_hostile_input
-test_oldest_transformers test_packaging test_losses_logprobs
-""".split()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests marked `gpu` where there is none, and those marked `full` unless they are asked for."""
-    place = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     absent = () if torch.cuda.is_available() else ("gpu",)
     absent += () if "full" in (config.getoption("-m") or "") else ("full",)
     gone = [item for item in items if any(map(item.get_closest_marker, absent))]

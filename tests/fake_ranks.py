@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.harness import PATIENCE
 from ulysses.gradients import Gradients, GradientSlice, StepContext, TorchGradients, build_chain
 
 # rows of 7, 13 and 300 straddle any even split; one matrix is longer than two noise blocks; one vector has one element
@@ -53,7 +52,7 @@ class FakeWorld:
 
     def __init__(self, size: int) -> None:
         self.size, self.board, self.calls = size, [None] * size, 0
-        self.barrier = threading.Barrier(size, timeout=PATIENCE)
+        self.barrier = threading.Barrier(size, timeout=600)
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         """Every rank's value, which it no longer changes; all ranks call this together."""

@@ -130,15 +130,15 @@ class Processes:
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = PATIENCE, cpu: bool = False,
+    function: Callable[..., Any], world_size: int, *args: Any, cpu: bool = False,
     deterministic: bool = False, **kwargs: Any,
 ) -> list[Any]:  # fmt: skip
     """Call `function(*args, **kwargs)` on `world_size` forked ranks with torch.distributed initialised.
 
     Returns the ranks' return values in rank order (anything picklable; tensors come back on the CPU). Raises the first
-    rank's error with its traceback; a rank that hangs past `timeout` seconds ends all of them. `cpu=True` keeps the
-    ranks on the CPU; `deterministic=True` is for results that are compared bit by bit: as run.deterministic does, it
-    refuses operations whose results may differ on a GPU.
+    rank's error with its traceback; a rank that hangs ends all of them. `cpu=True` keeps the ranks on the CPU;
+    `deterministic=True` is for results that are compared bit by bit: as run.deterministic does, it refuses operations
+    whose results may differ on a GPU.
     """
     cuda = not cpu and gpus() >= world_size
     served = torch.cuda.device_count() > 0
@@ -150,7 +150,7 @@ def run_distributed(
         setting = function, args, kwargs, folder, cuda, deterministic
         ranks = Processes(_child, world_size, *setting, method=method)
         # one failing rank ends the others after a moment
-        ranks.until(lambda: any(ranks.codes), timeout)
+        ranks.until(lambda: any(ranks.codes))
         failed = ranks.end(3)
         results: list[Any] = []
         errors: list[str] = []

@@ -68,7 +68,9 @@ def test_preferences_of_a_model_are_judged_before_and_after(tmp_path):
         """Fork what it starts under torchrun, too."""
 
         def forked(line: list[str], **_: Any) -> None:
-            torchrun = "-m torch.distributed.run --standalone --nproc_per_node=1 -m ulysses.train"
+            torchrun = (
+                "-m torch.distributed.run --standalone --nproc_per_node=1 -m ulysses.train"
+            )
             assert " ".join(line[1:7]) == torchrun
             ranks(line[7:], 1)
 

@@ -88,9 +88,7 @@ def command(launcher: str, processes: int, port: int, agents: int = 1) -> list[s
     return [sys.executable, *options[launcher].split()]
 
 
-def run(
-    launcher: str, arguments: list[str], processes: int = 1, *, agents: int = 1, timeout: float = PATIENCE
-) -> Outcome:  # fmt: skip
+def run(launcher: str, arguments: list[str], processes: int = 1, *, agents: int = 1) -> Outcome:
     """Run train.py to its end; with several agents, `processes` belong to each of them."""
     line = [*command(launcher, processes, free_port(), agents), ROOT / "train.py", *arguments]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -99,7 +97,7 @@ def run(
         for _ in range(agents)
     ]
     try:
-        texts = [child.communicate(timeout=timeout) for child in children]
+        texts = [child.communicate(timeout=PATIENCE) for child in children]
     finally:
         for child in children:
             if child.poll() is None:
@@ -139,11 +137,9 @@ class Ranks(Processes):
         return Outcome(max(self.codes, key=abs), *texts)
 
 
-def ranks(
-    arguments: list[Any], processes: int, *, code: int = 0, timeout: float = PATIENCE, **more: Any
-) -> Outcome:
+def ranks(arguments: list[Any], processes: int, *, code: int = 0, **more: Any) -> Outcome:
     """Run train.py, or another script, on forked processes to its end, which has this exit code."""
-    return Ranks(arguments, processes, **more).wait(timeout).check(code)
+    return Ranks(arguments, processes, **more).wait().check(code)
 
 
 def _become_rank(

@@ -13,7 +13,6 @@ import pytest
 
 from tests.e2e.launch import ROOT, environment, metrics
 from tests.e2e.test_packaging import installed  # noqa: F401 (a fixture)
-from tests.harness import PATIENCE
 from ulysses.train import main
 
 DEMO = ROOT / "configs/demo"
@@ -33,9 +32,7 @@ def demo(tmp_path_factory, installed):  # noqa: F811
     env["HF_HOME"] = os.environ.get("HF_HOME", str(home / "hf"))
     env.pop("VIRTUAL_ENV", None)  # where it is active, no line says how to activate it
     line = [sys.executable, "-m", "ulysses.cli", "demo", "--ranks", "2"]
-    done = subprocess.run(
-        line, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder / "runs/demo", done.stdout
 

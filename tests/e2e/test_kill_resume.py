@@ -13,7 +13,6 @@ import pytest
 from models.arch import ModelConfig
 from models.decoder import empty_model
 from tests.e2e.launch import Ranks, metrics, ranks, rows, tiny, without_times
-from tests.harness import PATIENCE
 from ulysses.zero.state import KINDS, SavedSlices
 
 STEPS, PROCESSES = 8, 2
@@ -81,16 +80,16 @@ def assert_complete(checkpoints: Path) -> None:
         assert len(list(folder.glob("rank-*.safetensors"))) == PROCESSES * len(KINDS)
 
 
-def dies(output: Path, line: list[str], place: str, step: int, seconds: float = PATIENCE) -> None:
+def dies(output: Path, line: list[str], place: str, step: int, *seconds: float) -> None:
     """Start a run and kill it there, or after some seconds, if it has not ended; its checkpoints are complete."""
     run = Ranks(line, PROCESSES, before=kill_at(place, step))
-    assert not (wait_until_dead(run, seconds) and place), f"nothing died at {place!r}"
+    assert not (wait_until_dead(run, *seconds) and place), f"nothing died at {place!r}"
     assert_complete(output / "checkpoints")
 
 
-def wait_until_dead(run: Ranks, seconds: float = PATIENCE) -> bool:
+def wait_until_dead(run: Ranks, *seconds: float) -> bool:
     """Wait for the end, and return whether it came by itself; one dead process ends the others, as under a launcher."""
-    run.until(lambda: -signal.SIGKILL in run.codes, seconds)
+    run.until(lambda: -signal.SIGKILL in run.codes, *seconds)
     assert {*run.codes} <= {0, None, -signal.SIGKILL}, "it failed by itself"
     finished = not any(run.codes) and None not in run.codes
     run.send(signal.SIGKILL)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.launch import ROOT, environment
-from tests.harness import PATIENCE
 from tests.model_folder import demo_model
 
 PACKAGES = ("losses", "models", "ulysses")
@@ -38,7 +37,7 @@ def installed(tmp_path_factory):
 def python(cwd: Path, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = environment() | {"PYTHONPATH": str(site)}
     line = [sys.executable, *arguments]
-    return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def test_wheel_holds_every_module_and_no_more(installed, tmp_path):

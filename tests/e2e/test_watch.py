@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.e2e.drills import Drills
-from tests.e2e.launch import ROOT, Ranks, plant_in_losses, tiny
+from tests.e2e.launch import ROOT, Ranks, tiny
 from tests.harness import PATIENCE, STUCK, until
 from ulysses.config.schema import RunSection
 from ulysses.run.checkpoint import resume_point
@@ -39,42 +39,26 @@ FAULTS: dict[str, tuple[int, int, str]] = {
 }
 
 
-def strike(number: int) -> None:
-    os.kill(os.getpid(), number) if number else time.sleep(STUCK)
-
-
 def plant(name: str, timeout: float = 10) -> Any:
     """Until it comes to its fault a run has all the time that a busy machine takes."""
     victim, number, _ = FAULTS[name]
+    early, step = "tokenising" in name, 1 if "first" in name else 3
+    place = "tokenising" if early else f"step {step}, forward"
 
     def before(rank: int) -> None:
-        from ulysses.run.preflight import Prepared
+        phase = Watch.phase
 
-        opened, phase, watches = Prepared.open_data, Watch.phase, []
-        place = ("tokenising", None) if "tokenising" in name else ("data", 1 if "first" in name else 3)
-
-        def hurried(self: Watch, *where: Any) -> None:
-            watches[:] = [self]
+        def struck(self: Watch, *where: Any) -> None:
             phase(self, *where)
-            if (*where, None)[:2] == place:
-                self.warning, self.timeout = 0.6 * timeout, timeout
+            if self._place != place:
+                return
+            self.warning, self.timeout = 0.6 * timeout, timeout
+            if rank == victim:
+                self.wait_for_store()
+                time.sleep(2)  # it has shown that it is alive
+                os.kill(os.getpid(), number) if number else time.sleep(STUCK)
 
-        def faulty(taken: int, compute: Any) -> Any:
-            if taken == (0 if "first" in name else 2):
-                strike(number)
-            return compute()
-
-        def stopped(self: Any) -> Any:
-            watches[0].wait_for_store()
-            time.sleep(2)  # it has shown that it is alive
-            strike(number)
-            return opened(self)
-
-        Watch.phase = hurried
-        if rank == victim and "tokenising" in name:
-            Prepared.open_data = stopped
-        elif rank == victim:
-            plant_in_losses(faulty)
+        Watch.phase = struck
 
     return before
 
@@ -233,12 +217,8 @@ def test_a_second_interrupt_leaves_at_once(tmp_path):
     run.until(lambda: False, 2)
     assert run.codes == [None, None]
 
-    def again() -> bool:  # a process that has not heard the first one yet takes the second for it
-        run.send(signal.SIGINT)
-        time.sleep(1)
-        return False
-
-    run.until(again)
+    # one that has not heard the first yet takes the second for it
+    run.until(lambda: run.send(signal.SIGINT) or time.sleep(1))
     run.wait()
     assert run.codes == [130, 130] and saved(tmp_path) == []
 

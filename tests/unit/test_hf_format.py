@@ -70,7 +70,11 @@ def test_model_survives_both_directions_bit_by_bit(tmp_path):
     from transformers import AutoModelForCausalLM
 
     for kind in FAMILIES:
-        own = {"model_type": kind, "tie_word_embeddings": kind == "qwen2", "sliding_window": None}
+        own = {
+            "model_type": kind,
+            "tie_word_embeddings": kind == "qwen2",
+            "sliding_window": None,
+        }
         config = ModelConfig.from_hf(TINY | own)
         ours, theirs = tmp_path / f"{kind}-ours", tmp_path / f"{kind}-theirs"
         model = write_model(ours, config, torch.bfloat16, max_shard_bytes=4000)
@@ -205,7 +209,12 @@ def test_a_hub_id_is_fetched_and_then_found_offline(tmp_path, hub):
     with socket.create_server(("127.0.0.1", 0)) as server:
         silent = {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}"}, 1.0
         cases = product((({}, PATIENCE), offline, silent), ("owner/tiny", "owner/absent"))
-        line = [sys.executable, "-c", RESOLVE, json.dumps([(name, *how) for how, name in cases])]
+        line = [
+            sys.executable,
+            "-c",
+            RESOLVE,
+            json.dumps([(name, *how) for how, name in cases]),
+        ]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
         home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub}
         home |= {f"HF_HUB_{what}_TIMEOUT": str(PATIENCE) for what in ("ETAG", "DOWNLOAD")}

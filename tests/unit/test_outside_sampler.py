@@ -111,7 +111,9 @@ def test_a_servers_fault_is_one_sentence(tmp_path, server, line):
     def asked() -> int:
         return [body["input_ids"] for _, body in server.asked].count(PROMPTS[0].tolist())
 
-    until(lambda: asked() >= int(attempts))  # a busy server reads what a client asked that has left
+    until(
+        lambda: asked() >= int(attempts)
+    )  # a busy server reads what a client asked that has left
     assert asked() == int(attempts)
 
 

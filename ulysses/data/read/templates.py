@@ -78,7 +78,8 @@ def _raise_exception(message: str) -> None:
 def bounded_time() -> Iterator[None]:
     """Raise BadRowError whenever the block has worked RENDER_SECONDS; render one row, or a few thousand, in it.
 
-    Time of the processor counts, so that a busy machine refuses no row. It works in the main thread of any process, worker processes included, and does nothing in other threads.
+    The processor's time counts, so that a busy machine refuses no row. It works in the main thread of any process,
+    worker processes included, and does nothing in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
