@@ -76,7 +76,7 @@ def until(condition: Callable[[], bool], timeout: float = PATIENCE) -> bool:
     """Wait until the condition holds, and return whether it ever did."""
     deadline = time.monotonic() + timeout
     while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.005)
+        time.sleep(0.01)
     return met
 
 

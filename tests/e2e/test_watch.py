@@ -244,7 +244,7 @@ def test_an_error_while_saving_names_the_step_that_was_saved(tmp_path):
 
 
 def test_torchrun_starts_a_run_again_and_it_continues(tmp_path):
-    assert "recovered" in Drills(10, tmp_path).restarts("1", times=1)[1]
+    assert "recovered" in Drills(60, tmp_path).restarts("1", times=1)[1]
 
 
 def test_a_reward_that_ends_all_processes_is_told_of(tmp_path):

@@ -19,16 +19,7 @@ torch.testing.assert_close(out[5], k[5].repeat_interleave(2, 0))
 }
 
 
-OTHERS = {
-    "losses",
-    "ulysses",
-    "models",
-    "flash_attn",
-    "deepspeed",
-    "transformers",
-    "datasets",
-    "pydantic",
-}
+OTHERS = {*"losses ulysses models flash_attn deepspeed transformers datasets pydantic".split()}
 
 
 @pytest.mark.parametrize("folder", SCRIPTS)
