@@ -179,10 +179,11 @@ def preload(*names: str) -> None:
     Without GPUs it also asks once which of its operators this machine can build: it compiles a program to find out,
     which every rank would do again at its start.
     """
-    late = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "torch._dynamo",
-            "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3",
-            "setuptools")  # fmt: skip
-    for name in late + names:
+    late = """
+    deepspeed.runtime.zero.muon.muon_optimizer deepspeed.ops.op_builder.all_ops torch._dynamo setuptools
+    deepspeed.module_inject.auto_ep_layer deepspeed.runtime.superoffload.superoffload_stage3
+    """
+    for name in (*late.split(), *names):
         importlib.import_module(name)
     if not torch.cuda.device_count():  # asking them would start CUDA here
         _ = importlib.import_module("deepspeed.ops").__compatible_ops__

@@ -1,6 +1,7 @@
 """The measuring programs at toy size: they measure what they were told to measure."""
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -18,25 +19,16 @@ SHAPE = """
 """
 
 
+TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=1 -m ulysses.train"
+OPTIONS = """{"arch": "qwen2.5-0.5b", "layers": 2, "sp": 0, "seq": [48, 48, 48], "documents": 2,
+"recompute": ["none", "block", "block"], "offload": ["none", "none", "checkpoints"], "steps": 1, "warm": 0,
+"skip_attention": false, "out": "", "watch": 0, "micro_batches": 2, "gpu_memory": 0}"""
+
+
 def measured() -> list[dict[str, Any]]:
     from throughput import work
 
-    options = argparse.Namespace(
-        arch="qwen2.5-0.5b",
-        layers=2,
-        sp=0,
-        seq=[48, 48, 48],
-        documents=2,
-        recompute=["none", "block", "block"],
-        offload=["none", "none", "checkpoints"],
-        steps=1,
-        warm=0,
-        skip_attention=False,
-        out="",
-        watch=0,
-        micro_batches=2,
-        gpu_memory=0.0,
-    )
+    options = argparse.Namespace(**json.loads(OPTIONS))
     plain = work(options, SHAPE.split())
     vars(options).update(skip_attention=True, seq=[48], recompute=["block"], offload=["none"])
     return plain + work(options, SHAPE.split())
@@ -68,10 +60,7 @@ def test_preferences_of_a_model_are_judged_before_and_after(tmp_path):
         """Fork what it starts under torchrun, too."""
 
         def forked(line: list[str], **_: Any) -> None:
-            torchrun = (
-                "-m torch.distributed.run --standalone --nproc_per_node=1 -m ulysses.train"
-            )
-            assert " ".join(line[1:7]) == torchrun
+            assert line[1:7] == TORCHRUN.split()
             ranks(line[7:], 1)
 
         subprocess.run = forked

@@ -18,7 +18,6 @@ from ulysses.disk import file_system, lock_file
 
 
 def refusal(tokenizer_folder, source, cache):
-    time.sleep(0.3 * (os.environ["RANK"] == "1"))
     tokenizer = load_tokenizer(tokenizer_folder, eos_token="<|im_end|>")
     data = DataSection(max_length=256, cache=str(cache), chat_template="chatml")
     with pytest.raises(DataError) as error:
@@ -43,30 +42,30 @@ def network(request, monkeypatch):
         monkeypatch.setattr("ulysses.disk.LEASE_SECONDS", 4.0)
 
 
-def note(file, word):
-    with file.open("a") as f:
-        f.write(word)
-
-
 def build_noted(folder, build):
-    """Note that this rank is about to wait for the lock, and build."""
+    """Write a word for each rank that is about to wait for the lock, and build."""
 
     def noted(path):
-        note(folder.with_name("calls"), "w")
+        note(folder, "w")
         return lock_file(path)
 
     with mock.patch("ulysses.data.cache.lock_file", noted):
         return build_once(folder, build)
 
 
-def wait_for(folder, waiting):
-    assert until(lambda: folder.with_name("calls").read_text().count("w") == waiting)
+def note(folder, word):
+    with folder.with_name("calls").open("a") as file:
+        file.write(word)
+
+
+def await_ranks(folder):
+    assert until(lambda: folder.with_name("calls").read_text().count("w") == 3)
 
 
 def fail_once(folder):
     def build(temporary):
-        note(folder.with_name("calls"), "x")
-        wait_for(folder, 3)
+        note(folder, "x")
+        await_ranks(folder)
         raise DataError("row 3 is odd")
 
     with pytest.raises(DataError, match="row 3 is odd"):
@@ -87,7 +86,7 @@ def build_after_a_death(folder):
     def build(temporary):
         if os.environ["RANK"] == "0":
             (temporary / "half").write_text("half")
-            wait_for(folder, 3)
+            await_ranks(folder)
             os.kill(os.getpid(), 9)
         (temporary / "whole").write_text("x")
 

@@ -171,7 +171,7 @@ class Drills:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         disk, checkpoints = folder / place, folder / "run/checkpoints"
         disk.mkdir(parents=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], check=True)
+        subprocess.run([*"mount -t tmpfs -o size=16m tmpfs".split(), disk], check=True)
         try:
             if place == "run":  # the others have room
                 for other in ("checkpoints", "tensorboard"):
@@ -263,7 +263,7 @@ class Drills:
 
     def cut(self) -> tuple[float, str]:
         """Both nodes tell it; the seconds are the later one's."""
-        bridge = ["ip", "link", "set", "bridge0"]
+        bridge = "ip link set bridge0".split()
         with Run(self, "torchrun", nodes=2) as run:
             run.trains()
             subprocess.run([*bridge, "down"], check=True)
@@ -318,7 +318,7 @@ def on_node(number: int) -> list[str]:
     """Return what runs a command on one of the two nodes, under its name."""
     name = NODES[number]
     shell = f'hostname {name}; exec "$@"'
-    return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", shell, "sh"]
+    return [*f"ip netns exec {name} unshare --uts sh -c".split(), shell, "sh"]
 
 
 def build_network() -> None:
@@ -352,7 +352,7 @@ def main() -> int:
     if INSIDE in os.environ:
         build_network()
     elif NAMESPACES & {*chosen}:
-        unshare = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+        unshare = "unshare --user --map-root-user --net --mount".split()
         probe = subprocess.run([*unshare, "true"], capture_output=True, text=True)
         if probe.returncode == 0 and shutil.which("ip"):
             again = [*unshare, sys.executable, *sys.argv]

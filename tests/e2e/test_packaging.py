@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.launch import ROOT, environment
 from tests.model_folder import demo_model
 
-PACKAGES = ("losses", "models", "ulysses")
+PACKAGES = "losses models ulysses".split()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -14,7 +14,7 @@ OURS = re.compile(
     r"|tokenising: "  # another one, where that takes long
 )
 # what silences libraries in the other tests
-LOUD = ("PYTHONWARNINGS", "DS_ACCELERATOR", "TOKENIZERS_PARALLELISM")
+LOUD = "PYTHONWARNINGS DS_ACCELERATOR TOKENIZERS_PARALLELISM".split()
 
 
 def lines(tmp_path: Path, typed: str = "") -> list[str]:

@@ -25,28 +25,27 @@ from ulysses.run.checkpoint import resume_point
 from ulysses.run.failure import grace_note, report_failure
 from ulysses.run.watch import Watch
 
-# where it happens: the rank and what becomes of it; the rank that is named, where it is and what is said of it
-IS_GONE = r"rank 1 on \S+ has not moved since {}.*, \d+ s ago: .* gone"
-ASLEEP = r"rank 1 on \S+ has not moved since step {}, forward, \d+ s ago: .* is alive"
-STORE_GONE = r"rank 0 at 127.0.0.1:\d+ is gone, \d+ s ago; rank 1 on \S+ was at"
-FAULTS: dict[str, tuple[int, int, str]] = {
-    "killed in the third step": (1, signal.SIGKILL, IS_GONE.format("")),
-    "killed with the store": (0, signal.SIGKILL, STORE_GONE),
-    "stopped in the third step": (1, signal.SIGSTOP, IS_GONE.format("") + ", stop"),
-    "asleep in the third step": (1, 0, ASLEEP.format(3)),
-    "asleep in the first step": (1, 0, ASLEEP.format(1)),
-    "stopped in tokenising": (1, signal.SIGSTOP, IS_GONE.format("tokenising") + ", stop"),
+# where it happens: the rank, what becomes of it, and the phase; what is said of it
+IS_GONE = r"rank 1 on \S+ has not moved since {}, \d+ s ago: .* gone"
+ASLEEP = r"rank 1 on \S+ has not moved since {}, \d+ s ago: .* is alive"
+STORE_GONE = r"rank 0 at 127.0.0.1:\d+ is gone, \d+ s ago; rank 1 on \S+ was at {}"
+THIRD = "step 3, forward"
+FAULTS: dict[str, tuple[int, int, str, str]] = {
+    "killed in the third step": (1, signal.SIGKILL, THIRD, IS_GONE),
+    "killed with the store": (0, signal.SIGKILL, THIRD, STORE_GONE),
+    "stopped in the third step": (1, signal.SIGSTOP, THIRD, IS_GONE + ", stop"),
+    "asleep in the third step": (1, 0, THIRD, ASLEEP),
+    "asleep in the first step": (1, 0, "step 1, forward", ASLEEP),
+    "stopped in tokenising": (1, signal.SIGSTOP, "tokenising", IS_GONE + ", stop"),
 }
 
 
 def plant(name: str, timeout: float = 10) -> Any:
     """Until it comes to its fault a run has all the time that a busy machine takes."""
-    victim, number, _ = FAULTS[name]
-    early, step = "tokenising" in name, 1 if "first" in name else 3
-    place = "tokenising" if early else f"step {step}, forward"
+    victim, number, place, _ = FAULTS[name]
 
     def before(rank: int) -> None:
-        phase = Watch.phase
+        phase, alive = Watch.phase, f"ulysses/alive/{rank}"
 
         def struck(self: Watch, *where: Any) -> None:
             phase(self, *where)
@@ -54,8 +53,9 @@ def plant(name: str, timeout: float = 10) -> Any:
                 return
             self.warning, self.timeout = 0.6 * timeout, timeout
             if rank == victim:
-                self.wait_for_store()
-                time.sleep(2)  # it has shown that it is alive
+                # it has shown that it is alive, and where
+                store = self.wait_for_store()
+                until(lambda: store.check([alive]) and place.encode() in store.get(alive))
                 os.kill(os.getpid(), number) if number else time.sleep(STUCK)
 
         Watch.phase = struck
@@ -79,13 +79,14 @@ def drills(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_victim_is_named(name, drills):
-    run, (victim, number, sentence) = drills[name], FAULTS[name]
+    run, (victim, number, place, sentence) = drills[name], FAULTS[name]
     other = 1 - victim
     run.until(lambda: run.codes[other] is not None)
     assert run.codes[other] == 1
     run.send(signal.SIGKILL)
     outcome = run.wait()
-    assert re.fullmatch(f"error: {sentence}.*", *outcome.errors), outcome.errors
+    sentence = f"error: {sentence.format(place)}.*"
+    assert re.fullmatch(sentence, *outcome.errors), outcome.errors
     if number == 0:
         warnings = re.findall(r"warning: rank 1 .* since step .*", outcome.stderr)
         assert len(warnings) == 1, "the line comes once, before the end"

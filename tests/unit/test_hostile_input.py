@@ -1,5 +1,6 @@
 """Rows, templates and model folders made to hurt: one sentence that names file and row, in bounded time and memory."""
 
+import faulthandler
 import json
 import os
 import resource
@@ -110,13 +111,15 @@ def test_a_template_that_fails_or_would_eat_time_or_memory_is_refused_by_its_nam
         open_rows([GOOD], template=str(template))
 
 
-def test_a_tokenizer_that_grows_texts_is_refused(tmp_path):
+def test_a_tokenizer_that_grows_texts_is_refused(tmp_path, capfd):
+    faulthandler.enable(2)  # which would tell of the trial's end as of a crash
     tokenizer = made_tokenizer(tmp_path)
     grows = normalizers.Replace("a", "a" * 100)
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([grows] * 6)
     sentence = "the tokenizer takes too much time or memory for 10,00"
     with pytest.raises(DataError, match=sentence):
         TextEncoder(tokenizer)
+    assert "Fatal" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["sequence", "text"])

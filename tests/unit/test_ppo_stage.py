@@ -14,7 +14,6 @@ from losses.logprobs import LogProbs
 from losses.ppo import group_advantages
 from tests.e2e.launch import tiny
 from tests.engine_case import ListDataset, sequences
-from tests.harness import PATIENCE, STUCK
 from tests.sampling_server import SamplingServer
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.config.command_line import parse_command_line
@@ -266,10 +265,10 @@ def test_reward_functions():
 
 
 def test_rewards_in_workers():
-    assert scores(HALF, 1, 2, 4, workers=2, timeout=PATIENCE) == [2.0, 1.0, 0.5]
+    assert scores(HALF, 1, 2, 4, workers=2, timeout=600) == [2.0, 1.0, 0.5]
     sentence = "half on example 4 took longer than ppo.reward_timeout, 0.2 s"
     with pytest.raises(ValueError, match=sentence):
-        scores(HALF, 1, sleep=STUCK, workers=1, timeout=0.2)
+        scores(HALF, 1, sleep=3600, workers=1, timeout=0.2)
 
 
 def test_rewards_of_a_server(monkeypatch):
@@ -283,7 +282,7 @@ def test_rewards_of_a_server(monkeypatch):
         ([], "hang", "failed: TimeoutError: timed out after 0.4 s"),
     ):
         with pytest.raises(ValueError, match=f"the reward {url} .*{complaint}"):
-            scores(url, 1, 2, timeout=0.2 if server.fault else PATIENCE)
+            scores(url, 1, 2, timeout=0.2 if server.fault else 600)
     server.close()
 
 
