@@ -28,7 +28,7 @@ from ulysses.run.watch import Watch
 # where it happens: the rank, what becomes of it, and the phase; what is said of it
 IS_GONE = r"rank 1 on \S+ has not moved since {}, \d+ s ago: .* gone"
 ASLEEP = r"rank 1 on \S+ has not moved since {}, \d+ s ago: .* is alive"
-STORE_GONE = r"rank 0 at 127.0.0.1:\d+ is gone, \d+ s ago; rank 1 on \S+ was at {}"
+STORE_GONE = r"rank 0 at 127.0.0.1:\d+ is gone, \d+ s ago; rank 1 on \S+ was at step 3"
 THIRD = "step 3, forward"
 FAULTS: dict[str, tuple[int, int, str, str]] = {
     "killed in the third step": (1, signal.SIGKILL, THIRD, IS_GONE),
