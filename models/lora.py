@@ -90,7 +90,8 @@ def merged(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under the base model's names with the scaled B A added, in float32, where it belongs.
 
-    The adapters among `weights` are left out; the adapted matrices are copies, `rounded` then, by default to their dtype.
+    The adapters among `weights` are left out; the adapted matrices are copies, `rounded` then, by default to their own
+    dtype.
     """
     scale = lora_scale(config.rank, config.alpha, config.rslora)
     for name, weight in weights:
