@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models.arch import ModelConfig
 from models.expert_files import adapted_name, add_expert_adapters, as_stored, join_experts
-from models.quantized import BLOCK, OUTER, join_parts, unpack
+from models.quantized import BLOCK, OUTER, join_parts, pack, unpack
 from ulysses.disk import write_json, write_tensors
 
 CONFIG = "config.json"
@@ -253,6 +253,7 @@ class WeightFiles:
 
     tensors: all that is stored, by name; an adapted matrix has its base's dtype, although it is read in float32.
     adapter: adapter_config.json of an adapter's folder.
+    dtype: of the adapters, which is the precision that they were trained in; None without them.
     quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
     paths: the files that hold the tensors.
     """
@@ -261,6 +262,7 @@ class WeightFiles:
         self.folder = folder
         self.tensors: dict[str, Any] = {}  # StoredTensor or JoinedTensor
         self.adapter: dict[str, Any] | None = None
+        self.dtype: torch.dtype | None = None
         self.quantize = "none"
         # what adapters add to a matrix: scale * B A
         self._updates: dict[str, list[tuple[StoredTensor, StoredTensor, float]]] = {}
@@ -294,6 +296,7 @@ class WeightFiles:
         with safe_open(path, "pt") as file:
             self.quantize = (file.metadata() or {}).get("quantize", "none")
         for key, tensor in _stored_tensors(path).items():
+            self.dtype = tensor.dtype
             stem, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
             if stem == "score.weight":
                 self.tensors[stem] = tensor
@@ -318,12 +321,21 @@ class WeightFiles:
                 )
             self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the flat elements [start, stop), row-major, of a tensor; all of them by default."""
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, quantize: str = "none"
+    ) -> Tensor:
+        """Return the flat elements [start, stop), row-major, of a tensor; all of them by default.
+
+        `quantize` reads a layer's whole matrix as it is after it was quantised so, with adapters.
+        """
         stored = self.tensors[name]
         if stop is None:
             stop = stored.shape.numel()
         flat = stored.read(start, stop)
+        is_matrix = name.removesuffix(".weight").endswith("_proj")
+        if quantize != "none" and is_matrix and not stored.state:
+            data = pack(quantize, flat.view(stored.shape))
+            flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)
         for a, b, scale in self._updates.get(name, ()):
             if len(stored.shape) == 3:
                 down, up = (x.read(0, x.shape.numel()).view(x.shape) for x in (a, b))
@@ -336,6 +348,10 @@ class WeightFiles:
             up = b.read(first * rank, last * rank).view(-1, rank)
             flat = add_low_rank(flat, down, up, scale, start - first * width)
         return flat
+
+    def base(self, name: str) -> Tensor:
+        """Return all elements of a tensor without what adapters add to it."""
+        return self.tensors[name].read(0, self.tensors[name].shape.numel())
 
     def check(
         self, expected: Mapping[str, torch.Size], *, may_lack: tuple[str, ...] = ()
@@ -364,6 +380,37 @@ class WeightFiles:
                 f"the first of {len(wrong)} differences; merge adapters, or check that config.json belongs to these "
                 "weights"
             )
+
+
+class Rounding:
+    """Round adapted weights to the dtype in which they are written, and say what that takes of what training changed.
+
+    dtype: in which they are written.
+    change, lost: sums of squares: of what training changed, and of what is written otherwise than it was trained.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.change, self.lost = dtype, 0.0, 0.0
+
+    def __call__(self, exact: Tensor, base: Tensor, trained: Tensor | None = None) -> Tensor:
+        """Return `exact` (float32) in the dtype; `base` is what it was before training.
+
+        `trained` is what was trained if that is not `exact` itself: weights whose base was quantised.
+        """
+        written = exact.to(self.dtype)
+        self.change += float((exact - base).square().sum())
+        self.lost += float((written - (exact if trained is None else trained)).square().sum())
+        return written
+
+    @property
+    def note(self) -> str:
+        """A sentence if more than a hundredth is lost, or an empty text."""
+        share = math.sqrt(self.lost / self.change) if self.change else 0.0
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (share > 0.01) * (
+            f"the weights written in {dtype} differ from the trained ones by {share:.0%} of what training changed; "
+            "ulysses export --dtype float32 does not round, and adapters exported alone keep all of it"
+        )
 
 
 def _weight_paths(folder: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from models.arch import ModelConfig
 from models.mlp import MLP
 from models.modules import Linear, MakeLinear, RMSNorm
 from models.moe import MoE, RouterRecord
+from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.levels import LayerNode, Mixer, Pair, Rope
@@ -114,7 +115,7 @@ class DecoderLayer(nn.Module):
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """Add the feed-forward of the rows; each row is independent, so it can run in tiles."""
-        if fused := self._fused():
+        if isinstance(fused := self._fused(), GatedMLP):
             return fused.add(hidden)
         return self._add(hidden, self._fed(hidden), self.norms[3])
 

@@ -6,7 +6,7 @@ The base with its adapters switched off is the reference of DPO and KTO, so that
 Source: Hu et al. 2021 (2106.09685). The exported files have PEFT's format.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from models.expert_files import MLP_TARGETS, adapted_experts, is_of_experts, peft_tensor
-from models.hf_format import ADAPTER_WEIGHTS, add_low_rank, lora_scale
+from models.hf_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, add_low_rank, lora_scale
 from models.modules import Linear
 from models.moe import ExpertMatrices
-from ulysses.disk import write_tensors
+from ulysses.disk import write_json, write_tensors
 
 ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
 
@@ -83,11 +83,15 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(
-    weights: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], config: Any
+    weights: Iterable[tuple[str, Tensor]],
+    adapters: Mapping[str, Tensor],
+    config: Any,
+    rounded: Callable[[Tensor, Tensor], Tensor] = lambda exact, base: exact.to(base.dtype),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under the base model's names with the scaled B A added, in float32, where it belongs.
 
-    The adapters among `weights` are left out; the adapted matrices are copies.
+    The adapters among `weights` are left out; the adapted matrices are copies, `rounded` then, by default to their own
+    dtype.
     """
     scale = lora_scale(config.rank, config.alpha, config.rslora)
     for name, weight in weights:
@@ -96,11 +100,12 @@ def merged(
         stem, owner, last = name.removesuffix(".base_layer.weight"), *name.rpartition(".")[::2]
         if f"{owner}.lora_A.{last}" in adapters:  # all experts' matrices
             a, b = (adapters[f"{owner}.lora_{k}.{last}"].float() for k in "AB")
-            weight = (weight.float() + scale * (b @ a)).to(weight.dtype)
+            flat = (weight.float() + scale * (b @ a)).view(-1)
+            weight = rounded(flat, weight.view(-1)).view_as(weight)
         elif stem != name:
             a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"] for k in "AB")
             flat = add_low_rank(weight.view(-1), a, b, scale)
-            weight = flat.view_as(weight).to(weight.dtype)
+            weight = rounded(flat, weight.view(-1)).view_as(weight)
         yield base_name(name), weight
 
 
@@ -156,4 +161,6 @@ def save_adapters(
         target_modules=_module_targets(config.lora, bool(experts)) or None,
         target_parameters=[f"experts.{name}" for name in experts] or None,
     )
-    saved.save_pretrained(str(folder))
+    # PEFT's own writer lists the target modules, a set, in another order each time
+    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in saved.to_dict().items()}
+    write_json(folder / ADAPTER_CONFIG, dict(sorted(plain.items())))

@@ -82,21 +82,23 @@ class RouterRecord:
         self.is_open = False
 
     def note(self, place: int, chosen: Tensor, probabilities: Tensor, part: slice) -> None:
-        """Note the experts chosen [n, k] for a part of the rows by one layer, of all probabilities [n, N]."""
-        if not self.is_open or self.counts is None or self.times is None:
+        """Note the experts chosen [n, k] for a part of the rows by one layer, of all probabilities [n, N].
+
+        Where these have a gradient, the balance loss adds its own.
+        """
+        if self.times is None:
             return
         times = self.times[part]
-        self.counts[place].index_add_(
-            0, chosen.flatten(), times.repeat_interleave(chosen.shape[1])
-        )
-        if self.probabilities is not None:
-            self.probabilities += times.double() @ probabilities.detach().double()
+        if probabilities.requires_grad:
+            probabilities.register_hook(partial(self._add_balance, times))
+        if self.is_open and self.counts is not None:
+            every = times.repeat_interleave(chosen.shape[1])
+            self.counts[place].index_add_(0, chosen.flatten(), every)
+            if self.probabilities is not None:
+                self.probabilities += times.double() @ probabilities.detach().double()
 
-    def balance_gradient(self, part: slice) -> Tensor | None:
-        """Return what the balance loss adds to the gradient of the probabilities [n, N] of a part of the rows."""
-        if self.balance is None or self.times is None:
-            return None
-        return self.times[part, None] * self.balance
+    def _add_balance(self, times: Tensor, grad: Tensor) -> Tensor:
+        return grad if self.balance is None else grad + times[:, None] * self.balance
 
 
 class Router(nn.Module):
@@ -136,6 +138,7 @@ class ExpertMatrices(nn.Module):
         assert config.moe is not None
         N, F, D = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
         self.number, self.activation, self.kind = N, config.family.activation, kind
+        self.shapes: dict[str, tuple[int, ...]]
         self.shapes = {"gate_up_proj": (N, 2 * F, D), "down_proj": (N, D, F)}
         self.scale, self.adapted = 1.0, True
         for name, shape in self.shapes.items():
@@ -153,12 +156,8 @@ class ExpertMatrices(nn.Module):
         """Give matrices adapters, whose values somebody fills."""
         self.scale, shapes = scale, {name: self.shapes[name] for name in names}
         if shapes:
-            sides = {
-                name: (number, rank, inputs) for name, (number, _, inputs) in shapes.items()
-            }
-            self.lora_A = AdapterMatrices(sides)
-            sides = {name: (*outputs, rank) for name, (*outputs, _) in shapes.items()}
-            self.lora_B = AdapterMatrices(sides)
+            self.lora_A = AdapterMatrices({n: (s[0], rank, s[2]) for n, s in shapes.items()})
+            self.lora_B = AdapterMatrices({n: (*s[:2], rank) for n, s in shapes.items()})
 
     def enable_adapters(self, enabled: bool) -> None:
         """Switch the adapters on or off."""

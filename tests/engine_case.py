@@ -240,7 +240,8 @@ class StartedAdapters(HostWeights):
     """
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:
-        matrix = name.endswith(("_proj.weight", "_proj")) or ".base_layer.weight" in name
+        matrix = name.endswith(("_proj.weight", "_proj", ".base_layer.weight"))
+        matrix = matrix and ".lora_" not in name
         whole = out.is_floating_point() and out.shape == (shape.numel(),)
         if matrix and whole and self.quantize != "none":
             data = torch.empty(sum(packed_parts(self.quantize, shape)), dtype=torch.uint8)

@@ -235,8 +235,8 @@ def in_order(found: Found, trained: Sequence[Tensor]) -> list[Tensor]:
 class SparseMLP(NamedTuple):
     """The weights of a norm, which may be None, of a router and of its experts, and what these compute.
 
-    record: notes which experts were chosen, as a models.moe.RouterRecord does. place: of the layer among those with
-    experts.
+    It runs in tiles; without them, where everything is kept, the modules run one by one. record: notes which experts
+    were chosen, as a models.moe.RouterRecord does. place: of the layer among those with experts.
     """
 
     norm: Tensor | None
@@ -254,38 +254,33 @@ class SparseMLP(NamedTuple):
         own = [t for t in (self.norm, self.router) if t is not None and t.requires_grad]
         return [*own, *self.experts.trained]
 
-    def _parts(self, rows: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-        x = rows if self.norm is None else rms_norm(rows, self.norm, self.rule)
+    def _normalised(self, rows: Tensor) -> Tensor:
+        return rows if self.norm is None else rms_norm(rows, self.norm, self.rule)
+
+    def _product(self, rows: Tensor, part: slice) -> Tensor:
+        x = self._normalised(rows)
         weights, chosen, p = route(x, self.router, self.each, self.normalise)
         self.record.note(self.place, chosen, p, part)
-        both, out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))
-        return both, chosen, out
+        return self.experts.forward(x, weights, Order.of(chosen, len(self.router)))[-1]
 
     def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
         """Return rows + the experts' sum, in tiles and without a graph."""
         out = torch.empty_like(rows)
         for part in tiles(len(rows), tile):
-            torch.add(rows[part], self._parts(rows[part], part)[-1], out=out[part])
+            torch.add(rows[part], self._product(rows[part], part), out=out[part])
         return out
 
-    def add(self, rows: Tensor) -> Tensor:
-        """Return rows + the experts' sum, with a graph that keeps rows, gate and up."""
-        return _SparseNode.apply(rows, self, *self.trained)
-
     @torch.no_grad()
-    def gradients(
-        self, rows: Tensor, grad: Tensor, tile: int, kept: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run forward and backward of each tile of `add`; return the gradients of rows and of the trained tensors.
+    def gradients(self, rows: Tensor, grad: Tensor, tile: int) -> tuple[Tensor, list[Tensor]]:
+        """Run forward and backward of each tile; return the gradients of rows and of the trained tensors.
 
-        Several tiles' sums are float32 or better. `kept` holds gate and up, and the chosen experts, if all rows are one
-        tile.
+        Several tiles' sums are float32 or better.
         """
         whole, grad = tile >= len(rows), grad.contiguous()
         grad_rows = torch.empty_like(rows)
         totals: dict[int, tuple[Tensor, Tensor]] = {}
         for part in tiles(len(rows), tile):
-            to_rows, found = self._gradients(rows[part], grad[part], part, kept)
+            to_rows, found = self._gradients(rows[part], grad[part], part)
             if whole:
                 return to_rows, in_order(found, self.trained)
             grad_rows[part] = to_rows
@@ -297,20 +292,17 @@ class SparseMLP(NamedTuple):
             del found
         return grad_rows, in_order([*totals.values()], self.trained)
 
-    def _gradients(
-        self, rows: Tensor, grad: Tensor, part: slice, kept: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Found]:
-        both, chosen = kept or (None, None)
-        x = rows if self.norm is None else rms_norm(rows, self.norm, self.rule)
+    def _gradients(self, rows: Tensor, grad: Tensor, part: slice) -> tuple[Tensor, Found]:
+        x = self._normalised(rows)
         row, router = (at_least_float32(t).detach().requires_grad_() for t in (x, self.router))
         with torch.enable_grad():
-            weights, chosen, p = route(row, router, self.each, self.normalise, chosen)
+            weights, chosen, p = route(row, router, self.each, self.normalise)
+            self.record.note(self.place, chosen, p, part)
         order = Order.of(chosen, len(self.router))
-        to_x, to_weights, found = self.experts.backward(grad, x, weights.detach(), order, both)
-        outputs, upstream = [weights], [to_weights.to(weights.dtype)]
-        if (balance := self.record.balance_gradient(part)) is not None:
-            outputs, upstream = [weights, p], [*upstream, balance.to(p.dtype)]
-        through_router, to_router = torch.autograd.grad(outputs, (row, router), upstream)
+        to_x, to_weights, found = self.experts.backward(grad, x, weights.detach(), order)
+        through_router, to_router = torch.autograd.grad(
+            weights, (row, router), to_weights.to(weights.dtype)
+        )
         to_x = through_router.add_(to_x).to(x.dtype)
         if self.router.requires_grad:
             found.append((self.router, to_router))
@@ -320,19 +312,3 @@ class SparseMLP(NamedTuple):
         if self.norm.requires_grad:
             found.append((self.norm, to_norm))
         return to_x, found
-
-
-class _SparseNode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, mlp: SparseMLP, *trained: Tensor) -> Tensor:
-        both, chosen, out = mlp._parts(rows, slice(0, len(rows)))
-        ctx.save_for_backward(rows, both, chosen)
-        ctx.mlp = mlp
-        return out.add_(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, both, chosen = ctx.saved_tensors
-        grad_rows, found = ctx.mlp.gradients(rows, grad, len(rows), (both, chosen))
-        return grad_rows, None, *found

@@ -1,12 +1,14 @@
 """Every recompute level, with or without tiles, has ordinary autograd's gradients, at its own cost."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
+from models.arch import LayerKind
 from models.lora import add_adapters
 from models.rope import rotary_table
 from tests.memory_case import (
@@ -138,6 +140,11 @@ def test_each_level_keeps_what_is_planned(config):
     # a pair, and one layer that is left over
     assert kept_on_the_host("pair", config) == 2 * 2 * planned("pair")
     assert held_by_autograd(config) == planned("none")
+    sparse = replace(MOE, pattern=(LayerKind(feed_forward="experts"),))
+    experts = {"sparse_layers": 3, "experts": 5, "active_experts": 2, "expert_width": 16}
+    of_experts = planned("none", shape._replace(head_dim=8, qk_norm=True, **experts))
+    # a norm that is no node keeps its rows again on a CPU, and a scale; the weights their sum
+    assert held_by_autograd(sparse) == of_experts + 26 * 4 * (24 + 2)
     # the adapters' own r numbers and the norms' scales are not planned
     adapted = shape._replace(trained=500)
     assert held_by_autograd(config, rank=2) == planned("none", adapted) + 26 * 4 * (7 * 2 + 2)

@@ -270,6 +270,12 @@ def kept_bytes(case: Workload, level: str) -> float:
         kept += out * (1 + (case.sp > 1)) + 2 * _held(case)
         kept += model.width * (1 + model.norms_after)
         kept += 2 * model.inner_width + model.normalised_width
+        if (
+            model.experts
+        ):  # normalised rows, for the router in float32, its probabilities, what it chose
+            kept += model.width
+            lse += 4 * (model.experts + 4 * model.active_experts)
+            lse += 4 * model.width * (case.element_size < 4)
         if not model.is_full:  # adapters keep the inputs of the projections as well
             kept += 2 * model.width + model.inner_width
     return float(kept * case.element_size + lse) * case.local
