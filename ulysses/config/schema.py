@@ -214,7 +214,7 @@ class RunSection(Section):
     save_minutes: NonNegativeFloat = 30.0
     """Minutes after which a checkpoint is saved if there was none since; 0 saves none for that reason."""
     save_last: bool = True
-    """Save a checkpoint after the last step; a run that SIGTERM or SIGINT asks to stop saves one in any case."""
+    """Save a checkpoint after the last step; a run that a signal asks to stop saves one in any case."""
     keep: NonNegativeInt = 2
     """Number of newest checkpoints that are kept, in addition to the best one; 0 keeps all."""
     resume: str = "never"
