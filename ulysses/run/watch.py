@@ -161,7 +161,8 @@ class Watch:
         for number in (1, 2):
             try:
                 os.write(number, b"")
-            except OSError:  # the terminal is gone, and the next line would end the run before it has saved
+            except OSError:
+                # the terminal is gone, and the next line would end the run before it has saved
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
     @contextmanager
