@@ -34,6 +34,10 @@ def visible(text: str, *, lines: bool = False) -> str:
     )
 
 
+class UserCodeError(ValueError):
+    """Raised when a function or server of the user's fails. Its sentence says all: no stack trace is printed."""
+
+
 class AbsentError(ConfigError):
     """A setting that is right but names something that is not on this machine; a dry run reports it and goes on."""
 
