@@ -8,6 +8,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+# What an address may hold besides its host, port and path (a revision in a path of the hub is none), and well-known
+# keys wherever they stand
+CREDENTIALS = re.compile(
+    r"""(?<!hf)://[^\s"'?#;@]*[?#;@][^\s"',)]+|\b(hf_|sk-|gh[opsu]_|AKIA|xox[abp]-)[\w-]{16,}"""
+)
+
 
 class ConfigError(ValueError):
     """A setting that cannot be honoured. Its text is the one sentence that the user reads.
@@ -18,7 +24,8 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, sentence: object, key: str = "") -> None:
-        super().__init__(f"{key}: {sentence}" if key else str(sentence))
+        text = f"{key}: {sentence}" if key else str(sentence)
+        super().__init__(CREDENTIALS.sub("***", text))
         self.key = key
 
 

@@ -31,7 +31,8 @@ LEARNING_RATES = {
     "ppo": (1e-6, "the policy must stay close to the one that made the rollout"),
 }
 
-ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?$"
+# credentials behind the path are refused with all others
+ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?([?#;].*)?$"
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 WEIGHED = BeforeValidator(
     lambda value: {str(name): 1.0 for name in value} if isinstance(value, list) else value

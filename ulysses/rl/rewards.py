@@ -197,7 +197,8 @@ def outcome(name: str, call: Any, timeout: float = 0.0) -> list[float] | str:
     except BaseException as error:
         said = visible(format_exception_only(error)[-1].strip())
         place = extract_tb(error.__traceback__)[-1]
-        return f"failed: {said} ({Path(place.filename).name}, line {place.lineno})"
+        where = "" if "//" in name else f" ({Path(place.filename).name}, line {place.lineno})"
+        return f"failed: {said}{where}"
 
 
 def gsm8k_reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
