@@ -15,6 +15,9 @@ CREDENTIALS = re.compile(
 )
 
 
+LARGEST = 2**53  # up to which every whole number is a float too
+
+
 class ConfigError(ValueError):
     """A setting that cannot be honoured. Its text is the one sentence that the user reads.
 
@@ -85,6 +88,13 @@ class Section(BaseModel):
         kinds = str(cls.model_fields[info.field_name or ""].annotation)
         if isinstance(value, bool) and "bool" not in kinds and "Any" not in kinds:
             raise PydanticCustomError("switch", "this is a number or a text, not true or false")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _no_number_is_beyond_use(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and abs(value) > LARGEST:
+            raise PydanticCustomError("size", "no number can be meant that is beyond 2^53")
         return value
 
 
