@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.launch import tiny
+from tests.e2e.launch import ROOT, tiny
 from tests.model_folder import demo_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
@@ -24,9 +24,10 @@ def test_what_is_missing_is_said(tmp_path, folder, template, config_is_left, cap
     if not config_is_left:
         for path in folder.glob("tokenizer*"):
             path.unlink()
-    typed = f"--model.init pretrained --model.path {folder} --data.chat_template {template}"
-    line = tiny("sft", tmp_path / "run", typed)
-    sentence = rf"^model.tokenizer: {folder} holds no tokenizer \(tokenizer.json, vocab.json, .*; copy the model's own into"
+    line = f"""--stage sft --model.path {folder} --data.chat_template {template} --run.steps 1
+        --run.output {tmp_path}/run --model.dtype float32 --data.max_length 512
+        --data.train {ROOT}/configs/demo/data/sft_train.jsonl""".split()
+    sentence = rf"^model.tokenizer: {folder} holds no tokenizer \(tokenizer.json, vocab.json, .*; copy the model's"
     with pytest.raises(ConfigError, match=sentence):
         prepare(parse_command_line(line).config, 1)
     config, options = parse_command_line([*line, "--dry-run", "--gpus", "8"])

@@ -168,7 +168,8 @@ def test_an_adapter_on_an_adapter_has_its_base(tmp_path):
 
 REQUIRED = {"ppo": {"reward": "math:sqrt"}, "distill": {"teacher": "m"}}
 NUMBERS = {
-    key: info for key, info in known_keys().items() if re.search(r"\b(int|float)\b", str(info.annotation))
+    key: info for key, info in known_keys().items()
+    if re.search(r"\b(int|float)\b", str(info.annotation)) and key != "ppo.reward"
 }  # fmt: skip
 
 
