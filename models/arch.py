@@ -5,6 +5,7 @@ A family of models is one entry of families.json; the decoder reads the flags of
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -235,9 +236,11 @@ class ModelConfig:
 def _number(known: Mapping[str, Any], name: str, kind: Any) -> Any:
     """Return a positive number; ValueError names the field that holds none."""
     value: Any = known.get(name)
-    most = MOST.get(name, 1 << 31 if kind is int else 1 << 53)
+    most = MOST.get(name, 1 << 31 if kind is int else math.inf)
     if type(value) not in (int, float) or not 0 < value < most or kind(value) != value:
-        wanted = f"a {'whole ' * (kind is int)}number above 0 and below {most:,}"
+        wanted = f"a {'whole ' * (kind is int)}number above 0"
+        if most < math.inf:
+            wanted += f" and below {most:,}"
         raise ValueError(
             f"config.json has {name} = {value!r} but it must be {wanted}; correct the file or the setting"
         )

@@ -75,7 +75,7 @@ def with_fields(path: Path, fields: dict[str, Any]) -> str:
         ("bos_token_id", [1], r"bos_token_id = \[1\] but it must be the number of a token"),
         ("rope_theta", 0, "rope_theta = 0 and 10000.0 in rope_parameters or rope_scaling; correct one"),
         ("rope_theta", float("inf"), "rope_theta = inf and 10000.0 in rope_parameters"),
-        ("rope_parameters", {"rope_theta": float("inf")}, "rope_theta = inf but it must be a number above 0 and below"),
+        ("rope_parameters", {"rope_theta": float("inf")}, "rope_theta = inf but it must be a number above 0;"),
         ("rope_parameters", {"rope_theta": 0}, "rope_theta = 0 but it must be a number above 0"),
         ("rope_scaling", "x", "rope_scaling = 'x' but it must be a table"),
         ("tie_word_embeddings", "no", "tie_word_embeddings = 'no' but it must be true or false"),

@@ -8,13 +8,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-# What an address may hold besides its host, port and path (a revision in a path of the hub is none), and well-known
-# keys wherever they stand
+# What an address has beside host, port and path (a revision in a path of the hub is none), and keys of known forms
 CREDENTIALS = re.compile(
-    r"""(?<!hf)://[^\s"'?#;@]*[?#;@][^\s"',)]+|\b(hf_|sk-|gh[opsu]_|AKIA|xox[abp]-)[\w-]{16,}"""
+    r"""(?<!hf)://[^\s"'?#;@]*[?#;@][^\s"',)]+|\b(hf_|sk-|sk-proj-|sk-ant-|gh[opsu]_|AKIA)[A-Za-z0-9]{16,}[\w-]*"""
 )
-
-
 LARGEST = 2**53  # up to which every whole number is a float too
 
 
