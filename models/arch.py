@@ -146,8 +146,10 @@ class ModelConfig:
         for wanted, (kind, names) in _KINDS.items():
             for name in names.split():
                 given = raw.get(name)
-                several = name == "eos_token_id" and isinstance(given, list)
-                if {*map(type, given if several else [given])} - {kind, type(None)}:
+                parts: Any = [given]
+                if name == "eos_token_id" and isinstance(given, list):
+                    parts = given
+                if {*map(type, parts)} - {kind, type(None)}:
                     raise ValueError(
                         f"config.json has {name} = {given!r:.60} but it must be {wanted}; correct the file or setting"
                     )
