@@ -94,7 +94,13 @@ def read_config(folder: Path, **rope: Any) -> ModelConfig:
 
     `rope` changes the rotary settings, as in ModelConfig.from_hf.
     """
-    return ModelConfig.from_hf(_read_json(folder_with(folder, CONFIG) / CONFIG), **rope)
+    shape = ModelConfig.from_hf(_read_json(folder_with(folder, CONFIG) / CONFIG), **rope)
+    for token in shape.eos_token_id:
+        if not 0 <= token < shape.vocab_size:
+            raise ValueError(
+                f"config.json has eos_token_id {token} but vocab_size {shape.vocab_size}; correct one of them"
+            )
+    return shape
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -120,6 +126,16 @@ _PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+# The types of what else is read there; numbers are at least the first entry.
+_LORA_KINDS: Mapping[str, tuple[Any, ...]] = {
+    "r": (1, int),
+    "lora_alpha": (1e-9, int, float, type(None)),
+    "use_rslora": (0, bool, type(None)),
+    "base_model_name_or_path": (0, str, type(None)),
+    "revision": (0, str, type(None)),
+}
+
+
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Read adapter_config.json.
 
@@ -133,17 +149,36 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
                 f"{path.absolute()} has {field} = {raw.get(field)!r} but only plain LoRA is read; merge the adapter "
                 "into its base with PEFT"
             )
+    for field, (least, *kinds) in _LORA_KINDS.items():
+        value = raw.get(field)
+        if type(value) not in kinds or (
+            least and value is not None and not least <= value <= 1e9
+        ):
+            raise ValueError(
+                f"{path.absolute()} has {field} = {value!r:.60}, which no adapter of PEFT has; correct the file"
+            )
     return raw
 
 
-def base_folder(folder: Path, *, need_weights: bool = True) -> Path:
-    """Return the local folder of the base model that an adapter's adapter_config.json names."""
+def base_folder(
+    folder: Path, *, need_weights: bool = True, above: tuple[Path, ...] = ()
+) -> Path:
+    """Return the local folder of the base model that an adapter's adapter_config.json names.
+
+    `above` are the adapters that lie on this one, of which its base can be none.
+    """
     raw = read_adapter_config(folder)
     base = raw.get("base_model_name_or_path")
     key = f"base_model_name_or_path in {(folder / ADAPTER_CONFIG).absolute()}"
     if not base:
         raise ValueError(f"{key} is missing; write the base model's folder or hub id there")
-    return resolve_model(base, raw.get("revision"), need_weights=need_weights, key=key)
+    found = resolve_model(base, raw.get("revision"), need_weights=need_weights, key=key)
+    above = (*above, folder.resolve())
+    if found.resolve() in above:
+        raise ValueError(f"{key} is {base}, an adapter of itself; write the base model's there")
+    if (found / ADAPTER_CONFIG).is_file():
+        base_folder(found, need_weights=False, above=above)
+    return found
 
 
 def folder_with(folder: Path, pattern: str) -> Path:

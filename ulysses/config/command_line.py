@@ -54,9 +54,12 @@ def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
     Raises ConfigError: a sentence for every error, with the key, what was given and what is required.
     """
     try:
-        return table.model_validate(values)
-    except ValidationError as error:
-        errors = _sentences(error, known_keys(table))
+        try:
+            return table.model_validate(values)
+        except ValidationError as error:
+            errors = _sentences(error, known_keys(table))
+    except RecursionError:
+        errors = ["the settings are nested too deeply; write tables of one or two levels"]
     refuse(errors)
 
 
@@ -105,9 +108,9 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
 
 def _read_value(key: str, text: str) -> Any:
     """Read a list, a table or the value of an unknown key as JSON or as TOML; other text stays as it is."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return json.loads(text)
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return tomllib.loads(f"value = {text}")["value"]
     if text.startswith(("[", "{")):
         raise ConfigError(
@@ -133,7 +136,7 @@ def _read_file(path: str) -> dict[str, Any]:
     try:
         content = Path(path).read_bytes()
         return tomllib.loads(content.decode(json.detect_encoding(content)))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         sentence = f"{path} cannot be read as one table of settings: {error}"
         raise ConfigError(sentence, "--config") from None
 

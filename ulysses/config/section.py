@@ -9,6 +9,12 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+# What an address has beside host, port and path (a revision in a path of the hub is none), and keys of known forms
+CREDENTIALS = re.compile(
+    r"""(?<!hf)://[^\s"'?#;@]*[?#;@][^\s"',)]+|\b(hf_|sk-|sk-proj-|sk-ant-|gh[opsu]_|AKIA)[A-Za-z0-9]{16,}[\w-]*"""
+)
+LARGEST = 2**53  # up to which every whole number is a float too
+
 
 class ConfigError(ValueError):
     """A setting that cannot be honoured. Its text is the one sentence that the user reads.
@@ -19,7 +25,8 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, sentence: object, key: str = "") -> None:
-        super().__init__(f"{key}: {sentence}" if key else str(sentence))
+        text = f"{key}: {sentence}" if key else str(sentence)
+        super().__init__(CREDENTIALS.sub("***", text))
         self.key = key
 
 
@@ -33,6 +40,10 @@ def visible(text: str, *, lines: bool = False) -> str:
         lambda found: repr(found[0])[1:-1],
         text,
     )
+
+
+class UserCodeError(ValueError):
+    """Raised when a function or server of the user's fails. Its sentence says all: no stack trace is printed."""
 
 
 class AbsentError(ConfigError):
@@ -105,6 +116,13 @@ class Section(BaseModel):
             raise PydanticCustomError(
                 "nul", "this holds a NUL character, which no path or name has"
             )
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _no_number_is_beyond_use(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and abs(value) > LARGEST:
+            raise PydanticCustomError("size", "no number can be meant that is beyond 2^53")
         return value
 
 
