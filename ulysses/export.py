@@ -12,7 +12,7 @@ from ulysses.imports import explained_imports
 
 with explained_imports():
     import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
-    from models.hf_format import ADAPTER_CONFIG, CONFIG
+    from models.folders import ADAPTER_CONFIG, CONFIG
     from ulysses.config.section import absolute
     from ulysses.run.export_model import export_checkpoint, merge_adapter
 

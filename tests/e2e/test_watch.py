@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.e2e.drills import Drills
-from tests.e2e.launch import ROOT, Ranks, tiny
+from tests.e2e.launch import ROOT, Ranks, plant_in_losses, tiny
 from tests.harness import PATIENCE, STUCK, until
 from ulysses.config.schema import RunSection
 from ulysses.run.checkpoint import resume_point

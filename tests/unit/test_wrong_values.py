@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from models.arch import ModelConfig
-from models.hf_format import WeightFiles, folder_with, write_weights
+from models.folders import folder_with
+from models.hf_format import WeightFiles, write_weights
 from tests.e2e.launch import tiny
 from tests.model_folder import demo_model, tiny_config, write_model
 from ulysses.config.command_line import check, known_keys, parse_command_line, put

@@ -23,16 +23,13 @@ from torch import Tensor
 
 from models.arch import ModelConfig
 from models.decoder import empty_model
+from models.folders import CONFIG, folder_with, read_config, resolve_model
 from models.hf_format import (
-    CONFIG,
     GENERATION,
     TOKENIZER_FILES,
     Rounding,
     WeightFiles,
     copy_side_files,
-    folder_with,
-    read_config,
-    resolve_model,
     write_json,
     write_weights,
 )

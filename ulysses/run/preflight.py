@@ -19,7 +19,8 @@ import torch
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
 from models.decoder import empty_model
-from models.hf_format import WeightFiles, folder_with, read_config, resolve_model
+from models.folders import folder_with, read_config, resolve_model
+from models.hf_format import WeightFiles
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context, refuse
 from ulysses.config.stage_sections import is_function
