@@ -81,20 +81,21 @@ def assert_complete(checkpoints: Path) -> None:
         assert len(list(folder.glob("rank-*.safetensors"))) == PROCESSES * len(KINDS)
 
 
-def dies(output: Path, line: list[str], place: str, step: int, seconds: float = 120) -> None:
+def dies(output: Path, line: list[str], place: str, step: int, *seconds: float) -> None:
     """Start a run and kill it there, or after some seconds, if it has not ended; its checkpoints are complete."""
     run = Ranks(line, PROCESSES, before=kill_at(place, step))
-    assert not (wait_until_dead(run, seconds) and place), f"nothing died at {place!r}"
+    assert not (wait_until_dead(run, *seconds) and place), f"nothing died at {place!r}"
     assert_complete(output / "checkpoints")
 
 
-def wait_until_dead(run: Ranks, seconds: float) -> bool:
+def wait_until_dead(run: Ranks, *seconds: float) -> bool:
     """Wait for the end, and return whether it came by itself; one dead process ends the others, as under a launcher."""
-    run.until(lambda: -signal.SIGKILL in run.codes, seconds)
-    assert {*run.codes} <= {0, None, -signal.SIGKILL}, "it failed by itself"
+    run.until(lambda: -signal.SIGKILL in run.codes, *seconds)
+    failed = {*run.codes} - {0, None, -signal.SIGKILL}
     finished = not any(run.codes) and None not in run.codes
     run.send(signal.SIGKILL)
-    run.wait()
+    said = run.wait().stderr[-3000:]
+    assert not failed, f"exit code {min(failed)}: {said}"
     return finished
 
 
@@ -168,7 +169,7 @@ def test_going_back_deletes_what_came_after(tmp_path, uninterrupted):
         Trainer.train_step = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 
     back = arguments(tmp_path / "run", f"--run.resume {older} --run.overwrite")
-    wait_until_dead(Ranks(back, PROCESSES, before=before), 60)
+    wait_until_dead(Ranks(back, PROCESSES, before=before))
     assert older.exists() and not (older.parent / f"step-{STEPS}").exists()
     output = ranks(arguments(tmp_path / "run"), PROCESSES)
     assert f"resumed {older} at step {STEPS - 1}" in output.stdout + output.stderr

@@ -97,10 +97,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_number_is_true(cls, value: Any, info: ValidationInfo) -> Any:
+    def _no_other_kind(cls, value: Any, info: ValidationInfo) -> Any:
         kinds = str(cls.model_fields[info.field_name or ""].annotation)
         if isinstance(value, bool) and "bool" not in kinds and "Any" not in kinds:
             raise PydanticCustomError("switch", "this is a number or a text, not true or false")
+        if isinstance(value, str) and "\0" in value:
+            raise PydanticCustomError(
+                "nul", "this holds a NUL character, which no path or name has"
+            )
         return value
 
 
