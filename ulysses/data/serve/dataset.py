@@ -72,7 +72,7 @@ def open_dataset(
 
     Raises DataError: missing or broken data, named by file and row, in every process.
     """
-    cache = Path(settings.cache).expanduser()
+    cache = Path(settings.cache)
     sources = [pinned(source) for source in sources]
     template = None if kind == "text" else ChatTemplate(tokenizer, settings.chat_template)
 
