@@ -30,9 +30,9 @@ from ulysses.data.read.sources import (
     Source,
     count_rows,
     in_batches,
-    local_files,
     pinned,
     source_digest,
+    source_files,
 )
 from ulysses.data.serve.encode import (
     Columns,
@@ -77,7 +77,8 @@ def open_dataset(
     template = None if kind == "text" else ChatTemplate(tokenizer, settings.chat_template)
 
     def state() -> list[Any]:
-        return [known_files(local_files(source), cache) for source in sources]
+        local = (source for source in sources if not source.is_on_hub)
+        return [known_files(source_files(source)[0], cache) for source in local]
 
     before = state()
     content = [
