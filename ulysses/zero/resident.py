@@ -69,7 +69,9 @@ class ResidentWeights:
         if self.world == 1:
             return
         parameters = list(parameters)
-        if self.device.type == "cpu":  # one by one: together, gloo takes the first one's memory for each
+        if (
+            self.device.type == "cpu"
+        ):  # one by one: together, gloo takes the first one's memory for each
             for parameter in parameters:
                 self._coming[parameter] = dist.all_gather_into_tensor(
                     *self._wholes[parameter], async_op=True
