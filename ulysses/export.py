@@ -13,6 +13,7 @@ from ulysses.imports import explained_imports
 with explained_imports():
     import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
     from models.hf_format import ADAPTER_CONFIG, CONFIG
+    from ulysses.config.section import existing
     from ulysses.run.export_model import export_checkpoint, merge_adapter
 
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"{out.absolute()} already holds a model; give a folder that does not exist yet"
             )
-        is_adapter = (source / ADAPTER_CONFIG).exists()
+        is_adapter = (existing(source) / ADAPTER_CONFIG).exists()
         if merge and not is_adapter and (source / CONFIG).exists():
             raise ValueError(
                 f"{source.absolute()} is a model without adapters; nothing is to be merged"

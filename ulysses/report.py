@@ -19,14 +19,24 @@ import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from ulysses.config.section import existing
 
 SMOOTHED = 60  # curves of at least this many points get a running mean on top
 COLUMNS = 3
-# the first panels
 TITLES = {
     "loss": "Loss",
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
+}
+# the first panels, before the stage's other metrics, and the last ones
+FIRST = ("loss", "lr", "rewards/accuracies", "objective/scores")
+LAST = re.compile(r"grad|time/|tokens|seconds|mfu|peak_memory")
+STYLES = {  # in grey, for the legend
+    "each step": {"alpha": 0.3},
+    "running mean": {},
+    "held out": {"linestyle": ":", "marker": "o", "markersize": 4},
 }
 OCTAVE = re.compile(r"nll(_se)?/\d.*")  # see stages/sft.py
 
@@ -37,7 +47,7 @@ def read_run(folder: Path) -> pd.DataFrame:
     Incomplete lines, such as the last one of a killed run, are left out. No step is repeated: a run that continues from
     an earlier checkpoint first drops the lines of later steps.
     """
-    path = folder / "metrics.jsonl"
+    path = existing(folder) / "metrics.jsonl"
     text = path.read_text() if path.is_file() else ""
     lines = re.findall(r'^\{"step": .*\}$', text, re.MULTILINE)
     if not lines:
@@ -80,7 +90,7 @@ def draw_octaves(axis: Axes, runs: dict[str, pd.DataFrame], octaves: Sequence[st
 
 
 def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
-    """Draw the metrics in TITLES, every other metric that changes, and octaves."""
+    """Draw the metrics in TITLES, every other metric that changes, and octaves; a stage's own before the gradient's."""
     seen: dict[str, set[float]] = {}
     for run in runs.values():
         for metric in run:
@@ -88,9 +98,17 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
     of_octaves = list(filter(OCTAVE.match, seen))
     # as they were logged, from the first to the last
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
-    others = sorted(seen.keys() - {*TITLES, *of_octaves})
-    panels = [metric for metric in TITLES if metric in seen]
-    panels += [metric for metric in others if len(seen[metric]) > 1]
+    drawn = [m for m in seen.keys() - of_octaves if m in TITLES or len(seen[m]) > 1]
+    # False comes first
+    panels = sorted(
+        drawn,
+        key=lambda m: (
+            *(m != first for first in FIRST),
+            bool(LAST.match(m)),
+            m not in TITLES,
+            m,
+        ),
+    )
     panels += ["Held-out nll by position"] * bool(octaves)
 
     rows = math.ceil(len(panels) / COLUMNS)
@@ -99,12 +117,15 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
         axis = figure.add_subplot(rows, COLUMNS, place)
         if panel in seen:
             draw_curves(axis, runs, panel)
+            axis.set_xlabel("step")
         else:
             draw_octaves(axis, runs, octaves)
+            axis.set_xlabel("tokens before it (dotted: first evaluation, line: last)")
         axis.set_title(TITLES.get(panel, panel), fontsize=10, loc="left")
         axis.grid(alpha=0.25)
-    entries = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*entries, loc="outside upper left", ncols=4)
+    entries, _ = figure.axes[0].get_legend_handles_labels()
+    entries += [Line2D([], [], color="grey", label=k, **style) for k, style in STYLES.items()]
+    figure.legend(handles=entries, loc="outside upper left", ncols=4)
     return figure
 
 

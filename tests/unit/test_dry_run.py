@@ -7,6 +7,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 
 from models.arch import ModelConfig
 from tests.model_folder import write_model
@@ -39,6 +40,9 @@ def arch(stage="sft", length=131072, sp=8):
 def test_plan_by_architecture_alone(run):
     code, text = run(*arch(), *NODE, "--debug")
     assert code == 3  # neither tokenizer nor data
+    if not torch.cuda.is_available():
+        first = "this machine has no GPU: the plan is for 8 GPUs of 139.8 GiB; --gpus and --gpu-memory"
+        assert text.startswith(first)
     assert '"sequence_parallel_size": 8' in text
     assert "8 processes: data parallel 1 x sequence parallel 8" in text
     assert "7 steps" in text and "8,030,261,248 parameters" in text

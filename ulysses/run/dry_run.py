@@ -22,6 +22,7 @@ from ulysses.memory.plan import (
 )
 from ulysses.run.checkpoint import resume_point
 from ulysses.run.memory_choice import (
+    ASSUMED_GIB,
     choose,
     choose_memory,
     first_fit,
@@ -44,6 +45,11 @@ def dry_run(config: Config, options: Options) -> int:
     """
     findings: list[str] = []
     world = options.gpus or world_size()
+    if not torch.cuda.is_available():
+        print(
+            f"this machine has no GPU: the plan is for {world} GPU{'s' * (world > 1)} of "
+            f"{options.gpu_memory or ASSUMED_GIB:g} GiB; --gpus and --gpu-memory name others"
+        )
     prepared = prepare(config, world, findings)
     if options.debug or wants_debug([]):
         print(config.model_dump_json(indent=2))
@@ -82,7 +88,7 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Wo
     case = planner_case(config, prepared.shape, machine, prepared.budget(train))
     groups = machine.gpus // case.sp
     print(
-        f"{machine.gpus} processes: data parallel {groups} x sequence parallel {case.sp}, among neighbours"
+        f"{machine.gpus} process{'es' * (machine.gpus > 1)}: data parallel {groups} x sequence parallel {case.sp}, among neighbours"
     )
     if train:
         launched = choose(case).launched_tokens

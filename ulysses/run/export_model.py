@@ -8,6 +8,7 @@ export stays in it.
 """
 
 import json
+import re
 import shutil
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -261,13 +262,17 @@ def merge_adapter(folder: Path, out: Path, dtype: str = "") -> None:
 
 
 def model_card(config: Config, step: int) -> str:
-    """Return README.md: the base, the data's names, the settings, the metrics at `step`, and the versions."""
+    """Return README.md: the base, the data's names, the settings, the metrics at `step`, and the versions.
+
+    Where a folder or file lies concerns nobody else, so only its name is left.
+    """
     base = config.model.path if config.model.init == "pretrained" else None
     settings = config.model_dump(
         mode="json", exclude_defaults=True, exclude={"run", "data", "deepspeed"}
     )
-    settings["data"] = {
-        key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
+    data = config.data
+    settings["data"] = {"max_length": data.max_length, "eval_fraction": data.eval_fraction} | {
+        key: [Path(source.path).name for source in parse_sources(getattr(data, key))]
         for key in ("train", "eval")
     }
     lines = logged(config.output / "metrics.jsonl")
@@ -284,12 +289,15 @@ def model_card(config: Config, step: int) -> str:
         "versions": {name: d.version for name in packages for d in distributions(name=name)},
     }
     named = f"base_model: {json.dumps(base)}\n" if base else ""
-    return f"""---
+    card = f"""---
 {named}tags: [ulysses-engine, {config.stage}]
 ---
 # Trained by {config.stage} from {base or "a random start"}
+
+{step} steps of {config.batch.examples} examples.
 
 ```json
 {json.dumps(facts, indent=2)}
 ```
 """
+    return re.sub(r'(?<=["\s])[~/.][^"\n]*/', "", card)
