@@ -1,6 +1,7 @@
 """Show how far something has come: by a bar on a terminal, and by plain lines where the output is a file."""
 
 import sys
+from io import TextIOBase
 from typing import Any
 
 from tqdm import tqdm
@@ -8,15 +9,13 @@ from tqdm import tqdm
 LINE_SECONDS = 10.0  # between the lines of a file
 
 
-class _Lines:
+class _Lines(TextIOBase):
     """Make a line of its own of whatever a bar draws."""
 
-    def write(self, text: str) -> None:
-        if text := text.strip():
-            print(text, file=sys.stderr, flush=True)
-
-    def flush(self) -> None:
-        pass
+    def write(self, text: str) -> int:
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+        return len(text)
 
 
 def progress(*counted: Any, seconds: float = LINE_SECONDS, **options: Any) -> tqdm:
@@ -24,8 +23,9 @@ def progress(*counted: Any, seconds: float = LINE_SECONDS, **options: Any) -> tq
 
     `refresh` draws the bar, or writes a line, at once.
     """
-    if sys.stderr.isatty():
-        return tqdm(*counted, dynamic_ncols=True, **options)
-    plain = "{desc}{n_fmt}/{total_fmt} {unit}, {elapsed}<{remaining}{postfix}"
-    how = {"file": _Lines(), "leave": False, "mininterval": seconds, "delay": seconds}
-    return tqdm(*counted, **options | how, bar_format=plain)
+    options["dynamic_ncols"] = True
+    if not sys.stderr.isatty():
+        plain = "{desc}{n_fmt}/{total_fmt} {unit}, {elapsed}<{remaining}{postfix}"
+        options |= {"bar_format": plain, "file": _Lines(), "leave": False}
+        options |= {"mininterval": seconds, "delay": seconds}
+    return tqdm(*counted, **options)

@@ -19,7 +19,6 @@ import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from ulysses.config.section import existing
 
@@ -30,14 +29,9 @@ TITLES = {
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
 }
-# the first panels, before the stage's other metrics, and the last ones
-FIRST = ("loss", "lr", "rewards/accuracies", "objective/scores")
-LAST = re.compile(r"grad|time/|tokens|seconds|mfu|peak_memory")
-STYLES = {  # in grey, for the legend
-    "each step": {"alpha": 0.3},
-    "running mean": {},
-    "held out": {"linestyle": ":", "marker": "o", "markersize": 4},
-}
+FIRST, LAST = ("loss", "lr"), re.compile(r"grad|time/|tokens|seconds|mfu|peak_memory")  # panels
+# of the legend: alpha and format of grey lines
+LEGEND = {"each step": (0.3, "-"), "running mean": (1, "-"), "held out": (1, "o:")}
 OCTAVE = re.compile(r"nll(_se)?/\d.*")  # see stages/sft.py
 
 
@@ -99,15 +93,8 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
     # as they were logged, from the first to the last
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
     drawn = [m for m in seen.keys() - of_octaves if m in TITLES or len(seen[m]) > 1]
-    # False comes first
     panels = sorted(
-        drawn,
-        key=lambda m: (
-            *(m != first for first in FIRST),
-            bool(LAST.match(m)),
-            m not in TITLES,
-            m,
-        ),
+        drawn, key=lambda m: (m not in FIRST, bool(LAST.match(m)), m not in TITLES, m)
     )
     panels += ["Held-out nll by position"] * bool(octaves)
 
@@ -123,9 +110,11 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
             axis.set_xlabel("tokens before it (dotted: first evaluation, line: last)")
         axis.set_title(TITLES.get(panel, panel), fontsize=10, loc="left")
         axis.grid(alpha=0.25)
-    entries, _ = figure.axes[0].get_legend_handles_labels()
-    entries += [Line2D([], [], color="grey", label=k, **style) for k, style in STYLES.items()]
-    figure.legend(handles=entries, loc="outside upper left", ncols=4)
+    axis = figure.axes[0]
+    for label, (alpha, style) in LEGEND.items():
+        axis.plot([], style, color="grey", alpha=alpha, markersize=4, label=label)
+    entries = axis.get_legend_handles_labels()
+    figure.legend(*entries, loc="outside upper left", ncols=4)
     return figure
 
 

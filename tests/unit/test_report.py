@@ -117,7 +117,7 @@ def test_a_stages_own_metrics_come_before_the_gradients(tmp_path):
     ]  # fmt: skip
     rows = [metrics | more for metrics, more in zip(training(5), rows)]
     found = axes(write(tmp_path / "run", rows))
-    first = ["Loss", "Learning rate", "rewards/accuracies", "objective/scores", "objective/kl"]
+    first = ["Loss", "Learning rate", "objective/kl", "objective/scores", "rewards/accuracies"]
     last = ["Gradient norm", "grad/active/x", "grad/clipped", "time/sampling"]
     assert list(found) == first + last
     assert {axis.get_xlabel() for axis in found.values()} == {"step"}

@@ -88,7 +88,8 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Wo
     case = planner_case(config, prepared.shape, machine, prepared.budget(train))
     groups = machine.gpus // case.sp
     print(
-        f"{machine.gpus} process{'es' * (machine.gpus > 1)}: data parallel {groups} x sequence parallel {case.sp}, among neighbours"
+        f"{machine.gpus} process{'es' * (machine.gpus > 1)}: data parallel {groups} x sequence parallel {case.sp}, "
+        "among neighbours"
     )
     if train:
         launched = choose(case).launched_tokens

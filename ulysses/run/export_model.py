@@ -270,9 +270,8 @@ def model_card(config: Config, step: int) -> str:
     settings = config.model_dump(
         mode="json", exclude_defaults=True, exclude={"run", "data", "deepspeed"}
     )
-    data = config.data
-    settings["data"] = {"max_length": data.max_length, "eval_fraction": data.eval_fraction} | {
-        key: [Path(source.path).name for source in parse_sources(getattr(data, key))]
+    settings["data"] = {"max_length": config.data.max_length} | {
+        key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
         for key in ("train", "eval")
     }
     lines = logged(config.output / "metrics.jsonl")
