@@ -29,7 +29,7 @@ TITLES = {
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
 }
-FIRST, LAST = ("loss", "lr"), re.compile(r"grad|time/|tokens|seconds|mfu|peak_memory")  # panels
+LAST = re.compile(r"grad|time/|tokens|seconds|mfu|peak_memory")  # panels, after the stage's own
 # of the legend: alpha and format of grey lines
 LEGEND = {"each step": (0.3, "-"), "running mean": (1, "-"), "held out": (1, "o:")}
 OCTAVE = re.compile(r"nll(_se)?/\d.*")  # see stages/sft.py
@@ -93,9 +93,7 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
     # as they were logged, from the first to the last
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
     drawn = [m for m in seen.keys() - of_octaves if m in TITLES or len(seen[m]) > 1]
-    panels = sorted(
-        drawn, key=lambda m: (m not in FIRST, bool(LAST.match(m)), m not in TITLES, m)
-    )
+    panels = sorted(drawn, key=lambda m: (bool(LAST.match(m)), m not in TITLES, m))
     panels += ["Held-out nll by position"] * bool(octaves)
 
     rows = math.ceil(len(panels) / COLUMNS)
