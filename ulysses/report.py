@@ -103,6 +103,7 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
         if panel in seen:
             draw_curves(axis, runs, panel)
             axis.set_xlabel("step")
+            axis.locator_params("x", integer=True)
         else:
             draw_octaves(axis, runs, octaves)
             axis.set_xlabel("tokens before it (dotted: first evaluation, line: last)")

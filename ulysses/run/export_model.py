@@ -270,7 +270,7 @@ def model_card(config: Config, step: int) -> str:
     settings = config.model_dump(
         mode="json", exclude_defaults=True, exclude={"run", "data", "deepspeed"}
     )
-    settings["data"] = {"max_length": config.data.max_length} | {
+    settings["data"] = config.data.model_dump(include={"max_length", "eval_fraction"}) | {
         key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
         for key in ("train", "eval")
     }
