@@ -6,8 +6,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-LINE_SECONDS = 10.0  # between the lines of a file
-
 
 class _Lines(TextIOBase):
     """Make a line of its own of whatever a bar draws."""
@@ -18,14 +16,13 @@ class _Lines(TextIOBase):
         return len(text)
 
 
-def progress(*counted: Any, seconds: float = LINE_SECONDS, **options: Any) -> tqdm:
+def progress(*counted: Any, seconds: float = 10.0, **options: Any) -> tqdm:
     """Return tqdm's bar with these options; in a file it becomes a line every so many seconds.
 
     `refresh` draws the bar, or writes a line, at once.
     """
-    options["dynamic_ncols"] = True
     if not sys.stderr.isatty():
         plain = "{desc}{n_fmt}/{total_fmt} {unit}, {elapsed}<{remaining}{postfix}"
         options |= {"bar_format": plain, "file": _Lines(), "leave": False}
         options |= {"mininterval": seconds, "delay": seconds}
-    return tqdm(*counted, **options)
+    return tqdm(*counted, dynamic_ncols=True, **options)

@@ -224,6 +224,12 @@ def test_commands_files_and_links_exist(document):
     assert not [path for path in paths if not path.exists()]
 
 
+def test_make_says_that_pip_is_at_work(tmp_path):
+    line = ["make", "-n", "demo", f"VENV={tmp_path}/env"]
+    said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True).stdout
+    assert 0 < said.index("pip downloads and installs the packages") < said.index("pip install")
+
+
 def test_tests_named_in_the_fault_table_exist():
     named = r"`((?:unit|distributed|parity|golden|e2e)/\w+\.py)::(\w+)`"
     found = re.findall(named, read("tests/README.md"))

@@ -154,14 +154,14 @@ def _plan_memory(prepared: Prepared, case: Workload) -> None:
 
 
 def _plan_cpu(case: Workload, dtype: str) -> None:
-    """Print what a step takes on this machine's CPU, which recomputes nothing."""
-    flops = sum(step_flops(case._replace(levels=("none",) * case.model.layers)))
-    seconds = flops * case.micro_batches * case.machine.gpus / cpu_flops(dtype)
-    cpu = case._replace(machine=case.machine._replace(gpu_bytes=math.inf))
-    needed = predict(choose(cpu)).gpu / GIB
+    """Print what a step takes on this machine's CPU, whose memory has no plan."""
+    machine = case.machine
+    case = choose(case._replace(machine=machine._replace(gpu_bytes=math.inf)))
+    seconds = sum(step_flops(case)) * case.micro_batches * machine.gpus / cpu_flops(dtype)
+    needed = predict(case).gpu
     line = f"on this machine's CPU a step takes about {seconds:.1f} s"
-    line += f", and each process about {needed:.1f} GiB of memory"
-    if needed * case.machine.gpus > case.machine.host_bytes / GIB:
+    line += f", and each process about {needed / GIB:.1f} GiB of memory"
+    if needed * machine.gpus > machine.host_bytes:
         line += ", which is more than is free"
     print("; ".join(filter(None, (line, slow_products(dtype)))))
 
