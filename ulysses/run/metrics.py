@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ulysses.disk import DiskError, writing
+from ulysses.disk import DiskError, replace_file, writing
 from ulysses.memory.plan import Model
 from ulysses.progress import progress
 
@@ -112,9 +112,7 @@ class MetricsLog:
         self.path, board = folder / "metrics.jsonl", str(folder / "tensorboard")
         with writing(self.path):
             kept = [line for line in logged(self.path) if line["step"] <= first_step]
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
-            temporary.rename(self.path)
+            replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
             self.file = self.path.open("a")
             self.board = SummaryWriter(board, purge_step=first_step + 1)
         self.bar = progress(
