@@ -19,7 +19,7 @@ MISTAKES = {
     "base.toml": "write --config base.toml",
     "recipe.yaml": "`ulysses migrate recipe.yaml` translates",
     "--config llama3_lora_dpo.yaml": "`ulysses migrate llama3_lora_dpo.yaml` translates",
-    "--config PLACE/none.toml": "none.toml cannot be read as one table of settings: [Errno 2] No such file",
+    "--config PLACE/none.toml": "--config: there is no PLACE/none.toml; correct the path",
     "--config PLACE": "Is a directory",
     "--config PLACE/quotes.toml": "quotes.toml cannot be read as one table of settings: ",
     "--config PLACE/latin1.toml": "latin1.toml cannot be read as one table of settings: 'utf-8' codec",
@@ -38,7 +38,7 @@ MISTAKES = {
     "BASE --overwrite_cache": "overwrite_cache: not needed here",
     "BASE --lr 1e-5": "lr: unknown; did you mean optimizer.lr?",
     "BASE --run.save_evry 5": "run.save_evry: unknown; did you mean run.save_every?",
-    "BASE --quux 5": "quux: unknown; train.py --help lists the settings",
+    "BASE --quux 5": "quux: unknown; ulysses train --help lists the settings",
     "BASE --per_device_train_batch_size 2":
         "unknown; here it is batch.examples (the whole step: examples per GPU x accumulation steps x GPUs / GPUs that",
     "BASE --batch.micro_batch_size auto": "here it is batch.examples (the whole step",
@@ -73,7 +73,7 @@ MISTAKES = {
     "BASE --deepspeed.train_batch_size 8": "deepspeed.train_batch_size: unknown; here it is batch.examples",
     "DEMO --deepspeed.zero_optimization.zero_hpz_partition_size 2":
         "zero_optimization.zero_hpz_partition_size is owned by the engine and cannot be set there; use nothing: ",
-    "BASE --deepspeed.comms_loger.enabled true": "deepspeed.comms_loger.enabled: unknown; train.py --help lists",
+    "BASE --deepspeed.comms_loger.enabled true": "deepspeed.comms_loger.enabled: unknown; ulysses train --help lists",
     "BASE --deepspeed.zero_optimization 3": "deepspeed.zero_optimization is '3': input should be a valid dictionary",
     "DEMO --deepspeed.zero_optimization.overlap_com true": "overlap_com: Extra inputs are not permitted",
     "DEMO --deepspeed.zero_optimization.sub_group_size -1": "sub_group_size: Input should be greater than or equal",
@@ -265,7 +265,7 @@ def test_all_mistakes_at_once(line, place):
     first, *found, last = str(caught.value).splitlines()
     starts = ALL_AT_ONCE[line].split("|")
     assert first == f"{len(starts)} settings are wrong:"
-    assert last.startswith("change all of them; train.py --help")
+    assert last.startswith("change all of them; ulysses train --help")
     for text, start in zip(found, starts, strict=True):
         assert text.startswith(f"  {start}")
 

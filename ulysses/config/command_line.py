@@ -14,18 +14,18 @@ from pydantic import BaseModel, ValidationError
 
 from ulysses.config.foreign_names import explain_unknown
 from ulysses.config.schema import Config, Options
-from ulysses.config.section import ConfigError, absolute, flat, refuse
+from ulysses.config.section import ConfigError, absolute, existing, flat, refuse
 
 
 class CommandLine(NamedTuple):
-    """What was asked for: the run's configuration and the options of train.py."""
+    """What was asked for: the run's configuration and the options of the command."""
 
     config: Config
     options: Options
 
 
 def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
-    """Read the options of train.py, the TOML file and the settings that override it, the keyword arguments last.
+    """Read the options of the command, the TOML file and the settings that override it, the keyword arguments last.
 
     Raises ConfigError for anything that is not a valid configuration, all at once.
     """
@@ -42,7 +42,7 @@ def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
     if not values:
         raise ConfigError(
             "there is no configuration; give one with --config FILE.toml (configs/ has one for every stage), or read "
-            "train.py --help"
+            "ulysses train --help"
         )
     put(values, "optimizer.lr", check(values).optimizer.lr * options.adjust_lr)
     return CommandLine(check(values), options)
@@ -132,12 +132,12 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _read_file(path: str) -> dict[str, Any]:
     _refuse_yaml(path)
-    path = absolute(path)
+    file = existing(Path(absolute(path)), "--config")
     try:
-        content = Path(path).read_bytes()
+        content = file.read_bytes()
         return tomllib.loads(content.decode(json.detect_encoding(content)))
     except (OSError, ValueError, RecursionError) as error:
-        sentence = f"{path} cannot be read as one table of settings: {error}"
+        sentence = f"{file} cannot be read as one table of settings: {error}"
         raise ConfigError(sentence, "--config") from None
 
 
@@ -175,7 +175,9 @@ def _sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
 
 def help_text() -> str:
     """Return what --help prints: every option and setting with its forms, its explanation and its default."""
-    text = """Train a language model on long sequences: train.py --config FILE.toml [--key value ...]
+    text = """Train a language model on long sequences: ulysses train --config FILE.toml [--key value ...]
+
+On several GPUs: torchrun --nproc_per_node 8 -m ulysses.train --config FILE.toml [--key value ...]
 
 Options, and settings, which are also the keys of the TOML file:"""
     for key, info in _everything().items():
@@ -187,7 +189,7 @@ Options, and settings, which are also the keys of the TOML file:"""
 
 
 def _everything() -> dict[str, Any]:
-    """Return what the command line knows: the options of train.py, then the settings."""
+    """Return what the command line knows: the options of the command, then the settings."""
     return known_keys(Options) | known_keys()
 
 

@@ -1,4 +1,4 @@
-"""Every setting of a run and every option of train.py: strict schemas, read from TOML and from the command line.
+"""Every setting of a run and every option of the command: strict schemas, read from TOML and from the command line.
 
 The text below each field is what `--help` prints; it states units and the meaning of 0.
 """
@@ -240,7 +240,7 @@ class DeepSpeedSection(Section):
 
 
 class Options(Section):
-    """What train.py is asked besides the settings of the run."""
+    """What the command is asked besides the settings of the run."""
 
     config: str | None = None
     """TOML file with the settings of the run."""

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -50,6 +51,13 @@ class AbsentError(ConfigError):
     """A setting that is right but names something that is not on this machine; a dry run reports it and goes on."""
 
 
+def existing(path: Path, key: str = "") -> Path:
+    """Return the path of a file or folder; AbsentError if there is none."""
+    if not path.exists():
+        raise AbsentError(f"there is no {path.absolute()}; correct the path", key)
+    return path
+
+
 def refuse(errors: list[Any], findings: list[str] | None = None) -> None:
     """Raise one ConfigError for all errors, which are exceptions or sentences, if there are any.
 
@@ -63,7 +71,7 @@ def refuse(errors: list[Any], findings: list[str] | None = None) -> None:
         sentences = "".join(f"\n  {sentence}" for sentence in errors)
         raise ConfigError(
             f"{len(errors)} settings are wrong:{sentences}\n"
-            "change all of them; train.py --help explains every setting"
+            "change all of them; ulysses train --help explains every setting"
         )
     for error in errors:
         raise error if isinstance(error, ConfigError) else ConfigError(error)
