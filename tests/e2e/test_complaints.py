@@ -1,6 +1,5 @@
 """Every complaint is one sentence on stderr, printed once, with exit code 2 on every process, before any collective."""
 
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from tests.harness import STUCK, full
 from tests.model_folder import demo_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
-from ulysses.run.checkpoint import FORMAT
+from ulysses.run.checkpoint import write_run_state
 from ulysses.run.preflight import prepare
 
 DATA = ROOT / "configs/demo/data"
@@ -36,7 +35,7 @@ def place(tmp_path_factory):
     for run, step in (("held", 3), ("later", 2), ("later", 4)):
         checkpoint = folder / f"{run}/checkpoints/step-{step}"
         checkpoint.mkdir(parents=True)
-        (checkpoint / "run.json").write_text(json.dumps({"format": FORMAT, "step": step}))
+        write_run_state(checkpoint, {"step": step, "files": {"policy": ""}})
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     for name in "model lacking nan small".split():
         demo_model(folder / name, vocab_size=100 if name == "small" else 704, **size)

@@ -13,6 +13,7 @@ import pytest
 from models.arch import ModelConfig
 from models.decoder import empty_model
 from tests.e2e.launch import Ranks, metrics, ranks, rows, tiny, without_times
+from ulysses.disk import whole_folder
 from ulysses.zero.state import KINDS, SavedSlices
 
 STEPS, PROCESSES = 8, 2
@@ -116,7 +117,8 @@ def test_killed_runs_continue_bit_identically(tmp_path, uninterrupted):
     output = tmp_path / "run"
     line = arguments(output)
     # while an export takes the place of an earlier one, at last
-    (output / "export/earlier").mkdir(parents=True)
+    with whole_folder(output / "export") as earlier:
+        (earlier / "earlier").touch()
     # places of death inside a save, in the order of the steps, then a moment at random; then to the end
     for step, place in enumerate(("files", "before rename", "after rename", "rotation"), 1):
         dies(output, line, place, step)

@@ -12,7 +12,8 @@ import pytest
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
-from ulysses.data.read.formats import Report, locate_rows, read_records
+from ulysses.data.read.counts import Report, note_sources
+from ulysses.data.read.formats import locate_rows, read_records
 from ulysses.data.read.sources import (
     Source,
     missing_sources,
@@ -45,6 +46,7 @@ def load(path, kind="text", bad_rows="error", **source):
     records = [*read_records(rows, sources, kind, events := [], bad_rows=bad_rows)]
     for event in events:
         report.count(*event)
+    note_sources(sources, report)
     return records, report
 
 
@@ -131,10 +133,12 @@ def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(read_flat):
 {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"}
 {"conversations": [$human], "chosen": $gpt, "rejected": {"from": "gpt", "value": "b"}}
 {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}
-{"instruction": "q", "input": "", "output": ["a", "b"]}
+{"instruction": "q", "input": "", "output": ["a", "b"], "rewards": [1, 0]}
 {"prompt": "q", "responses": ["b", "a"], "scores": [0.1, 0.9]}
 {"prompt": "q", "responses": ["b", "a"], "ranks": [2, 1]}
-""").substitute(MESSAGES).split("\n")[1:-1],
+""")
+    .substitute(MESSAGES)
+    .split("\n")[1:-1],
 )
 def test_preference_formats(read, read_flat, row):
     assert read_flat(row, "pair") == [PAIR]
@@ -227,7 +231,9 @@ def test_keys_of_messages_are_kept_for_the_template(read):
 )
 def test_a_prompt_that_ends_with_the_assistant_begins_its_answers(read, prompt, begun):
     def found(rest, kind="sequence"):
-        (record,), _ = read(f'{{"prompt": {prompt}, {Template(rest).substitute(MESSAGES)}}}', kind)
+        (record,), _ = read(
+            f'{{"prompt": {prompt}, {Template(rest).substitute(MESSAGES)}}}', kind
+        )
         first = record.prompt[-1] if kind == "prompt" else record.answers[0][0]
         return flat(record), first.begun
 

@@ -53,11 +53,15 @@ WEIGHT = '{"messages": [{"role": "assistant", "content": "a", "weight": %s}]}'
     "row, kind, sentence",
     [
         ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", "is not valid JSON: maximum recursion depth"),
-        (CALL % ("[" * 700 + "]" * 700), "sequence", "is nested too deeply"),
-        (WEIGHT % "1e999", "sequence", "'weight' is inf, not a finite number"),
+        (CALL % (r"{\"a\": " * 700 + "1" + "}" * 700), "sequence", "is nested too deeply"),
+        (CALL % ("[" * 700 + "]" * 700), "sequence", "message 1 has a tool call .* JSON of an object but list"),
+        (WEIGHT % "1e999", "sequence", "is not valid JSON: 1e999 is not a finite number"),
+        ('{"text": "a", "answer": NaN}', "text", "is not valid JSON: NaN is not a finite number"),
+        (CALL % r"{\"a\": NaN}", "sequence", "message 1 has a tool call .*: NaN is not a finite number"),
+        ('{"text": "a", "meta": {"k": 1, "k": 2}}', "text", "is not valid JSON: an object has the key 'k' twice"),
         (WEIGHT % f"1{'0' * 400}", "sequence", "'weight' is 1000*, not a finite number"),
         ('{"prompt": "q", "chosen": "a", "rejected": "b", "margin": -Infinity}', "ranked",
-         "'margin' is -inf, not a finite number"),
+         "is not valid JSON: -Infinity is not a finite number"),
     ],
 )  # fmt: skip
 def test_rows_that_hurt_are_named(open_rows, row, kind, sentence):
