@@ -214,7 +214,7 @@ def test_a_terminal_that_closes_lets_the_run_save(tmp_path):
 
         plant_in_losses(closes)
 
-    start(tmp_path, "--run.steps 5", before, 1).wait(60).check()
+    start(tmp_path, "--run.steps 5", before, 1).wait().check()
     assert saved(tmp_path) == ["step-2"]
 
 

@@ -643,7 +643,11 @@ def test_what_cannot_be_read_is_one_sentence(refusal):
         ("a.yaml", TRL_DPO, "no stage is named; add --stage"),
         ("b.yaml", "- 1", "this file holds no settings"),
         ("c.sh", "ls -l", "no command here starts a trainer"),
-        ("run.toml", 'stage = "sft"', "this is TOML, which ulysses train --config reads as it is"),
+        (
+            "run.toml",
+            'stage = "sft"',
+            "this is TOML, which ulysses train --config reads as it is",
+        ),
     ):
         assert sentence in refusal(text, name=name)
     assert "whose settings these are cannot be told" in refusal("seed: 3", "--stage", "sft")

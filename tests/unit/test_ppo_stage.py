@@ -1,7 +1,6 @@
 """PPO outside the loop: what a rollout holds, which steps it gives, where its scores come from, what is refused."""
 
 import math
-import time
 from contextlib import ExitStack, closing
 from itertools import cycle
 from unittest.mock import Mock
@@ -15,6 +14,7 @@ from losses.logprobs import LogProbs
 from losses.ppo import group_advantages
 from tests.e2e.launch import tiny
 from tests.engine_case import ListDataset, sequences
+from tests.harness import PATIENCE, STUCK
 from tests.sampling_server import SamplingServer
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.config.command_line import parse_command_line
@@ -347,23 +347,22 @@ WAYS = {
 def test_a_reward_that_fails_is_told_at_once_with_what_it_was(way, workers):
     if not workers and way in ("exits", "killed"):
         return  # the witness of the run tells of it
-    name, began = "tests.reward_functions:fails", time.monotonic()
-    with closing(Rewards([name], Letters(), workers, timeout=60.0)) as rewards:
+    name = "tests.reward_functions:fails"
+    with closing(Rewards([name], Letters(), workers, timeout=PATIENCE)) as rewards:
         rows = [{}, {}, {}, {"way": way}, {}]
         with pytest.raises(
             UserCodeError, match=f"^the reward {name} on example 7 {WAYS[way]}"
         ) as caught:
             rewards([[97]] * 5, [[98]] * 5, rows, [*range(4, 9)])
-    assert "\n" not in str(caught.value) and time.monotonic() - began < 50
+    assert "\n" not in str(caught.value)
 
 
 def test_a_failure_waits_for_no_slower_answer():
-    name, began = "tests.reward_functions:half", time.monotonic()
-    rows = [{"scale": 1, "sleep": 50}, {"scale": 0}]
-    with closing(Rewards([name], Letters(), 2, timeout=60.0)) as rewards:
+    name = "tests.reward_functions:half"
+    rows = [{"scale": 1, "sleep": STUCK}, {"scale": 0}]
+    with closing(Rewards([name], Letters(), 2, timeout=PATIENCE)) as rewards:
         with pytest.raises(UserCodeError, match="on example 5 failed: ZeroDivisionError"):
             rewards([[97]] * 2, [[98]] * 2, rows, [4, 5])
-    assert time.monotonic() - began < 45
 
 
 def test_rewards_of_a_server(monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import PATIENCE
 from ulysses.progress import progress
 from ulysses.run.metrics import MetricsLog
 
@@ -93,5 +94,5 @@ def test_a_command_speaks_at_once_and_ends_in_one_line(line, started):
     assert process.stdout.readline() == "loading the libraries ...\n"
     time.sleep(2)
     process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=30)[0]
+    rest = process.communicate(timeout=PATIENCE)[0]
     assert (rest.strip(), process.returncode) == ("interrupted", 130)
