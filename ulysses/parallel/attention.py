@@ -26,7 +26,7 @@ from .exchange import (
     exchange_qkv_backward,
     exchange_qkv_forward,
 )
-from .kernels import KERNELS, ONE_DOCUMENT, VARLEN, Kernel, resolve_kernel
+from .kernels import KERNELS, ONE_DOCUMENT, VARLEN, Kernel, check_name, resolve_kernel
 from .kernels_document import Gradients, Inputs, Results, join
 from .kernels_short import LONGEST
 from .layout import (
@@ -53,7 +53,7 @@ class UlyssesAttention(nn.Module):
     `kernel` is "auto" or a name from kernels.py. `mesh=None` is plain attention in this process. Scores are multiplied
     by `softmax_scale`, head_dim^-0.5 by default; with a `window` a token attends to itself and the window - 1 tokens
     before it in its document. A call may say otherwise.
-    Raises ValueError if the heads do not fit the mesh, or if the window has no token.
+    Raises ValueError for an unknown kernel, and if the heads do not fit the mesh or the window has no token.
     """
 
     # what nn.Module would call Any
@@ -71,6 +71,7 @@ class UlyssesAttention(nn.Module):
         softmax_scale: float | None = None,
     ):
         super().__init__()
+        check_name(kernel)
         if window is not None and window < 1:
             raise ValueError(
                 f"window is {window} but a token sees at least itself; set it to 1 or more, or to None"
@@ -260,9 +261,11 @@ class UlyssesAttention(nn.Module):
         shapes = [(*query.shape[:-2], heads, self.head_dim) for heads in counts]
         alike = [x.shape for x in given] == shapes and query.dtype == key.dtype == value.dtype
         if query.dim() not in (3, 4) or not alike:
+            lengths = [int(n) for x in given for n in x.shape[-3:-2]]
             raise ValueError(
                 f"query, key and value are {', '.join(f'{x.dtype} {list(x.shape)}' for x in given)}; they must have "
-                f"one dtype and {counts} heads of {self.head_dim}: [S, heads, {self.head_dim}] or [B, S, heads, ...]"
+                f"one dtype and {counts} heads of {self.head_dim}: [S, heads, {self.head_dim}] or [B, S, heads, ...], "
+                f"and one length S, which is {lengths} here"
             )
 
 
