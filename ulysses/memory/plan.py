@@ -349,6 +349,8 @@ def _layer_moment(case: Workload, level: str) -> float:
     attention += 2 * D + q * (level in ("block", "pair"))
     if level != "none":
         attention += model.normalised_width
+    if model.experts and model.quantize != "none":  # gate and up of all experts, dequantised
+        fixed += size * 2 * model.feed_forward_parameters // 3
     # of experts: two kinds of copies, and gate and up with their gradients, both twice as wide
     inner = 2 * (model.copied_width + model.inner_width) if model.experts else 0
     return fixed + size * max(4 * S * D + rows * (4 * model.inner_width + inner), S * attention)
