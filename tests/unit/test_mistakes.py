@@ -102,6 +102,18 @@ MISTAKES = {
     "SFT --model.config.model_type mistral --model.config.sliding_window null --model.config.attention_bias true":
         "attention_bias",
     "SFT --model.config.model_type qwen3 --model.config.use_sliding_window true": "use_sliding_window",
+    "RM --model.config.model_type granite": "no class for reward models of model_type 'granite'",
+    "SFT --model.config.model_type olmo3 --model.config.layer_types [\"linear_attention\",\"full_attention\"]":
+        "layer_types of linear_attention but olmo3 has layers of",
+    "SFT --model.config.model_type olmo3 --model.config.sliding_window 0": "sliding_window = 0 but it must be a whole",
+    "SFT --model.config.model_type gemma3_text": "hidden_act = 'silu'",
+    "SFT --model.config.model_type gemma3_text --model.config.hidden_act null --model.config.final_logit_softcapping 30":
+        "final_logit_softcapping = 30",
+    "SFT --model.config.model_type granite --model.config.residual_multiplier x": "residual_multiplier = 'x' but it",
+    "SFT --model.config.model_type gemma3": "model_type 'gemma3' but only",
+    "SFT --model.config.model_type gemma3_text --model.config.rope_parameters "
+    "{\"full_attention\":{\"rope_theta\":1e4},\"sliding_attention\":{\"rope_type\":\"yarn\",\"rope_theta\":1e4}}":
+        "local_rope_type = 'yarn'",
     "SFT --model.config.hidden_act gelu": "hidden_act = 'gelu'",
     "SFT --model.config.quantization_config {\"bits\":4}": "quantization_config",
     "SFT --model.config.auto_map {\"AutoModel\":\"x.Y\"}": "auto_map",
@@ -243,9 +255,9 @@ def place(tmp_path_factory):
 
 
 def typed(line, place):
-    stages = {"DEMO": "dpo", "KTO": "kto", "SFT": "sft", "PPO": "ppo"}
+    stages = {"DEMO": "dpo", "KTO": "kto", "SFT": "sft", "PPO": "ppo", "RM": "rm"}
     words = line.replace("PLACE", str(place)).replace("BASE", BASE).split()
-    if line[:4].strip() in stages:
+    if words and words[0] in stages:
         words[:1] = tiny(stages[words[0]], place / "run")
     if line.startswith("MOE"):
         words[:1] = tiny("sft", place / "run", EXPERTS)
