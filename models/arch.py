@@ -50,7 +50,6 @@ class Family:
         experts: layers may have experts in place of the MLP.
         multipliers: the fields of Multipliers that config.json has.
         scaled_embeddings: embeddings are multiplied by the square root of their width.
-        weight_prefix: what files have in place of "model." at the beginning of a tensor's name.
     """
 
     class_name: str
@@ -68,7 +67,6 @@ class Family:
     multipliers: tuple[str, ...] = ()
     scaled_embeddings: bool = False
     classifier: str = ""
-    weight_prefix: str = "model."
 
 
 _TABLES = json.loads(_FOLDER.joinpath("families.json").read_text())
@@ -210,8 +208,7 @@ class ModelConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of every layer, None where one sees all before it; empty if all of them do."""
-        found = tuple(map(self.window, self.layers))
-        return found if any(found) else ()
+        return tuple(map(self.window, self.layers)) if self.sliding_window else ()
 
     def window(self, kind: LayerKind) -> int | None:
         """Return the sliding window of the layers of a kind."""
@@ -259,12 +256,14 @@ class ModelConfig:
         # rotary settings lie among the others or, in either style, in a table of their own
         table = raw.get("rope_parameters") or {}
         if "full_attention" in table:  # by mixers
-            local = table.get("sliding_attention") or {}
-            table = {
-                **table["full_attention"],
-                "rope_local_base_freq": local.get("rope_theta"),
-                "local_rope_type": local.get("rope_type"),
-            }
+            full, local = (table.get(f"{x}_attention") or {} for x in ("full", "sliding"))
+            if {type(full), type(local)} != {dict}:
+                raise ValueError(
+                    f"config.json has rope_parameters = {table!r:.60}, where each kind of layers must have a table; "
+                    "correct the file"
+                )
+            others = {"rope_local_base_freq": "rope_theta", "local_rope_type": "rope_type"}
+            table = full | {name: local.get(key) for name, key in others.items()}
         table = {**table, **(raw.get("rope_scaling") or {})}
         named = {family.aliases.get(k, k): v for k, v in raw.items()}
         stated = {**family.defaults, **named, **table}
@@ -273,11 +272,8 @@ class ModelConfig:
                 f"config.json has rope_theta = {theta!r:.60} and {stated['rope_theta']!r:.60} in rope_parameters or "
                 "rope_scaling; correct one of them"
             )
-        for name, value in {
-            **_NEUTRAL,
-            "hidden_act": family.activation,
-            **family.fixed,
-        }.items():
+        fixed = {**_NEUTRAL, "hidden_act": family.activation, **family.fixed}
+        for name, value in fixed.items():
             if stated.get(name) not in (None, value):
                 raise ValueError(
                     f"config.json has {name} = {stated[name]!r:.60}, which these models do not compute; use a model "
@@ -329,11 +325,11 @@ class ModelConfig:
         name = family.class_name + "ForCausalLM"
         if reward:
             name = (family.classifier or family.class_name) + "ForSequenceClassification"
-            if family.classifier == "none":
-                raise ValueError(
-                    f"transformers has no class for reward models of model_type {self.model_type!r}, which could load "
-                    "the export; train one of another family"
-                )
+        if reward and family.classifier == "none":
+            raise ValueError(
+                f"transformers has no class for reward models of model_type {self.model_type!r}, which could load the "
+                "export; train one of another family"
+            )
         scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}
         rope = {"rope_type": "default", "rope_theta": self.rope_theta, **scaling}
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _INNER}
@@ -393,18 +389,28 @@ def _read_experts(known: Mapping[str, Any]) -> Experts:
 def _read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
     """Read the kinds of all layers; the shortest pattern that repeats to them."""
     count = _number(known, "num_hidden_layers", int)
-    mixers = known.get("layer_types") or [*islice(cycle(family.mixers), count)]
+
+    def of_layers(name: str, kind: type, default: list[Any]) -> list[Any]:
+        """Return the entries of a list that has one for every layer."""
+        given = known.get(name) or default
+        if type(given) is not list or {*map(type, given)} != {kind} or len(given) < count:
+            raise ValueError(
+                f"config.json has {name} = {given!r:.60} but it must be a list of {kind.__name__} with an entry for "
+                f"each of num_hidden_layers = {count} layers; correct the file"
+            )
+        return given[:count]
+
+    mixers = of_layers("layer_types", str, [*islice(cycle(family.mixers), count)])
+    rotated = [1] * count
+    if "no_rope_layer_interval" in family.defaults:
+        interval = _number(known, "no_rope_layer_interval", int)
+        every = [(i + 1) % interval for i in range(count)]
+        rotated = of_layers("no_rope_layers", int, every)
     dense, step = known.get("mlp_only_layers") or [], known.get("decoder_sparse_step", 1)
-    interval = known.get("no_rope_layer_interval", count + 1)
-    rotated = known.get("no_rope_layers") or [(i + 1) % interval for i in range(count)]
-    if strange := {*mixers[:count]} - {*family.mixers}:
+    if strange := {*mixers} - {*family.mixers}:
         raise ValueError(
             f"config.json has layer_types of {', '.join(sorted(strange))} but {known['model_type']} has layers of "
             f"{', '.join(family.mixers)} here; use a model of these"
-        )
-    if len(mixers) < count:
-        raise ValueError(
-            f"config.json has layer_types of {len(mixers)} layers but num_hidden_layers = {count}; correct the file"
         )
     kinds = [
         LayerKind(
@@ -412,7 +418,7 @@ def _read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, .
             "experts" if family.experts and i not in dense and not (i + 1) % step else "mlp",
             family.rotary.get(mixer, "main") if rotates else "none",
         )
-        for i, (mixer, rotates) in enumerate(zip(mixers[:count], rotated, strict=False))
+        for i, (mixer, rotates) in enumerate(zip(mixers, rotated))
     ]
     sizes = range(1, count + 1)
     short = next(n for n in sizes if [*islice(cycle(kinds[:n]), count)] == kinds)

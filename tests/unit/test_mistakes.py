@@ -103,12 +103,18 @@ MISTAKES = {
         "attention_bias",
     "SFT --model.config.model_type qwen3 --model.config.use_sliding_window true": "use_sliding_window",
     "RM --model.config.model_type granite": "no class for reward models of model_type 'granite'",
-    "SFT --model.config.model_type olmo3 --model.config.layer_types [\"linear_attention\",\"full_attention\"]":
-        "layer_types of linear_attention but olmo3 has layers of",
+    "SFT --model.config.model_type olmo3 --model.config.layer_types [\"linear\",\"linear\",\"full_attention\"]":
+        "layer_types of linear but olmo3 has layers of",
     "SFT --model.config.model_type olmo3 --model.config.sliding_window 0": "sliding_window = 0 but it must be a whole",
+    "SFT --model.config.model_type olmo3 --model.config.layer_types [\"full_attention\"]":
+        "layer_types = ['full_attention'] but it must be a list of str with an entry for each of num_hidden_layers",
+    "SFT --model.config.model_type smollm3 --model.config.no_rope_layers [1]": "no_rope_layers = [1] but it must be",
+    "SFT --model.config.model_type smollm3 --model.config.no_rope_layers yes": "no_rope_layers = 'yes' but it must be",
+    "SFT --model.config.model_type olmo3 --model.config.rope_parameters {\"full_attention\":3}":
+        "where each kind of layers must have a table",
     "SFT --model.config.model_type gemma3_text": "hidden_act = 'silu'",
-    "SFT --model.config.model_type gemma3_text --model.config.hidden_act null --model.config.final_logit_softcapping 30":
-        "final_logit_softcapping = 30",
+    "SFT --model.config.model_type gemma3_text --model.config.hidden_act null "
+    "--model.config.final_logit_softcapping 30": "final_logit_softcapping = 30",
     "SFT --model.config.model_type granite --model.config.residual_multiplier x": "residual_multiplier = 'x' but it",
     "SFT --model.config.model_type gemma3": "model_type 'gemma3' but only",
     "SFT --model.config.model_type gemma3_text --model.config.rope_parameters "
