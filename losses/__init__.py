@@ -12,6 +12,7 @@ from .logprobs import LogProbs, linear_logprobs
 from .ppo import (
     PolicyLoss,
     ValueLoss,
+    gae,
     group_advantages,
     kl_estimate,
     packed_gae,
@@ -35,6 +36,7 @@ __all__ = [
     "aot_margins",
     "dft_nll",
     "dpo_loss",
+    "gae",
     "group_advantages",
     "kl_estimate",
     "kto_loss",

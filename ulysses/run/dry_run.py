@@ -22,6 +22,7 @@ from ulysses.memory.plan import (
 )
 from ulysses.run.checkpoint import resume_point
 from ulysses.run.memory_choice import (
+    ASSUMED_GIB,
     choose,
     choose_memory,
     first_fit,
@@ -44,6 +45,11 @@ def dry_run(config: Config, options: Options) -> int:
     """
     findings: list[str] = []
     world = options.gpus or world_size()
+    if not torch.cuda.is_available():
+        print(
+            f"this machine has no GPU: the plan is for {world} GPU{'s' * (world > 1)} of "
+            f"{options.gpu_memory or ASSUMED_GIB:g} GiB; --gpus and --gpu-memory name others"
+        )
     prepared = prepare(config, world, findings)
     if options.debug or wants_debug([]):
         print(config.model_dump_json(indent=2))
@@ -82,7 +88,8 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Wo
     case = planner_case(config, prepared.shape, machine, prepared.budget(train))
     groups = machine.gpus // case.sp
     print(
-        f"{machine.gpus} processes: data parallel {groups} x sequence parallel {case.sp}, among neighbours"
+        f"{machine.gpus} process{'es' * (machine.gpus > 1)}: data parallel {groups} x sequence parallel {case.sp}, "
+        "among neighbours"
     )
     if train:
         launched = choose(case).launched_tokens
@@ -147,10 +154,15 @@ def _plan_memory(prepared: Prepared, case: Workload) -> None:
 
 
 def _plan_cpu(case: Workload, dtype: str) -> None:
-    """Print how long a step takes on this machine's CPU, which recomputes nothing."""
-    flops = sum(step_flops(case._replace(levels=("none",) * case.model.layers)))
-    seconds = flops * case.micro_batches * case.machine.gpus / cpu_flops(dtype)
+    """Print what a step takes on this machine's CPU, whose memory has no plan."""
+    machine = case.machine
+    case = choose(case._replace(machine=machine._replace(gpu_bytes=math.inf)))
+    seconds = sum(step_flops(case)) * case.micro_batches * machine.gpus / cpu_flops(dtype)
+    needed = predict(case).gpu
     line = f"on this machine's CPU a step takes about {seconds:.1f} s"
+    line += f", and each process about {needed / GIB:.1f} GiB of memory"
+    if needed * machine.gpus > machine.host_bytes:
+        line += ", which is more than is free"
     print("; ".join(filter(None, (line, slow_products(dtype)))))
 
 

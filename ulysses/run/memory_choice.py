@@ -13,7 +13,7 @@ import torch
 from models.arch import ModelConfig
 from models.decoder import count_parameters, empty_model
 from models.expert_files import adapted_experts
-from models.hf_format import read_config, resolve_model
+from models.folders import read_config, resolve_model
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
 from ulysses.environment import local_world_size
