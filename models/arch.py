@@ -48,7 +48,6 @@ class Family:
         rotary: the kind of rotary positions by mixer, where it is not "main".
         experts: layers may have experts in place of the MLP.
         multipliers: config.json has the fields of Multipliers.
-        weight_prefix: what files have in place of "model." at the beginning of a tensor's name.
     """
 
     class_name: str
@@ -64,7 +63,6 @@ class Family:
     rotary: dict[str, str] = field(default_factory=dict)
     experts: bool = False
     multipliers: bool = False
-    weight_prefix: str = "model."
 
 
 _TABLES = json.loads(_FOLDER.joinpath("families.json").read_text())
