@@ -273,14 +273,14 @@ def kept_bytes(case: Workload, level: str) -> float:
         kept += out * (1 + (case.sp > 1)) + 2 * _held(case)
         kept += model.width * (1 + model.norms_after)
         kept += 2 * model.inner_width + model.normalised_width
-        if (
-            model.experts
-        ):  # normalised rows, for the router in float32, its probabilities, what it chose
+        # normalised rows, for a trained router in float32 too, its probabilities, what it chose
+        if model.experts:
             kept += model.width
             lse += 4 * (model.experts + 4 * model.active_experts)
-            lse += 4 * model.width * (case.element_size < 4)
+            lse += 4 * model.width * (case.element_size < 4) * model.is_full
         if not model.is_full:  # adapters keep the inputs of the projections as well
-            kept += 2 * model.width + model.inner_width
+            kept += model.width
+            kept += 0 if model.experts else model.width + model.inner_width
     return float(kept * case.element_size + lse) * case.local
 
 
