@@ -99,8 +99,9 @@ def test_model_survives_both_directions_bit_by_bit(tmp_path):
                 files.read(name, part.start, part.stop), parameter.view(-1)[part]
             )
         # experts that are stored as the model holds them
-        save_file(dict(model.state_dict()), theirs / "model.safetensors")
-        fused = WeightFiles(theirs)
+        (fused := tmp_path / f"{kind}-fused").mkdir()
+        save_file(dict(model.named_parameters()), fused / "model.safetensors")
+        fused = WeightFiles(fused)
         assert all(torch.equal(fused.read(n), files.read(n)) for n in fused.tensors)
 
 
