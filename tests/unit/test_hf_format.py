@@ -80,6 +80,7 @@ def test_model_survives_both_directions_bit_by_bit(tmp_path):
             "model_type": kind,
             "tie_word_embeddings": kind == "qwen2",
             "sliding_window": None,
+            **dict(bos_token_id=1, eos_token_id=2, pad_token_id=0),
         }
         config = ModelConfig.from_hf(TINY | own)
         ours, theirs = tmp_path / f"{kind}-ours", tmp_path / f"{kind}-theirs"
