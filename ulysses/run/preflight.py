@@ -29,7 +29,7 @@ from ulysses.data.read.sources import (
     repeated_data,
 )
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
-from ulysses.data.serve.steps import StepLoader
+from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.rl.rewards import load_function
 from ulysses.run.build import InitialWeights
@@ -87,7 +87,8 @@ class Prepared:
                     held_out=held_out,
                     share_prompts=self.config.batch.share_prompts,
                 )
-            self.loader(found)  # refuses an example that is longer than a micro-batch
+            # refuses an example that is longer than a micro-batch
+            self.loader(found, self.budget(found))
             return found
 
         train, is_part = opened(data.train), bool(data.eval_fraction)
@@ -119,26 +120,17 @@ class Prepared:
             if value != before.get(key) and not key.startswith(("run.resume", "run.overwrite"))
         ]
 
-    def budget(self, *datasets: Any) -> int:
-        """Return the tokens of a packed micro-batch.
+    def budget(self, data: Any = None) -> int:
+        """Return the tokens of a packed micro-batch as they are set, or the fewest that "auto" may choose.
 
-        "auto" is room for the longest example that the settings allow, and for the longest one of the data.
+        These are room for the longest example of the data or, if that is not known, for one that the settings allow.
         """
         stage, tokens = self.stage, self.config.batch.tokens_per_microbatch
         if tokens != "auto":
             return tokens
-        longest = stage.sequences_per_example * stage.requirements.longest_example
-        return max([longest, *(int(data.lengths.max()) for data in datasets if data)])
-
-    def squares(self, data: Any, tokens: int) -> float:
-        """Return twice the pairs of a query and a key that it sees in `tokens` of copies of the longest example.
-
-        It is 0 for prompts, whose answers are not known yet.
-        """
-        longest = data.lengths.argmax()
-        lengths, prefixes = data.sequence_lengths[longest], data.prefix_lengths[longest]
-        squares = lengths * (lengths + 2 * prefixes) * (data.kind != "prompt")
-        return float(squares.sum() * tokens / lengths.sum())
+        if data is None or data.kind == "prompt":
+            return stage.sequences_per_example * stage.requirements.longest_example
+        return int(data.lengths.max())
 
     def remarks(self, loader: StepLoader) -> Iterator[str]:
         """Yield a line for every setting that has no effect, or not the one that its number promises."""
@@ -178,27 +170,30 @@ class Prepared:
     def loader(
         self,
         dataset: Any,
+        tokens: int,
         groups: int = 1,
         group: int = 0,
         *,
         evaluation: bool = False,
         launched_tokens: float = 0.0,
     ) -> StepLoader:
-        """Serve the dataset's steps to one of several data-parallel groups.
+        """Serve the dataset's steps, in micro-batches of so many tokens, to one of several data-parallel groups.
 
-        Raises ConfigError for an example that is longer than a micro-batch.
+        Raises ConfigError for an example that is longer than a micro-batch whose size was set.
         """
         config = self.config
+        if config.batch.tokens_per_microbatch == "auto":
+            tokens = max(tokens, int(dataset.lengths.max()))
         with error_context():
             return StepLoader(
                 dataset,
                 self.stage.requirements.examples_per_load,
-                tokens_per_microbatch=self.budget(dataset),
+                tokens_per_microbatch=tokens,
                 seed=config.run.seed,
                 data_parallel_size=groups,
                 dp_rank=group,
                 shuffle=not evaluation,
-                attention_length=12.0 * self.shape.hidden_size,
+                attention_length=ATTENTION_WIDTHS * self.shape.hidden_size,
                 launched_tokens=launched_tokens,
             )
 

@@ -25,7 +25,7 @@ from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.random_keys import seed_of
 from ulysses.run.checkpoint import check_share, read_run_state, save_checkpoint
 from ulysses.run.failure import grace_note
-from ulysses.run.metrics import MetricsLog, device_peak_flops
+from ulysses.run.metrics import MetricsLog, device_peaks
 from ulysses.run.optim import learning_rate
 from ulysses.run.watch import Watch
 from ulysses.stages.base import MetricSums, Stage, StepBatches
@@ -62,7 +62,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
-        self.run, self.peak_flops = self.stage.config.run, device_peak_flops()
+        self.run, self.peak_flops = self.stage.config.run, (device_peaks() or (0.0,))[0]
         self.step = 0
         self.best: list[float] | None = None  # step, eval loss
         self.metrics: dict[str, float] = {}

@@ -25,7 +25,8 @@ from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.memory_choice import (
     choose_memory,
     memory_line,
-    planner_case,
+    micro_batch_line,
+    planner_run,
     this_machine,
 )
 from ulysses.run.metrics import MetricsLog, model_flops, slow_products
@@ -103,15 +104,11 @@ class TrainingRun:
                 f"{config.output} was left by {before}, which has ended, and is taken over"
             )
         torch.backends.cuda.matmul.allow_tf32 = False
-        tokens = prepared.budget(self.train_data, self.eval_data)
         machine = this_machine(self.device, config.memory.host_memory)
-        case = planner_case(config, shape, machine, tokens)
+        case = planner_run(prepared, machine, self.train_data)
         if config.parallel.sequence_parallel_size == "auto":
             self.say(f"parallel.sequence_parallel_size is auto: {case.sp}")
         mesh = self.mesh = ParallelMesh(case.sp, num_heads=case.common_heads)
-        self.loader = partial(
-            prepared.loader, groups=mesh.data_parallel_size, group=mesh.dp_rank
-        )
         # what may not work on this machine is tried before anything is written
         heads = head_layout(
             shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
@@ -145,6 +142,7 @@ class TrainingRun:
                 self.say(f"{name} data: {data.report}")
         memory = self.memory = choose_memory(case)
         self.say(memory_line(memory))
+        self.say(micro_batch_line(memory, config.batch.tokens_per_microbatch == "auto"))
         self.watch.phase("building the model")
         self.engine = build_engine(config, prepared.weights, mesh, memory)
         self.resources.callback(self.engine.destroy)
@@ -179,6 +177,13 @@ class TrainingRun:
         return trainer
 
     # ---------------------------------------------------------------- what a stage asks for
+
+    def loader(self, dataset: Any, *, evaluation: bool = False, **options: Any) -> Any:
+        """Return the loader of this data-parallel group; an evaluation is a pass without gradient."""
+        mesh, memory = self.mesh, self.memory
+        tokens = memory.pass_tokens if evaluation else memory.tokens
+        place = mesh.data_parallel_size, mesh.dp_rank
+        return self.prepared.loader(dataset, tokens, *place, evaluation=evaluation, **options)
 
     def frozen(self, model: AuxiliaryModel) -> Any:
         """Build a frozen engine of another model, or find one of the initial policy."""

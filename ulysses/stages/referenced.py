@@ -135,7 +135,7 @@ class ReferencedStage(Stage):
                 self.reference,
                 run.mesh,
                 run.engine.device,
-                plan.budget(),
+                run.memory.pass_tokens,
                 run.say,
             )
             return data.with_column(COLUMN, *values)
@@ -252,7 +252,8 @@ def read_reference(
             return [dataset.mismatch(*pairs[number - len(dataset)])]
 
         temporary = path.with_suffix(f".{mesh.rank}.tmp")
-        size = CHUNK * mesh.data_parallel_size
+        # several micro-batches of them, or CHUNK
+        size = mesh.data_parallel_size * max(CHUNK, 4 * budget * len(numbers) // sum(sizes))
         chunks = (
             token_values(
                 logprobs, [*map(sequences, numbers[at : at + size])], mesh, device, budget
