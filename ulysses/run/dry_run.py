@@ -126,7 +126,9 @@ def _plan_memory(prepared: Prepared, case: Workload) -> None:
         f"\n{prepared.shape.describe_window()}\n"
         f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), "
         f"{machine.host_bytes / GIB:.0f} GiB of host memory per node (--host-memory; 0 is unknown):\n"
-        f"{model.parameters:,} parameters, {model.trained:,} trained; weights "
+        f"{model.parameters:,} parameters, {model.trained:,} trained; {batches} "
+        f"micro-batch{'es' * (batches > 1)} per group and step, the fullest: {case.tokens:,} tokens in "
+        f"{case.documents} sequence{'s' * (case.documents > 1)}; weights "
         f"{'resident' if case.resident else 'sharded'}:\n"
         f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
     )
