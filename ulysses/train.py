@@ -25,7 +25,6 @@ def main(arguments: list[str]) -> int:
 
         if not debug:
             quiet()  # before the imports below: libraries speak while they are imported
-        from ulysses.run.dry_run import dry_run, inspect
         from ulysses.run.failure import report_config_error, report_failure
         from ulysses.run.training_run import TrainingRun
 
@@ -36,10 +35,14 @@ def main(arguments: list[str]) -> int:
             return 0
         if is_first and options.adjust_lr == 1 and "adjust_lr" in options.model_fields_set:
             print("--adjust-lr 1 changes nothing; give another factor, such as --adjust-lr 0.5")
-        if options.dry_run:
-            return dry_run(config, options)
-        if options.inspect:
-            return inspect(config, options.inspect)
+        if options.dry_run or options.inspect:
+            from ulysses.run.dry_run import dry_run, inspect
+
+            return (
+                inspect(config, options.inspect)
+                if options.inspect
+                else dry_run(config, options)
+            )
         with TrainingRun(config, debug=debug, verify_weights=options.verify_weights) as run:
             run.train()
         return 0

@@ -134,7 +134,9 @@ def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(read_flat):
 {"instruction": "q", "input": "", "output": ["a", "b"]}
 {"prompt": "q", "responses": ["b", "a"], "scores": [0.1, 0.9]}
 {"prompt": "q", "responses": ["b", "a"], "ranks": [2, 1]}
-""").substitute(MESSAGES).split("\n")[1:-1],
+""")
+    .substitute(MESSAGES)
+    .split("\n")[1:-1],
 )
 def test_preference_formats(read, read_flat, row):
     assert read_flat(row, "pair") == [PAIR]
@@ -227,7 +229,9 @@ def test_keys_of_messages_are_kept_for_the_template(read):
 )
 def test_a_prompt_that_ends_with_the_assistant_begins_its_answers(read, prompt, begun):
     def found(rest, kind="sequence"):
-        (record,), _ = read(f'{{"prompt": {prompt}, {Template(rest).substitute(MESSAGES)}}}', kind)
+        (record,), _ = read(
+            f'{{"prompt": {prompt}, {Template(rest).substitute(MESSAGES)}}}', kind
+        )
         first = record.prompt[-1] if kind == "prompt" else record.answers[0][0]
         return flat(record), first.begun
 

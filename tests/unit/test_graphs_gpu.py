@@ -16,10 +16,12 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
 
-SHAPE = ModelConfig.from_hf(json.loads("""{
+SHAPE = ModelConfig.from_hf(
+    json.loads("""{
     "model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": true
-}"""))
+}""")
+)
 QWEN3 = replace(SHAPE, model_type="qwen3", attention_bias=False, qk_norm=True)
 
 

@@ -69,7 +69,11 @@ def test_model_survives_both_directions_bit_by_bit(tmp_path):
     from transformers import AutoModelForCausalLM
 
     for kind in FAMILIES:
-        own = {"model_type": kind, "tie_word_embeddings": kind == "qwen2", "sliding_window": None}
+        own = {
+            "model_type": kind,
+            "tie_word_embeddings": kind == "qwen2",
+            "sliding_window": None,
+        }
         config = ModelConfig.from_hf(TINY | own)
         ours, theirs = tmp_path / f"{kind}-ours", tmp_path / f"{kind}-theirs"
         model = write_model(ours, config, torch.bfloat16, max_shard_bytes=4000)

@@ -81,7 +81,6 @@ def weights_of(config, folder, parameters):
         weights.fill(name, parameter.shape, 0, parameter.view(-1))
 
 
-
 def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder):
     size = sum(packed_parts("nf4", torch.Size((48, 32))))
     ours, theirs = torch.empty(2, size, dtype=torch.uint8)

@@ -17,6 +17,8 @@ from ulysses.run.preflight import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = tiny_config(model_type="qwen2", vocab_size=704, max_position_embeddings=128)
+
+
 @pytest.fixture
 def model(tmp_path):
     write_model(tmp_path / "model", ModelConfig.from_hf(TINY))
@@ -141,7 +143,9 @@ LLAMA3 = """{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high
 @pytest.mark.parametrize("line", LAID_OVER.strip().splitlines())
 def test_the_configuration_lies_over_the_file(prepared, line, model):
     """The files of Qwen2.5 keep max_position_embeddings as it was; a factor in the configuration stretches it first."""
-    written = line.replace("LLAMA3", LLAMA3).replace('"original"', '"original_max_position_embeddings"')
+    written = line.replace("LLAMA3", LLAMA3).replace(
+        '"original"', '"original_max_position_embeddings"'
+    )
     file, settings, scaling, window = written.split("|")
     edit(model, rope_scaling=json.loads(file))
     shape = prepared(f"--data.max_length 16 {rope(settings)}").shape

@@ -30,7 +30,9 @@ GIB = 1 << 30
 # of an element of a quantised matrix (models/quantized.py): its code, and its share of scales and their tables
 BITS = {"nf4": 4 + 8 / 64 + 32 / 64 / 256, "fp8": 8.01}
 H200_FLOPS, H200_RATE = 989e12, 4.8e12  # in bfloat16; bytes/s of its memory
-CPU_FLOPS = 1e11  # of a process without a GPU, roughly: it only decides how much work hides a launch
+CPU_FLOPS = (
+    1e11  # of a process without a GPU, roughly: it only decides how much work hides a launch
+)
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 HOST_FILL = 0.9  # share of a node's free memory that training may take
 # offloaded layers whose tensors are on the GPU nevertheless: one in use, one being copied
@@ -52,7 +54,9 @@ LINK = 450e9  # bytes/s between two GPUs of one node, one direction
 NODE_LINK = 50e9  # of two nodes
 MEMORY_RATE = 0.6  # GPU memory in the optimizer's update
 HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at once
-ELEMENTWISE = 48  # bytes that a layer's elementwise kernels move, for each token and unit of D + F
+ELEMENTWISE = (
+    48  # bytes that a layer's elementwise kernels move, for each token and unit of D + F
+)
 STEP_SECONDS = 0.005  # per micro-batch: metadata, the first gather, the last reduction, metrics
 # Seconds in which the host launches one layer, forward and backward, with weights that are gathered and that stay;
 # CUDA graphs need none. They pay where a layer takes the GPU less than GRAPH_SECONDS.
@@ -476,7 +480,9 @@ def step_seconds(case: Workload) -> float:
     matrices, attention = step_flops(case)
     matrices *= FP8_PRODUCTS if model.quantize == "fp8" and machine.is_gpu else 1
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
-    passes = model.layers * case.forwards / 3  # without gradient, in layers that run forward and backward
+    passes = (
+        model.layers * case.forwards / 3
+    )  # without gradient, in layers that run forward and backward
     local, launch = case.work / case.sp, LAUNCH_RESIDENT if case.resident else LAUNCH
     elements = local * (model.width + model.intermediate) * (model.layers + passes)
     seconds += ELEMENTWISE * elements / machine.memory_rate

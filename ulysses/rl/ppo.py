@@ -154,7 +154,9 @@ class PpoStage(ReferencedStage):
         """Return one optimizer step's share of the answers, all of them as long as they may be."""
         ppo, K = self.table, self.table.answers_per_prompt
         wholes = data.lengths[indices] + ppo.max_new_tokens
-        shares = self.config.batch.share_prompts and K * wholes.sum() > launched * ppo.minibatches
+        shares = (
+            self.config.batch.share_prompts and K * wholes.sum() > launched * ppo.minibatches
+        )
         # a prompt that is shared counts once, and its last token with every answer
         own = wholes - (data.lengths[indices] - 1) * (1 - 1 / K) * shares
         found = np.stack([own.round(), own * (2 * wholes - own)]).repeat(K, axis=1)

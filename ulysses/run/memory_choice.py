@@ -42,7 +42,10 @@ from ulysses.run.registry import stage_of
 from ulysses.stages.base import AuxiliaryModel
 
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
-CUTS = (*range(1, 5), *(n << i for i in range(1, 16) for n in (3, 4)))  # of a step into micro-batches
+CUTS = (
+    *range(1, 5),
+    *(n << i for i in range(1, 16) for n in (3, 4)),
+)  # of a step into micro-batches
 
 
 def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
@@ -183,7 +186,9 @@ def choose(case: Workload) -> Workload:
     return min(fitting, key=step_seconds, default=found[-1])
 
 
-def cut_steps(case: Workload, typical: PlannedStep, largest: PlannedStep, auto: bool) -> Workload:
+def cut_steps(
+    case: Workload, typical: PlannedStep, largest: PlannedStep, auto: bool
+) -> Workload:
     """Return the case with the micro-batches that a typical step of the data is cut into; all ranks find the same.
 
     With `auto` they are made as large as makes a step faster by GAIN, up to a whole step, as long as nothing more than
@@ -211,7 +216,9 @@ def cut_steps(case: Workload, typical: PlannedStep, largest: PlannedStep, auto: 
     smallest, *others = [choose(cut(budget)) for budget in budgets]
 
     def is_free(choice: Workload) -> bool:
-        flops = (sum(step_flops(smallest._replace(levels=x.levels))) for x in (choice, smallest))
+        flops = (
+            sum(step_flops(smallest._replace(levels=x.levels))) for x in (choice, smallest)
+        )
         moved = choice.offloaded_layers > smallest.offloaded_layers
         return le(*flops) and not moved and predict(choice).fits
 
@@ -286,8 +293,8 @@ def micro_batch_line(choice: Workload, auto: bool) -> str:
     """Return a line that says what a step is cut into."""
     count = choice.micro_batches
     return (
-        f"micro-batches: {count} in a typical step, each of at most {choice.tokens:,} tokens{' (auto)' * auto}; without "
-        f"gradient {choice.pass_tokens:,}"
+        f"micro-batches: {count} in a typical step, each of at most {choice.tokens:,} tokens{' (auto)' * auto}; "
+        f"without gradient {choice.pass_tokens:,}"
     )
 
 
@@ -336,7 +343,9 @@ def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
 
 def _peaks(kind: str) -> tuple[float, float]:
     """Return FLOP/s and bytes/s of this machine's GPU, of an H200 for one that is not known, or of a CPU."""
-    return (CPU_FLOPS, CPU_FLOPS) if kind == "cpu" else device_peaks() or (H200_FLOPS, H200_RATE)
+    return (
+        (CPU_FLOPS, CPU_FLOPS) if kind == "cpu" else device_peaks() or (H200_FLOPS, H200_RATE)
+    )
 
 
 def free_host_bytes() -> int:

@@ -31,7 +31,6 @@ from ulysses.data.read.sources import (
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
-from ulysses.rl.rewards import load_function
 from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import read_run_state, resume_point
 from ulysses.run.disk_space import check_disk
@@ -423,6 +422,8 @@ def _read_tokenizer(plan: Prepared) -> None:
 def _check_reward(reward: str, strict: bool) -> None:
     """Refuse a function that is not there; only a run that starts imports it, because that runs the user's code."""
     if strict:
+        from ulysses.rl.rewards import load_function
+
         load_function(reward)
     elif "//" not in reward and find_spec(re.split("[.:]", reward)[0]) is None:
         raise ConfigError(
