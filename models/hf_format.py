@@ -174,13 +174,13 @@ class StoredTensor(NamedTuple):
         mean = torch.tensor([self.state["nested_offset"]])
         return join_parts(codes, sizes, torch.cat([mean, *numbers]))
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return the flat elements [start, stop), row-major, as a view of the file's pages unless quantised."""
+    def read(self, start: int, stop: int, device: Any = "cpu") -> Tensor:
+        """Return the flat elements [start, stop), row-major; on the CPU a view of the file's pages unless quantised."""
         if self.state:
             matrix = unpack("nf4", self.read_packed(), self.shape, torch.float32)
             return matrix.view(-1)[start:stop]
         with safe_open(self.file, "pt") as file:
-            part = file.get_tensor(self.name).view(-1)[start:stop]
+            part = file.get_tensor(self.name).view(-1)[start:stop].to(device)
         # the least and the greatest are not numbers if any element is not one
         if part.numel() and not torch.isfinite(torch.stack(part.aminmax())).all():
             raise FloatingPointError(
@@ -313,7 +313,13 @@ class WeightFiles:
             self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
 
     def read(
-        self, name: str, start: int = 0, stop: int | None = None, *, quantize: str = "none"
+        self,
+        name: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        quantize: str = "none",
+        device: Any = "cpu",
     ) -> Tensor:
         """Return the flat elements [start, stop), row-major, of a tensor; all of them by default.
 
@@ -322,7 +328,7 @@ class WeightFiles:
         stored = self.tensors[name]
         if stop is None:
             stop = stored.shape.numel()
-        flat = stored.read(start, stop)
+        flat = stored.read(start, stop, "cpu" if name in self._updates else device)
         if quantize != "none" and name.endswith("_proj.weight") and not stored.state:
             data = pack(quantize, flat.view(stored.shape))
             flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)

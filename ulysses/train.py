@@ -5,6 +5,7 @@ The arguments are those of train.py at the top of the repository, which only cal
 
 import os
 import sys
+from time import time
 from typing import NoReturn
 
 from ulysses.environment import rank, wants_debug
@@ -21,6 +22,8 @@ def main(arguments: list[str]) -> int:
         print(help_text())
         return 0
     with explained_imports():
+        from psutil import Process
+
         from ulysses.run.quiet import quiet
 
         if not debug:
@@ -36,14 +39,15 @@ def main(arguments: list[str]) -> int:
         if is_first and options.adjust_lr == 1 and "adjust_lr" in options.model_fields_set:
             print("--adjust-lr 1 changes nothing; give another factor, such as --adjust-lr 0.5")
         if options.dry_run or options.inspect:
-            from ulysses.run.dry_run import dry_run, inspect
-
-            return (
-                inspect(config, options.inspect)
-                if options.inspect
-                else dry_run(config, options)
-            )
-        with TrainingRun(config, debug=debug, verify_weights=options.verify_weights) as run:
+            with explained_imports():
+                from ulysses.run.dry_run import dry_run, inspect
+            if options.dry_run:
+                return dry_run(config, options)
+            return inspect(config, options.inspect)
+        imports = time() - Process().create_time()
+        with TrainingRun(
+            config, debug=debug, verify_weights=options.verify_weights, imports=imports
+        ) as run:
             run.train()
         return 0
     except ConfigError as error:

@@ -38,9 +38,12 @@ from ulysses.run.optim import gradient_policies
 from ulysses.run.registry import stage_of
 from ulysses.run.setting_checks import check_settings
 from ulysses.stages.base import AuxiliaryModel, Stage
+from ulysses.zero.deepspeed_internals import wrong_version
 
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
+# Tokens of sequences up to which torch's attention is as fast as flash4, whose import takes seconds.
+SHORT = 1024
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
 LEAST_KNOWN = 0.9
 # Of a model's config.json, what may differ between a checkpoint and the run that continues it.
@@ -65,6 +68,7 @@ class Prepared:
     # the stage's other models, by the settings that name them
     others: dict[str, InitialWeights] = field(default_factory=dict)
     kernel: KernelChoice | None = None
+    attention: str = "auto"  # what the layers are told of it
     resume_from: Path | None = None
     disk_warning: str = ""
 
@@ -220,6 +224,8 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     plan = Prepared(config, stage)
     errors: list[Any] = []
     collect = partial(error_context, errors=errors)
+    if wrong := wrong_version():
+        errors.append(wrong)
     with collect("data"):
         if missing := missing_sources(parse_sources(data.train) + parse_sources(data.eval)):
             raise FileNotFoundError("; ".join(missing))
@@ -261,9 +267,13 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             _fit_window(config, weights.shape, other.setting)
     if strict:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        plan.attention = model.attention
+        short = stage.requirements.longest_example <= SHORT and model.attention == "auto"
+        if short and device == "cuda" and model.dtype == "bfloat16":
+            plan.attention = "torch"
         with collect("model.attention"):
             plan.kernel = resolve_kernel(
-                model.attention,
+                plan.attention,
                 device,
                 getattr(torch, config.model.dtype),
                 plan.shape.head_dim,

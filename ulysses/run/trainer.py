@@ -85,9 +85,12 @@ class Trainer:
         """
         run = self.run
         try:
+            began = self.step
             while not self.finished and not self.stop_requested:
                 current = self.step + 1
                 values = self.train_step()
+                if current == began + 1:
+                    self.say(self.watch.start_line())
                 # the first step takes longer than others
                 if self.step == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)
@@ -126,11 +129,15 @@ class Trainer:
     def _host_note(self) -> str:
         """Return what to set if the device had nothing to do while the host prepared its work, or an empty text."""
         share = sum(self._waits) / len(self._waits)
-        if self.engine.device.type != "cuda" or share > LEAST_WAIT:
+        auto = self.stage.config.batch.tokens_per_microbatch == "auto"
+        # several micro-batches were chosen because larger ones gain nothing, or do not fit
+        if self.engine.device.type != "cuda" or share > LEAST_WAIT or (auto and self._cuts > 1):
             return ""
+        advice = "more batch.examples" if auto else 'batch.tokens_per_microbatch = "auto"'
+        fewer = ", or use fewer GPUs" * (self.mesh.world_size > 1)
         return (
-            f"the GPU waits for its host, which waits for the GPU in {share:.0%} of a step only: give each step more "
-            "work by a larger batch.tokens_per_microbatch or more batch.examples, or use fewer GPUs"
+            f"the GPU waits for its host, which waits for the GPU in {share:.0%} of a step only: give it more work at "
+            f"a time by {advice}{fewer}"
         )
 
     @property
@@ -154,6 +161,7 @@ class Trainer:
         self.watch.phase("data", step + 1)
         read = self._next or self._prepare(self.loader, step)
         self._next, batches = None, read.batches
+        self._cuts = len(batches)
         of_step = self.stage.before_step(read)
         normalisers = self._normalisers(batches)
         metrics = MetricSums(self.engine.device)

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from ulysses import environment
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
-from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.agreement import agree, facts_of, hold_output
 from ulysses.run.build import build_engine
 from ulysses.run.checkpoint import clear_run_folder, restarts
 from ulysses.run.export_model import export_model, save_tokenizer
+from ulysses.run.kernel_proof import prove_once
 from ulysses.run.memory_choice import (
     choose_memory,
     memory_line,
@@ -35,7 +35,6 @@ from ulysses.run.preflight import prepare
 from ulysses.run.trainer import Trainer
 from ulysses.run.watch import Watch
 from ulysses.stages.base import AuxiliaryModel
-from ulysses.zero.canary import check_deepspeed
 from ulysses.zero.construct import (
     end_distributed,
     initialize_distributed,
@@ -60,16 +59,17 @@ class TrainingRun:
         *,
         debug: bool = False,
         verify_weights: bool = False,
+        imports: float = 0.0,
     ) -> None:
         config = check(config) if isinstance(config, dict) else config
         self.config = config
         self.debug, self.verify_weights = debug, verify_weights
-        self.watch = Watch(config.run.stall_warning, config.run.timeout)
+        self.watch = Watch(config.run.stall_warning, config.run.timeout, imports)
         self.watch.start(partial(meet, max(config.run.timeout, IMPORT_SECONDS)))
         try:
             self.watch.phase("checks")
             self.prepared = prepare(config)
-            self.watch.phase("tokenising")
+            self.watch.phase("data")
             self.train_data, self.eval_data = data = self.prepared.open_data()
             self.data_names = [str(each and each.folder.name) for each in data]
             self.changes = self.prepared.changes(self.data_names)
@@ -113,8 +113,10 @@ class TrainingRun:
         heads = head_layout(
             shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
         )
-        prove_kernel(
-            config.model.attention,
+        self.watch.phase("kernels")
+        prove_once(
+            Path(config.data.cache).expanduser(),
+            prepared.attention,
             self.device,
             getattr(torch, config.model.dtype),
             heads.query,
@@ -122,7 +124,6 @@ class TrainingRun:
             shape.head_dim,
             stage.requirements.longest_example,
         )
-        check_deepspeed(self.device)
         if mesh.is_main:
             if config.run.overwrite:
                 for path in clear_run_folder(config.output, resume_from):
@@ -143,8 +144,10 @@ class TrainingRun:
         memory = self.memory = choose_memory(case)
         self.say(memory_line(memory))
         self.say(micro_batch_line(memory, config.batch.tokens_per_microbatch == "auto"))
-        self.watch.phase("building the model")
-        self.engine = build_engine(config, prepared.weights, mesh, memory)
+        self.watch.phase("weights")
+        self.engine = build_engine(
+            config, prepared.weights, mesh, memory, attention=prepared.attention
+        )
         self.resources.callback(self.engine.destroy)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
         self.watch.phase("preparing the stage")
@@ -198,6 +201,7 @@ class TrainingRun:
             self.config,
             weights,
             self.mesh,
+            attention=self.prepared.attention,
             reward=model.is_reward,
             resident=self.memory.resident,
         )
