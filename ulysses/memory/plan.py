@@ -43,7 +43,7 @@ CONTEXT_BYTES = 1.3e9  # CUDA context and libraries, outside the allocator, on a
 COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
 
 # Rates measured on H200, as shares of the peaks.
-MATRICES = 0.6  # matrix products
+MATRICES = 0.64  # matrix products
 # the time of a step's products where the layers' are of e4m3 numbers, rounding included, as a share of bfloat16's
 FP8_PRODUCTS = 0.8
 ATTENTION = 0.63  # attention kernels
@@ -57,13 +57,14 @@ HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at 
 ELEMENTWISE = (
     48  # bytes that a layer's elementwise kernels move, for each token and unit of D + F
 )
-STEP_SECONDS = 0.005  # per micro-batch: metadata, the first gather, the last reduction, metrics
+STEP_SECONDS = 0.007  # per micro-batch: metadata, the first gather, the last reduction, metrics
 # Seconds in which the host launches one layer, forward and backward, with weights that are gathered and that stay;
 # CUDA graphs need none. They pay where a layer takes the GPU less than GRAPH_SECONDS.
 LAUNCH, LAUNCH_RESIDENT = 7e-3, 3e-3
 GRAPH_SECONDS = 5e-3
 # read and written per trained parameter: by norm and zero/update.py, and where a micro-batch adds its gradient
 UPDATE_BYTES, ADDITION_BYTES = 34, 10
+ADAPTER_SECONDS = 6e-4  # of the many small kernels for a layer's adapters, forward and backward
 ENOUGH = 4  # times the launches of a pass without gradient, its computation takes: more tokens gain nothing
 GAIN = 0.01  # of a step's time, for which a micro-batch is made larger
 
@@ -469,7 +470,9 @@ def step_flops(case: Workload) -> tuple[float, float]:
         matrices += directions * N + again * (level != "none") + N / 2 * pair
         attention += 3.5 + (level in ("block", "pair")) + pair / 2
     head = model.vocabulary_parameters if model.has_head else 0
-    matrices += head * (directions + 1)  # the logits once more, although nll alone does without
+    matrices += head * (
+        directions + 0.5
+    )  # most losses take the logits once more, nll alone does without
     matrices += passes * model.forward_parameters + 3 * model.trained * (not model.is_full)
     return 2 * S * matrices, forward * (attention + passes * model.layers)
 
@@ -486,8 +489,9 @@ def step_seconds(case: Workload) -> float:
     local, launch = case.work / case.sp, LAUNCH_RESIDENT if case.resident else LAUNCH
     elements = local * (model.width + model.intermediate) * (model.layers + passes)
     seconds += ELEMENTWISE * elements / machine.memory_rate
-    # those of the passes, which are fuller, and which no graph spares the host
-    later = launch * passes * min(1, case.work / (case.pass_tokens or case.work))
+    # those of the passes, which are fuller, at least one a step, and which no graph spares the host
+    share = case.work / (case.pass_tokens or case.work)
+    later = launch * passes * min(1, max(share, 1 / case.micro_batches))
     launches = launch * model.layers * (not case.graphs) + later
     # exchanges: forward, backward and again
     head_ranks, _, keys = case.shards
@@ -508,6 +512,7 @@ def step_seconds(case: Workload) -> float:
     seconds = max(together) if machine.is_gpu else seconds + launches
     rate = MEMORY_RATE * machine.memory_rate
     seconds += STEP_SECONDS + ADDITION_BYTES * model.trained / rate
+    seconds += ADAPTER_SECONDS * model.layers * (not model.is_full and machine.is_gpu)
     update = UPDATE_BYTES * model.trained / W / (HOST_LINK if case.offload_optimizer else rate)
     return case.micro_batches * seconds + update
 
