@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 CONSTRAINTS := -c constraints.txt
 endif
 
-.PHONY: demo test lint docs install clean full
+.PHONY: demo test alone groups lint docs install clean full
 
 install: $(VENV)/.installed
 
@@ -25,17 +25,25 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python examples/demo.py --output $(DEMO)
 
-# Two at a time, those that start no groups of processes.
-ALONE := tests/golden tests/parity tests/unit $(addprefix tests/e2e/test_,packaging.py quiet.py readme.py)
-GROUPS := tests/distributed tests/e2e $(addprefix --ignore=,$(filter tests/e2e/%,$(ALONE)))
+# Tests that start no groups of processes, and those that do. So many files run at a time, each in one worker of
+# pytest-xdist, which makes once what the tests of a file share; the longest come first, so that all workers end together.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+ALONE := $(addprefix tests/e2e/test_,packaging.py quiet.py readme.py) tests/parity tests/golden tests/unit
+LONG := $(addprefix tests/e2e/test_,chain.py demo.py watch.py)
+GROUPS := $(LONG) tests/distributed $(filter-out $(ALONE) $(LONG),$(wildcard tests/e2e/test_*.py))
 
 test: install
-	$(BIN)/python -m pytest -q -n 2 $(ALONE)
-	$(BIN)/python -m pytest -q $(GROUPS)
+	$(MAKE) --no-print-directory --keep-going alone groups
 
 full: install
-	$(BIN)/python -m pytest -q -n 2 -m "full or not full" $(ALONE)
-	$(BIN)/python -m pytest -q -m "full or not full" $(GROUPS)
+	$(MAKE) --no-print-directory --keep-going alone groups MARKED='-m "full or not full"'
+
+alone: install
+	$(PYTEST) $(MARKED) $(ALONE)
+
+groups: install
+	$(PYTEST) $(MARKED) $(GROUPS)
 
 lint: install
 	$(BIN)/ruff check .

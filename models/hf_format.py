@@ -249,6 +249,7 @@ class WeightFiles:
 
     tensors: all that is stored, by name; an adapted matrix has its base's dtype, although it is read in float32.
     adapter: adapter_config.json of an adapter's folder.
+    dtype: of the adapters, which is the precision that they were trained in; None without them.
     quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
     paths: the files that hold the tensors.
     """
@@ -257,6 +258,7 @@ class WeightFiles:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self.adapter: dict[str, Any] | None = None
+        self.dtype: torch.dtype | None = None
         self.quantize = "none"
         # what adapters add to a matrix: scale * B A
         self._updates: dict[str, list[tuple[StoredTensor, StoredTensor, float]]] = {}
@@ -289,6 +291,7 @@ class WeightFiles:
         with safe_open(path, "pt") as file:
             self.quantize = (file.metadata() or {}).get("quantize", "none")
         for key, tensor in _stored_tensors(path).items():
+            self.dtype = tensor.dtype
             name, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
             if name == "score.weight":
                 self.tensors[name] = tensor
@@ -341,6 +344,10 @@ class WeightFiles:
             flat = add_low_rank(flat, down, up, scale, start - first * width)
         return flat
 
+    def base(self, name: str) -> Tensor:
+        """Return all elements of a tensor without what adapters add to it."""
+        return self.tensors[name].read(0, self.tensors[name].shape.numel())
+
     def check(
         self, expected: Mapping[str, torch.Size], *, may_lack: tuple[str, ...] = ()
     ) -> None:
@@ -368,6 +375,37 @@ class WeightFiles:
                 f"the first of {len(wrong)} differences; merge adapters, or check that config.json belongs to these "
                 "weights"
             )
+
+
+class Rounding:
+    """Round adapted weights to the dtype in which they are written, and say what that takes of what training changed.
+
+    dtype: in which they are written.
+    change, lost: sums of squares: of what training changed, and of what is written otherwise than it was trained.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.change, self.lost = dtype, 0.0, 0.0
+
+    def __call__(self, exact: Tensor, base: Tensor, trained: Tensor | None = None) -> Tensor:
+        """Return `exact` (float32) in the dtype; `base` is what it was before training.
+
+        `trained` is what was trained if that is not `exact` itself: weights whose base was quantised.
+        """
+        written = exact.to(self.dtype)
+        self.change += float((exact - base).square().sum())
+        self.lost += float((written - (exact if trained is None else trained)).square().sum())
+        return written
+
+    @property
+    def note(self) -> str:
+        """A sentence if more than a hundredth is lost, or an empty text."""
+        share = math.sqrt(self.lost / self.change) if self.change else 0.0
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (share > 0.01) * (
+            f"the weights written in {dtype} differ from the trained ones by {share:.0%} of what training changed; "
+            "ulysses export --dtype float32 does not round, and adapters exported alone keep all of it"
+        )
 
 
 def _weight_paths(folder: Path) -> list[Path]:

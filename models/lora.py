@@ -17,9 +17,9 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from models.hf_format import ADAPTER_WEIGHTS, add_low_rank, lora_scale
+from models.hf_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Rounding, add_low_rank, lora_scale
 from models.layers import Linear
-from ulysses.disk import write_tensors
+from ulysses.disk import write_json, write_tensors
 
 ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
 
@@ -71,11 +71,14 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(
-    weights: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], config: Any
+    weights: Iterable[tuple[str, Tensor]],
+    adapters: Mapping[str, Tensor],
+    config: Any,
+    rounded: Rounding,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under the base model's names with the scaled B A added, in float32, where it belongs.
 
-    The adapters among `weights` are left out; the adapted matrices are copies.
+    The adapters among `weights` are left out; the adapted matrices are copies, `rounded` then.
     """
     scale = lora_scale(config.rank, config.alpha, config.rslora)
     for name, weight in weights:
@@ -85,7 +88,7 @@ def merged(
         if stem != name:
             a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"] for k in "AB")
             flat = add_low_rank(weight.view(-1), a, b, scale)
-            weight = flat.view_as(weight).to(weight.dtype)
+            weight = rounded(flat, weight.view(-1)).view_as(weight)
         yield base_name(name), weight
 
 
@@ -137,4 +140,6 @@ def save_adapters(
         revision=config.revision,
         inference_mode=True,
     )
-    saved.save_pretrained(str(folder))
+    # PEFT's own writer lists the target modules, a set, in another order each time
+    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in saved.to_dict().items()}
+    write_json(folder / ADAPTER_CONFIG, dict(sorted(plain.items())))

@@ -57,9 +57,9 @@ def open_rows(tmp_path: Path, tokenizer: Any) -> Any:
     return partial(open_rows, folder=tmp_path, tokenizer=tokenizer)
 
 
-OLD = ["transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.2"]
+OLD = "transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.36.2".split()
 # which huggingface_hub 0 needs and 1 does not
-BELOW = ["requests", "urllib3", "charset-normalizer"]
+BELOW = "requests urllib3 charset-normalizer".split()
 
 
 @pytest.fixture(scope="session")

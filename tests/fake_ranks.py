@@ -52,7 +52,7 @@ class FakeWorld:
 
     def __init__(self, size: int) -> None:
         self.size, self.board, self.calls = size, [None] * size, 0
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=600)
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         """Every rank's value, which it no longer changes; all ranks call this together."""

@@ -12,6 +12,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,11 @@ import torch
 import torch.distributed as dist
 
 RANK_DEVICE = "ULYSSES_TEST_RANK_DEVICE"  # set in a rank's own process
+
+# Seconds after which what has not come is taken never to come. How fast a machine is, and what else it does, is no
+# test's business: tests wait for events, and this limit only ends a hang. What is to be stuck is so for longer.
+PATIENCE = 600
+STUCK = 10 * PATIENCE
 
 # DeepSpeed keys that make a tiny model work like a large one. Small parameters are never taken apart, and of a tiny
 # model all are small: none would be gathered ahead, in flight or given back, and all gradients would be reduced
@@ -40,9 +47,14 @@ def full(*cases: tuple[Any, ...]) -> list[Any]:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a port that nobody uses, below those that the system gives to connections, of which ranks have many.
+
+    It is drawn at random: nobody holds it until it is listened on, and several tests may run at a time.
+    """
+    while True:
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))
+            return s.getsockname()[1]
 
 
 def device() -> torch.device:
@@ -58,6 +70,14 @@ def gpus() -> int:
             f"ULYSSES_TEST_DEVICE is {wanted!r} but must be cpu, or cuda (where there are enough GPUs)"
         )
     return torch.cuda.device_count() if wanted == "cuda" else 0
+
+
+def until(condition: Callable[[], bool], timeout: float = PATIENCE) -> bool:
+    """Wait until the condition holds, and return whether it ever did."""
+    deadline = time.monotonic() + timeout
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return met
 
 
 def need_gpus(count: int) -> None:
@@ -95,13 +115,11 @@ class Processes:
             if self.codes[rank] is None:
                 os.kill(self.processes[rank].pid, number)
 
-    def until(self, condition: Callable[[], bool], timeout: float = 60) -> None:
+    def until(self, condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
         """Wait until the condition holds, all processes have ended or the time is over."""
-        deadline = time.monotonic() + timeout
-        while None in self.codes and not condition() and time.monotonic() < deadline:
-            time.sleep(0.005)
+        until(lambda: None not in self.codes or condition(), timeout)
 
-    def end(self, timeout: float) -> bool:
+    def end(self, timeout: float = PATIENCE) -> bool:
         """Wait for the end, and return whether a process had to be killed that did not come to it in time."""
         self.until(lambda: False, timeout)
         late = None in self.codes
@@ -112,15 +130,15 @@ class Processes:
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, cpu: bool = False,
+    function: Callable[..., Any], world_size: int, *args: Any, cpu: bool = False,
     deterministic: bool = False, **kwargs: Any,
 ) -> list[Any]:  # fmt: skip
     """Call `function(*args, **kwargs)` on `world_size` forked ranks with torch.distributed initialised.
 
     Returns the ranks' return values in rank order (anything picklable; tensors come back on the CPU). Raises the first
-    rank's error with its traceback; a rank that hangs past `timeout` seconds (three times that on GPUs, where kernels
-    are compiled first) ends all of them. `cpu=True` keeps the ranks on the CPU; `deterministic=True` is for results
-    that are compared bit by bit: as run.deterministic does, it refuses operations whose results may differ on a GPU.
+    rank's error with its traceback; a rank that hangs ends all of them. `cpu=True` keeps the ranks on the CPU;
+    `deterministic=True` is for results that are compared bit by bit: as run.deterministic does, it refuses operations
+    whose results may differ on a GPU.
     """
     cuda = not cpu and gpus() >= world_size
     served = torch.cuda.device_count() > 0
@@ -132,7 +150,7 @@ def run_distributed(
         setting = function, args, kwargs, folder, cuda, deterministic
         ranks = Processes(_child, world_size, *setting, method=method)
         # one failing rank ends the others after a moment
-        ranks.until(lambda: any(ranks.codes), timeout * (3 if cuda else 1))
+        ranks.until(lambda: any(ranks.codes))
         failed = ranks.end(3)
         results: list[Any] = []
         errors: list[str] = []
@@ -161,18 +179,26 @@ def preload(*names: str) -> None:
     Without GPUs it also asks once which of its operators this machine can build: it compiles a program to find out,
     which every rank would do again at its start.
     """
-    late = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "torch._dynamo",
-            "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3",
-            "setuptools")  # fmt: skip
-    for name in late + names:
+    late = """
+    deepspeed.runtime.zero.muon.muon_optimizer deepspeed.ops.op_builder.all_ops torch._dynamo setuptools
+    deepspeed.module_inject.auto_ep_layer deepspeed.runtime.superoffload.superoffload_stage3
+    """
+    for name in (*late.split(), *names):
         importlib.import_module(name)
     if not torch.cuda.device_count():  # asking them would start CUDA here
         _ = importlib.import_module("deepspeed.ops").__compatible_ops__
 
 
+unfreeze = gc.unfreeze
+
+
 def begin_rank() -> None:
-    """Work on one thread, and leave what was imported out of every collection of garbage (DeepSpeed asks for some)."""
+    """Work on one thread, and leave what was imported out of every collection of garbage (DeepSpeed asks for some).
+
+    It stays so when a run gives back to the collector what it took out of it itself.
+    """
     gc.freeze()
+    gc.unfreeze = lambda: None
     torch.set_num_threads(1)
     faulthandler.enable(2)
 

@@ -1,12 +1,14 @@
 """What a run asks of disks: folders that one process holds, verified and written files, a sentence when a write fails.
 
 RUN/.lock      locked as long as the run lasts        RUN/.holder    the run's id, its process and its machine
+FOLDER/.written.json    the files of a folder that was written as a whole, with digests: what may be replaced
 """
 
 import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EACCES, EDQUOT, EFBIG, ENOSPC, EPERM
@@ -25,6 +27,7 @@ LEASE_SECONDS = 60.0
 NATIVE_SECONDS = 3.0  # a process that was just killed may take so long to end
 NETWORK = ("nfs", "lustre", "beegfs", "gpfs", "ceph", "cifs", "smb", "9p", "glusterfs", "fuse.")
 HOLDER = ".holder"
+RECORD = ".written.json"  # of a folder that was written as a whole
 # Bytes that the processor's cache still holds when they are hashed after they were written.
 CHUNK = 1 << 20
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -148,6 +151,114 @@ def check_files(
             )
 
 
+# ---------------------------------------------------------------- whole folders
+
+
+@contextmanager
+def whole_folder(folder: Path, when: str = "") -> Iterator[Path]:
+    """Yield a new folder that replaces `folder` when the block ends without an error.
+
+    What somebody else put into the old one meanwhile is kept, under another name: see `remove_written`.
+    `when` says in a DiskError at what time the folder was written.
+    """
+    folder = Path(os.path.realpath(folder))
+    new, old = (folder.with_name(f".{folder.name}.{word}.tmp") for word in ("new", "old"))
+    with writing(folder, when):
+        if old.exists() and not folder.exists():  # a kill came between the two renames below
+            old.rename(folder)
+        remove_written(old, folder.name)
+        shutil.rmtree(new, ignore_errors=True)
+        try:
+            new.mkdir(parents=True)
+            yield new
+            files = {str(p.relative_to(new)): sampled_digest(p) for p in _files(new)}
+            write_json(new / RECORD, {"files": files})
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+            remove_written(old, folder.name)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield all that a folder holds, at any depth, except folders that hold something."""
+    places = folder.rglob("*")
+    return (p for p in places if p.is_symlink() or not p.is_dir() or not any(p.iterdir()))
+
+
+def strangers(folder: Path, record: str = RECORD) -> list[str]:
+    """Return the names of what lies in a folder and was not written there, as its record tells, or has changed since.
+
+    Args:
+        record: the file that names the others; run.json of a checkpoint, whose files are told by their names alone.
+    """
+    if not folder.is_dir():
+        return [folder.name] if folder.exists() else []
+    try:
+        files = dict(json.loads((folder / record).read_text())["files"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        files = {}
+
+    def is_own(path: Path) -> bool:
+        name = str(path.relative_to(folder))
+        if name == record or name not in files:
+            return name == record and bool(files)
+        return path.is_file() and (record != RECORD or sampled_digest(path) == files[name])
+
+    return sorted(str(p.relative_to(folder)) for p in _files(folder) if not is_own(p))
+
+
+def check_replaceable(folder: Path, record: str = RECORD) -> None:
+    """Raise ValueError for a folder that holds anything but what was written there as a whole, naming what it is."""
+    if found := strangers(folder, record):
+        more = f" and {len(found) - 3} more" * (len(found) > 3)
+        raise ValueError(
+            f"{folder.absolute()} holds {', '.join(found[:3])}{more}, which no run or export wrote there, or which has "
+            "changed since; move that away, or give another folder"
+        )
+
+
+def remove_written(folder: Path, name: str = "", record: str = RECORD) -> None:
+    """Remove a folder, or a link in its place, in one rename; one that holds anything else is kept, see `set_aside`."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif strangers(folder, record):
+        set_aside(folder, name)
+    elif folder.exists():
+        doomed = folder.with_name(f".{name or folder.name}.old.tmp")
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(folder: Path, name: str = "") -> None:
+    """Give a folder that is in the way the name NAME.found-TIME, and say so."""
+    place = folder.with_name(name or folder.name)
+    kept = f"{place}.found-{time.time_ns()}"
+    os.rename(folder, kept)
+    print(f"{place} held what no run or export wrote there, and is kept as {kept}", flush=True)
+
+
+def check_apart(key: str, out: Path, read: Iterable[tuple[str, Path]]) -> None:
+    """Raise ValueError if a folder to be written is, holds or lies in one of the places that settings read."""
+    for setting, place in read:
+        inside, around = lies_in(out, place), lies_in(place, out)
+        if inside or around:
+            how = "is" if inside and around else "lies in" if inside else "holds"
+            raise ValueError(
+                f"{key} {out.absolute()} {how} {place.absolute()}, which is {setting}; give a folder apart from it"
+            )
+
+
+def lies_in(inner: Path, outer: Path) -> bool:
+    """Return whether a place is another one, or lies in it, whatever links lead there."""
+    inner, outer = (Path(os.path.realpath(place)) for place in (inner, outer))
+    return any(
+        p == outer or (p.exists() and outer.exists() and p.samefile(outer))
+        for p in (inner, *inner.parents)
+    )
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -160,11 +271,24 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
     except SafetensorError as error:
         raise OSError(str(error)) from None
     path.chmod(mode)  # save_file moves a file there that only its owner may read
+    with path.open("r+b") as file:  # and it writes the metadata in any order
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(metadata.items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(value, indent=2) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that takes its place whole; a file elsewhere that the old one was a link to stays as it is."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 # ---------------------------------------------------------------- failures

@@ -13,6 +13,7 @@ from ulysses.imports import explained_imports
 with explained_imports():
     import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
     from models.hf_format import ADAPTER_CONFIG, CONFIG
+    from ulysses.config.section import absolute
     from ulysses.run.export_model import export_checkpoint, merge_adapter
 
 
@@ -21,32 +22,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m ulysses.export", description="Export a checkpoint in Hugging Face format."
     )
-    parser.add_argument(
-        "source", type=Path, help="RUN/checkpoints/step-N, or an adapter's folder"
-    )
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("source", help="RUN/checkpoints/step-N, or an adapter's folder")
+    parser.add_argument("out", help="folder to write; an earlier export is replaced")
     parser.add_argument(
         "--merge", action="store_true", help="add the LoRA adapter to its base's weights"
     )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="",
+        help="precision of the weights; by default the one that they were trained in",
+    )
     given = parser.parse_args(arguments)
-    source, out, merge = given.source, given.out, given.merge
+    source, out = (Path(absolute(place)) for place in (given.source, given.out))
+    merge = given.merge
     try:
-        if any((out / name).exists() for name in (CONFIG, ADAPTER_CONFIG)):
-            raise ValueError(
-                f"{out.absolute()} already holds a model; give a folder that does not exist yet"
-            )
         is_adapter = (source / ADAPTER_CONFIG).exists()
         if merge and not is_adapter and (source / CONFIG).exists():
             raise ValueError(
                 f"{source.absolute()} is a model without adapters; nothing is to be merged"
             )
         if merge and is_adapter:
-            merge_adapter(source, out)
+            note = merge_adapter(source, out, given.dtype)
         else:
-            export_checkpoint(source, out, merge=merge)
+            note = export_checkpoint(source, out, merge=merge, dtype=given.dtype)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if note:
+        print(f"warning: {note}", file=sys.stderr)
     print(f"exported {out}")
     return 0
 

@@ -10,6 +10,7 @@ refused with the line that says so, and so is every setting that the rules do no
 import argparse
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     asked = parser.parse_args(arguments)
     try:
-        given = read_settings(asked.file)
+        given = read_settings(asked.file.expanduser())
         if asked.stage:
             given["stage"] = asked.stage
         print(translate(given, asked.file, asked.gpus))
@@ -367,7 +368,7 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
         unknown = {"unknown": "dataset_info.json does not describe it, so write its path"}
         for each in described.values():
             if "file_name" in each:
-                each["file_name"] = str(info.parent / each["file_name"])
+                each["file_name"] = str(info.parent / os.path.expanduser(each["file_name"]))
         for name in given.keys() & {"dataset", "eval_dataset"}:
             given[name] = [
                 most | described.get(each, {"path": each} | unknown)
@@ -425,5 +426,5 @@ def _plain(value: Any) -> Any:
 
 def _find(path: str, folder: Path) -> Path:
     """Return a path as it is, or as seen from `folder` or one above it, wherever the file exists."""
-    places = (Path(), folder, *folder.absolute().parents)
+    path, places = os.path.expanduser(path), (Path(), folder, *folder.absolute().parents)
     return next((place / path for place in places if (place / path).exists()), Path(path))

@@ -2,10 +2,11 @@
 
 import os
 import time
+from unittest import mock
 
 import pytest
 
-from tests.harness import run_distributed
+from tests.harness import run_distributed, until
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
@@ -13,11 +14,10 @@ from ulysses.data.cache import build_once
 from ulysses.data.read.chat import load_tokenizer
 from ulysses.data.read.sources import Source
 from ulysses.data.serve.dataset import open_dataset
-from ulysses.disk import file_system
+from ulysses.disk import file_system, lock_file
 
 
 def refusal(tokenizer_folder, source, cache):
-    time.sleep(0.3 * (os.environ["RANK"] == "1"))
     tokenizer = load_tokenizer(tokenizer_folder, eos_token="<|im_end|>")
     data = DataSection(max_length=256, cache=str(cache), chat_template="chatml")
     with pytest.raises(DataError) as error:
@@ -39,23 +39,42 @@ def network(request, monkeypatch):
     """Every file system counts as one of a network, or as what it is."""
     if request.param:
         monkeypatch.setattr("ulysses.disk.NETWORK", "")
-        monkeypatch.setattr("ulysses.disk.LEASE_SECONDS", 1.5)
+        monkeypatch.setattr("ulysses.disk.LEASE_SECONDS", 4.0)
 
 
-def fail_once(folder, calls):
+def build_noted(folder, build):
+    """Write a word for each rank that is about to wait for the lock, and build."""
+
+    def noted(path):
+        note(folder, "w")
+        return lock_file(path)
+
+    with mock.patch("ulysses.data.cache.lock_file", noted):
+        return build_once(folder, build)
+
+
+def note(folder, word):
+    with folder.with_name("calls").open("a") as file:
+        file.write(word)
+
+
+def await_ranks(folder):
+    assert until(lambda: folder.with_name("calls").read_text().count("w") == 3)
+
+
+def fail_once(folder):
     def build(temporary):
-        with calls.open("a") as file:
-            file.write("x")
-        time.sleep(1.0)  # all ranks are waiting by now
+        note(folder, "x")
+        await_ranks(folder)
         raise DataError("row 3 is odd")
 
     with pytest.raises(DataError, match="row 3 is odd"):
-        build_once(folder, build)
+        build_noted(folder, build)
 
 
 def test_those_who_wait_do_not_repeat_a_failure_but_the_next_start_does(tmp_path, network):
-    run_distributed(fail_once, 3, tmp_path / "data", tmp_path / "calls")
-    assert (tmp_path / "calls").read_text() == "x"
+    run_distributed(fail_once, 3, tmp_path / "data")
+    assert sorted((tmp_path / "calls").read_text()) == [*"wwwx"]
     assert build_once(tmp_path / "data", lambda folder: (folder / "whole").write_text("x"))
     assert os.listdir(tmp_path / "data") == ["whole"]
     assert sorted(os.listdir(tmp_path)) == ["calls", "data"]
@@ -67,32 +86,30 @@ def build_after_a_death(folder):
     def build(temporary):
         if os.environ["RANK"] == "0":
             (temporary / "half").write_text("half")
-            time.sleep(0.5)
+            await_ranks(folder)
             os.kill(os.getpid(), 9)
         (temporary / "whole").write_text("x")
 
     if os.environ["RANK"] == "0":
         child = os.fork()
         if child == 0:
-            build_once(folder, build)
+            build_noted(folder, build)
         os.waitpid(child, 0)
         return "gone"
-    time.sleep(0.3)
-    built = build_once(folder, build)
+    assert until(lambda: [*folder.parent.glob("*/half")])
+    built = build_noted(folder, build)
     return built, os.listdir(folder)
 
 
 def test_a_dead_writer_hangs_nobody(tmp_path, network):
-    begun = time.monotonic()
     results = run_distributed(build_after_a_death, 3, tmp_path / "data")
     assert results[0] == "gone"
     assert sorted(results[1:]) == [(False, ["whole"]), (True, ["whole"])]
-    assert time.monotonic() - begun < 20
 
 
 def slow_writer(folder):
     def build(temporary):
-        time.sleep(2.5)  # longer than the lease: its holder renews it
+        time.sleep(7)  # longer than the lease: its holder renews it
         (temporary / "whole").write_text("x")
 
     return build_once(folder, build), os.listdir(folder)
@@ -101,6 +118,6 @@ def slow_writer(folder):
 def test_a_slow_writer_on_a_network_is_waited_for(tmp_path, monkeypatch):
     assert file_system(tmp_path / "not" / "there") == file_system(tmp_path) != ""
     monkeypatch.setattr("ulysses.disk.NETWORK", "")
-    monkeypatch.setattr("ulysses.disk.LEASE_SECONDS", 1.0)
+    monkeypatch.setattr("ulysses.disk.LEASE_SECONDS", 3.0)
     results = run_distributed(slow_writer, 2, tmp_path / "data")
     assert sorted(results) == [(False, ["whole"]), (True, ["whole"])]

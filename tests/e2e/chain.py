@@ -20,7 +20,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,7 +122,7 @@ class Chain:
     launch: Callable[[list[str], int, Path, Path, int], None]
     processes: int = 1
     max_length: int = 256
-    kill: tuple[str, ...] = tuple(HELD_OUT)
+    kill: Iterable[str] = tuple(HELD_OUT)
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

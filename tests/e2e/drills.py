@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.e2e import test_kill_resume as saves  # noqa: E402
 from tests.e2e.launch import Ranks, command, environment, metrics, tiny, without_times  # noqa: E402
-from tests.harness import free_port  # noqa: E402
+from tests.harness import PATIENCE, free_port, until  # noqa: E402
 from ulysses.disk import digest_of  # noqa: E402
 
 INSIDE = "ULYSSES_DRILLS_INSIDE_NAMESPACES"
@@ -101,24 +101,24 @@ class Run:
         file = self.folder / METRICS
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def until(self, condition: Callable[[], Any], seconds: float = 240) -> float:
+    def until(self, condition: Callable[[], Any], seconds: float = PATIENCE) -> float:
         """Wait for a condition and return after how many seconds it came; TimeoutError if it does not."""
         began = time.monotonic()
-        while not condition():
-            if time.monotonic() - began > seconds:
-                raise TimeoutError(f"not within {seconds:.0f} s:\n{self.text()[-3000:]}")
-            time.sleep(0.05)
+        if not until(condition, seconds):
+            raise TimeoutError(f"not within {seconds:.0f} s:\n{self.text()[-3000:]}")
         return time.monotonic() - began
 
     def trains(self) -> None:
         self.until(lambda: self.steps() > 3)
 
-    def ends(self, seconds: float = 240) -> None:
+    def ends(self) -> None:
         """Wait for the launchers' end, with the code of success."""
-        self.until(lambda: all(x.poll() is not None for x in self.launchers), seconds)
+        self.until(lambda: all(x.poll() is not None for x in self.launchers))
         assert not any(x.wait() for x in self.launchers), self.text()[-3000:]
 
-    def told(self, pattern: str, seconds: float, where: int | None = None) -> tuple[float, str]:
+    def told(
+        self, pattern: str, seconds: float = PATIENCE, where: int | None = None
+    ) -> tuple[float, str]:
         """Wait for a line, of one launcher if `where` says so."""
         read = self.text if where is None else self.logs[where].read_text
         after = self.until(lambda: re.search(pattern, read()), seconds)
@@ -144,7 +144,7 @@ class Drills:
         """A reward function ends all processes, with the code of success."""
         with Run(self, launcher, "--ppo.reward tests.e2e.drills:leave", "ppo") as run:
             run.ends()
-            return run.told("error: rank 0 on", 10)
+            return run.told("error: rank 0 on")
 
     def tokenising(self) -> tuple[float, str]:
         """Rows without end keep the first process busy."""
@@ -171,7 +171,7 @@ class Drills:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         disk, checkpoints = folder / place, folder / "run/checkpoints"
         disk.mkdir(parents=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], check=True)
+        subprocess.run([*"mount -t tmpfs -o size=16m tmpfs".split(), disk], check=True)
         try:
             if place == "run":  # the others have room
                 for other in ("checkpoints", "tensorboard"):
@@ -209,7 +209,7 @@ class Drills:
             run.trains()
             ranks = [run.rank(rank) for rank in (0, 1)]
             run.launchers[0].send_signal(signal.Signals[number])
-            after = run.until(lambda: not any(rank.is_running() for rank in ranks), 30)
+            after = run.until(lambda: not any(rank.is_running() for rank in ranks))
             [checkpoint] = (run.folder / "run/checkpoints").glob("step-*")
             assert int(checkpoint.name[5:]) == run.steps(), "the last step is not saved"
             return after, f"saved {checkpoint.name} and ended"
@@ -235,7 +235,7 @@ class Drills:
                 run.until(lambda run=run: [*(run.folder / "run/checkpoints").glob("step-*")])
                 time.sleep(draw.uniform(0, 1))
                 run.rank(draw.randrange(2)).kill()
-                run.ends(180)
+                run.ends()
                 assert run.steps() == 40 and "resumed " in run.text(), run.text()[-3000:]
                 assert re.search(r"error: rank \d on \S+ has not moved", run.text())
         kept = f"{times} of {times} recovered and finished (seconds of each run)"
@@ -254,7 +254,7 @@ class Drills:
                     time.sleep(draw.uniform(0, 0.2) if i < times - 1 else 0)
                     run.rank(draw.randrange(2)).kill()
                     before = {*output.glob("checkpoints/step-*")}
-                run.ends(180)
+                run.ends()
                 assert run.text().count("resumed ") >= times - 1, run.text()[-3000:]
                 digests = {p.name: digest_of(p) for p in (output / "export").iterdir()}
                 ends.append((without_times(metrics(output)), digests))
@@ -263,7 +263,7 @@ class Drills:
 
     def cut(self) -> tuple[float, str]:
         """Both nodes tell it; the seconds are the later one's."""
-        bridge = ["ip", "link", "set", "bridge0"]
+        bridge = "ip link set bridge0".split()
         with Run(self, "torchrun", nodes=2) as run:
             run.trains()
             subprocess.run([*bridge, "down"], check=True)
@@ -318,7 +318,7 @@ def on_node(number: int) -> list[str]:
     """Return what runs a command on one of the two nodes, under its name."""
     name = NODES[number]
     shell = f'hostname {name}; exec "$@"'
-    return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", shell, "sh"]
+    return [*f"ip netns exec {name} unshare --uts sh -c".split(), shell, "sh"]
 
 
 def build_network() -> None:
@@ -352,7 +352,7 @@ def main() -> int:
     if INSIDE in os.environ:
         build_network()
     elif NAMESPACES & {*chosen}:
-        unshare = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+        unshare = "unshare --user --map-root-user --net --mount".split()
         probe = subprocess.run([*unshare, "true"], capture_output=True, text=True)
         if probe.returncode == 0 and shutil.which("ip"):
             again = [*unshare, sys.executable, *sys.argv]

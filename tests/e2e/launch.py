@@ -23,6 +23,7 @@ from typing import Any
 
 from tests.harness import (
     AS_LARGE,
+    PATIENCE,
     Processes,
     begin_rank,
     free_port,
@@ -87,9 +88,7 @@ def command(launcher: str, processes: int, port: int, agents: int = 1) -> list[s
     return [sys.executable, *options[launcher].split()]
 
 
-def run(
-    launcher: str, arguments: list[str], processes: int = 1, *, agents: int = 1, timeout: float = 240
-) -> Outcome:  # fmt: skip
+def run(launcher: str, arguments: list[str], processes: int = 1, *, agents: int = 1) -> Outcome:
     """Run train.py to its end; with several agents, `processes` belong to each of them."""
     line = [*command(launcher, processes, free_port(), agents), ROOT / "train.py", *arguments]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -98,7 +97,7 @@ def run(
         for _ in range(agents)
     ]
     try:
-        texts = [child.communicate(timeout=timeout) for child in children]
+        texts = [child.communicate(timeout=PATIENCE) for child in children]
     finally:
         for child in children:
             if child.poll() is None:
@@ -125,7 +124,7 @@ class Ranks(Processes):
         line = [script, *map(str, arguments)]
         super().__init__(_become_rank, processes, free_port(), line, self.logs, before)
 
-    def wait(self, timeout: float = 120) -> Outcome:
+    def wait(self, timeout: float = PATIENCE) -> Outcome:
         """Wait for the end, and fail if it does not come in time."""
         late = self.end(timeout)
         texts = [
@@ -138,11 +137,9 @@ class Ranks(Processes):
         return Outcome(max(self.codes, key=abs), *texts)
 
 
-def ranks(
-    arguments: list[Any], processes: int, *, code: int = 0, timeout: float = 240, **more: Any
-) -> Outcome:
+def ranks(arguments: list[Any], processes: int, *, code: int = 0, **more: Any) -> Outcome:
     """Run train.py, or another script, on forked processes to its end, which has this exit code."""
-    return Ranks(arguments, processes, **more).wait(timeout).check(code)
+    return Ranks(arguments, processes, **more).wait().check(code)
 
 
 def _become_rank(

@@ -16,6 +16,7 @@ from models.hf_format import WeightFiles, read_config
 from tests.e2e.chain import AFTER, HELD_OUT, RECIPES, ROLLOUTS, Chain, launch, repeated
 from tests.e2e.launch import ROOT, Ranks, environment, metrics, ranks
 from tests.e2e.test_export import assert_same_folder
+from tests.e2e.test_kill_resume import wait_until_dead
 from tests.sampling_server import SamplingServer
 from ulysses.run.checkpoint import saved_checkpoints
 from ulysses.run.export_model import export_checkpoint
@@ -34,7 +35,7 @@ KEYS = {
 
 
 # the others hold no state of their own beside these stages' and that of tests/distributed/test_resume.py
-KILLED = ("sft", "rm", "kto", "ppo", "grpo")
+KILLED = "sft rm kto ppo grpo".split()
 
 
 def dies_after(step: int) -> Callable[[int], None]:
@@ -60,14 +61,10 @@ def forked(
     arguments: list[str], processes: int, logs: Path, metrics: Path, kill_after: int
 ) -> None:
     run = Ranks(arguments, processes, logs, before=dies_after(kill_after))
-    if not kill_after:
-        run.wait(240).check()
-        return
-    run.until(lambda: any(code is not None for code in run.codes), 240)
-    ended = [code for code in run.codes if code is not None]
-    run.send(signal.SIGKILL)
-    stderr = run.wait().stderr[-3000:]
-    assert ended == [-signal.SIGKILL], f"exit code {ended[0]}: {stderr}"
+    if kill_after:
+        assert not wait_until_dead(run)
+    else:
+        run.wait().check()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Every complaint is one sentence on stderr, printed once, with exit code 2 on every process, before any collective."""
 
-import json
 import os
 import re
 import shutil
@@ -16,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e import launch
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny
-from tests.harness import full
+from tests.harness import STUCK, full
 from tests.model_folder import demo_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
-from ulysses.run.checkpoint import FORMAT
+from ulysses.run.checkpoint import write_run_state
 from ulysses.run.preflight import prepare
 
 DATA = ROOT / "configs/demo/data"
@@ -36,7 +35,7 @@ def place(tmp_path_factory):
     for run, step in (("held", 3), ("later", 2), ("later", 4)):
         checkpoint = folder / f"{run}/checkpoints/step-{step}"
         checkpoint.mkdir(parents=True)
-        (checkpoint / "run.json").write_text(json.dumps({"format": FORMAT, "step": step}))
+        write_run_state(checkpoint, {"step": step, "files": {"policy": ""}})
     for name, words in (("model", 704), ("lacking", 704), ("nan", 704), ("small", 100)):
         size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
         demo_model(folder / name, vocab_size=words, **size)
@@ -134,7 +133,7 @@ def test_one_sentence_and_exit_code_2_on_every_process(name, place):
             sys.modules["wandb"] = None
 
     started = Ranks(arguments(place, start), 2, before=before)
-    outcome = started.wait(60)
+    outcome = started.wait()
     assert len(outcome.refused(pattern)) < 500 and started.codes == [2, 2]
     lines = outcome.stderr.strip().splitlines()
     # on a slow machine a progress bar comes before it
@@ -147,7 +146,7 @@ def test_weights_that_are_no_numbers_end_every_process_in_one_sentence(place):
     """One rank finds them while the others build the model: none is left behind in a collective."""
     started = Ranks(arguments(place, f"{MODEL}/nan"), 2)
     bad = "holds infinite .*; download it again$"
-    started.wait(60).refused(rf"rank \d, {UP} in /.*/nan/model.safetensors {bad}")
+    started.wait().refused(rf"rank \d, {UP} in /.*/nan/model.safetensors {bad}")
     assert 0 not in started.codes
 
 
@@ -165,7 +164,7 @@ def test_the_process_that_tells_leaves_first(place):
     started.until(lambda: any(started.codes))
     assert started.codes == [2, None]
     started.send(signal.SIGTERM)
-    assert "error: optimizer.learning_rate" in started.wait(10).stderr
+    assert "error: optimizer.learning_rate" in started.wait().stderr
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", *full(("deepspeed",))])
@@ -209,14 +208,14 @@ def test_an_error_on_one_process_ends_all_and_is_told_once(stuck, place, tmp_pat
             if taken == 2 and rank == 1:
                 raise ValueError("planted")
             if taken == 2 and stuck:
-                time.sleep(300)
+                time.sleep(STUCK)
             return compute()
 
         plant_in_losses(broken)
 
     output = tmp_path / "run"
     line = arguments(place, f"sft --run.output {output} --parallel.sequence_parallel_size 2")
-    outcome = ranks(line, 2, code=1, before=before, timeout=40)
+    outcome = ranks(line, 2, code=1, before=before)
     assert outcome.errors == ["error: rank 1, step 3: ValueError: planted"]
     assert outcome.stderr.count("Traceback") == 1, (
         "an error that nobody foresaw comes with one stack trace"

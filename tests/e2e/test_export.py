@@ -15,11 +15,11 @@ from models.hf_format import WeightFiles, write_weights
 from tests.e2e.launch import ranks, tiny
 from tests.harness import run_distributed
 from ulysses.config.command_line import check
-from ulysses.disk import write_json
+from ulysses.disk import digest_of, write_json
 from ulysses.export import main
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine
-from ulysses.run.checkpoint import FORMAT
+from ulysses.run.checkpoint import write_run_state
 from ulysses.run.export_model import export_checkpoint, export_model
 from ulysses.run.preflight import read_shape
 from ulysses.zero.construct import initialize_distributed
@@ -54,12 +54,51 @@ def test_export_complains_in_one_sentence(run, tmp_path, capsys):
     for source, out, complaint in (
         (run, tmp_path / "out", "is not a complete checkpoint"),
         (checkpoint, run / "metrics.jsonl/out", "metrics.jsonl"),
-        (checkpoint, run / "export", "already holds a model"),
+        (checkpoint, run / "checkpoints", "checkpoints holds step-2/"),
+        (checkpoint, checkpoint, "step-2 holds rank-"),
+        (checkpoint, checkpoint / "out", "which is read for it; give a folder apart"),
+        (checkpoint, run / "tokenizer", "which is read for it; give a folder apart"),
+        (checkpoint, run, f"{run} holds "),
     ):
         assert main([str(source), str(out)]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and complaint in said and len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_replaces_an_export_and_nothing_else(run, tmp_path, capsys, monkeypatch):
+    """The folder around other models, also as the current one or through a link, an edited card, a file of notes."""
+    line, models = [str(run / "checkpoints/step-2")], tmp_path / "models"
+    (models / "other").mkdir(parents=True)
+    (models / "other/weights").write_text("x")
+    (tmp_path / "link").symlink_to(models)
+    monkeypatch.chdir(models)
+    for out in (models, f"{models}/", tmp_path / "link", "."):
+        assert main([*line, str(out)]) == 2
+        said = capsys.readouterr().err
+        assert "models holds other/weights, which" in said or "link holds other" in said
+        assert (models / "other/weights").read_text() == "x"
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert main([*line, str(out)]) == 0
+        assert_same_folder(out, run / "export")
+    card = out / "README.md"
+    card.write_text("My own words.")
+    assert main([*line, str(out)]) == 2
+    assert "out holds README.md, which no run or export wrote" in capsys.readouterr().err
+    assert card.read_text() == "My own words."
+
+
+def test_an_export_has_the_precision_that_is_asked_for(run, tmp_path, capsys):
+    """By default the one that was trained in; float32 are the master weights."""
+    line = [str(run / "checkpoints/step-2"), str(tmp_path / "out")]
+    assert main([*line, "--dtype", "float32"]) == 0
+    whole, own = WeightFiles(tmp_path / "out"), WeightFiles(run / "export")
+    assert {t.dtype for t in whole.tensors.values()} == {torch.float32}
+    assert all(torch.equal(whole.read(n).bfloat16(), own.read(n)) for n in own.tensors)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
+    assert main(line) == 0 and "warning" not in capsys.readouterr().err
+    assert_same_folder(tmp_path / "out", run / "export")
 
 
 LARGE = {
@@ -118,8 +157,9 @@ def test_merged_adapters_over_a_random_base_are_refused(tmp_path):
     model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
     run = {"output": "y", "steps": 1}
     config = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": run}
-    state = {"format": FORMAT, "config": config, "shape": LARGE, "step": 1, "files": {}}
-    write_json(tmp_path / "run.json", state)
+    write_json(tmp_path / "other.json", {})
+    files = {"other.json": digest_of(tmp_path / "other.json")}
+    write_run_state(tmp_path, {"config": config, "shape": LARGE, "step": 1, "files": files})
     with pytest.raises(ValueError, match="drawn at random and is in no file"):
         export_checkpoint(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -117,14 +117,14 @@ def test_an_adapter_exported_again_as_whole_weights_leaves_nothing_behind(
     base, adapters, merged
 ):
     run = shutil.copytree(adapters.parent, merged.parent / "again")
-    (run / "export/stale.txt").touch()
     whole = "--model.lora.rank 4 --model.lora.merge true --run.resume auto"
     train("sft", base, run, whole)
     names = {path.name for path in (run / "export").iterdir()}
-    gone = {"adapter_model.safetensors", "adapter_config.json", "stale.txt"}
+    gone = {"adapter_model.safetensors", "adapter_config.json"}
     assert "model.safetensors" in names and not gone & names
     assert [path.name for path in run.glob(".*")] == [".lock"]
     other = merge(adapters.parent / "checkpoints/step-2", merged.parent / "checkpoint")
+    assert "loss" not in (other / "README.md").read_text()
     first, *others = (
         load_file(f / "model.safetensors") for f in (run / "export", merged, other)
     )
@@ -143,15 +143,18 @@ def test_a_reward_models_adapter_is_a_reward(base, tmp_path):
 
 
 def test_every_export_has_a_model_card(base, adapters, merged):
-    for folder in (adapters, merged):
-        head, body = (folder / "README.md").read_text().removeprefix("---\n").split("\n---\n")
-        assert head == f"base_model: {json.dumps(str(base))}\ntags: [ulysses-engine, sft]"
-        (text,) = re.findall("```json\n(.*?)```", body, re.S)
-        settings, numbers, versions = json.loads(text).values()
-        assert settings["data"]["train"] == ["sft.jsonl"]
-        assert settings["model"]["lora"]["rank"] == 4
-        assert numbers["loss"] > 0 and versions["torch"] == torch.__version__
-        assert str(base.parent) not in body.replace(str(base), "")
+    """That of a merged model repeats no number that was measured before."""
+    head, body = (adapters / "README.md").read_text().removeprefix("---\n").split("\n---\n")
+    assert head == f"base_model: {json.dumps(str(base))}\ntags: [ulysses-engine, sft]"
+    (text,) = re.findall("```json\n(.*?)```", body, re.S)
+    settings, numbers, versions = json.loads(text).values()
+    assert settings["data"]["train"] == ["sft.jsonl"]
+    assert settings["model"]["lora"]["rank"] == 4
+    assert numbers["loss"] > 0 and versions["torch"] == torch.__version__
+    assert str(base.parent) not in body.replace(str(base), "")
+    card = (merged / "README.md").read_text()
+    assert "loss" not in card and str(base.parent) not in card
+    assert f"base_model: {json.dumps(base.name)}\n" in card and "written in float32" in card
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
@@ -164,4 +167,13 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     out.rename(tmp_path / ".out.old.tmp")  # as a kill between the two renames leaves it
     with pytest.raises(RuntimeError), whole_folder(out):
         raise RuntimeError
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "first"]
+    assert {path.name for path in tmp_path.rglob("*")} == {"out", "first", ".written.json"}
+
+
+def test_an_adapter_is_not_merged_into_a_folder_that_it_is_read_from(base, adapters, capsys):
+    before = sorted(path.name for path in adapters.iterdir())
+    for out in (adapters, adapters / "merged", base / "merged", base):
+        assert main(["--merge", str(adapters), str(out)]) == 2
+        said = capsys.readouterr().err
+        assert "read for it; give a folder apart" in said or "no run or export wrote" in said
+        assert sorted(path.name for path in adapters.iterdir()) == before

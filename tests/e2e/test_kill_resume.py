@@ -13,6 +13,7 @@ import pytest
 from models.arch import ModelConfig
 from models.decoder import empty_model
 from tests.e2e.launch import Ranks, metrics, ranks, rows, tiny, without_times
+from ulysses.disk import whole_folder
 from ulysses.zero.state import KINDS, SavedSlices
 
 STEPS, PROCESSES = 8, 2
@@ -80,20 +81,21 @@ def assert_complete(checkpoints: Path) -> None:
         assert len(list(folder.glob("rank-*.safetensors"))) == PROCESSES * len(KINDS)
 
 
-def dies(output: Path, line: list[str], place: str, step: int, seconds: float = 120) -> None:
+def dies(output: Path, line: list[str], place: str, step: int, *seconds: float) -> None:
     """Start a run and kill it there, or after some seconds, if it has not ended; its checkpoints are complete."""
     run = Ranks(line, PROCESSES, before=kill_at(place, step))
-    assert not (wait_until_dead(run, seconds) and place), f"nothing died at {place!r}"
+    assert not (wait_until_dead(run, *seconds) and place), f"nothing died at {place!r}"
     assert_complete(output / "checkpoints")
 
 
-def wait_until_dead(run: Ranks, seconds: float) -> bool:
+def wait_until_dead(run: Ranks, *seconds: float) -> bool:
     """Wait for the end, and return whether it came by itself; one dead process ends the others, as under a launcher."""
-    run.until(lambda: -signal.SIGKILL in run.codes, seconds)
-    assert {*run.codes} <= {0, None, -signal.SIGKILL}, "it failed by itself"
+    run.until(lambda: -signal.SIGKILL in run.codes, *seconds)
+    failed = {*run.codes} - {0, None, -signal.SIGKILL}
     finished = not any(run.codes) and None not in run.codes
     run.send(signal.SIGKILL)
-    run.wait()
+    said = run.wait().stderr[-3000:]
+    assert not failed, f"exit code {min(failed)}: {said}"
     return finished
 
 
@@ -115,7 +117,8 @@ def test_killed_runs_continue_bit_identically(tmp_path, uninterrupted):
     output = tmp_path / "run"
     line = arguments(output)
     # while an export takes the place of an earlier one, at last
-    (output / "export/earlier").mkdir(parents=True)
+    with whole_folder(output / "export") as earlier:
+        (earlier / "earlier").touch()
     # places of death inside a save, in the order of the steps, then a moment at random; then to the end
     for step, place in enumerate(("files", "before rename", "after rename", "rotation"), 1):
         dies(output, line, place, step)
@@ -166,7 +169,7 @@ def test_going_back_deletes_what_came_after(tmp_path, uninterrupted):
         Trainer.train_step = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 
     back = arguments(tmp_path / "run", f"--run.resume {older} --run.overwrite")
-    wait_until_dead(Ranks(back, PROCESSES, before=before), 60)
+    wait_until_dead(Ranks(back, PROCESSES, before=before))
     assert older.exists() and not (older.parent / f"step-{STEPS}").exists()
     output = ranks(arguments(tmp_path / "run"), PROCESSES)
     assert f"resumed {older} at step {STEPS - 1}" in output.stdout + output.stderr

@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_process(folder):
     """The numbers of one process, of plain python for SFT, by stage."""
-    run("python", tiny("sft", folder / "sft"), timeout=120).check()
+    run("python", tiny("sft", folder / "sft")).check()
     ranks(tiny("dpo", folder / "dpo", DATA["dpo"]), 1)
     return {stage: metrics(folder / stage) for stage in ("sft", "dpo")}
 

@@ -59,7 +59,7 @@ def test_what_a_run_leaves_behind_that_ends_when_evaluations_stop_improving(tmp_
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    for name in ("loss", "eval/loss", "grad_norm", "lr"):
+    for name in "loss eval/loss grad_norm lr".split():
         events = board.Scalars(name)
         assert [e.step for e in events] == [*range(1, last + 1)]
         values = [line[name] for line in lines]

@@ -1,13 +1,19 @@
 """A run folder belongs to one run, is shared by all nodes, continues what it holds, and survives a full disk."""
 
+import json
+import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny
+from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny, without_times
+from tests.model_folder import demo_model
+from ulysses.run.checkpoint import UNSEALED
 
 
 def arguments(folder: Path, typed: str = "") -> list[str]:
@@ -92,6 +98,121 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_
     ):  # fmt: skip
         assert re.search(line, told), (line, told)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_nothing_is_deleted_before_all_checks_have_passed(tmp_path):
+    """The checkpoint to go back to is damaged; then it is whole, and a link to another disk."""
+    saves = "--run.steps 3 --run.save_every 1 --run.keep 0"
+    ranks(arguments(tmp_path, saves), 1)
+    checkpoints, moved = tmp_path / "run/checkpoints", tmp_path / "moved"
+    (checkpoints / "notes").touch()
+    (tmp_path / "run/tensorboard/notes").touch()
+    (checkpoints / "step-2").rename(moved)
+    (checkpoints / "step-2").symlink_to(moved)
+    weights, before = moved / "rank-00000.master.safetensors", names(checkpoints)
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + b"x")
+    back = f"{saves} --run.resume {checkpoints}/step-2 --run.overwrite"
+    ranks(arguments(tmp_path, back), 1, code=1).refused(
+        "master.safetensors is missing or does not"
+    )
+    assert names(checkpoints) == before
+    weights.write_bytes(whole)
+    said = ranks(arguments(tmp_path, back), 1).stdout
+    assert f"resumed {checkpoints}/step-2 at step 2" in said
+    assert (
+        f"deleted {checkpoints}/step-3" in said and f"deleted {checkpoints}/step-1" not in said
+    )
+    assert names(checkpoints) == before and (checkpoints / "step-2").is_symlink()
+    (checkpoints / "step-3").rename(tmp_path / "last")
+    (checkpoints / "step-3").symlink_to(tmp_path / "last")
+    said = ranks(arguments(tmp_path, "--run.steps 4 --run.resume auto"), 1).stdout
+    assert f"resumed {checkpoints}/step-3 at step 3" in said
+    assert (tmp_path / "last/run.json").exists()
+    ranks(arguments(tmp_path, "--run.overwrite"), 1)
+    assert names(checkpoints) == ["notes", "step-2"] and "run.json" in names(tmp_path / "last")
+    assert "notes" in names(tmp_path / "run/tensorboard")
+
+
+def test_a_run_of_the_version_before_is_continued_and_keeps_its_folders(tmp_path):
+    """It left no record of what it wrote, so nothing of it is deleted."""
+    ranks(arguments(tmp_path, "--run.export true"), 1)
+    run = tmp_path / "run"
+    for record in run.glob("*/.written.json"):
+        record.unlink()
+    path = run / "checkpoints/step-2/run.json"
+    state = json.loads(path.read_text()) | {"format": UNSEALED}
+    del state["digest"], state["weights"]
+    path.write_text(json.dumps(state))
+    said = ranks(
+        arguments(tmp_path, "--run.steps 3 --run.resume auto --run.export true"), 1
+    ).stdout
+    assert "step-2 at step 2" in said and said.count("and is kept as") == 2
+    assert len(list(run.glob("*.found-*/tokenizer.json"))) == 2
+    assert (run / "export/.written.json").exists()
+
+
+def test_code_that_changes_the_current_folder_moves_nothing(tmp_path):
+    def before(rank: int) -> None:
+        def fault(step: int, compute: Any) -> Any:
+            os.chdir(tmp_path / "elsewhere")
+            return compute()
+
+        plant_in_losses(fault)
+
+    (tmp_path / "elsewhere").mkdir()
+    own = Path(os.path.relpath(tmp_path, ROOT))
+    line = arguments(own, f"--run.export true --data.cache {own}/cache")
+    ranks(line, 1, before=before)
+    assert names(tmp_path / "run/checkpoints") == ["step-2"] and not names(
+        tmp_path / "elsewhere"
+    )
+    assert (tmp_path / "run/export/config.json").exists()
+
+
+def test_a_base_of_other_weights_is_not_continued(tmp_path):
+    """Adapters are all that their checkpoint holds."""
+    base = demo_model(tmp_path / "base")
+    typed = f"""--model.path {base} --model.init pretrained --model.lora.rank 2 --data.cache {tmp_path}/cache
+        --run.resume auto"""
+    ranks(arguments(tmp_path, typed), 1)
+    typed += " --run.steps 3"
+    tensors = load_file(base / "model.safetensors")
+    save_file({name: 1.1 * t for name, t in tensors.items()}, base / "model.safetensors")
+    ranks(arguments(tmp_path, typed), 1, code=2).refused(
+        "run.resume: the weights of model.path have changed since .*step-2 was written; restore them, or set run.res"
+    )
+    said = ranks(arguments(tmp_path, f"{typed} --run.resume_anyway true"), 1).stdout
+    assert "changed since then: the weights was {'model.path': " in said
+
+
+def test_two_runs_may_fill_one_cache_at_once(tmp_path):
+    """Both write the reference log-probabilities at the same moment."""
+
+    def before(rank: int) -> None:
+        from ulysses.stages import referenced
+
+        write = referenced.write_digested
+
+        def together(path: Path, *more: Any) -> str:
+            (tmp_path / f"writes-{os.getpid()}").touch()
+            while len([*tmp_path.glob("writes-*")]) < 2:
+                time.sleep(0.01)
+            return write(path, *more)
+
+        referenced.write_digested = together
+
+    usual = "--run.steps 2 --run.export false --run.save_last false"
+    lines = (tiny("dpo", tmp_path / name, usual, tmp_path / "cache") for name in "ab")
+    for run in [Ranks(line, 1, before=before) for line in lines]:
+        run.wait().check()
+    assert without_times(metrics(tmp_path / "a")) == without_times(metrics(tmp_path / "b"))
+    assert len(list(tmp_path.glob("cache/reference-*.bin"))) == 1
+    assert not list(tmp_path.glob("cache/*.tmp"))
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])

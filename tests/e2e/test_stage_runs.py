@@ -66,7 +66,7 @@ def train(line: list[str]) -> list[dict[str, float]]:
 
 
 def on_ranks(world: int, line: list[str]) -> list[dict[str, float]]:
-    return run_distributed(train, world, line, timeout=200, cpu=True)[0]
+    return run_distributed(train, world, line, cpu=True)[0]
 
 
 def test_deterministic_runs_have_the_same_numbers(tmp_path):

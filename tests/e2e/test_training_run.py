@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.e2e.launch import metrics
 from tests.e2e.test_stage_runs import configured, settings
-from tests.harness import free_port, run_distributed
+from tests.harness import free_port, run_distributed, unfreeze
 from ulysses.run import training_run as run_module
 from ulysses.run.failure import POLL_SECONDS
 from ulysses.run.training_run import TrainingRun
@@ -88,7 +88,7 @@ def one(place: Path, fault: str = "", typed: str = "") -> tuple[int, int, float 
 
 def several_runs(place: Path) -> list[tuple[int, int, float | None]]:
     dist.destroy_process_group()
-    gc.unfreeze()  # what the rank began with counts, too
+    unfreeze()  # what the rank began with counts, too
     # of earlier tests, whose process this one was forked from: none may go meanwhile
     inherited = live_tensors()
     held, live = live_bytes(), "--dpo.reference live"

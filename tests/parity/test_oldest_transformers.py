@@ -16,6 +16,6 @@ def test_chats_tokenizers_and_models_with_it(transformers4: Path) -> None:
     path = {"PYTHONPATH": f"{transformers4}:{ROOT}"}
     line = [sys.executable, "-m", "pytest", "-q", "-x", *tests]
     done = subprocess.run(
-        line, env=environment() | path, cwd=ROOT, capture_output=True, text=True, timeout=600
+        line, env=environment() | path, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-3000:]

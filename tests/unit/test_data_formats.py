@@ -12,7 +12,8 @@ import pytest
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
-from ulysses.data.read.formats import Report, locate_rows, read_records
+from ulysses.data.read.counts import Report, note_sources
+from ulysses.data.read.formats import locate_rows, read_records
 from ulysses.data.read.sources import (
     Source,
     missing_sources,
@@ -45,6 +46,7 @@ def load(path, kind="text", bad_rows="error", **source):
     records = [*read_records(rows, sources, kind, events := [], bad_rows=bad_rows)]
     for event in events:
         report.count(*event)
+    note_sources(sources, report)
     return records, report
 
 
@@ -131,7 +133,7 @@ def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(read_flat):
 {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"}
 {"conversations": [$human], "chosen": $gpt, "rejected": {"from": "gpt", "value": "b"}}
 {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}
-{"instruction": "q", "input": "", "output": ["a", "b"]}
+{"instruction": "q", "input": "", "output": ["a", "b"], "rewards": [1, 0]}
 {"prompt": "q", "responses": ["b", "a"], "scores": [0.1, 0.9]}
 {"prompt": "q", "responses": ["b", "a"], "ranks": [2, 1]}
 """)

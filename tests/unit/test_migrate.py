@@ -250,7 +250,6 @@ def refusal(run_migrate):
 KNOWN = "not: Without a counterpart"
 PRETRAINING = "model_name_or_path: m\nstage: pt\nfinetuning_type: full\noutput_dir: out\n"
 V1 = "model: m\nmodel_class: llm\ntrain_dataset: data/demo.yaml\noutput_dir: out\nmicro_batch_size: 2\nmax_steps: 10\n"
-FROM_HUB = "trl-lib/ultrafeedback_binarized"
 SILENT = TRL_DPO.replace("eval_strategy: steps\n", "")
 EIGHT_GPUS = TRL_SFT.replace("--config_file zero3.yaml", "--num_processes 8")
 SMOOTHED = TRL_DPO.replace("beta: 0.05", "label_smoothing: 0.1")

@@ -1,12 +1,11 @@
 """Servers that sample for PPO: what is asked of them, and what their failures cost."""
 
-import time
-
 import httpx
 import pytest
 import torch
 
 import ulysses.rl.servers as servers
+from tests.harness import PATIENCE, until
 from tests.sampling_server import SamplingServer
 from ulysses.config.stage_sections import PpoSection
 from ulysses.rl.outside_sampler import OutsideSampler
@@ -35,7 +34,7 @@ def sampler(folder, *addresses, main=True, **options):
         to.mkdir(exist_ok=True)
         (to / "config.json").write_text("{}")
 
-    config = PpoSection(sampler=[*addresses], **{"sampler_timeout": 20.0, **options})
+    config = PpoSection(sampler=[*addresses], **{"sampler_timeout": PATIENCE, **options})
     return OutsideSampler(config, export, folder / "policy", main, OPTIONS)
 
 
@@ -105,13 +104,17 @@ def test_a_servers_fault_is_one_sentence(tmp_path, server, line):
     server.fault = fault
     if fault == "gone":
         server.close()
-    timeout = 0.5 if fault in ("hang", "drip", "slow head") else 20.0
-    began = time.monotonic()
+    timeout = 0.5 if fault in ("hang", "drip", "slow head") else PATIENCE
     with pytest.raises(ValueError, match=complaint):
         sampler(tmp_path, f"sglang+{server.address}", sampler_timeout=timeout).sample(PROMPTS)
-    assert time.monotonic() - began < 20  # a slow head takes 30 s
-    asked = [body["input_ids"] for _, body in server.asked]
-    assert asked.count(PROMPTS[0].tolist()) == int(attempts)
+
+    def asked() -> int:
+        return [body["input_ids"] for _, body in server.asked].count(PROMPTS[0].tolist())
+
+    until(
+        lambda: asked() >= int(attempts)
+    )  # a busy server reads what a client asked that has left
+    assert asked() == int(attempts)
 
 
 def test_a_server_that_comes_back_is_asked_again(tmp_path, server, monkeypatch):
@@ -131,4 +134,4 @@ def test_a_server_that_cannot_be_reached_in_time_is_asked_once(tmp_path, monkeyp
     monkeypatch.setattr(servers.httpx, "stream", unreachable)
     with pytest.raises(ValueError, match="timed out"):
         sampler(tmp_path, "sglang+http://far:1").sample({0: PROMPTS[0]})
-    assert asked == [20.0]
+    assert asked == [PATIENCE]

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ulysses.config.foreign_names import explain_unknown
 from ulysses.config.schema import Config, Options
-from ulysses.config.section import ConfigError, flat, refuse
+from ulysses.config.section import ConfigError, absolute, flat, refuse
 
 
 class CommandLine(NamedTuple):
@@ -129,11 +129,12 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _read_file(path: str) -> dict[str, Any]:
     _refuse_yaml(path)
+    path = absolute(path)
     try:
         content = Path(path).read_bytes()
         return tomllib.loads(content.decode(json.detect_encoding(content)))
     except (OSError, ValueError) as error:
-        sentence = f"{Path(path).absolute()} cannot be read as one table of settings: {error}"
+        sentence = f"{path} cannot be read as one table of settings: {error}"
         raise ConfigError(sentence, "--config") from None
 
 

@@ -16,11 +16,11 @@ from pydantic import (
 )
 
 from ulysses.config import stage_sections as stages
-from ulysses.config.section import Section
+from ulysses.config.section import LOCAL, Place, PlaceOrName, PlaceOrWord, Section, TemplateName
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Share = Annotated[float, Field(ge=0, lt=1)]
-Sources = str | dict[str, Any] | list[str | dict[str, Any]]
+Sources = Annotated[str | dict[str, Any] | list[str | dict[str, Any]], LOCAL]
 
 
 class LoraSection(Section):
@@ -74,7 +74,7 @@ class RopeSection(Section):
 
 
 class ModelSection(Section):
-    path: str | None = None
+    path: PlaceOrName | None = None
     """Folder or hub id of the model, which provides its configuration, weights and tokenizer."""
     arch: str | None = Field(
         None,
@@ -89,7 +89,7 @@ class ModelSection(Section):
     """Whether the weights are read from path or drawn at random, which needs no weight files."""
     revision: str | None = None
     """Branch, tag or commit, if path is a hub id."""
-    tokenizer: str | None = None
+    tokenizer: PlaceOrName | None = None
     """Folder, hub id or tokenizer.json of the tokenizer; by default the one that comes with the model."""
     special_tokens: dict[str, str] = {}
     """Texts of the special tokens (bos_token, eos_token, pad_token), which a tokenizer.json alone does not name."""
@@ -115,7 +115,7 @@ class DataSection(Section):
     """Longest sequence in tokens; of a pair, each side may be this long."""
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     """What happens to a longer sequence: cut at its end, cut at its start, left out, or an error that stops the run."""
-    chat_template: str = "tokenizer"
+    chat_template: TemplateName = "tokenizer"
     """How conversations become text: "tokenizer" (its own way), llama3, llama3.1, qwen2.5, qwen3, chatml, plain or a
     .jinja file."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
@@ -127,7 +127,7 @@ class DataSection(Section):
     """Whether a row that breaks its format stops the run, or is left out and counted."""
     workers: PositiveInt | Literal["auto"] = "auto"
     """Processes that tokenise data which the cache does not hold; "auto" is one for each core, at most 16."""
-    cache: str = "~/.cache/ulysses"
+    cache: Place = Field("~/.cache/ulysses", validate_default=True)
     """Folder that keeps tokenised data and reference log-probabilities; a DPO or KTO run needs the latter to resume."""
 
 
@@ -194,7 +194,7 @@ class MemorySection(Section):
 
 
 class RunSection(Section):
-    output: str = "runs/run"
+    output: Place = Field("runs/run", validate_default=True)
     """Folder of the run, which receives its configuration, metrics, checkpoints and export."""
     steps: NonNegativeInt = 0
     """Length of the run in optimizer steps; 0 leaves it to epochs."""
@@ -218,12 +218,13 @@ class RunSection(Section):
     """Save a checkpoint after the last step; a run that SIGTERM or SIGINT asks to stop saves one in any case."""
     keep: NonNegativeInt = 2
     """Number of newest checkpoints that are kept, in addition to the best one; 0 keeps all."""
-    resume: str = "never"
+    resume: PlaceOrWord = "never"
     """What to continue from: "never", "auto" (the newest complete checkpoint, if any) or the folder of a checkpoint."""
     overwrite: bool = False
     """Delete what an earlier run left in output or, when resuming from a folder, the checkpoints that came after it."""
     resume_anyway: bool = False
-    """Continue a checkpoint although the training data, batch.examples, run.seed or the stage have changed since."""
+    """Continue a checkpoint although the training data, the weights of frozen models (with LoRA, of the base),
+    batch.examples, run.seed or the stage have changed since."""
     export: bool = True
     """Write the trained model in Hugging Face format at the end."""
     timeout: float = Field(600.0, ge=5)
@@ -302,3 +303,7 @@ class Config(Section):
     @property
     def output(self) -> Path:
         return Path(self.run.output)
+
+    @property
+    def sampler_folder(self) -> Path:
+        return Path(self.ppo.sampler_folder or self.output / "sampler")

@@ -1,11 +1,12 @@
 """The base class of the configuration's tables, and the errors that refuse a setting."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -57,6 +58,32 @@ def refuse(errors: list[Any], findings: list[str] | None = None) -> None:
         raise error if isinstance(error, ConfigError) else ConfigError(error)
 
 
+def absolute(path: str) -> str:
+    """Return a path that stays right wherever the process goes, and means the same on every command line."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _local(value: Any) -> Any:
+    """Make the path of what exists on this machine absolute; other texts are names, such as hub ids or words."""
+    if isinstance(value, list):
+        return [_local(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _local(each) if key == "path" else each for key, each in value.items()}
+    exists = isinstance(value, str) and (value.startswith("~") or os.path.exists(value))
+    return absolute(value) if exists and value not in WORDS else value
+
+
+# Values that are no paths, even where files of these names lie.
+WORDS = ("", "never", "auto", "cached", "live")
+Place = Annotated[str, AfterValidator(absolute)]
+PlaceOrWord = Annotated[str, AfterValidator(lambda x: x if x in WORDS else absolute(x))]
+LOCAL = AfterValidator(_local)
+PlaceOrName = Annotated[str, LOCAL]
+TemplateName = Annotated[
+    str, AfterValidator(lambda x: absolute(x) if re.search(r"/|\.jinja$", x) else x)
+]
+
+
 class Section(BaseModel):
     """One table of the TOML file. Unknown keys are refused, and values do not change after they were checked."""
 
@@ -70,10 +97,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_number_is_true(cls, value: Any, info: ValidationInfo) -> Any:
+    def _no_other_kind(cls, value: Any, info: ValidationInfo) -> Any:
         kinds = str(cls.model_fields[info.field_name or ""].annotation)
         if isinstance(value, bool) and "bool" not in kinds and "Any" not in kinds:
             raise PydanticCustomError("switch", "this is a number or a text, not true or false")
+        if isinstance(value, str) and "\0" in value:
+            raise PydanticCustomError(
+                "nul", "this holds a NUL character, which no path or name has"
+            )
         return value
 
 

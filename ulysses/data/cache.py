@@ -20,7 +20,7 @@ from typing import Any
 from filelock import Timeout
 
 from ulysses.data import DataError
-from ulysses.disk import DiskError, check_files, flush_to_disk, lock_file, writing
+from ulysses.disk import DiskError, check_files, digest_of, flush_to_disk, lock_file, writing
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
@@ -103,6 +103,18 @@ def known_files(files: Iterable[Path], cache: Path) -> Path:
     return cache / "digests" / digest_of_value(states)
 
 
+def content_digest(files: Iterable[Path], cache: Path) -> str:
+    """Return a digest of all that files hold; one process reads them, others and later ones find it in the cache."""
+    files = list(files)
+    known = known_files(files, cache)
+
+    def read(folder: Path) -> None:
+        (folder / "digest").write_text(digest_of_value([digest_of(path) for path in files]))
+
+    build_once(known, read)
+    return (known / "digest").read_text()
+
+
 def digest_of_value(value: Any) -> str:
     """Return the SHA-256 of a value as JSON, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
@@ -110,7 +122,7 @@ def digest_of_value(value: Any) -> str:
 
 def _remove_abandoned(folder: Path) -> None:
     """Remove what processes that died left, of the folder itself and of others that nobody builds at the moment."""
-    for abandoned in folder.parent.glob("*.tmp"):
+    for abandoned in folder.parent.glob(f"{'[0-9a-f]' * 32}*-*.tmp"):  # by our own names only
         name = abandoned.name.partition(".")[0]
         if name == folder.name:
             shutil.rmtree(abandoned, ignore_errors=True)

@@ -202,8 +202,7 @@ class PpoStage(ReferencedStage):
             ppo.planned_batch,
         )
         if ppo.sampler:
-            folder = Path(ppo.sampler_folder or config.output / "sampler")
-            export = partial(run.export, for_servers=True)
+            export, folder = partial(run.export, for_servers=True), config.sampler_folder
             return OutsideSampler(ppo, export, folder, run.mesh.is_main, options, renew)
         automatic = ppo.generation_batch == "auto"
         return EngineSampler(run.engine, run.mesh, options, automatic, config.model.lora, renew)

@@ -4,30 +4,42 @@
     checkpoints/.step-16.tmp/   what a killed save leaves behind: never read, and removed by the next save
 
 Files and folders are on the disk before the rename, and the rename before the next step: a power cut, too, leaves a
-complete checkpoint or none. run.json holds the run's id and the digest of every other file, which is compared before
-any of them is read; each rank's index names the run, the step and the digests of its own slices.
+complete checkpoint or none. run.json holds the run's id, the digest of every other file, which is compared before any
+of them is read, and its own; each rank's index names the run, the step and the digests of its own slices.
 """
 
 import json
 import os
+import re
 import shutil
-import time
 from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from xxhash import xxh3_128
 
 from ulysses import environment
 from ulysses.config.schema import RunSection
 from ulysses.config.section import error_context
-from ulysses.disk import check_files, digest_of, flush_to_disk, write_json, writing
+from ulysses.disk import (
+    check_files,
+    check_replaceable,
+    digest_of,
+    flush_to_disk,
+    remove_written,
+    set_aside,
+    write_json,
+    writing,
+)
 from ulysses.parallel.mesh import gather
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import save_state
 
-FORMAT = 4
+FORMAT = 5
+CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
+UNSEALED = 4  # the format of before, whose run.json has no digest of itself
 
 
 def save_checkpoint(
@@ -63,50 +75,78 @@ def save_checkpoint(
             files = dict(ChainMap(*digests))
             rest = [path for path in temporary.iterdir() if path.name not in files]
             files |= {path.name: digest_of(path) for path in rest}
-            write_json(temporary / "run.json", {"format": FORMAT, **state, "files": files})
+            write_run_state(temporary, {**state, "files": files})
             flush_to_disk([*rest, temporary / "run.json", temporary])
-            if final.exists():  # no checkpoint of this run: somebody else's folder, which stays
-                final.rename(final.with_name(f"{final.name}.found-{time.time_ns()}"))
+            if os.path.lexists(final):  # no checkpoint of this run's
+                set_aside(final)
             os.rename(temporary, final)
             flush_to_disk([folder])
             best, _ = state.get("best") or (None, None)
             for path in saved_checkpoints(folder)[:-keep] if keep else []:
                 if path.name != f"step-{best}":
-                    remove_folder(path)
+                    remove_written(path, record="run.json")
     dist.barrier()
 
 
 def saved_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in RUN/checkpoints, oldest first."""
-    steps = (file.parent.name.removeprefix("step-") for file in folder.glob("step-*/run.json"))
-    return [folder / f"step-{n}" for n in sorted(int(step) for step in steps if step.isdigit())]
+    found = (file.parent for file in folder.glob("step-*/run.json"))
+    named = [path for path in found if CHECKPOINT.fullmatch(path.name)]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def superseded(folder: Path, chosen: Path | None) -> list[Path]:
     """Return the checkpoints in RUN/checkpoints that are neither `chosen` nor on the way to it, oldest first."""
-    saved = saved_checkpoints(folder.resolve())
-    if chosen is None or chosen.resolve() not in saved:
-        return saved
-    return saved[saved.index(chosen.resolve()) + 1 :]
+    saved = saved_checkpoints(folder)
+    places = [chosen is not None and path.samefile(chosen) for path in saved]
+    return saved[places.index(True) + 1 :] if True in places else saved
 
 
 def read_run_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's run.json.
+    """Read a checkpoint's run.json, and see that it is what was written there, of the files next to it.
 
-    Raises ValueError if the folder is not a complete checkpoint, or has another format.
+    Raises ValueError if the folder is not a complete checkpoint, has another format, or disagrees with itself.
     """
+    file = path.absolute() / "run.json"
     try:
-        state = json.loads((path / "run.json").read_text())
-    except (OSError, ValueError):
+        state = json.loads(file.read_text())
+        number = state["format"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(
             f"{path.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N"
         ) from None
-    if state.get("format") != FORMAT:
+    if number not in (FORMAT, UNSEALED):
         raise ValueError(
-            f"{path} has checkpoint format {state.get('format')}, but this version reads format {FORMAT}; "
-            "continue it with the version that wrote it"
+            f"{path} has checkpoint format {number}, but this version reads {UNSEALED} and {FORMAT}; continue it with "
+            "the version that wrote it"
         )
-    return state
+    named = state["files"] if isinstance(state.get("files"), dict) else {}
+    unnamed = sorted(f.name for f in path.glob("rank-*") if f.name not in named)
+    step = str(state.get("step"))
+    if number == FORMAT and state.pop("digest", "") != _digest_of_state(state):
+        wrong = "does not hold what was written there: it was cut or changed"
+    elif unnamed or not named:
+        wrong = f"does not name {unnamed[0] if unnamed else 'any file'} among its files"
+    elif CHECKPOINT.fullmatch(file.parent.name) and file.parent.name != f"step-{step}":
+        wrong = f"is of step {step}, and not of the one that its folder is named after"
+    else:
+        return state
+    raise ValueError(f"{file} {wrong}; restore it, or use another copy of the folder")
+
+
+def is_older(path: Path | None) -> bool:
+    """Return whether a checkpoint, if there is one, was written by the version before this one."""
+    return path is not None and read_run_state(path)["format"] == UNSEALED
+
+
+def write_run_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint's run.json, with a digest of all that it says."""
+    state = json.loads(json.dumps({"format": FORMAT, **state}))  # as it will be read
+    write_json(path / "run.json", state | {"digest": _digest_of_state(state)})
+
+
+def _digest_of_state(state: dict[str, Any]) -> str:
+    return xxh3_128(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def check_share(checkpoint: Path, state: dict[str, Any]) -> None:
@@ -143,7 +183,11 @@ def resume_point(run: RunSection) -> Path | None:
         chosen = Path(run.resume)
         with error_context("run.resume"):
             read_run_state(chosen)
-    left = ", ".join(path.name for path in superseded(folder, chosen))
+    gone = superseded(folder, chosen)
+    left = ", ".join(path.name for path in gone)
+    for path in gone if run.overwrite else ():
+        with error_context("run.overwrite"):
+            check_replaceable(path, "run.json")
     if left and not run.overwrite:
         raise ValueError(
             f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to continue the '
@@ -159,15 +203,9 @@ def clear_run_folder(output: Path, resume_from: Path | None) -> list[Path]:
     """
     gone = superseded(output / "checkpoints", resume_from)
     for path in gone:
-        remove_folder(path)
+        remove_written(path, record="run.json")
     if resume_from is None:
-        for name in ("checkpoints", "export", "tensorboard"):
-            shutil.rmtree(output / name, ignore_errors=True)
+        remove_written(output / "export")
+        for events in (output / "tensorboard").glob("events.out.tfevents.*"):
+            events.unlink()
     return gone
-
-
-def remove_folder(path: Path) -> None:
-    """Rename a folder and remove it, so that a kill in the middle leaves nothing that looks complete."""
-    doomed = path.with_name(f".{path.name}.old.tmp")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)

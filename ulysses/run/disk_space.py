@@ -1,15 +1,50 @@
-"""Whether the disk holds what a run writes: its export and its checkpoints."""
+"""Whether a run may write where it is to write, and whether the disk holds its export and its checkpoints."""
 
 import os
+import re
 import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from models.arch import ModelConfig
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError
+from ulysses.disk import check_apart, check_replaceable
 from ulysses.memory.plan import GIB
 from ulysses.run.memory_choice import planner_model
+
+# How files of a run begin that are written anew whenever it starts.
+BEGINNINGS = {"config.json": rb'\{\s+"stage": "', "metrics.jsonl": rb'\{"step": \d+, "run": "'}
+
+
+def check_folders(config: Config, read: Iterable[tuple[str, Path]], *, older: bool) -> None:
+    """Refuse an output folder in which something of the user's would be lost, or that belongs to what the run reads.
+
+    Args:
+        read: the files and folders that the run reads, with the settings that name them.
+        older: a version that kept no record has begun the run, so that its folders are kept beside the new ones.
+    """
+    run, output, read = config.run, config.output, list(read)
+    parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
+    for folder in (output, *parts):
+        check_apart("run.output", folder, read)
+    replaced = [] if older else parts[1 : 2 + (run.export or run.overwrite)]
+    if config.ppo.sampler:
+        taken = (("a folder of run.output", part) for part in parts)
+        check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
+        replaced.append(config.sampler_folder)
+    for folder in replaced:
+        check_replaceable(folder)
+    for name, start in BEGINNINGS.items():
+        path = output / name
+        begins = path.open("rb").read(64) if path.exists() else b""
+        if begins and not re.match(start, begins):
+            raise ConfigError(
+                f"run.output {output} holds {name}, which no run wrote; move it away, or set another folder"
+            )
 
 
 def check_disk(config: Config, shape: ModelConfig, *, resumes: bool) -> str:
@@ -18,14 +53,16 @@ def check_disk(config: Config, shape: ModelConfig, *, resumes: bool) -> str:
     Return a warning if it cannot hold those of run.save_minutes, which a short run never saves. What the run folder
     holds already counts as free: those are checkpoints that are kept or go.
     """
-    run, output = config.run, config.output.absolute()
+    run, output = config.run, config.output
     place = next(folder for folder in (output, *output.parents) if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise ConfigError(
             f"run.output {output} cannot be written: {place} is not a folder that you may write to; set another folder"
         )
     free = shutil.disk_usage(place).free
-    free += sum(file.stat().st_size for file in output.rglob("*"))
+    for file in (f for name in ("checkpoints", "export") for f in (output / name).rglob("*")):
+        with suppress(OSError):
+            free += file.lstat().st_size
     trained = planner_model(config, shape).trained
     export = run.export * trained * getattr(torch, config.model.dtype).itemsize
     asked = "run.save_last", run.save_last * (1 + resumes)

@@ -10,7 +10,7 @@ export stays in it.
 import json
 import shutil
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
@@ -27,6 +27,7 @@ from models.hf_format import (
     CONFIG,
     GENERATION,
     TOKENIZER_FILES,
+    Rounding,
     WeightFiles,
     copy_side_files,
     folder_with,
@@ -35,12 +36,11 @@ from models.hf_format import (
     write_json,
     write_weights,
 )
-from models.merge_check import merge_note
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.data.read.chat import SPECIAL_NAMES
 from ulysses.data.read.sources import parse_sources
-from ulysses.disk import check_files, writing
+from ulysses.disk import check_apart, check_files, check_replaceable, whole_folder
 from ulysses.run.checkpoint import read_run_state
 from ulysses.run.metrics import logged
 from ulysses.run.registry import stage_of
@@ -50,33 +50,6 @@ if TYPE_CHECKING:
     from ulysses.run.preflight import Prepared
 
 CARD = "README.md"
-
-
-# ---------------------------------------------------------------- whole folders
-
-
-@contextmanager
-def whole_folder(folder: Path, when: str = "") -> Iterator[Path]:
-    """Yield a new folder that replaces `folder` when the block ends without an error.
-
-    `when` says in a DiskError at what time the folder was written.
-    """
-    folder = folder.absolute()
-    new, old = (folder.with_name(f".{folder.name}.{word}.tmp") for word in ("new", "old"))
-    if old.exists() and not folder.exists():  # a kill came between the two renames below
-        old.rename(folder)
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        with writing(folder, when):
-            new.mkdir(parents=True)
-            yield new
-            if folder.exists():
-                folder.rename(old)
-            new.rename(folder)
-    finally:
-        for leftover in (new, old):
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -155,12 +128,16 @@ def export_model(
     step: int,
     *,
     merge: bool = False,
-) -> None:
+    rounded: Rounding | None = None,
+) -> str:
     """Write everything that an export after `step` consists of; all ranks call it together, and the first one writes.
+
+    Returns what is to be said of the weights' precision, or "".
 
     Args:
         read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
         merge: add adapters to their base's weights. Otherwise they are written alone.
+        rounded: has rounded what `read` yields.
     """
     lora, stage = config.model.lora, stage_of(config)
     whole = merge or not lora.rank
@@ -171,90 +148,120 @@ def export_model(
         adapters = dict(read(is_adapter))
     if dist.is_initialized() and dist.get_rank():
         deque(weights, maxlen=0)  # this rank only takes part in gathering them
-        return
+        return ""
+    rounded = rounded or Rounding(getattr(torch, config.model.dtype))
     with whole_folder(out, f" after step {step}") as new:
         if not whole:
             save_adapters(new, adapters, config.model, reward=stage.reward)
         else:
-            write_weights(new, merged(weights, adapters, lora) if lora.rank else weights)
+            given = merged(weights, adapters, lora, rounded) if lora.rank else weights
+            write_weights(new, given)
         write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
         copy_side_files(config.output / "tokenizer", new)
-        (new / CARD).write_text(model_card(config, step), encoding="utf-8")
+        note = f"\nThe metrics are of the trained weights: {rounded.note}.\n" * bool(
+            rounded.note
+        )
+        card = model_card(config, step) + note
+        (new / CARD).write_text(card, encoding="utf-8")
+    return rounded.note
 
 
-def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> None:
+def export_checkpoint(
+    checkpoint: Path, out: Path, *, merge: bool = False, dtype: str = ""
+) -> str:
     """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
 
     Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights, as
-    model.lora.merge does; what that did is said if they were trained on a quantised base. A base that is not of
-    model.dtype is rounded after the adapters are added, where the run rounds it before.
+    model.lora.merge does. A base that is not of model.dtype is rounded after the adapters are added, where the run
+    rounds it before. Returns what is to be said of the weights' precision, or "".
+
+    Args:
+        dtype: of the weights: float32, the master weights, or bfloat16; by default model.dtype, in which they were
+            trained.
+
     Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
-    checkpoint, or the base of merged adapters is in no file.
+    checkpoint, the base of merged adapters is in no file, or `out` may not be replaced.
     """
     state = read_run_state(checkpoint)
     check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})
-    state["config"]["model"]["lora"]["merge"] |= merge
+    raw, given = state["config"]["model"], check(state["config"]).model
+    merge = given.lora.rank > 0 and (merge or given.lora.merge)
+    trained, written = given.dtype, dtype or given.dtype
+    # adapters are rounded once only, after they were added
+    raw["dtype"] = trained if merge and dtype != "float32" else written
+    raw["lora"]["merge"] = merge
     state["config"]["run"]["output"] = str(checkpoint.parent.parent)
     config, shape = check(state["config"]), ModelConfig.from_hf(state["shape"])
     source, stage, saved = config.model, stage_of(config), SavedSlices(checkpoint)
-    model = empty_model(shape, reward=stage.reward)
+    if merge and source.init == "random":  # a GPU drew other numbers
+        raise ValueError(
+            "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
+        )
+    _check_out(out, [checkpoint, config.output / "tokenizer", Path(source.path or checkpoint)])
+    model, rounded, base = empty_model(shape, reward=stage.reward), None, {}
     if source.lora.rank:
         from models.lora import add_adapters
 
         add_adapters(model, source.lora)
+    elif trained != written and source.init == "pretrained" and Path(source.path).is_dir():
+        rounded, files = Rounding(getattr(torch, written)), WeightFiles(Path(source.path))
+        base = files.tensors if trained == "float32" else {}
 
     def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
             if wanted(name):
                 tensor = torch.empty(parameter.numel())
                 saved.read_into(tensor, name, "master")
+                if name in base and base[name].shape == parameter.shape:
+                    tensor = rounded(tensor, files.read(name))
                 yield name, tensor.to(getattr(torch, source.dtype)).view(parameter.shape)
 
-    if not (source.lora.rank and source.lora.merge):
-        export_model(read, out, shape, config, state["step"])
-        return
-    if source.init == "random":  # a GPU drew other numbers
-        raise ValueError(
-            "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
-        )
+    if not merge:
+        return export_model(read, out, shape, config, state["step"], rounded=rounded)
     resolve_model(source.path, source.revision)  # a base that is gone is refused by its setting
     with TemporaryDirectory() as folder:
         adapters = Path(folder) / "adapters"
         export_model(read, adapters, shape, config, state["step"])
-        merge_adapter(adapters, out, source.dtype)
+        return merge_adapter(adapters, out, written)
 
 
-def merge_adapter(folder: Path, out: Path, dtype: str = "") -> None:
+def _check_out(out: Path, read: Iterable[Path]) -> None:
+    """Raise ValueError for a folder that an export may not replace, or that belongs to what it reads."""
+    check_replaceable(out)
+    check_apart("the export's folder", out, (("read for it", place) for place in read))
+
+
+def merge_adapter(folder: Path, out: Path, dtype: str = "") -> str:
     """Write the model that a LoRA adapter's folder and its base make together, one parameter at a time.
 
-    Args:
-        dtype: of the weights; by default each has its base's.
+    Returns what is to be said of the weights' precision, or "".
 
-    Raises ValueError if it is no plain LoRA adapter.
+    Args:
+        dtype: of the weights; by default the adapters', in which they were trained.
+
+    Raises ValueError if it is no plain LoRA adapter, or `out` may not be replaced.
     """
     files, shape = WeightFiles(folder), read_config(folder)
+    _check_out(out, [folder, *(path.parent for path in files.paths)])
     reward = files.adapter.get("task_type") == "SEQ_CLS"
     sizes = {n: p.shape for n, p in empty_model(shape, reward=reward).named_parameters()}
     files.check(sizes)
+    dtype = dtype or str(files.dtype).removeprefix("torch.")
+    rounded, kind = Rounding(getattr(torch, dtype)), files.quantize
 
     def weight(name: str) -> Tensor:
-        own = getattr(torch, dtype) if dtype else files.tensors[name].dtype
-        return files.read(name).to(own).view(sizes[name])
+        exact = files.read(name).float()
+        trained = files.read(name, quantize=kind) if kind != "none" else None
+        return rounded(exact, files.base(name), trained).view(sizes[name])
 
     with whole_folder(out) as new:
         write_weights(new, ((name, weight(name)) for name in sizes))
-        written = dtype or str(files.tensors["model.norm.weight"].dtype).removeprefix("torch.")
-        write_json(new / CONFIG, shape.to_hf(dtype=written, reward=reward))
+        write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
         for pattern in (GENERATION, "tokenizer*"):
             copy_side_files(folder_with(folder, pattern), new)
-        copy_side_files(folder, new, (CARD,))
-        if (kind := files.quantize) != "none":
-            exact = ((name, files.read(name, quantize=kind)) for name in sizes)
-            # what merging did to the logits, on the terminal and in the model card
-            note = merge_note(shape, new, exact, kind)
-            print(note)
-            with (new / CARD).open("a", encoding="utf-8") as card:
-                card.write(f"\nMerged: {note}.\n")
+        card = merged_card(files.adapter, dtype, rounded.note)
+        (new / CARD).write_text(card, encoding="utf-8")
+    return rounded.note
 
 
 # ---------------------------------------------------------------- model card
@@ -292,4 +299,19 @@ def model_card(config: Config, step: int) -> str:
 ```json
 {json.dumps(facts, indent=2)}
 ```
+"""
+
+
+def merged_card(adapter: Mapping[str, Any], dtype: str, note: str) -> str:
+    """Return README.md of a base with an adapter in it, of which nobody has measured anything yet."""
+    base = adapter["base_model_name_or_path"]
+    name = Path(base).name if Path(base).is_absolute() else base
+    return f"""---
+base_model: {json.dumps(name)}
+tags: [ulysses-engine]
+---
+# {name} with LoRA adapters in its weights
+
+Adapters of rank {adapter["r"]} were added to its weights, which are written in {dtype}.
+No metrics were measured after that{": " * bool(note)}{note}.
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ulysses.disk import DiskError, writing
+from ulysses.disk import DiskError, replace_file, writing
 from ulysses.memory.plan import Model
 
 SHOWN = {"loss": ".4f", "lr": ".2e", "tokens_per_second": ".0f"}  # by the progress bar
@@ -106,9 +106,7 @@ class MetricsLog:
         self.path, board = folder / "metrics.jsonl", str(folder / "tensorboard")
         with writing(self.path):
             kept = [line for line in logged(self.path) if line["step"] <= first_step]
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
-            temporary.rename(self.path)
+            replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
             self.file = self.path.open("a")
             self.board = SummaryWriter(board, purge_step=first_step + 1)
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)

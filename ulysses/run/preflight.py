@@ -20,7 +20,7 @@ from models.arch import ARCHITECTURES, ModelConfig, architecture
 from models.decoder import empty_model
 from models.hf_format import WeightFiles, folder_with, read_config, resolve_model
 from ulysses.config.schema import Config, ModelSection
-from ulysses.config.section import AbsentError, ConfigError, error_context, flat, refuse
+from ulysses.config.section import AbsentError, ConfigError, error_context, refuse
 from ulysses.config.stage_sections import is_function
 from ulysses.data.read.chat import ChatTemplate, load_tokenizer
 from ulysses.data.read.sources import (
@@ -30,26 +30,21 @@ from ulysses.data.read.sources import (
 )
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
+from ulysses.disk import lies_in
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.run.build import InitialWeights
-from ulysses.run.checkpoint import read_run_state, resume_point
-from ulysses.run.disk_space import check_disk
-from ulysses.run.optim import gradient_policies
+from ulysses.run.checkpoint import is_older
+from ulysses.run.continuation import find_checkpoint
+from ulysses.run.disk_space import check_disk, check_folders
 from ulysses.run.registry import stage_of
 from ulysses.run.setting_checks import check_settings
 from ulysses.stages.base import AuxiliaryModel, Stage
 from ulysses.zero.deepspeed_internals import wrong_version
 
-# What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
-ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
 # Tokens of sequences up to which torch's attention is as fast as flash4, whose import takes seconds.
 SHORT = 1024
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
 LEAST_KNOWN = 0.9
-# Of a model's config.json, what may differ between a checkpoint and the run that continues it.
-FREE_KEYS = (
-    "initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
 
 
 @dataclass
@@ -98,30 +93,26 @@ class Prepared:
         held_out = data.train if is_part else data.eval
         return train, opened(held_out, is_part) if held_out else None
 
-    def changes(self, data: list[str]) -> list[str]:
-        """Return what has changed since the checkpoint that the run continues, in words.
+    def places(self) -> Iterator[tuple[str, Path]]:
+        """Yield every file and folder that the run reads, after the setting that names it."""
+        data = self.config.data
+        for key, value in (("data.train", data.train), ("data.eval", data.eval)):
+            yield from ((key, s.place) for s in parse_sources(value) if not s.is_on_hub)
+        yield "data.cache", Path(data.cache)
+        if self.folder:
+            yield "model.path", self.folder
+        for key, weights in {"model.path": self.weights, **self.others}.items():
+            yield from ((key, folder) for folder in {path.parent for path in weights.paths})
+        # a run continues a checkpoint that its own folder holds
+        if self.resume_from and lies_in(self.config.output, self.resume_from):
+            yield "run.resume", self.resume_from
 
-        Args:
-            data: the names of the training and the held-out data, digests of their content.
-
-        Raises ConfigError if other training data would be taken for the rest of the old ones.
-        """
-        if self.resume_from is None:
-            return []
-        state = read_run_state(self.resume_from)
-        if state["data"][0] != data[0] and not self.config.run.resume_anyway:
-            raise ConfigError(
-                f"the training data or how they are tokenised have changed since {self.resume_from} was written; "
-                "restore them, or set run.resume_anyway = true or another run.output",
-                "run.resume",
-            )
-        before = {**flat(state["config"]), "the data": state["data"]}
-        now = {**flat(self.config.model_dump(mode="json")), "the data": data}
-        return [
-            f"{key} was {before.get(key)!r} and is {value!r}"
-            for key, value in now.items()
-            if value != before.get(key) and not key.startswith(("run.resume", "run.overwrite"))
-        ]
+    @property
+    def frozen(self) -> dict[str, InitialWeights]:
+        """The weights that the run reads and its checkpoints do not hold, by the settings that name them."""
+        models = self.stage.requirements.models
+        initial = self.config.model.lora.rank or not all(model.path for model in models)
+        return self.others | ({"model.path": self.weights} if initial else {})
 
     def budget(self, data: Any = None) -> int:
         """Return the tokens of a packed micro-batch as they are set, or the fewest that "auto" may choose.
@@ -290,7 +281,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     # a dry run only says that the folder is taken
     if strict or config.run.resume != "never":
         with collect():
-            plan.resume_from = _find_checkpoint(config, plan.shape)
+            plan.resume_from = find_checkpoint(config, plan.shape)
     if not errors:  # the last checks need everything that may be absent
         errors += stage.check_models(plan)
     if not errors:
@@ -305,6 +296,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             shape, config.run.seed, plan.folder if pretrained else None, model.quantize
         )
         with collect():
+            check_folders(config, plan.places(), older=is_older(plan.resume_from))
             plan.disk_warning = check_disk(config, shape, resumes=bool(plan.resume_from))
     refuse(errors, findings)
     return plan
@@ -440,32 +432,3 @@ def _check_reward(reward: str, strict: bool) -> None:
             f"ppo.reward is {reward!r} but there is no such module; name a function as module:function, with the "
             "module's folder on PYTHONPATH"
         )
-
-
-def _find_checkpoint(config: Config, shape: ModelConfig) -> Path | None:
-    """Return the checkpoint that the run continues, or None to start afresh; nothing is loaded yet."""
-    run = config.run
-    checkpoint = resume_point(run)
-    if checkpoint is None:
-        return None
-    state = read_run_state(checkpoint)
-    own = {**flat(config.model_dump(mode="json")), **shape.to_hf()}
-    theirs = {**flat(state["config"]), **ModelConfig.from_hf(state["shape"]).to_hf()}
-    fixed = [key for key in shape.to_hf() if key not in FREE_KEYS]
-    for name in (
-        *ALLOWED_ANYWAY,
-        *fixed,
-        "model.quantize",
-        "model.lora.rank",
-        "model.lora.targets",
-    ):
-        anyway = name in ALLOWED_ANYWAY
-        if own[name] != theirs[name] and not (anyway and run.resume_anyway):
-            raise ConfigError(
-                f"the run that wrote {checkpoint} had {name} {theirs[name]!r} but this run has {own[name]!r}; "
-                f"set the same, or another run.output{', or run.resume_anyway = true' * anyway}",
-                "run.resume",
-            )
-    with error_context("run.resume"):
-        gradient_policies(config.gradients).load_state_dict(state["policies"])
-    return checkpoint

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from ulysses import environment
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
+from ulysses.disk import replace_file
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.agreement import agree, facts_of, hold_output
 from ulysses.run.build import build_engine
 from ulysses.run.checkpoint import clear_run_folder, restarts
+from ulysses.run.continuation import changes, weight_digests
 from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.kernel_proof import prove_once
 from ulysses.run.memory_choice import (
@@ -72,7 +74,10 @@ class TrainingRun:
             self.watch.phase("data")
             self.train_data, self.eval_data = data = self.prepared.open_data()
             self.data_names = [str(each and each.folder.name) for each in data]
-            self.changes = self.prepared.changes(self.data_names)
+            cache = Path(config.data.cache)
+            self.weight_digests = weight_digests(self.prepared.frozen, cache)
+            found = self.data_names, self.weight_digests
+            self.changes = changes(config, self.prepared.resume_from, *found)
             self.watch.pause()  # a host program may look at the data, and never enter
         except BaseException:
             self.watch.stop()
@@ -124,15 +129,6 @@ class TrainingRun:
             shape.head_dim,
             stage.requirements.longest_example,
         )
-        if mesh.is_main:
-            if config.run.overwrite:
-                for path in clear_run_folder(config.output, resume_from):
-                    self.say(f"deleted {path}")
-            (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
-            (config.output / "config.json").write_text(config.model_dump_json(indent=2))
-            save_tokenizer(prepared, config.output / "tokenizer")
-        dist.barrier()
-
         if restarts(config.run):
             self.say("torchrun may restart this run, so run.resume is auto")
         self.say(f"attention kernel: {prepared.kernel.name} ({prepared.kernel.reason})")
@@ -168,6 +164,7 @@ class TrainingRun:
                 "config": config.model_dump(mode="json"),
                 "shape": shape.to_hf(),
                 "data": self.data_names,
+                "weights": self.weight_digests,
             },
             say=self.say,
             watch=self.watch,
@@ -177,6 +174,14 @@ class TrainingRun:
             self.say(f"resumed {resume_from} at step {trainer.step}")
             for change in self.changes:
                 self.say(f"  changed since then: {change}")
+        if mesh.is_main:  # now that nothing can be refused any more
+            if config.run.overwrite:
+                for path in clear_run_folder(config.output, resume_from):
+                    self.say(f"deleted {path}")
+            (config.output / "checkpoints").mkdir(exist_ok=True)
+            replace_file(config.output / "config.json", config.model_dump_json(indent=2))
+            save_tokenizer(prepared, config.output / "tokenizer")
+        dist.barrier()
         return trainer
 
     # ---------------------------------------------------------------- what a stage asks for
@@ -247,9 +252,9 @@ class TrainingRun:
             return self.prepared.weights.originals(found, self.engine.module, for_servers)
 
         merge = for_servers or config.model.lora.merge
-        export_model(read, folder, self.prepared.shape, config, step, merge=merge)
+        note = export_model(read, folder, self.prepared.shape, config, step, merge=merge)
         if self.mesh.is_main and not for_servers:
-            self.say(f"exported {folder}")
+            self.say(f"exported {folder}" + f"; {note}" * bool(note))
         dist.barrier()
 
     def say(self, text: str) -> None:

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ulysses.config.section import ConfigError, error_context
 from ulysses.data.cache import check_once
-from ulysses.disk import write_digested, write_json, writing
-from ulysses.environment import local_rank
+from ulysses.disk import lock_file, write_digested, write_json, writing
+from ulysses.environment import NODE, local_rank
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.sums import segment_sums
@@ -120,7 +120,7 @@ class ReferencedStage(Stage):
             mismatched = data.kind == "unpaired" and self.looks_ahead
             pairs = pairs_of_run(loader, steps) if mismatched else []
             key = hashlib.sha256(f"{source} {data.fingerprint} {pairs}".encode()).hexdigest()
-            path = Path(config.data.cache).expanduser() / f"reference-{key[:24]}.bin"
+            path = Path(config.data.cache) / f"reference-{key[:24]}.bin"
             exists = path.with_suffix(".json").exists()
             if plan.resume_from and not (adapted or exists):
                 raise ConfigError(
@@ -251,7 +251,7 @@ def read_reference(
                 return dataset[number].sequences
             return [dataset.mismatch(*pairs[number - len(dataset)])]
 
-        temporary = path.with_suffix(f".{mesh.rank}.tmp")
+        temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         # several micro-batches of them, or CHUNK
         size = mesh.data_parallel_size * max(CHUNK, 4 * budget * len(numbers) // sum(sizes))
         chunks = (
@@ -263,8 +263,13 @@ def read_reference(
         with writing(temporary, advice="set data.cache to another folder"):
             if local_rank() == 0:
                 digest = write_digested(temporary, chunks, 4 * sum(sizes))
-                os.replace(temporary, path)
-                write_json(seal, {path.name: digest})
+                with lock_file(path.with_suffix(".lock")):
+                    if (
+                        not seal.exists()
+                    ):  # otherwise another run came first, which reads its own
+                        os.replace(temporary, path)
+                        write_json(seal, {path.name: digest})
+                temporary.unlink(missing_ok=True)
             for _ in chunks:  # all ranks compute them together, and one writes them
                 pass
         gather(None)  # no node reads what is still written

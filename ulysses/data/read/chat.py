@@ -10,9 +10,10 @@ the end of its own conversation, so that it follows the history that the model w
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain, product
+from functools import partial
+from itertools import accumulate, product
 from pathlib import Path
 from string import printable
 from typing import Any
@@ -27,9 +28,17 @@ from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import in_batches, safe_parts
 from ulysses.data.read.templates import (
     CLOSE,
+    GUARD,
     NAMED_TEMPLATES,
+    NO_VARIABLES,
+    NOTHING,
     OPEN,
+    at_marks,
+    call_form,
+    called,
+    check_variables,
     ends,
+    is_lost,
     join_bounded,
     template_environment,
     template_text,
@@ -41,15 +50,12 @@ TURN_ENDS = (
     "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
 )
 # Marks in rendered text. They are Unicode noncharacters, which no text meant for interchange holds.
-GUARD, BEGUN = "\ufdd2", "\ufdd3"
+BEGUN = "\ufdd3"
 MARKS = OPEN, CLOSE, GUARD, BEGUN
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
-THINK_TAG = re.compile(f"</?think{GUARD}?>")
 NEWLINE = re.compile(r"\s*[\r\n]")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
-# keys of what the assistant wrote
-SAID = ("content", "reasoning_content", "reasoning", "thinking")
 # of texts that are tokenised together; the results of more would not stay in the processor's cache
 CHARACTERS_AT_ONCE = 1 << 15
 SAMPLE = printable * 100
@@ -239,7 +245,8 @@ class ChatTemplate:
             self._compiled = environment.from_string(marked)
             both = [{"role": role, "content": "2"} for role in ("user", "assistant")]
             parts = (both[:1], True), (both[:1], False), (both, False)
-            return [self._render(part, None, opens) for part, opens in parts]
+            self._call_form = call_form(render := partial(self._render, {"tools": None}))
+            return [render(*part) for part in parts]
 
         try:
             if not ends(sample):
@@ -248,15 +255,15 @@ class ChatTemplate:
         except TemplateError as error:
             raise DataError(f"chat template {template} is not valid Jinja: {error}") from None
         except (DropRowError, BadRowError) as error:
-            raise DataError(
-                f"chat template {template} cannot render one question: {error}"
-            ) from None
+            problem = f"chat template {template} cannot render one question: {error}"
+            raise DataError(problem) from None
         self.marks_generation = OPEN in answered
         self._opening = opened.removeprefix(closed)  # of the assistant's turn
         tree = environment.parse(marked)
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
-        # Mistral's and Llama-2's write nothing where the assistant's turn begins
+        self._variables = {node.name for node in tree.find_all(nodes.Name)}
+        # Mistral's and Llama-2's write nothing there
         is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
         if not is_opened and not self.marks_generation:
             raise DataError(
@@ -326,6 +333,7 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         answers: Sequence[int] = (),
         turns: str = "together",
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> list[Rendered]:
         """Render a conversation, and weigh what the assistant wrote; everything else has the weight 0.
 
@@ -338,38 +346,40 @@ class ChatTemplate:
             turns: "together" renders all answers in one text; "auto" uses a further text, the conversation up to the
                 answer, where the template writes an answer differently in a longer conversation; "separate" gives every
                 answer its own text. The last answer's text comes first.
+            variables: what else the template reads, such as enable_thinking.
 
         Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
         """
-        called = any(message.tool_calls for message in messages)
-        for given, key in ((tools, "tools"), (called, "tool_calls")):
-            if given and key not in self.text:
+        calls = any(message.tool_calls for message in messages)
+        for used, key in ((tools, "tools"), (calls, "tool_calls")):
+            if used and key not in self.text:
                 raise DropRowError(
                     f"the chat template has no place for {key.replace('_', ' ')}"
                 )
         plain = [self._plain(message) for message in messages]
-        guarded_tools = self.encoder.guard(tools) or None
+        check_variables(variables, self._variables)
+        given = self.encoder.guard({"tools": tools or None, **variables})
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
-            text = "".join(_at_marks(self._render(plain, guarded_tools, not begun)))
+            text = "".join(at_marks(self._render(given, plain, not begun)))
             return [self._cut(text.partition(BEGUN)[0], {})]
         last = answers[-1]
-        whole, known = self._up_to(plain, guarded_tools, last)
+        whole, known = self._up_to(plain, given, last)
         if not self.marks_generation and turns != "separate" and len(answers) > 2:
-            known = self._at_once(plain, guarded_tools, whole, known)
+            known = self._at_once(plain, given, whole, known)
         # Only templates that know of thinking are known to write earlier turns differently.
         elif turns == "separate" or (turns == "auto" and "think" in self.text):
             known = {last: known[last]}
         texts: dict[str, dict[Span, float]] = {}
         for i in reversed(answers):
             if i not in known:
-                text, spans = self._up_to(plain, guarded_tools, i)
+                text, spans = self._up_to(plain, given, i)
                 known[i] = spans[i]
                 if turns == "separate" or not whole.startswith(text.rstrip("\n")):
                     whole = text
             weight = messages[i].weight
             texts.setdefault(whole, {})[known[i]] = 1.0 if weight is None else weight
-            if _is_lost(plain[i], whole[slice(*known[i])]):
+            if is_lost(plain[i], whole[slice(*known[i])]):
                 raise DropRowError("the chat template leaves out a part of an answer")
         if turns == "together" and len(texts) > 1:
             raise DropRowError(
@@ -381,7 +391,7 @@ class ChatTemplate:
     def _plain(self, message: Message) -> dict[str, Any]:
         """Return a message as templates read it, its text guarded; BadRowError if it holds what nobody would see."""
         for key, value in message.more.items():
-            if value and key not in self._reads and key not in IDENTITIES:
+            if value not in NOTHING and key not in {*self._reads, *IDENTITIES}:
                 raise BadRowError(
                     f"has a message with the key {key!r}, which the chat template does not read; remove it from the "
                     "data, or use a template that shows it"
@@ -395,32 +405,33 @@ class ChatTemplate:
         plain = {**self.encoder.guard(message.more), "role": message.role, "content": content}
         if message.tool_calls:
             plain["tool_calls"] = self.encoder.guard(message.tool_calls)
+            plain = called(plain, *self._call_form)
         return plain
 
-    def _up_to(self, messages: list[Any], tools: Any, last: int) -> tuple[str, dict[int, Span]]:
+    def _up_to(self, messages: list[Any], given: Any, last: int) -> tuple[str, dict[int, Span]]:
         """Render the messages up to answer `last`; return the text, and where this answer and other marked ones are."""
         if self.marks_generation:
-            text = self._render(messages[: last + 1], tools, False)
-            parts = _at_marks(text)
+            text = self._render(given, messages[: last + 1])
+            parts = at_marks(text)
             places = [i for i in range(last + 1) if messages[i]["role"] == "assistant"]
             if (shown := len(parts) // 2) != len(places):
                 count = f"{shown} of {len(places)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
             ends = list(accumulate(map(len, parts)))
             return "".join(parts), dict(zip(places, zip(ends[::2], ends[1::2])))
-        opened = self._render(messages[:last], tools, True)
+        opened = self._render(given, messages[:last], True)
         # Some templates cut the thinking off every answer, although the model begins its own with it.
-        content = messages[last]["content"].replace("</think>", f"</think{GUARD}>")
+        content = (messages[last]["content"] or "").replace("</think>", f"</think{GUARD}>")
         for message in (messages[last], {**messages[last], "content": content}):
-            text = self._render([*messages[:last], message], tools, False)
-            if text.startswith(opened) and not _is_lost(message, text[len(opened) :]):
+            text = self._render(given, [*messages[:last], message])
+            if text.startswith(opened) and not is_lost(message, text[len(opened) :]):
                 return text, {last: (len(opened), len(text))}
         raise DropRowError(
             "the chat template does not write an answer, or not all of it, where it opens the assistant's turn"
         )
 
     def _at_once(
-        self, messages: list[Any], tools: Any, text: str, last: dict[int, Span]
+        self, messages: list[Any], given: Any, text: str, last: dict[int, Span]
     ) -> dict[int, Span]:
         """Find all answers by marks in the last one's text, in time linear in the turns; only `last` if in doubt."""
         marked = messages[: max(last) + 1]
@@ -430,8 +441,8 @@ class ChatTemplate:
             if not content or content != content.strip() or len(marked[i]) > 2:
                 return last
             marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
-        start, first = self._up_to(messages, tools, places[0])
-        parts = _at_marks(self._render(marked, tools, False))
+        start, first = self._up_to(messages, given, places[0])
+        parts = at_marks(self._render(given, marked))
         ends, tail = list(accumulate(map(len, parts))), parts[-1]
         spans = {i: (a, b + len(tail)) for i, a, b in zip(places, ends[::2], ends[1::2])}
         is_certain = (
@@ -471,13 +482,13 @@ class ChatTemplate:
             rendered.insert(0, (encoder.bos, 0.0))
         return rendered
 
-    def _render(self, messages: list[Any], tools: Any, generation_prompt: bool) -> str:
+    def _render(self, given: Any, messages: list[Any], generation_prompt: bool = False) -> str:
         try:
             return join_bounded(
                 self._compiled.generate(
                     messages=messages,
-                    tools=tools,
                     add_generation_prompt=generation_prompt,
+                    **given,
                     **self._special_names,
                 )
             )
@@ -487,14 +498,3 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is code: it may fail in any way
             raise DropRowError(f"the chat template refuses it: {error}") from None
-
-
-def _is_lost(message: dict[str, Any], answer: str) -> bool:
-    """Tell whether a part of what the assistant wrote, its thinking included, is not in its rendered answer."""
-    said = (THINK_TAG.split(str(message.get(key) or "")) for key in SAID)
-    return any(part.strip() not in answer for part in chain.from_iterable(said))
-
-
-def _at_marks(text: str) -> list[str]:
-    """Cut a rendered text where answers are marked; its odd parts are the answers."""
-    return text.replace(CLOSE, OPEN).split(OPEN)

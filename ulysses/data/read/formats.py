@@ -6,7 +6,6 @@ their own keys.
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,10 +13,14 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 from ulysses.data import BadRowError, DataError, DropRowError
+from ulysses.data.read.counts import Event, Report
 from ulysses.data.read.messages import (
+    WEIGHT_KEYS,
     Message,
     Messages,
+    decoded,
     first_key,
+    from_json,
     number,
     parse_messages,
     parse_tools,
@@ -31,21 +34,22 @@ from ulysses.data.read.sources import (
     PROMPT_KEYS,
     Source,
     read_rows,
-    source_files,
 )
 
 Row = Mapping[str, Any]
 # the index of its source, its file and number, whether it continues the document of the row before, and the row as it
 # was read: a line of bytes, or the row itself
 LocatedRow = tuple[int, str, bool, Any]
-Event = tuple[str, str, str]  # the arguments of Report.count
 PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
+# of the answers in such a list: the best has the highest number, or the lowest
+RANKINGS = dict.fromkeys("scores rewards ratings score reward rating".split(), 1)
+RANKINGS |= {"ranks": -1, "rank": -1}
 LABEL_KEYS = ("label", "kto_tag")
+SYSTEM_KEYS = ("system", "system_prompt")
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
-EXAMPLES_PER_REASON = 5
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,12 @@ class Record:
         prompt: the messages before the answer; they are not trained.
         answers: one list of messages (sequence, unpaired), chosen and rejected (pair), several (ranked), or an empty
             list (prompt). Their assistant messages are trained.
+        variables: of the chat template besides messages and tools, such as enable_thinking.
         ranks: of the answers; the best have 0.
         columns: numbers that go with the example, such as the margin of a pair.
         text: a document of stage pt, or a part of one, which `continues` the part before if that has the same `where`.
         where: file and row number, for messages; source: index of the source; row: as it was read.
+        notes: what a Report is to count.
     """
 
     prompt: Messages
@@ -72,41 +78,8 @@ class Record:
     source: int = 0
     row: Any = None
     ranks: Sequence[int] = (0, 1)
-
-
-@dataclass
-class Report:
-    """Counts of what happened to the rows, with examples that name file and row; vars() of it is JSON data."""
-
-    read: int = 0
-    kept: int = 0
-    tokens: int = 0
-    shared: int = 0  # of the tokens: prompts that a further answer does not repeat
-    dropped: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
-
-    def count(self, name: str, what: str, where: str) -> None:
-        """Count a row in `dropped` or `notes`."""
-        counts: Counter[str] = getattr(self, name)
-        counts[what] += 1
-        if counts[what] <= EXAMPLES_PER_REASON:
-            self.examples.setdefault(what, []).append(where)
-
-    def __str__(self) -> str:
-        lines = [
-            f"read {self.read} rows, kept {self.kept} examples, dropped {sum(self.dropped.values())} rows"
-        ]
-        if self.shared:
-            lines.append(
-                f"  {self.shared / self.tokens:.1%} of the tokens are prompts that another answer has"
-            )
-        for title, counts in (("dropped, ", self.dropped), ("", self.notes)):
-            for reason, count in Counter(counts).most_common():
-                examples = ", ".join(self.examples[reason])
-                more = ", ..." if count > EXAMPLES_PER_REASON else ""
-                lines.append(f"  {title}{reason}: {count} ({examples}{more})")
-        return "\n".join(lines)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 @contextmanager
@@ -132,14 +105,6 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
     for index, source in enumerate(sources):
         last = source.path
         try:
-            if source.is_on_hub:
-                report.count(
-                    "notes", f"data of the hub's commit {source.revision}", source.path
-                )
-            else:
-                note = f"files left out, not data of split {source.split}"
-                for file in source_files(source)[1]:
-                    report.count("notes", note, str(file))
             for where, row in islice(read_rows(source), source.max_examples or None):
                 continues = where == last  # a long document comes in several parts
                 report.read += not continues
@@ -174,6 +139,7 @@ def read_records(
             if len(records) > 1:
                 events.append(("notes", "rows that gave several examples", where))
             for record in records:
+                events += [("notes", note, where) for note in record.notes]
                 yield replace(record, where=where, source=index, continues=continues, row=row)
 
 
@@ -182,9 +148,9 @@ def _checked(found: Any) -> Row:
     if isinstance(found, ValueError):
         raise found
     try:
-        row = json.loads(found.decode("utf-8-sig")) if isinstance(found, bytes) else found
+        row = from_json(found.decode("utf-8-sig")) if isinstance(found, bytes) else found
         if row is found or ESCAPED_SURROGATE.search(found):
-            json.dumps(row, ensure_ascii=False, default=str).encode()
+            json.dumps(row, ensure_ascii=False, allow_nan=False, default=str).encode()
     except UnicodeError:
         raise BadRowError("is not valid UTF-8, or holds an unpaired surrogate") from None
     except (ValueError, RecursionError) as error:
@@ -227,6 +193,16 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
     """
     # parquet fills with None
     row = {key: value for key, value in row.items() if value is not None}
+    # what stands beside a prompt is the reward's own
+    for key in WEIGHT_KEYS if kind != "prompt" else ():
+        mark = row.get(key)
+        if mark == 0:
+            raise DropRowError(f"its {key} is {mark}")
+        if isinstance(mark, list) and not first_key(row, FORMATS["messages"]):
+            raise BadRowError(
+                f"has the list {key!r} of what is to be trained, but no messages; to train on all of it set "
+                f'columns = {{unused = "{key}"}}'
+            )
     if kind == "text":
         key = _required(row, FORMATS["text"])
         if not string(row[key], key).strip():
@@ -243,7 +219,10 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
             'plain text, which only stage pt trains on); map the keys with columns = {prompt = "their_name", ...}'
         )
     prompt, answers = _read(row, row_format, kind)
-    record = Record(prompt, answers, parse_tools(row.get("tools")))
+    variables = decoded(row.get("chat_template_kwargs"), "'chat_template_kwargs' is not JSON")
+    if not isinstance(variables, Mapping | None):
+        raise BadRowError(f"'chat_template_kwargs' is {type_name(variables)}, not an object")
+    record = Record(prompt, answers, parse_tools(row), variables=variables or {})
     if kind == "prompt":
         while _role(prompt, -1) == "assistant" and not prompt[-1].begun:
             prompt = prompt[:-1]
@@ -254,6 +233,9 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
         return _comparisons(row, kind, record)
     if kind in ("pair", "ranked"):
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
+    if kind == "sequence" and str(row.get("label", True)).lower() not in ("true", "false"):
+        row = {**row, "label": None}
+        record = replace(record, notes=["'label' is neither true nor false, and was not read"])
     key = first_key(row, LABEL_KEYS)
     label = LABELS.get(str(row.get(key)).lower())
     if label is None and (key or kind == "unpaired"):
@@ -318,23 +300,31 @@ def _check_answer(answer: Messages, kind: str) -> None:
 def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
     """Read the prompt and its answers; what is trained of a row with messages alone is the answer."""
     prompt = PROMPTS[row_format](row)
-    if row.get("system") and _role(prompt, 0) != "system":
-        prompt.insert(0, Message("system", string(row["system"], "system")))
+    key = next((key for key in SYSTEM_KEYS if row.get(key)), "")
+    if key and _role(prompt, 0) != "system":
+        prompt.insert(0, Message("system", string(row[key], key)))
     ends_with_answer = _role(prompt, -1) == "assistant"
     asks = any(message.role != "system" for message in prompt)
     values: list[tuple[str, Any]] = []
     # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
     if kind != "prompt" or not asks or row_format == "preference":
         values = _answer_values(row)
+    may_hold_prompt = len(values) > 1 or not asks
+    answers = [_answer(key, value, may_hold_prompt) for key, value in values]
+    # messages beside a pair may be its prompt, or its prompt and the chosen answer
+    if len(answers) > 1 and ends_with_answer and prompt[-1:] == answers[0][-1:]:
+        if kind == "sequence":
+            values = []
+        else:
+            prompt, ends_with_answer = prompt[:-1], False
     if row_format == "messages" and len(values) <= ends_with_answer:
         if kind == "prompt":
             return prompt, []
         begin = 0 if kind == "sequence" else len(prompt) - 1
         return prompt[:begin], [prompt[begin:]]
-    may_hold_prompt = len(values) > 1 or not asks
-    answers = [_answer(key, value, may_hold_prompt) for key, value in values]
     first_roles = {_role(answer, 0) for answer in answers}
-    if may_hold_prompt and answers and not first_roles & {"", "assistant"}:
+    holds_prompt = may_hold_prompt or any(prompt[-1] in answer for answer in answers)
+    if holds_prompt and answers and not first_roles & {"", "assistant"}:
         return _inner_prompt(prompt, [key for key, _ in values], answers)
     if not prompt:
         raise BadRowError(f"has no {_either(PROMPT_KEYS)} (it has {_keys(row)})")
@@ -368,7 +358,8 @@ def _inner_prompt(
 
 
 def _conversation(row: Row) -> Messages:
-    return parse_messages(row[_required(row, FORMATS["messages"])])
+    lists = [(key, row[key]) for key in WEIGHT_KEYS if isinstance(row.get(key), list)]
+    return parse_messages(row[_required(row, FORMATS["messages"])], lists)
 
 
 def _asked(row: Row) -> list[str]:
@@ -451,16 +442,18 @@ def _answer(key: str, value: Any, may_hold_prompt: bool) -> Messages:
 
 
 def _ranks(row: Row, count: int) -> list[int]:
-    """Rank the answers, from 0, by `scores` (higher is better), `ranks` (lower) or their places in the list."""
-    scores: list[float] = [*range(0, -count, -1)]
-    for name, sign in (("scores", 1), ("ranks", -1)):
-        if name in row and not PAIR_KEYS <= row.keys():
-            if not isinstance(row[name], list) or len(row[name]) != count:
-                raise BadRowError(
-                    f"has {count} answers but its {name!r} is not a list of as many numbers"
-                )
-            scores = [sign * number(value, name) for value in row[name]]
-    return [sorted(set(scores), reverse=True).index(score) for score in scores]
+    """Rank the answers, from 0, by the numbers that the row gives them; chosen is above rejected."""
+    found = [[0, 1]] * (PAIR_KEYS <= row.keys())
+    for name, sign in RANKINGS.items() if not found else ():
+        if isinstance(given := row.get(name), list) and len(given) == count:
+            scores = [sign * number(value, name) for value in given]
+            found.append([sorted({*scores}, reverse=True).index(score) for score in scores])
+    if not found or any(ranks != found[0] for ranks in found):
+        raise BadRowError(
+            f"has {count} answers but not one order of them; give as many numbers in 'scores' (the best has the "
+            "highest) or 'ranks' (the lowest)"
+        )
+    return found[0]
 
 
 # ------------------------------------------------------------------------------------------------------ small checks

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,12 @@ ROLES = {
     }.items()
     for name in names.split()
 }
-WEIGHT_KEYS = ("loss_weight", "weight", "train", "loss")
+# marks of how much a message counts in the loss, in the message or as a list in its row; 0 or false is not trained
+WEIGHT_KEYS = (
+    *("loss_weight", "weight", "train", "loss", "loss_mask", "loss_masks", "loss_weights"),
+    *("training", "trainable", "train_turn", "train_on_turn"),
+)
+TOOL_KEYS = ("tools", "functions")
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
@@ -49,23 +54,36 @@ class Message:
 
 
 Messages = list[Message]
+Marks = Sequence[tuple[str, Any]]
 
 
-def parse_messages(value: Any) -> Messages:
-    """Read a list of OpenAI (role, content) or ShareGPT (from, value) messages, in any mixture."""
+def parse_messages(value: Any, lists: Marks = ()) -> Messages:
+    """Read a list of OpenAI (role, content) or ShareGPT (from, value) messages, in any mixture.
+
+    Args:
+        lists: marks that the row holds under some of WEIGHT_KEYS, one for each message.
+    """
     if not isinstance(value, list):
         raise BadRowError(f"messages are {type_name(value)}, not a list")
-    return [_message(item, f"message {place}") for place, item in enumerate(value, 1)]
+    for key, marks in lists:
+        if len(marks) != len(value):
+            raise BadRowError(f"has {len(value)} messages but {len(marks)} marks in {key!r}")
+    return [
+        _message(item, [(key, marks[place]) for key, marks in lists], f"message {place + 1}")
+        for place, item in enumerate(value)
+    ]
 
 
-def _message(item: Any, where: str) -> Message:
+def _message(item: Any, marks: Marks, where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
     name = item.get("role", item.get("from"))
-    if name not in ROLES:
+    if not isinstance(name, str) or name not in ROLES:
         raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
     content = item.get("content", item.get("value"))
-    calls = [*(item.get("tool_calls") or []), *filter(None, [item.get("function_call")])]
+    called = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
+    called = called if isinstance(called, list) else [called]
+    calls = [*filter(None, [*called, item.get("function_call")])]
     if isinstance(content, list):
         content = "".join(_content_part(part, where) for part in content)
     if content is None and calls:
@@ -73,10 +91,17 @@ def _message(item: Any, where: str) -> Message:
     if not isinstance(content, str):
         raise BadRowError(f"{where} has no text content (it is {type_name(content)})")
     if name == "function_call":
-        found = _from_json(content, f"{where} should hold a tool call as JSON")
+        found = decoded(content, f"{where} should hold a tool call as JSON")
         calls, content = found if isinstance(found, list) else [found], ""
-    key = first_key(item, WEIGHT_KEYS)
-    weight = number(item[key], key) if key else None
+    marks = [*marks, *((key, item.get(key)) for key in WEIGHT_KEYS)]
+    weights = {number(mark, key) for key, mark in marks if mark is not None}
+    # 1 says that a message is trained, and another number how much it counts
+    weight = min(weights - {1.0} or weights, default=None)
+    if len(weights - {1.0}) > 1 or {0.0, 1.0} <= weights:
+        raise BadRowError(
+            f"{where} has marks that disagree, "
+            f"{', '.join(f'{key} = {mark}' for key, mark in marks if mark is not None)}; keep one"
+        )
     if weight and ROLES[name] != "assistant":
         raise BadRowError(
             f"{where} gives the weight {weight:g} to a {ROLES[name]} message; "
@@ -104,22 +129,25 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRowError(f"{where} has a tool call without a name")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        # some data calls with free text; templates print it as a JSON string
-        with suppress(ValueError):
-            arguments = json.loads(arguments)
+    problem = f"{where} has a tool call whose arguments are not JSON"
+    arguments = decoded(function.get("arguments"), problem)
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping):
+        raise BadRowError(f"{problem} of an object but {type_name(arguments)}")
     named = {"id": call["id"]} if call.get("id") else {}
     function = {"name": function["name"], "arguments": arguments}
     return {"type": "function", "function": function, **named}
 
 
-def parse_tools(value: Any) -> list[Any]:
+def parse_tools(row: Mapping[str, Any]) -> list[Any]:
     """Read a row's tools: a list of descriptions or one of them, also as JSON text."""
-    if isinstance(value, str):
-        value = _from_json(value.strip() or "null", "'tools' is not valid JSON")
-    tools = [value] if isinstance(value, Mapping) else value or []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+    given = [row[key] for key in TOOL_KEYS if row.get(key)]
+    if len(given) > 1:
+        raise BadRowError(f"has {' and '.join(TOOL_KEYS)}; keep one of them")
+    problem = "'tools' is not valid JSON"
+    tools = decoded(given[0], problem) if given else []
+    tools = [decoded(tool, problem) for tool in (tools if isinstance(tools, list) else [tools])]
+    if not all(isinstance(tool, Mapping) for tool in tools):
         raise BadRowError("'tools' must be a list of tool descriptions")
     return [t if "function" in t else {"type": "function", "function": t} for t in tools]
 
@@ -161,8 +189,31 @@ def type_name(value: Any) -> str:
     return "missing" if value is None else type(value).__name__
 
 
-def _from_json(text: Any, problem: str) -> Any:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; ValueError if a key stands in it twice, of which the last would win."""
+    names = [name for name, _ in pairs]
+    if len({*names}) < len(names):
+        raise ValueError(f"an object has the key {max(names, key=names.count)!r} twice")
+    return dict(pairs)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(found := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return found
+
+
+from_json = json.JSONDecoder(
+    object_pairs_hook=unique_keys, parse_float=_finite, parse_constant=_finite
+).decode
+
+
+def decoded(value: Any, problem: str) -> Any:
+    """Return a value that may be written as JSON text, also as the text of a text; BadRowError if it is none."""
     try:
-        return json.loads(text)
-    except (TypeError, ValueError) as error:
+        while isinstance(value, str):
+            value = from_json(value.strip() or "null")
+            json.dumps(value, ensure_ascii=False).encode()  # an unpaired surrogate is no text
+    except ValueError as error:
         raise BadRowError(f"{problem}: {error}") from None
+    return value

@@ -10,10 +10,11 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field, fields, replace
 from functools import partial
+from glob import escape
 from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,8 +23,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ulysses.data import DataError
+from ulysses.data import BadRowError, DataError
 from ulysses.data.cache import build_once, digest_of_value, known_files
+from ulysses.data.read.messages import unique_keys
 from ulysses.disk import digest_of
 from ulysses.environment import rank
 
@@ -43,6 +45,8 @@ NOT_UNPACKED = (".zst", ".bz2", ".xz", ".zip", ".lz4", ".7z")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
 CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in parts
 ITEMS_AT_ONCE = 256
+MOST_BYTES = 1 << 28  # of a row, which takes up to 40 times as much memory
+MOST_UNCUT = 1 << 24  # characters without a place where they could be cut
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
 HUB_SECONDS = 5.0  # that the hub may take to name a commit
 SETTLED_SECONDS = 2.0  # file systems tell changes apart that are so far from each other
@@ -73,7 +77,7 @@ class Source:
     subset: str | None = None
     revision: str | None = None
     separator: str | None = None
-    max_examples: int = Field(0, ge=0)
+    max_examples: int = Field(0, ge=0, le=sys.maxsize)
 
     @property
     def place(self) -> Path:
@@ -175,7 +179,8 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
     path = source.place
     if not path.exists():
         raise DataError(_absent(source))
-    found = [p for p in (path, *path.rglob("[!.]*")) if p.is_file()]
+    # links to folders are not followed, which the report tells
+    found = [p for p in (path, *path.rglob("[!.]*")) if p.is_file() or p.is_symlink()]
     if packed := [
         p for p in found if p.suffix in NOT_UNPACKED and Path(p.stem).suffix in SUFFIXES
     ]:
@@ -240,6 +245,11 @@ def source_digest(source: Source, cache: Path) -> str:
     return digest_of_value(vars(source) | {"path": content, "weight": 1})
 
 
+def local_files(source: Source) -> list[Path]:
+    """List the files that are read; none of a hub dataset."""
+    return [] if source.is_on_hub else source_files(source)[0]
+
+
 def _hash_files(files: list[Path]) -> str:
     return digest_of_value([[path.suffix, digest_of(path)] for path in files])
 
@@ -271,6 +281,10 @@ def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
     ):
         yield text[start : cut.end()]
         start = cut.end()
+    if len(text) - start > MOST_UNCUT:
+        raise BadRowError(
+            f"holds {len(text) - start:,} characters without a space or line break between them; that is no text"
+        )
     yield text[start:]
 
 
@@ -296,13 +310,17 @@ def read_rows(source: Source) -> Iterator[tuple[str, Any]]:
     is_one = source.is_one
     for file in [source.place] if is_one else source_files(source)[0]:
         read = _library_rows if is_one or _suffix(file) == ".parquet" else _file_rows
-        with _explained(source, file):
-            for number, row in read(source, file):
-                yield f"{source.path if is_one else file} row {number}", row
+        with _explained(source, file, at := [0]):
+            for at[0], row in read(source, file):
+                if isinstance(row, bytes) and len(row) > MOST_BYTES:
+                    row = BadRowError(
+                        f"has {len(row):,} bytes, and may have {MOST_BYTES:,}; cut it"
+                    )
+                yield f"{source.path if is_one else file} row {at[0]}", row
 
 
 @contextmanager
-def _explained(source: Source, file: Path) -> Iterator[None]:
+def _explained(source: Source, file: Path, at: Sequence[int] = (0,)) -> Iterator[None]:
     """Turn any error of reading into a DataError, for every format and library has its own classes."""
     try:
         yield
@@ -310,10 +328,13 @@ def _explained(source: Source, file: Path) -> Iterator[None]:
         raise
     except Exception as error:
         problem = " ".join(str(error).split())[:300] or type(error).__name__
+        if isinstance(error, csv.Error):
+            problem += ": close every quotation mark, and write those inside of a text twice"
         if isinstance(error, KeyError):
             problem = f"there is no {problem} in it"
         if file.exists():
-            raise DataError(f"{file.absolute()} cannot be read: {problem}") from None
+            after = f" after row {at[0]}" if at[0] else ""
+            raise DataError(f"{file.absolute()} cannot be read{after}: {problem}") from None
         raise DataError(
             f"{_absent(source)}, and no hub dataset of that name could be loaded: {problem}"
         ) from None
@@ -323,7 +344,7 @@ def count_rows(sources: Iterable[Source]) -> int | None:
     """Count the rows of files that have one on every line, for a progress bar; None if there are other sources."""
     total = 0
     for source in sources:
-        files = [] if source.is_on_hub else source_files(source)[0]
+        files = local_files(source)
         if not {path.suffix for path in files} <= LINES or not files:
             return None
         rows = sum(1 for path in files for _ in path.open("rb"))
@@ -345,7 +366,7 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, {"text": part}
         elif delimiter:
             csv.field_size_limit(sys.maxsize)
-            rows = csv.DictReader(text, delimiter=delimiter)
+            rows = csv.DictReader(text, delimiter=delimiter, strict=True)
             names = rows.fieldnames or []
             if twice := [name for name in names if names.count(name) > 1]:
                 raise DataError(
@@ -354,7 +375,7 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
             yield from enumerate(rows, 1)
         elif suffix == ".json" and text.read(1024).lstrip().startswith("["):
             text.seek(0)
-            yield from enumerate(json.load(text), 1)
+            yield from enumerate(json.load(text, object_pairs_hook=unique_keys), 1)
         else:
             file.seek(0)
             for number, line in enumerate(file, 1):
@@ -368,16 +389,36 @@ def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
 
     rows: Any
     if path.is_file():
-        rows = datasets.load_dataset(
-            "parquet", data_files=str(path), split="train", streaming=True
-        )
+        files = escape(str(path.absolute()))  # its name may look like a pattern
+        more = {"split": "train", "streaming": True, "batch_size": ITEMS_AT_ONCE}
+        rows = datasets.load_dataset("parquet", data_files=files, **more)
     elif path.is_dir():
         rows = datasets.load_from_disk(str(path))
     else:
         rows = datasets.load_dataset(
             source.path, source.subset, split=source.split, revision=source.revision
         )
-    return enumerate(_chosen(source, rows) if isinstance(rows, dict) else rows, 1)
+    rows = _chosen(source, rows) if isinstance(rows, dict) else rows
+    kinds = getattr(rows, "features", {})
+    for number, row in enumerate(rows, 1):
+        yield number, {name: _as_written(value, kinds.get(name)) for name, value in row.items()}
+
+
+def _as_written(value: Any, kind: Any) -> Any:
+    """Return what was written in a column of objects, without the keys that only other rows have.
+
+    Arrow gives all objects of a column the same keys, and null to those that an object lacks. A key whose type is null
+    has a value in no row, so its null was written.
+    """
+    if isinstance(value, dict) and isinstance(kind, dict):
+        return {
+            key: _as_written(v, kind[key])
+            for key, v in value.items()
+            if v is not None or getattr(kind[key], "dtype", "") == "null"
+        }
+    if isinstance(value, list) and hasattr(kind, "feature"):
+        return [_as_written(v, kind.feature) for v in value]
+    return value
 
 
 def _suffix(path: Path) -> str:

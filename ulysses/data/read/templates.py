@@ -3,15 +3,19 @@
 A template that does not end is stopped: what it writes, its memory and its time are bounded.
 """
 
+import faulthandler
 import json
+import math
 import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -19,10 +23,22 @@ from jinja2 import Environment, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ulysses.data import BadRowError, DataError
+from ulysses.data import BadRowError, DataError, DropRowError
 
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # marks in rendered text
+OPEN, CLOSE, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"  # marks in rendered text
+THINK_TAG = re.compile(f"</?think{GUARD}?>")
+CALLING = """[{"role": "user", "content": "2"}, {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
+    "id": "call00001", "function": {"name": "call_1", "arguments": {"key_1": "value_1"}}}]}]"""
+# a call that a template shows, neither as Python writes objects nor with quotation marks that are escaped
+SHOWN = re.compile(r"""(?s)call_1.*(?<!')(?<!\\")key_1.*value_1""")
+NOTHING = (None, "", [], {})  # values that nobody misses
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+OURS = set(
+    "messages tools add_generation_prompt bos_token eos_token pad_token unk_token".split()
+)
+# keys of what the assistant wrote
+SAID = ("content", "reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 RENDER_SECONDS = 60.0  # the sandbox of jinja2 bounds one loop, but not loops in loops
 RENDER_CHARACTERS = 1 << 30
@@ -74,20 +90,21 @@ def _raise_exception(message: str) -> None:
 
 @contextmanager
 def bounded_time() -> Iterator[None]:
-    """Raise BadRowError in the block whenever RENDER_SECONDS have passed; render one row, or a few thousand, in it.
+    """Raise BadRowError whenever the block has worked RENDER_SECONDS; render one row, or a few thousand, in it.
 
-    It works in the main thread of any process, worker processes included, and does nothing in other threads.
+    The processor's time counts, so that a busy machine refuses no row. It works in the main thread of any process,
+    worker processes included, and does nothing in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, too_much)
-    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, RENDER_SECONDS)
+    before = signal.signal(signal.SIGPROF, too_much)
+    signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS, RENDER_SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def ends(job: Callable[[], Any]) -> bool:
@@ -99,8 +116,10 @@ def ends(job: Callable[[], Any]) -> bool:
     child = os.fork()
     if child == 0:
         try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process
-            signal.setitimer(signal.ITIMER_REAL, TRIAL_SECONDS)
+            faulthandler.disable()  # a library that gets no memory may abort, which is an answer
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+            signal.setitimer(signal.ITIMER_PROF, TRIAL_SECONDS)
+            signal.alarm(math.ceil(10 * TRIAL_SECONDS))  # in case it waits for ever
             process = psutil.Process()
             most = process.memory_info().vms + TRIAL_BYTES
             process.rlimit(psutil.RLIMIT_AS, (most, most))
@@ -128,3 +147,49 @@ def too_much(*_: Any) -> None:
     raise BadRowError(
         "runs the chat template without end: it was stopped after too much time, text or memory; mend its loops"
     )
+
+
+def is_lost(message: dict[str, Any], answer: str) -> bool:
+    """Tell whether a part of what the assistant wrote, its thinking included, is not in its rendered answer."""
+    said = [THINK_TAG.split(str(message.get(key) or "")) for key in SAID]
+    said.append([call["function"]["name"] for call in message.get("tool_calls", ())])
+    return any(part.strip() not in answer for part in chain.from_iterable(said))
+
+
+def at_marks(text: str) -> list[str]:
+    """Cut a rendered text where answers are marked; its odd parts are the answers."""
+    return text.replace(CLOSE, OPEN).split(OPEN)
+
+
+def call_form(render: Callable[[list[Any]], str]) -> tuple[bool, bool]:
+    """Find how a template takes messages with calls, as arguments of `called`: the shortest text that shows a call.
+
+    Longer ones write "None", or a further turn for a content that is empty. `render` renders a conversation, and raises
+    DropRowError where the template fails.
+    """
+    sizes = {}
+    for form in product((False, True), repeat=2):
+        asked, calling = json.loads(CALLING)
+        with suppress(DropRowError, BadRowError):
+            text = render([asked, called(calling, *form)])
+            if SHOWN.search(text):
+                sizes[form] = len(text)
+    return min(sizes, key=lambda form: sizes[form], default=(False, False))
+
+
+def called(message: dict[str, Any], is_null: bool, as_text: bool) -> dict[str, Any]:
+    """Give a message of one's own with calls null instead of no content, and its arguments as JSON text."""
+    for call in message["tool_calls"] if as_text else ():
+        function = call["function"]
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**message, "content": message["content"] or (None if is_null else "")}
+
+
+def check_variables(variables: Mapping[str, Any], read: set[str]) -> None:
+    """Raise BadRowError for a variable of a row that the template does not read, or that is not the row's to set."""
+    for key, value in variables.items():
+        if key in OURS or (value not in NOTHING and key not in read):
+            raise BadRowError(
+                f"sets {key!r} in chat_template_kwargs, which the chat template does not read, or no row may set; "
+                'remove it, or set columns = {unused = "chat_template_kwargs"}'
+            )

@@ -22,10 +22,18 @@ from tqdm import tqdm
 
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
-from ulysses.data.cache import build_once, check_once, digest_of_value, discard
+from ulysses.data.cache import build_once, check_once, digest_of_value, discard, known_files
 from ulysses.data.read.chat import ChatTemplate, TextEncoder, tokenizer_digest
-from ulysses.data.read.formats import Event, LocatedRow, Report, locate_rows, read_records
-from ulysses.data.read.sources import Source, count_rows, in_batches, pinned, source_digest
+from ulysses.data.read.counts import Event, Report, note_sources
+from ulysses.data.read.formats import LocatedRow, locate_rows, read_records
+from ulysses.data.read.sources import (
+    Source,
+    count_rows,
+    in_batches,
+    local_files,
+    pinned,
+    source_digest,
+)
 from ulysses.data.serve.encode import (
     Columns,
     Example,
@@ -37,7 +45,7 @@ from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.parallel.batch import Sequence
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 DIGESTS = "digests.json"  # of the other files
 BAR_AFTER_SECONDS = 2.0
 CHARACTERS_AT_ONCE = 1 << 21  # of rows
@@ -64,9 +72,14 @@ def open_dataset(
 
     Raises DataError: missing or broken data, named by file and row, in every process.
     """
-    cache = Path(settings.cache).expanduser()
+    cache = Path(settings.cache)
     sources = [pinned(source) for source in sources]
     template = None if kind == "text" else ChatTemplate(tokenizer, settings.chat_template)
+
+    def state() -> list[Any]:
+        return [known_files(local_files(source), cache) for source in sources]
+
+    before = state()
     content = [
         FORMAT_VERSION,
         kind,
@@ -103,6 +116,11 @@ def open_dataset(
         if template is None:
             chunks = cut_documents(chain.from_iterable(chunks), encoder, settings.max_length)
         write_dataset(temporary, kind, chunks, report, [source.path for source in sources])
+        if state() != before:
+            raise DataError(
+                f"{', '.join(source.path for source in sources)} changed while it was read; start again when nothing "
+                "writes there any more"
+            )
 
     build_once(folder, build)
     try:
@@ -114,7 +132,9 @@ def open_dataset(
             print(f"the tokenised data were damaged ({damage}) and have been made again")
         check_once(folder / DIGESTS, cache)
     weights = [source.weight for source in sources]
-    return TokenizedDataset(folder, weights, settings.max_length, share_prompts)
+    dataset = TokenizedDataset(folder, weights, settings.max_length, share_prompts)
+    note_sources(sources, dataset.report)
+    return dataset
 
 
 def part_of(

@@ -28,7 +28,8 @@ import numpy as np
 from ulysses.config.schema import DataSection
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.chat import ChatTemplate, Encoded, Rendered, TextEncoder
-from ulysses.data.read.formats import Event, Record, dropping
+from ulysses.data.read.counts import Event
+from ulysses.data.read.formats import Record, dropping
 from ulysses.data.read.templates import bounded_time
 from ulysses.parallel.batch import Sequence, common_prefix, restored
 
@@ -89,10 +90,15 @@ def _render(
     for answer in record.answers:
         messages = record.prompt + answer
         trained = [i for i, m in enumerate(messages) if m.role == "assistant" and i >= first]
+        if kind == "sequence" and settings.train_on == "all":
+            if any(messages[i].weight == 0 for i in trained):
+                raise BadRowError(
+                    "has an answer that is not to be trained, but data.train_on is all; set it to assistant"
+                )
         if kind == "sequence" and settings.train_on != "assistant":
             trained = trained[-1:]
         trained = [i for i in trained if messages[i].weight != 0] or trained
-        texts += template.render(messages, record.tools, trained, turns)
+        texts += template.render(messages, record.tools, trained, turns, record.variables)
     return texts
 
 

@@ -1,0 +1,412 @@
+"""What is trained is what the row said: marks, ranks, calls, template variables, and columns that parquet widened."""
+
+import json
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from tests.data_case import content
+from tests.tiny_tokenizer import write_rows
+from tests.unit.test_data_chat import PLAIN_CHATML, TOOLS
+from ulysses.config.schema import DataSection
+from ulysses.data import DataError
+from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.sources import Source
+from ulysses.data.serve.dataset import open_dataset
+
+ASK = {"role": "user", "content": "q"}
+
+
+def said(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+@pytest.fixture
+def shown(tokenizer, open_rows):
+    """A function from rows to the texts of their sequences, trained tokens in brackets."""
+
+    def shown(rows, kind="sequence", **more):
+        found = []
+        for example in open_rows(rows, kind, 4096, **more):
+            for sequence in example.sequences:
+                ends = np.flatnonzero(np.diff(sequence.loss_weights != 0)) + 1
+                parts = np.split(sequence.tokens, ends)
+                marks = np.split(sequence.loss_weights != 0, ends)
+                found.append("".join(
+                    f"[{tokenizer.decode(part)}]" if is_trained[0] else tokenizer.decode(part)
+                    for part, is_trained in zip(parts, marks)))  # fmt: skip
+        return found
+
+    return shown
+
+
+def refused(sentence, open_rows, row, kind="sequence", **more):
+    good = {"prompt": "q", "completion": "a", "label": True, "chosen": "a", "rejected": "b"}
+    if kind == "sequence":
+        del good["chosen"]
+    with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}"):
+        open_rows(
+            [good, row] if isinstance(row, dict) else f"{json.dumps(good)}\n{row}", kind, **more
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- marks
+
+MARKS = "loss_weight weight train loss loss_mask training trainable train_turn train_on_turn".split()
+
+
+@pytest.mark.parametrize("off", [0, False, 0.0])
+@pytest.mark.parametrize("name", MARKS)
+def test_an_answer_that_is_marked_is_not_trained(shown, name, off):
+    """By a mark of its own, or by a list of its row."""
+    on = type(off)(1)
+    rows = [{"messages": [ASK, said("one", **{name: off}), ASK, said("two", **{name: on})]},
+            {"messages": [ASK, said("one"), ASK, said("two")], name: [off, off, off, on]},
+            {"messages": [ASK, said("one"), ASK, said("two")], name: [None, off, None, None]},
+            {"conversations": [ASK, said("one"), ASK, said("two", **{name: on})],
+             name: [off, off, off, on]}]  # fmt: skip
+    for text in shown(rows):
+        assert "[" in text and "one<|im_end|>" in text.split("[")[0]
+        assert text.split("[")[1] == "two<|im_end|>]"
+
+
+def test_weights_of_a_list_are_those_of_the_messages(open_rows):
+    rows = [{"messages": [ASK, said("one"), ASK, said("two")], "loss_weight": [0, 0.25, 0, 1]},
+            {"messages": [ASK, said("one", weight=0.25, train=True), ASK, said("two")]}]  # fmt: skip
+    first, second = open_rows(rows)
+    assert content(*first.sequences) == content(*second.sequences)
+    assert set(first.sequences[0].loss_weights) == {0, 0.25, 1}
+
+
+@pytest.mark.parametrize(
+    "row, sentence",
+    [
+        ({"messages": [ASK, said("a", weight=1, train=False)]},
+         "message 2 has marks that disagree, weight = 1, train = False; keep one"),
+        ({"messages": [ASK, said("a", weight=0.5, loss_weight=0.25)]}, "message 2 has marks that disagree"),
+        ({"messages": [ASK, said("a", trainable=0)], "loss_mask": [0, 1]}, "message 2 has marks that disagree"),
+        ({"messages": [ASK, said("a")], "loss_mask": [1]}, "has 2 messages but 1 marks in 'loss_mask'"),
+        ({"messages": [ASK, said("a")], "loss_mask": [1, 1]}, "message 1 gives the weight 1 to a user message"),
+        ({"messages": [ASK, said("a")], "loss_mask": [0, "yes"]}, "'loss_mask' is yes, not a finite number"),
+        ({"prompt": "q", "completion": "a", "loss_mask": [0, 1, 1]}, "has the list 'loss_mask' of what is to be"),
+        ({"messages": [ASK, said("a", is_masked=False)]}, "has a message with the key 'is_masked'"),
+        ({"messages": [ASK, said("a", learn=0)]}, "has a message with the key 'learn'"),
+    ],
+)  # fmt: skip
+def test_marks_that_nobody_can_follow_are_refused(open_rows, row, sentence):
+    refused(sentence, open_rows, row)
+
+
+def test_a_row_that_is_marked_as_a_whole_is_left_out(open_rows):
+    rows = [
+        {"prompt": "q", "completion": "a", "train": False},
+        {"prompt": "q", "completion": "a"},
+    ]
+    data = open_rows(rows)
+    assert len(data) == 1 and data.report.dropped == {"its train is False": 1}
+
+
+def test_every_token_and_a_mark_contradict_each_other(open_rows):
+    row = {"messages": [ASK, said("one", weight=0), ASK, said("two")]}
+    refused(
+        "has an answer that is not to be trained, but data.train_on is all",
+        open_rows,
+        row,
+        train_on="all",
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- ranks, pairs
+
+
+@pytest.mark.parametrize(
+    "ranking", ["scores", "rewards", "ratings", "ranks", "score", "reward", "rating", "rank"]
+)
+def test_only_numbers_rank_answers(shown, ranking):
+    numbers = [2, 1] if ranking.startswith("rank") else [0.1, 0.9]
+    row = {"prompt": "q", "responses": ["London", "Paris"], ranking: numbers}
+    chosen, rejected = shown([row], "pair")
+    assert chosen.endswith("[Paris<|im_end|>]") and rejected.endswith("[London<|im_end|>]")
+
+
+@pytest.mark.parametrize("kind", ["pair", "ranked", "unpaired"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"scores": [1]}, {"scores": 3}, {"scores": [1, 2], "rewards": [2, 1]}, {"scores": [1, 2], "ranks": [1, 2]}],
+)  # fmt: skip
+def test_answers_without_an_order_are_no_preference(open_rows, kind, more):
+    row = {"prompt": "q", "responses": ["a", "b"], "label": True, **more}
+    refused("has 2 answers but not one order of them; give as many", open_rows, row, kind)
+
+
+WHOLE = {"prompt": "q", "prompt_id": "1", "chosen": [ASK, said("good")], "rejected": [ASK, said("bad")],
+         "messages": [ASK, said("good")], "score_chosen": 9.0, "score_rejected": 2.0}  # fmt: skip
+ANSWERS = {**WHOLE, "chosen": [said("good")], "rejected": [said("bad")]}
+TEXTS = {"messages": [ASK, said("good")], "chosen": "good", "rejected": "bad"}
+
+
+@pytest.mark.parametrize("row", [WHOLE, ANSWERS, TEXTS], ids=["whole", "answers", "texts"])
+def test_messages_beside_a_pair_are_its_prompt_and_the_chosen_answer(shown, row):
+    prompt = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    both = [f"{prompt}[good<|im_end|>]", f"{prompt}[bad<|im_end|>]"]
+    for kind in ("pair", "ranked", "unpaired"):
+        assert shown([row], kind) == both
+    assert shown([row]) == both[:1]
+    assert shown([row], "prompt") == [prompt]
+
+
+@pytest.mark.parametrize("more", [{}, {"messages": WHOLE["messages"]}])
+def test_a_completion_that_holds_its_prompt_does_not_repeat_it(shown, more):
+    row = {"prompt": "q", "completion": WHOLE["chosen"], **more}
+    (text,) = shown([row])
+    assert text == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[good<|im_end|>]"
+
+
+# -------------------------------------------------------------------------------------------- columns with a meaning
+
+
+def test_functions_are_tools_and_a_system_prompt_is_one(shown):
+    function = TOOLS[0]["function"]
+    call = said(None, function_call={"name": "f", "arguments": '{"x": 1}'})
+    given = [{"messages": [ASK, call], key: value}
+             for key, value in (("functions", [function]), ("tools", TOOLS),
+                                ("functions", json.dumps([function])))]  # fmt: skip
+    texts = shown(given)
+    assert len({*texts}) == 1 and '"description": "d"' in texts[0]
+    systems = shown(
+        [
+            {"system_prompt": "s", "question": "q", "response": "a"},
+            {"system": "s", "question": "q", "response": "a"},
+        ]
+    )
+    assert systems[0] == systems[1] and "system\ns<|im_end|>" in systems[0]
+
+
+def test_tools_and_functions_that_differ_are_refused(open_rows):
+    row = {"messages": [ASK, said("a")], "tools": TOOLS, "functions": [{"name": "g"}]}
+    refused("has tools and functions; keep one of them", open_rows, row)
+
+
+THINKING = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" \
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and not " \
+    "enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["sequence", "pair", "unpaired", "prompt"])
+def test_variables_of_the_template_are_read(shown, kind):
+    """The empty block of thinking is a part of the prompt, as at inference."""
+    row = {"prompt": [ASK], "label": True}
+    row |= {"chosen": "a", "rejected": "b"} if kind == "pair" else {"completion": "a"}
+    prompt = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    for variables in ({"enable_thinking": False}, '{"enable_thinking": false}'):
+        text = shown([{**row, "chat_template_kwargs": variables}], kind, template="qwen3")[0]
+        assert text == prompt + "<think>\n\n</think>\n\n" + "[a<|im_end|>]" * (kind != "prompt")
+    for variables in ({}, None, {"enable_thinking": True}):
+        text = shown([{**row, "chat_template_kwargs": variables}], kind, template="qwen3")[0]
+        assert text == prompt + "[<think>\n\n</think>\n\na<|im_end|>]" * (kind != "prompt")
+
+
+def test_variables_are_those_that_transformers_gives(tokenizer, shown, tmp_path):
+    variables, messages = {"enable_thinking": False}, [ASK, said("one"), ASK, said("two")]
+    text, *_ = shown(
+        [{"messages": messages, "chat_template_kwargs": variables}], template="qwen3"
+    )
+    own = ChatTemplate(tokenizer, "qwen3").text
+    whole = tokenizer.apply_chat_template(
+        messages, chat_template=own, tokenize=False, **variables
+    )
+    prompt = tokenizer.apply_chat_template(
+        messages[:-1],
+        chat_template=own,
+        tokenize=False,
+        add_generation_prompt=True,
+        **variables,
+    )
+    assert text.replace("[", "").replace("]", "") == whole.rstrip("\n")
+    assert text.endswith(
+        "assistant\n<think>\n\n</think>\n\n[two<|im_end|>]"
+    ) and whole.startswith(prompt)
+
+
+@pytest.mark.parametrize(
+    "variables, sentence",
+    [
+        ({"enable_thinking": False}, "sets 'enable_thinking' in chat_template_kwargs, which the chat"),
+        ({"tools": []}, "sets 'tools' in chat_template_kwargs"),
+        ({"messages": []}, "sets 'messages' in chat_template_kwargs"),
+        ([1], "'chat_template_kwargs' is list, not an object"),
+        ("{", "'chat_template_kwargs' is not JSON"),
+    ],
+)  # fmt: skip
+def test_variables_that_nobody_reads_are_refused(open_rows, variables, sentence):
+    row = {"messages": [ASK, said("a")], "chat_template_kwargs": variables}
+    refused(sentence, open_rows, row)
+    open_rows([{**row, "chat_template_kwargs": {"custom": "", "list": [], "other": None}}])
+
+
+def test_a_variable_cannot_forge_a_turn(tmp_path, shown, tokenizer):
+    (tmp_path / "t.jinja").write_text("{{ note }}" + PLAIN_CHATML)
+    row = {"messages": [ASK, said("a")], "chat_template_kwargs": {"note": "<|im_end|>"}}
+    data = open_dataset([Source(write_rows(tmp_path / "a.jsonl", [row]))], "sequence", tokenizer, DataSection(
+        cache=str(tmp_path / "cache"), chat_template=str(tmp_path / "t.jinja"), workers=1))  # fmt: skip
+    (sequence,) = data[0].sequences
+    assert [*sequence.tokens].count(tokenizer.eos_token_id) == 2
+
+
+@pytest.mark.parametrize("label", [0, 1, "spam", 0.5, "0", 7])
+def test_a_label_of_another_kind_is_not_ours_in_sft(open_rows, label):
+    data = open_rows([{"prompt": "q", "completion": "a", "label": label}])
+    assert len(data) == 1 and not data.report.dropped
+    assert data.report.notes == {"'label' is neither true nor false, and was not read": 1}
+
+
+@pytest.mark.parametrize(
+    "label",
+    [{"label": False}, {"label": "False"}, {"kto_tag": 0}, {"label": "spam", "kto_tag": False}],
+)
+def test_an_undesirable_answer_is_not_trained_in_sft(open_rows, label):
+    data = open_rows(
+        [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "a", **label}]
+    )
+    assert data.report.dropped == {"its label is false": 1}
+
+
+# ------------------------------------------------------------------------------------------------------------- calls
+
+
+def calling(arguments, **more):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [ASK, said(None, tool_calls=[call], **more)], "tools": TOOLS}
+
+
+def test_arguments_are_an_object_however_often_they_were_encoded(shown):
+    arguments = [
+        {"x": "é"},
+        '{"x": "é"}',
+        json.dumps('{"x": "é"}'),
+        json.dumps(json.dumps({"x": "é"})),
+    ]
+    rows = [calling(each) for each in arguments]
+    rows.append(
+        {
+            **rows[0],
+            "messages": [
+                ASK,
+                said("", tool_calls=json.dumps(rows[0]["messages"][1]["tool_calls"])),
+            ],
+        }
+    )
+    rows.append({**rows[0], "tools": json.dumps(json.dumps(TOOLS))})
+    rows.append({**rows[0], "tools": [json.dumps(TOOLS[0])]})
+    texts = shown(rows)
+    assert len({*texts}) == 1 and '"arguments": {"x": "é"}}' in texts[0]
+    assert len({*shown([calling(none) for none in ({}, "{}", "", None, "null")])}) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"x": ', "print(1)", json.dumps('{"x": '), "[1]", [1], 5, '"text"', '{"x": 1, "x": 2}',
+                  r'{"x": "\ud800"}']
+)  # fmt: skip
+def test_arguments_that_are_no_object_are_refused(open_rows, arguments):
+    refused(
+        "message 2 has a tool call whose arguments are not JSON", open_rows, calling(arguments)
+    )
+
+
+@pytest.mark.parametrize("calls", [5, True, "{", "x", {"a": 1}, [5]])
+def test_calls_that_are_none_are_refused(open_rows, calls):
+    refused("message 2 has (a tool call without a name|tool_calls that are not JSON)", open_rows,
+            {"messages": [ASK, said("a", tool_calls=calls)]})  # fmt: skip
+
+
+# DeepSeek's kind: text is concatenated, and content that is not null hides the calls
+CONCATENATES = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and NULL %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + ':' + c.function.arguments }}"
+    "{% endfor %}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("null", ["m.content is none", "m.tool_calls"])
+@pytest.mark.parametrize("plus", [" + ", " ~ "])
+@pytest.mark.parametrize(
+    "more", ["", "{% if m.tool_calls and m.content is not none %}an empty turn{% endif %}"]
+)
+def test_templates_that_concatenate_arguments_get_their_text(tmp_path, shown, null, plus, more):
+    text = CONCATENATES.replace("NULL", null).replace(" + c.function.a", f"{plus}c.function.a")
+    (tmp_path / "t.jinja").write_text(text.replace("{{ '<|im_end|>", more + "{{ '<|im_end|>"))
+    rows = [{**calling({"x": "<|im_end|>é"}), "tools": []}]
+    rows.append(
+        {"messages": [*rows[0]["messages"], {"role": "tool", "content": "7"}, said("b")]}
+    )
+    asked = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    call = '[f:{"x": "<|im_end|>é"}<|im_end|>]'
+    later = "\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]"
+    assert shown(rows, template=str(tmp_path / "t.jinja")) == [
+        asked + call,
+        asked + call + later,
+    ]
+
+
+def test_a_call_that_a_template_leaves_out_is_no_answer(tmp_path, open_rows):
+    (tmp_path / "t.jinja").write_text(PLAIN_CHATML + "{# tool_calls #}")
+    rows = [{"messages": [ASK, said("a")]}, {**calling({"x": 1}), "tools": []}]
+    data = open_rows(rows, template=str(tmp_path / "t.jinja"))
+    assert len(data) == 1 and sum(data.report.dropped.values()) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- parquet
+
+
+def tool(name, **properties):
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+    }
+
+
+WIDE = [
+    {**calling({"a": 1}), "tools": [tool("f", a={"type": "integer", "default": None})]},
+    {**calling({"city": "x"}), "tools": [tool("g", city={"type": "string"}), tool("h", n={"type": "integer"})]},
+    {"messages": [ASK, said("a", tool_calls=None)], "tools": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["datasets", "pyarrow", "saved", "kept"])
+def test_rows_of_parquet_are_the_rows_of_jsonl(tmp_path, tokenizer, open_rows, way):
+    """Without the nulls that other rows forced upon them, and with the null that was written."""
+    place, table = tmp_path / "wide.parquet", datasets.Dataset.from_list(WIDE)
+    match way:
+        case "datasets":
+            table.to_parquet(place)
+        case "pyarrow":
+            parquet.write_table(pyarrow.Table.from_pylist(WIDE), place)
+        case "saved":
+            table.save_to_disk(place := tmp_path / "saved")
+        case "kept":  # as JSON, which loses nothing
+            kept = datasets.Features({name: datasets.List(datasets.Json()) for name in WIDE[0]})
+            datasets.Dataset.from_list(WIDE, features=kept).to_parquet(place)
+    data = DataSection(cache=str(tmp_path / "cache"), chat_template="chatml", workers=1)
+    found = open_dataset([Source(str(place))], "sequence", tokenizer, data)
+    wanted = open_rows(WIDE, length=4096)
+    assert [content(*example.sequences) for example in found] == [
+        content(*e.sequences) for e in wanted
+    ]
+    text = tokenizer.decode(found[0].sequences[0].tokens)
+    assert '"default": null' in text and "city" not in text and found.report == wanted.report
+
+
+@pytest.mark.parametrize("tools", [5, "5", [5], True, '"f"', "[1"])
+def test_tools_that_are_none_are_refused(open_rows, tools):
+    row = {"messages": [ASK, said("a")], "tools": tools}
+    refused("'tools' (must be a list of tool descriptions|is not valid JSON)", open_rows, row)
+
+
+@pytest.mark.parametrize("role", [None, [], {}, 5])
+def test_a_role_that_is_no_text_is_refused(open_rows, role):
+    refused("message 2 has the role", open_rows, {"messages": [ASK, said("a", role=role)]})

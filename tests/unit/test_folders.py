@@ -1,0 +1,384 @@
+"""Nothing of the user's is deleted or written over: what a run or an export may replace, and where it may write."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.hf_format import write_weights
+from tests.model_folder import demo_model
+from ulysses.config.command_line import parse_command_line
+from ulysses.config.section import ConfigError
+from ulysses.data.cache import build_once
+from ulysses.disk import check_replaceable, whole_folder, write_json
+from ulysses.run.checkpoint import resume_point, saved_checkpoints
+from ulysses.run.continuation import weight_digests
+from ulysses.run.preflight import prepare
+
+DEMO = os.path.abspath("configs/demo")
+
+
+def write_export(folder):
+    with whole_folder(folder) as new:
+        (new / "config.json").write_text("{}")
+        (new / "more").mkdir()
+        (new / "more/weights").write_text("1")
+    return folder
+
+
+def tree(folder):
+    """All that lies in a folder, links as such, with the content of files."""
+    return {
+        str(p.relative_to(folder)): os.readlink(p)
+        if p.is_symlink()
+        else p.is_file() and p.read_bytes()
+        for p in folder.rglob("*")
+    }
+
+
+# ---------------------------------------------------------------- what may be replaced
+
+
+def test_an_empty_folder_and_an_export_are_replaced(tmp_path):
+    (tmp_path / "out").mkdir()
+    for _ in range(3):
+        check_replaceable(tmp_path / "out")
+        write_export(tmp_path / "out")
+        assert {p.name for p in tmp_path.iterdir()} == {"out"}
+    (tmp_path / "link").symlink_to("out/")
+    check_replaceable(tmp_path / "link")
+    write_export(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "out/config.json").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "link"}
+
+
+STRANGERS = {
+    "notes.txt": lambda out: (out / "notes.txt").touch(),
+    ".hidden": lambda out: (out / ".hidden").touch(),
+    "other/weights": lambda out: ((out / "other").mkdir(), (out / "other/weights").touch()),
+    "more/empty": lambda out: (out / "more/empty").mkdir(),
+    "away": lambda out: (out / "away").symlink_to("/nowhere"),
+    "config.json": lambda out: (out / "config.json").write_text("mine"),
+    "more/weights": lambda out: (out / "more/weights").write_text("2"),
+    "pipe": lambda out: os.mkfifo(out / "pipe"),
+    "config.json, more/weights": lambda out: (out / ".written.json").unlink(),
+    ".written.json, config.json, more/weights": lambda out: (out / ".written.json").write_text(
+        "[]"
+    ),
+    "a, b, c and 4 more": lambda out: [(out / name).touch() for name in "abcdefg"],
+}
+
+
+@pytest.mark.parametrize("found", STRANGERS)
+def test_what_no_export_wrote_is_refused_by_name_and_survives(found, tmp_path):
+    out = write_export(tmp_path / "out")
+    STRANGERS[found](out)
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"{out} holds {found}, which no run or")):
+        check_replaceable(out)
+    assert tree(tmp_path) == before
+    if found != "pipe":
+        write_export(out)  # what came while it was written is kept under another name
+        [kept] = tmp_path.glob("out.found-*")
+        assert tree(kept) == tree_of(before, "out/")
+
+
+def tree_of(found, folder):
+    return {name.removeprefix(folder): v for name, v in found.items() if folder in name}
+
+
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match="out holds out, which no run or export wrote there"):
+        check_replaceable(tmp_path / "out")
+
+
+# ---------------------------------------------------------------- where a run may write
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return demo_model(tmp_path_factory.mktemp("pretrained") / "model")
+
+
+def check(folder, model, changes=""):
+    """Let the checks of a run of the demo in `folder` find what is wrong."""
+    line = f"""--config {DEMO}/sft.toml --model.init pretrained --model.path {model} --data.train {folder}/data
+        --data.eval [] --run.eval_every 0 --data.cache {folder}/cache --parallel.sequence_parallel_size 1
+        --run.output {folder}/run {changes}"""
+    return prepare(parse_command_line(line.split()).config, 1, [])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("data", "held"):
+        (tmp_path / name).mkdir()
+        shutil.copy(f"{DEMO}/data/sft_eval.jsonl", tmp_path / name / "rows.jsonl")
+    return tmp_path
+
+
+APART = {
+    "--run.output MODEL": "run.output MODEL is MODEL, which is model.path",
+    "--run.output MODEL/": "is MODEL, which is model.path",
+    "--run.output MODEL/../model/run": "run.output MODEL/run lies in MODEL, which is model.path",
+    "--run.output MODEL/..": "holds MODEL, which is model.path",
+    "--run.output FOLDER/link": "run.output FOLDER/link is MODEL, which is model.path",
+    "--run.output FOLDER/link/deep/run": "lies in MODEL, which is model.path",
+    "--model.init random --run.output MODEL": "is MODEL, which is model.path",
+    "--run.output FOLDER/data": "run.output FOLDER/data is FOLDER/data, which is data.train",
+    "--run.output FOLDER/data/run": "lies in FOLDER/data, which is data.train",
+    "--data.eval FOLDER/held/rows.jsonl --run.output FOLDER/held": "holds FOLDER/held/rows.jsonl, which is data.eval",
+    "--run.output FOLDER": "run.output FOLDER holds FOLDER/data, which is data.train",
+    "--run.output FOLDER/cache": "run.output FOLDER/cache is FOLDER/cache, which is data.cache",
+    "--run.output FOLDER/cache/run": "lies in FOLDER/cache, which is data.cache",
+    "--data.cache FOLDER/run/cache": "holds FOLDER/run/cache, which is data.cache",
+    "--stage distill --distill.teacher MODEL --model.path OTHER --run.output MODEL":
+        "is MODEL, which is distill.teacher",
+    "--stage dpo --dpo.reference MODEL --model.path OTHER --run.output MODEL/run":
+        "lies in MODEL, which is dpo.reference",
+    "--model.path ADAPTER --run.output MODEL/run": "lies in MODEL, which is model.path",
+    "--model.path ADAPTER --run.output ADAPTER": "is ADAPTER, which is model.path",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", APART)
+def test_an_output_in_what_the_run_reads_is_refused(typed, model, folder):
+    places = {"MODEL": model, "FOLDER": folder}
+    (folder / "link").symlink_to(model)
+    if "OTHER" in typed:
+        places["OTHER"] = demo_model(folder / "other")
+    if "ADAPTER" in typed:
+        places["ADAPTER"] = write_adapter(folder / "adapter", model)
+    sentence = APART[typed]
+    for name, place in places.items():
+        typed, sentence = (text.replace(name, str(place)) for text in (typed, sentence))
+    before = tree(model), tree(folder)
+    with pytest.raises(ConfigError, match=re.escape(sentence) + "; give a folder apart"):
+        check(folder, model, typed)
+    assert (tree(model), tree(folder)) == before
+
+
+def write_adapter(folder, base):
+    """An adapter of rank 2 over a model, which changes nothing."""
+    folder.mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    width = json.loads((base / "config.json").read_text())["hidden_size"]
+    a, b = torch.zeros(2, width), torch.zeros(width, 2)
+    write_weights(folder, {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}.items())
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 2,
+        "base_model_name_or_path": str(base),
+    }
+    write_json(folder / "adapter_config.json", config)
+    return folder
+
+
+def test_its_own_folder_is_nobody_elses(model, folder):
+    assert check(folder, model).disk_warning == ""
+    (folder / "run").symlink_to(folder / "elsewhere")
+    assert check(folder, model).shape
+    (folder / "again").mkdir()
+    (folder / "again/export").symlink_to(folder / "nowhere yet")
+    assert check(folder, model, f"--run.output {folder}/again").shape
+    (folder / "again/export").unlink()
+    (folder / "again/export").symlink_to(model)
+    with pytest.raises(ConfigError, match="again/export is .*/model, which is model.path"):
+        check(folder, model, f"--run.output {folder}/again")
+
+
+@pytest.mark.parametrize(
+    "name", ["run", "", "run/checkpoints/x", "run/export", "data/sub", "mine"]
+)
+def test_the_folder_of_sampling_servers_is_one_of_its_own(name, model, folder):
+    (folder / "mine").mkdir()
+    (folder / "mine/weights").touch()
+    typed = f"""--stage ppo --ppo.reward math:sqrt --ppo.sampler vllm+http://localhost:1
+        --ppo.advantage reinforce++ --ppo.sampler_folder {folder}/{name}"""
+    said = (
+        "holds weights, which no run"
+        if name == "mine"
+        else "ppo.sampler_folder .*; give a folder apart"
+    )
+    with pytest.raises(ConfigError, match=said):
+        check(folder, model, typed)
+    assert check(folder, model, f"{typed} --ppo.sampler_folder {folder}/run/sampler").shape
+
+
+def put(text):
+    def write(path):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+
+    return write
+
+
+MINE = {
+    "tokenizer/notes.txt": "run/tokenizer holds notes.txt, which no run or export wrote there",
+    "export/model.safetensors": "run/export holds model.safetensors, which no run",
+    "config.json": "run holds config.json, which no run wrote; move it away",
+    "metrics.jsonl": "run holds metrics.jsonl, which no run wrote",
+}
+
+
+@pytest.mark.parametrize("name", MINE)
+@pytest.mark.parametrize("overwrite", ["", "--run.overwrite --run.export false"])
+def test_a_users_own_file_in_the_run_folder_is_refused(name, overwrite, model, folder):
+    put("mine")(folder / "run" / name)
+    with pytest.raises(ConfigError, match=MINE[name]):
+        check(folder, model, overwrite)
+    assert (folder / "run" / name).read_text() == "mine"
+
+
+def test_a_dangling_link_in_the_run_folder_stops_nothing(model, folder):
+    for name in ("wandb", "checkpoints", "export"):
+        (folder / "run" / name).mkdir(parents=True)
+    for name in ("wandb/latest", "checkpoints/step-4"):
+        (folder / "run" / name).symlink_to("nowhere")
+    assert check(folder, model).disk_warning == ""
+
+
+# ---------------------------------------------------------------- what a run reads besides its checkpoint
+
+
+def digests(folder, model, changes=""):
+    plan = check(folder, model, changes)
+    return weight_digests(plan.frozen, folder / "cache")
+
+
+FROZEN = {
+    "": [],
+    "--model.lora.rank 2": ["model.path"],
+    "--model.lora.rank 2 --model.init random": [],
+    "--stage dpo --dpo.reference live": ["model.path"],
+    "--stage dpo --dpo.reference OTHER": ["dpo.reference"],
+    "--stage dpo --dpo.reference OTHER --model.lora.rank 2": ["dpo.reference", "model.path"],
+    "--stage kto --kto.reference live": ["model.path"],
+    "--stage distill --distill.teacher OTHER": ["distill.teacher"],
+    "--stage ppo --ppo.reward OTHER": ["ppo.reward", "model.path"],
+    "--stage ppo --ppo.reward OTHER --ppo.reference OTHER": ["ppo.reference", "ppo.reward"],
+    "--stage ppo --ppo.reward OTHER --ppo.kl_coefficient 0": ["ppo.reward"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", FROZEN)
+def test_weights_that_no_checkpoint_holds_are_told_by_their_content(typed, tmp_path, folder):
+    """One weight of the last matrix changes; a copy elsewhere is the same, and other settings change nothing."""
+    base, other = (demo_model(folder / name) for name in ("base", "other"))
+    write_score(other)
+    typed = typed.replace("OTHER", str(other))
+    found = digests(folder, base, typed)
+    assert [*found] == FROZEN[typed.replace(str(other), "OTHER")]
+    copied = shutil.copytree(base, folder / "copied")
+    assert digests(folder, copied, f"{typed} --optimizer.lr 1 --data.max_length 64") == found
+    for setting, place in (("model.path", base), ("", other)):
+        path = place / "model.safetensors"
+        weights = bytearray(path.read_bytes())
+        weights[-2] ^= 1
+        path.write_bytes(weights)
+        again = digests(folder, base, typed)
+        differ = {key for key in found if again[key] != found[key]}
+        assert differ == {key for key in found if (key == "model.path") == bool(setting)}
+        weights[-2] ^= 1
+        path.write_bytes(weights)
+
+
+def write_score(folder):
+    """Give a language model the score of a reward model, too."""
+    tensors = load_file(folder / "model.safetensors")
+    width = tensors["model.norm.weight"].shape[0]
+    save_file({**tensors, "score.weight": torch.ones(1, width)}, folder / "model.safetensors")
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def run_section(output, typed=""):
+    line = f"--stage pt --run.steps 2 --run.output {output} {typed}"
+    return parse_command_line(line.split()).config.run
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    folder = tmp_path / "run/checkpoints"
+    for name in ("step-2", "step-4", "step-6"):
+        (folder / name).mkdir(parents=True)
+        write_json(
+            folder / name / "run.json", {"format": 4, "files": {"a": ""}, "step": int(name[5:])}
+        )
+        (folder / name / "a").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["step-003", "step-²", "step-", "step--1", "step-x", "step-10.tmp"]
+)
+def test_folders_of_other_names_are_no_checkpoints(name, checkpoints):
+    (checkpoints / name).mkdir()
+    (checkpoints / name / "run.json").write_text("{}")
+    assert [p.name for p in saved_checkpoints(checkpoints)] == ["step-2", "step-4", "step-6"]
+
+
+def test_a_linked_checkpoint_is_a_checkpoint(checkpoints, tmp_path):
+    (checkpoints / "step-6").rename(tmp_path / "moved")
+    (checkpoints / "step-6").symlink_to(tmp_path / "moved")
+    output = checkpoints.parent
+    assert resume_point(run_section(output, "--run.resume auto")) == checkpoints / "step-6"
+    for place in (checkpoints / "step-6", tmp_path / "moved"):
+        typed = f"--run.resume {place} --run.overwrite"
+        assert resume_point(run_section(output, typed)) == place
+
+
+def test_a_users_file_in_a_checkpoint_that_would_be_deleted_is_refused(checkpoints):
+    (checkpoints / "step-4/notes").touch()
+    with pytest.raises(ConfigError, match="run.overwrite: .*step-4 holds notes, which no run"):
+        resume_point(run_section(checkpoints.parent, "--run.overwrite"))
+
+
+# ---------------------------------------------------------------- paths
+
+
+def test_paths_are_absolute_and_mean_the_same_in_every_setting(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("llama3", "live", "never", "rows"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run.toml").write_text(
+        """
+        stage = "ppo"
+        model = {path = "rows", tokenizer = "~/t.json"}
+        data = {train = ["rows", {path = "rows"}, "org/rows"], eval = "~/x.jsonl", chat_template = "llama3"}
+        ppo = {reference = "live", reward = {"~/reward" = 2.0, "module:function" = 1.0}, sampler_folder = "served"}
+        run = {output = "~/run", resume = "never", steps = 1}
+        """
+    )
+    config = parse_command_line(["--config", "run.toml"]).config
+    monkeypatch.chdir("/")
+    here, home = str(tmp_path), f"{tmp_path}/home"
+    assert (config.model.path, config.model.tokenizer) == (f"{here}/rows", f"{home}/t.json")
+    assert config.data.train == [f"{here}/rows", {"path": f"{here}/rows"}, "org/rows"]
+    assert (config.data.eval, config.data.chat_template) == (f"{home}/x.jsonl", "llama3")
+    assert config.ppo.reward == {f"{home}/reward": 2.0, "module:function": 1.0}
+    assert (config.ppo.reference, config.run.resume) == ("live", "never")
+    assert config.sampler_folder == tmp_path / "served"
+    assert (config.run.output, config.data.cache) == (f"{home}/run", f"{home}/.cache/ulysses")
+    monkeypatch.chdir(tmp_path)
+    line = "--config=~/../run.toml --run.resume step-2 --run.output= --data.chat_template=~/a.jinja"
+    config = parse_command_line(line.split()).config
+    assert (config.run.resume, config.run.output) == (f"{here}/step-2", here)
+    assert config.data.chat_template == f"{home}/a.jinja"
+
+
+def test_the_cache_removes_what_it_named_itself_and_nothing_else(tmp_path):
+    own, notes = tmp_path / f"{'a' * 32}.node-1.tmp", tmp_path / "my notes.tmp"
+    for folder in (own, notes):
+        folder.mkdir()
+        (folder / "file").touch()
+    build_once(tmp_path / ("b" * 32), lambda folder: (folder / "file").touch())
+    assert {path.name for path in tmp_path.iterdir()} == {notes.name, "b" * 32}
