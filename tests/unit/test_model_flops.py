@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine_case import Case, build_trainer, dataset
 from tests.harness import run_distributed
-from ulysses.memory.plan import Model
+from ulysses.memory.model_size import Model
 from ulysses.run.metrics import model_flops
 
 LAYERS, D, V, T, RANK, TRAINED = 3, 16, 40, 24, 2, 7

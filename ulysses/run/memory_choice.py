@@ -20,6 +20,7 @@ from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, PlannedStep, pack_step
 from ulysses.environment import local_world_size
 from ulysses.memory.levels import LayerMemory
+from ulysses.memory.model_size import Model
 from ulysses.memory.offload import Offloader
 from ulysses.memory.plan import (
     CPU_FLOPS,
@@ -28,7 +29,6 @@ from ulysses.memory.plan import (
     H200_FLOPS,
     H200_RATE,
     Machine,
-    Model,
     Workload,
     pass_tokens,
     pinned_bytes,

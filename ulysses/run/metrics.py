@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ulysses.disk import DiskError, replace_file, writing
-from ulysses.memory.plan import Model
+from ulysses.memory.model_size import Model
 
 SHOWN = {"loss": ".4f", "lr": ".2e", "tokens_per_second": ".0f"}  # by the progress bar
 PEAKS = {  # dense bfloat16 FLOP/s, and bytes/s of memory, by part of the device name, from the vendors' data sheets

@@ -72,7 +72,7 @@ def without_compiler() -> Iterator[None]:
         yield
     finally:
         for name in absent:
-            del sys.modules[name]
+            sys.modules.pop(name)
 
 
 def gathered_in_place(config: dict[str, Any]) -> dict[str, Any]:
