@@ -18,6 +18,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is required, this is " + sys.version.split()[0])'
+	@echo "making $(VENV): pip downloads and installs the packages, which may take some minutes ..."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(CONSTRAINTS) -e ".[dev]"
 	touch $@

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from examples.demo import read_lines, read_metrics
 from models.decoder import CausalLM
-from models.hf_format import read_config, resolve_model
+from models.folders import read_config, resolve_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import pack_shard

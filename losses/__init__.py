@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .ppo import (
         PolicyLoss,
         ValueLoss,
+        gae,
         group_advantages,
         kl_estimate,
         packed_gae,
@@ -46,6 +47,7 @@ __all__ = [
     "aot_margins",
     "dft_nll",
     "dpo_loss",
+    "gae",
     "group_advantages",
     "kl_estimate",
     "kto_loss",

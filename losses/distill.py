@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .logprobs import Tile, TileLoss, one_hot_difference, operand, tile_logits
+from .shapes import check_shapes
 
 
 def divergence(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -22,6 +23,7 @@ def divergence(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, T
     With p = exp(student), a gradient g by p is p * (g - sum_v p_v g_v) by the logits. Of the forward divergence g is
     -exp(teacher) / p; of the others it is (1 - beta) (student - log M), and student - teacher at beta = 1.
     """
+    check_shapes("student and teacher: both must be [R, V]", 2, student, teacher)
     p = student.exp()
     if beta == 0:
         wanted = teacher.exp()

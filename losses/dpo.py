@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .precision import at_least_float32
 from .preference import aot_margins, divergence_score, preference_loss
+from .shapes import check_shapes
 
 DPO_LOSS_TYPES = (
     "sigmoid", "robust", "hinge", "ipo", "ipo_sum", "simpo", "sigmoid_norm", "orpo",
@@ -65,7 +66,7 @@ def dpo_loss(
     robust, exo_pair, simpo, sigmoid_norm and aot; `f_divergence` to sigmoid, robust, hinge, exo_pair and discopop.
     `bco_delta` is bco_pair's running mean of the rewards. aot sorts the margins of these N pairs, or compares each
     policy margin with the given `aot_reference_margins` (`aot_margins` of more pairs than these).
-    Raises ValueError if an argument is out of range or does not apply to any of the losses.
+    Raises ValueError for other shapes, and if an argument is out of range or does not apply to any of the losses.
     """
     names = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
     for name in names:
@@ -109,12 +110,16 @@ def dpo_loss(
         (policy_chosen_logps, reference_chosen_logps, chosen_lengths),
         (policy_rejected_logps, reference_rejected_logps, rejected_lengths),
     )
-    shapes = [list(x.shape) for side in sides for x in side if x is not None]
-    if any(len(shape) != 1 or shape != shapes[0] for shape in shapes):
-        raise ValueError(
-            f"log-probabilities and lengths have shapes {shapes} but every pair needs one of each: give [N], sums over "
-            "the tokens of each completion"
-        )
+    check_shapes(
+        "policy and reference log-probabilities, lengths and aot_reference_margins: every pair needs one of each: give "
+        "[N], sums over the tokens of each completion",
+        1,
+        *sides[0],
+        *sides[1],
+        aot_reference_margins,
+    )
+    if isinstance(bco_delta, Tensor):
+        check_shapes("bco_delta: it must be one number []", 0, bco_delta)
     parts, rewards = [], []
     for name, weight in zip(names, loss_weights or [1.0] * len(names)):
         ratios, bases = [], []
@@ -162,6 +167,9 @@ def ld_dpo_weights(token_index: Tensor, public_lengths: Tensor, alpha: float) ->
     weight * logp instead of logp, for the policy and the reference, as trl's `ld_alpha` does (trl < 1.0 and
     LLaMA-Factory's `ld_alpha` weight only the policy). alpha = 1 is plain DPO; outside of [0, 1] it is refused.
     """
+    check_shapes(
+        "token_index and public_lengths: both must be [T]", 1, token_index, public_lengths
+    )
     if not 0 <= alpha <= 1:
         raise ValueError(f"the LD-DPO alpha is {alpha} but must lie in [0, 1]; 1 is plain DPO")
     weights = torch.ones_like(token_index, dtype=torch.float32)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .precision import at_least_float32
+from .shapes import check_shapes
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
@@ -25,8 +26,9 @@ def kto_loss(
     kl: Tensor | None = None,
     loss_type: str = "kto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (losses [Nw + Nl], chosen_rewards [Nw], rejected_rewards [Nl], kl), rewards and kl detached.
+    """Return (losses [Nw + Nl], chosen_rewards [Nw], rejected_rewards [Nl], kl []), rewards and kl detached.
 
+    The chosen log-probabilities are [Nw], the rejected ones [Nl] and those of mismatched answers [M].
     kto (2402.01306, eq. 8), r = policy - reference:
         desirable    lambda_D * (1 - sigmoid(beta * (r - z0)))
         undesirable  lambda_U * (1 - sigmoid(beta * (z0 - r)))
@@ -34,7 +36,7 @@ def kto_loss(
     max(0, mean(policy_KL - reference_KL)) over answers that are paired with another example's prompt. It carries no
     gradient. apo_zero_unpaired (2408.06266; the same name in TRL): 1 - sigmoid(beta r) and sigmoid(beta r), without a
     baseline. Either side may be empty. Keep lambda_D * Nw / (lambda_U * Nl) within [1, 4/3] (section 4.2 of the paper).
-    Raises ValueError if loss_type is unknown, beta <= 0, a weight is negative, or kto has no baseline.
+    Raises ValueError for other shapes, an unknown loss_type, beta <= 0, a negative weight, or kto without a baseline.
     """
     if loss_type not in KTO_LOSS_TYPES:
         raise ValueError(
@@ -47,6 +49,17 @@ def kto_loss(
             f"desirable_weight is {desirable_weight} and undesirable_weight {undesirable_weight} "
             "but both must be at least 0"
         )
+    for side in (
+        (policy_chosen_logps, reference_chosen_logps),
+        (policy_rejected_logps, reference_rejected_logps),
+        (policy_KL_logps, reference_KL_logps),
+    ):
+        check_shapes(
+            "policy and reference log-probabilities: both must be sums over answers [N]",
+            1,
+            *side,
+        )
+    check_shapes("kl: it must be one number [], the baseline of all examples", 0, kl)
     chosen = at_least_float32(policy_chosen_logps) - at_least_float32(reference_chosen_logps)
     rejected = at_least_float32(policy_rejected_logps) - at_least_float32(
         reference_rejected_logps

@@ -7,9 +7,11 @@ cu_seqlens[i + 1] - 1). Token losses return one value per token; the caller divi
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .precision import at_least_float32
+from .shapes import check_shapes
 
 # the exponential of more is outside any clip range, and of much more it overflows
 MAX_LOG_RATIO = 20.0
@@ -43,12 +45,16 @@ def token_rewards(
 
     kl [T] per token, scores [N], last_index [N] int64: the last token of each answer, which is its EOS token if it has
     one, never the token after it. `missing_eos_penalty` is subtracted from the score of answers whose `has_eos` [N] is
-    false. Raises ValueError if it is set without has_eos.
+    false. Raises ValueError for other shapes, and if it is set without has_eos.
     """
-    if scores.shape != last_index.shape:
-        raise ValueError(
-            f"scores are {list(scores.shape)} and last_index {list(last_index.shape)} but each answer needs one of both"
-        )
+    check_shapes("kl: it must be [T], one value per token", 1, kl)
+    check_shapes(
+        "scores and last_index (and has_eos): each answer needs one of both (of each), [N]",
+        1,
+        scores,
+        last_index,
+        has_eos,
+    )
     rewards = -kl_coefficient * at_least_float32(kl)
     scores = at_least_float32(scores).to(rewards.dtype)
     if missing_eos_penalty is not None:
@@ -68,14 +74,12 @@ def packed_gae(
 
     d_t = R_t + gamma V_{t+1} - V_t,  A_t = d_t + gamma lam A_{t+1},  returns = A + V; V and A are 0 after a sequence's
     last token. The recurrence is solved for all sequences at once by doubling: after k rounds A_t is the sum of its
-    first 2^k terms, so log2(T) rounds give all of them.
+    first 2^k terms, so log2(T) rounds give all of them. rewards and values are packed [T], cu_seqlens is [N + 1].
     """
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gamma is {gamma} and lam {lam} but both must lie in [0, 1]")
-    if rewards.shape != values.shape or rewards.dim() != 1:
-        raise ValueError(
-            f"rewards are {list(rewards.shape)} and values {list(values.shape)} but both must be packed [T]"
-        )
+    check_shapes("rewards and values: both must be packed [T]", 1, rewards, values)
+    check_shapes("cu_seqlens: it must be [N + 1], where the sequences begin", 1, cu_seqlens)
     rewards, values = at_least_float32(rewards.detach()), at_least_float32(values.detach())
     T = rewards.shape[0]
     # on a GPU reading would make the host wait
@@ -97,6 +101,24 @@ def packed_gae(
     return advantages, advantages + values
 
 
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns), each [N, T], detached: `packed_gae` of padded sequences.
+
+    rewards, values and mask are [N, T]. A row's sequence is what its mask keeps, on whichever side the padding is;
+    elsewhere both results are 0. Raises ValueError for other shapes, and for gamma or lam outside of [0, 1].
+    """
+    check_shapes(
+        "rewards, values and mask: all must be padded [N, T]", 2, rewards, values, mask
+    )
+    kept = mask.bool()
+    cu_seqlens = F.pad(kept.sum(1).cumsum(0), (1, 0))
+    packed = packed_gae(rewards[kept], values[kept], cu_seqlens, gamma, lam)
+    advantages, returns = (x.new_zeros(kept.shape).masked_scatter(kept, x) for x in packed)
+    return advantages, returns
+
+
 def group_advantages(
     scores: Tensor, group_size: int, kind: str = "group", *, scale: bool | str = True
 ) -> Tensor:
@@ -108,6 +130,7 @@ def group_advantages(
     "leave_one_out": r minus the mean of the other answers (RLOO, 2402.14740).
     Raises ValueError for another kind, or scores that do not form such groups.
     """
+    check_shapes("scores: they must be [N], one for each answer", 1, scores)
     if group_size < 2 or len(scores) % group_size or kind not in ("group", "leave_one_out"):
         raise ValueError(
             f"{kind!r} advantages of {len(scores)} scores in groups of {group_size}; the kind must be group or "
@@ -135,14 +158,16 @@ def ppo_policy_loss(
 ) -> PolicyLoss:
     """Return the loss of each token by its probability ratio rho = exp(logp - old_logp).
 
+    logps, old_logps and advantages have one shape, that of the results: packed [T] or padded [N, T].
     "clip": max(-A rho, -A clip(rho, 1 - clip, 1 + clip_high)) (1707.06347, eq. 7). `clip_high` (default: clip) widens
     the upper side (DAPO, 2503.14476: 0.28). `dual_clip` c, above 1 + clip_high, limits the loss of tokens with A < 0
     to -c A (1912.09729; commonly 3; two-sided clipping, 2505.07291).
     "cispo": -A min(rho, 1 + clip_high) logp, where the ratio is a weight without gradient (2506.13585): a token beyond
     the bound still learns. It has no lower bound.
     The log-ratio is cut at +-20, beyond which its gradient is 0 already, or useless.
-    Raises ValueError for another kind, or bounds out of range.
+    Raises ValueError if the shapes differ, for another kind, or bounds out of range.
     """
+    check_shapes("logps, old_logps and advantages", None, logps, old_logps, advantages)
     high = clip if clip_high is None else clip_high
     if not 0 <= clip < 1 or high < 0:
         raise ValueError(
@@ -172,7 +197,12 @@ def ppo_policy_loss(
 def ppo_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.2
 ) -> ValueLoss:
-    """Return max((V - G)^2, (clip(V, V_old +- clip) - G)^2) / 2 per token; the plain square without a clip."""
+    """Return max((V - G)^2, (clip(V, V_old +- clip) - G)^2) / 2 per token; the plain square without a clip.
+
+    values, old_values and returns have one shape, that of the results: packed [T] or padded [N, T]. Raises ValueError
+    if they differ, or for a negative clip.
+    """
+    check_shapes("values, old_values and returns", None, values, old_values, returns)
     values, old_values, returns = (
         at_least_float32(t) for t in (values, old_values.detach(), returns.detach())
     )
@@ -190,9 +220,11 @@ def ppo_value_loss(
 def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Tensor:
     """Return an estimate of KL(policy || reference) per token from samples of the policy, d = logp - reference logp.
 
+    logps and reference_logps have one shape, that of the result: packed [T] or padded [N, T].
     k1: d (unbiased). k2: d^2 / 2 (low variance, biased). k3: e^-d - 1 + d (unbiased, never negative), with the exponent
     cut at 20. Source: Schulman, "Approximating KL divergence" (2020).
     """
+    check_shapes("logps and reference_logps", None, logps, reference_logps)
     difference = at_least_float32(logps) - at_least_float32(reference_logps)
     if kind == "k1":
         return difference
@@ -206,8 +238,10 @@ def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Ten
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Return (values - mean) / sqrt(variance + 1e-8) where mask is set, 0 elsewhere.
 
-    The moments are those of the population where mask is set. A single value, or none, gives zeros and never nan.
+    values and mask have one shape, that of the result. The moments are those of the population where mask is set. A
+    single value, or none, gives zeros and never nan.
     """
+    check_shapes("values and mask", None, values, mask)
     values, left_out = at_least_float32(values), ~mask.bool()
     count = mask.bool().sum().clamp(min=1)
     centred = values - values.masked_fill(left_out, 0.0).sum() / count

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .shapes import check_shapes
+
 MAX_EXPONENT = 40.0  # e^40 and its square fit float32, so one extreme pair cannot make the gradient norm infinite
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 
@@ -92,6 +94,7 @@ def aot_margins(policy: Tensor, reference: Tensor) -> Tensor:
     AOT, alignment via optimal transport (2406.05882; trl "aot"), compares the sorted margins of many pairs: its D is a
     policy margin minus what is returned here. trl sorts within each micro-batch.
     """
+    check_shapes("policy and reference: every pair needs both, [N]", 1, policy, reference)
     ranks = policy.detach().argsort(stable=True).argsort()
     return reference.sort().values[ranks]
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .precision import at_least_float32
+from .shapes import check_shapes
 
 
 def reward_loss(
@@ -15,17 +16,19 @@ def reward_loss(
     margin: Tensor | None = None,
     center_coefficient: float = 0.0,
 ) -> Tensor:
-    """Return -log sigmoid(s_w - s_l - margin) + c * (s_w + s_l)^2 per pair [N].
+    """Return -log sigmoid(s_w - s_l - margin) + c * (s_w + s_l)^2 per pair, in the shape of the scores.
 
+    chosen_rewards, rejected_rewards and margin have one shape, commonly [N].
     Bradley-Terry with the margin of Llama 2 (2307.09288, eq. 2) and the centring term of 2312.09244 (c = 0.01 there),
     which fixes the constant that pairs leave free in the scores. Raises ValueError if shapes differ or c < 0.
     """
-    given = [x for x in (chosen_rewards, rejected_rewards, margin) if x is not None]
-    shapes = [list(x.shape) for x in given]
-    if shapes != shapes[:1] * len(shapes):
-        raise ValueError(
-            f"chosen_rewards, rejected_rewards and margin have shapes {shapes} but must all be [N], one value per pair"
-        )
+    check_shapes(
+        "chosen_rewards, rejected_rewards and margin: they must have one shape, one value per pair",
+        None,
+        chosen_rewards,
+        rejected_rewards,
+        margin,
+    )
     if center_coefficient < 0:
         raise ValueError(
             f"center_coefficient is {center_coefficient} but must be at least 0 (0 switches centring off)"

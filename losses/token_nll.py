@@ -8,23 +8,24 @@ all micro-batches and ranks needs.
 from torch import Tensor
 
 from .precision import at_least_float32
+from .shapes import check_shapes
 
 
 def token_nll(logps: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sum_t w_t * -logps_t, sum_t w_t); add both up over the whole step before dividing.
+    """Return (sum_t w_t * -logps_t, sum_t w_t), two scalars; add both up over the whole step before dividing.
 
-    Tokens of weight 0 contribute neither value nor gradient, whatever their log-probability is. If all weights are 0,
-    the sum is a zero that still carries a gradient of zeros.
+    logps and weights have one shape. Tokens of weight 0 contribute neither value nor gradient, whatever their
+    log-probability is. If all weights are 0, the sum is a zero that still carries a gradient of zeros.
     """
     return weighted_sum(-at_least_float32(logps), weights)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sum_t w_t * values_t, sum_t w_t); values of weight 0 are ignored, even if they are not finite."""
-    if values.shape != weights.shape:
-        raise ValueError(
-            f"weights are {list(weights.shape)} but the token values are {list(values.shape)}; give one weight each"
-        )
+    """Return (sum_t w_t * values_t, sum_t w_t), two scalars, of values and weights of one shape.
+
+    Values of weight 0 are ignored, even if they are not finite. Raises ValueError if the shapes differ.
+    """
+    check_shapes("token values and weights: give one weight each", None, values, weights)
     values = at_least_float32(values)
     weights = weights.to(values.dtype)
     # masked_fill and not torch.where, which would copy the 0 to a GPU and make the host wait
@@ -34,11 +35,12 @@ def weighted_sum(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def label_smoothed_nll(
     logps: Tensor, lse: Tensor, mean_logit: Tensor, label_smoothing: float
 ) -> Tensor:
-    """Return (1 - e) * -logps + e * (lse - mean_logit) per token.
+    """Return (1 - e) * -logps + e * (lse - mean_logit) per token, in the one shape of all three.
 
     The second term is the mean over the vocabulary of -log p_v (Szegedy et al., 1512.00567;
-    the same as `label_smoothing` of torch's cross-entropy). Raises ValueError unless 0 <= e < 1.
+    the same as `label_smoothing` of torch's cross-entropy). Raises ValueError if shapes differ or unless 0 <= e < 1.
     """
+    check_shapes("logps, lse and mean_logit", None, logps, lse, mean_logit)
     if not 0 <= label_smoothing < 1:
         raise ValueError(
             f"label_smoothing is {label_smoothing} but must be at least 0 and below 1"
@@ -48,13 +50,13 @@ def label_smoothed_nll(
 
 
 def dft_nll(logps: Tensor) -> Tensor:
-    """Return -p_t * log p_t per token with p_t held constant: dynamic fine-tuning (2508.05629)."""
+    """Return -p_t * log p_t in the shape of logps, with p_t held constant: dynamic fine-tuning (2508.05629)."""
     logps = at_least_float32(logps)
     return -logps.detach().exp() * logps
 
 
 def z_loss(lse: Tensor, coefficient: float) -> Tensor:
-    """Return coefficient * lse^2 per token, which keeps the logits' normaliser near 0.
+    """Return coefficient * lse^2 per token, in the shape of lse, which keeps the logits' normaliser near 0.
 
     Source: PaLM (2204.02311, section 5; 1e-4 there). Raises ValueError if the coefficient is negative.
     """

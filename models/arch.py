@@ -41,7 +41,21 @@ _NEUTRAL: Mapping[str, Any] = _TABLES["neutral"]
 _ROPE_TYPES: Mapping[str, list[str]] = _TABLES["rope_types"]
 
 # Below which a number is taken for a mistake; others must be below 2^31.
-MOST = {"num_hidden_layers": 2000, "vocab_size": 1 << 24, "hidden_size": 1 << 20}
+MOST = {
+    "num_hidden_layers": 2000,
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "rms_norm_eps": 1,
+}
+# Fields that are no plain numbers.
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "a table": (
+        dict,
+        "rope_parameters rope_scaling quantization_config dual_chunk_attention_config",
+    ),
+    "true or false": (bool, "tie_word_embeddings attention_bias"),
+    "the number of a token": (int, "bos_token_id eos_token_id pad_token_id"),
+}
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,16 @@ class ModelConfig:
                 "model of these families"
             )
         family = FAMILIES[model_type]
+        for wanted, (kind, names) in _KINDS.items():
+            for name in names.split():
+                given = raw.get(name)
+                parts: Any = [given]
+                if name == "eos_token_id" and isinstance(given, list):
+                    parts = given
+                if {*map(type, parts)} - {kind, type(None)}:
+                    raise ValueError(
+                        f"config.json has {name} = {given!r:.60} but it must be {wanted}; correct the file or setting"
+                    )
         if quantised := raw.get("quantization_config"):
             method = quantised.get("quant_method")
             if method != "bitsandbytes" or quantised.get("bnb_4bit_quant_type") != "nf4":
@@ -139,6 +163,11 @@ class ModelConfig:
         # rotary settings lie among the others or, in either style, in a table of their own
         table = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
         stated = {**family.defaults, **raw, **table}
+        if (theta := raw.get("rope_theta")) not in (None, stated["rope_theta"]):
+            raise ValueError(
+                f"config.json has rope_theta = {theta!r:.60} and {stated['rope_theta']!r:.60} in rope_parameters or "
+                "rope_scaling; correct one of them"
+            )
         for name, value in {**_NEUTRAL, **family.fixed}.items():
             if stated.get(name) not in (None, value):
                 raise ValueError(
@@ -148,7 +177,7 @@ class ModelConfig:
         known = family.defaults | {k: v for k, v in stated.items() if v is not None}
         # Qwen2.5-1M was trained on this many tokens; only a server computes the chunks that reach further
         if chunks := known.get("dual_chunk_attention_config"):
-            known["max_position_embeddings"] = chunks["original_max_position_embeddings"]
+            known["max_position_embeddings"] = chunks.get("original_max_position_embeddings")
         heads = _number(known, "num_attention_heads", int)
         known.setdefault("num_key_value_heads", heads)
         known.setdefault("head_dim", _number(known, "hidden_size", int) // heads)
@@ -209,11 +238,11 @@ class ModelConfig:
 def _number(known: Mapping[str, Any], name: str, kind: Any) -> Any:
     """Return a positive number; ValueError names the field that holds none."""
     value: Any = known.get(name)
-    most = MOST.get(name, 1 << 31) if kind is int else math.inf
+    most = MOST.get(name, 1 << 31 if kind is int else math.inf)
     if type(value) not in (int, float) or not 0 < value < most or kind(value) != value:
-        wanted = (
-            f"a whole number above 0 and below {most:,}" if kind is int else "a number above 0"
-        )
+        wanted = f"a {'whole ' * (kind is int)}number above 0"
+        if most < math.inf:
+            wanted += f" and below {most:,}"
         raise ValueError(
             f"config.json has {name} = {value!r} but it must be {wanted}; correct the file or the setting"
         )
@@ -236,7 +265,7 @@ def _read_scaling(known: dict[str, Any], changes: Mapping[str, Any]) -> RopeScal
     window = _number(known, "max_position_embeddings", int)
     known.setdefault("original_max_position_embeddings", window)
     known |= changes
-    kind = known.get("rope_type", known.get("type", "default"))
+    kind = str(known.get("rope_type", known.get("type", "default")))
     if kind not in _ROPE_TYPES:
         raise ValueError(
             f"config.json has rope type {kind!r} but only {', '.join(_ROPE_TYPES)} are computed; set model.rope.type "

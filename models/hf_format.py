@@ -1,4 +1,4 @@
-"""Hugging Face model folders: find them, read slices of their weights (adapters added in), write new ones.
+"""The weights of Hugging Face model folders: read slices of them (adapters added in), write new ones.
 
 Reading touches only the bytes asked for; writing never holds more than one shard.
 """
@@ -14,12 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.arch import ModelConfig
+from models.folders import ADAPTER_CONFIG, base_folder, read_adapter_config, read_json
 from models.quantized import BLOCK, OUTER, join_parts, pack, unpack
 from ulysses.disk import write_json, write_tensors
 
-CONFIG = "config.json"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
@@ -30,127 +29,11 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "*.jinja",
 )
-# "*.safetensors" comes with them where weights are needed
-DOWNLOADED = ["*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
-NOT_DOWNLOADED = ["original/*", "*/*.safetensors", "consolidated*"]
 
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
 )
-HUB_SECONDS = 5.0  # that the hub may take to say that it has a model
 SHARD_BYTES = 2 << 30  # written to one file, and held in host memory meanwhile
-
-
-def resolve_model(
-    path_or_id: str,
-    revision: str | None = None,
-    *,
-    need_weights: bool = True,
-    key: str = "model.path",
-) -> Path:
-    """Return a local folder: the given one, or the hub snapshot of a model id at `revision` (fetched if absent).
-
-    `key` is the setting that named the model; errors begin with it.
-
-    Honours HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Only json, safetensors and tokenizer files are fetched, without the
-    weights if `need_weights` is false (a tokenizer or a config alone); the hub client's file locks let every process of
-    a node call at once and one of them download. Raises FileNotFoundError saying what was tried.
-    """
-    folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import HfApi, constants, snapshot_download
-
-    unreached: Exception | None = None
-    try:
-        # asked first, because the download waits for an answer without end; the cache may have what is not reached
-        HfApi().model_info(path_or_id, revision=revision or "main", timeout=HUB_SECONDS)
-    except Exception as error:
-        unreached = error
-    try:
-        fetched = snapshot_download(
-            path_or_id,
-            revision=revision,
-            allow_patterns=DOWNLOADED + need_weights * ["*.safetensors"],
-            ignore_patterns=NOT_DOWNLOADED,
-            local_files_only=unreached is not None,
-        )
-    # one of a dozen classes; they all mean that the model cannot be fetched
-    except Exception as error:
-        cause = unreached or error
-        reason = str(cause).strip().split("\n")[0]
-        offline = " (HF_HUB_OFFLINE is set)" * constants.HF_HUB_OFFLINE
-        raise FileNotFoundError(
-            f"{key} is {path_or_id!r}: there is no folder {folder.absolute()}, and revision "
-            f"{revision or 'main'} was not found at {constants.ENDPOINT}{offline} or in the cache "
-            f"{constants.HF_HUB_CACHE} ({type(cause).__name__}: {reason:.90}); give a folder, correct the id, or log "
-            "in for a gated model"
-        ) from error
-    return Path(fetched)
-
-
-def read_config(folder: Path, **rope: Any) -> ModelConfig:
-    """Read config.json of a model folder; an adapter's folder without one has its base's.
-
-    `rope` changes the rotary settings, as in ModelConfig.from_hf.
-    """
-    return ModelConfig.from_hf(_read_json(folder_with(folder, CONFIG) / CONFIG), **rope)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path.absolute()}; a model folder needs it")
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"{path.absolute()} is not a JSON object ({error}); download or write it again"
-        ) from None
-
-
-# Fields of adapter_config.json that change what an adapter computes, and the values of a plain LoRA. Others, such as
-# trained biases, show in the tensors' names.
-_PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (None, False),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "target_parameters": (None, []),
-    "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),
-}
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json.
-
-    Raises ValueError naming the first field that makes the adapter more than plain LoRA.
-    """
-    path = folder / ADAPTER_CONFIG
-    raw = _read_json(path)
-    for field, plain in _PLAIN_LORA.items():
-        if raw.get(field) not in plain:
-            raise ValueError(
-                f"{path.absolute()} has {field} = {raw.get(field)!r} but only plain LoRA is read; merge the adapter "
-                "into its base with PEFT"
-            )
-    return raw
-
-
-def base_folder(folder: Path, *, need_weights: bool = True) -> Path:
-    """Return the local folder of the base model that an adapter's adapter_config.json names."""
-    raw = read_adapter_config(folder)
-    base = raw.get("base_model_name_or_path")
-    key = f"base_model_name_or_path in {(folder / ADAPTER_CONFIG).absolute()}"
-    if not base:
-        raise ValueError(f"{key} is missing; write the base model's folder or hub id there")
-    return resolve_model(base, raw.get("revision"), need_weights=need_weights, key=key)
-
-
-def folder_with(folder: Path, pattern: str) -> Path:
-    """Return the folder to read such a file from: the model's own or, for an adapter that lacks it, its base's."""
-    if (folder / ADAPTER_CONFIG).exists() and not any(folder.glob(pattern)):
-        return folder_with(base_folder(folder, need_weights=False), pattern)
-    return folder
 
 
 class StoredTensor(NamedTuple):
@@ -411,7 +294,7 @@ class Rounding:
 def _weight_paths(folder: Path) -> list[Path]:
     names = [WEIGHTS]
     if (folder / INDEX).is_file():
-        table = _read_json(folder / INDEX).get("weight_map")
+        table = read_json(folder / INDEX).get("weight_map")
         names = (
             sorted({str(name) for name in table.values()}) if isinstance(table, dict) else []
         )

@@ -17,7 +17,8 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from models.hf_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Rounding, add_low_rank, lora_scale
+from models.folders import ADAPTER_CONFIG
+from models.hf_format import ADAPTER_WEIGHTS, Rounding, add_low_rank, lora_scale
 from models.layers import Linear
 from ulysses.disk import write_json, write_tensors
 

@@ -1,5 +1,6 @@
 """Shared test set-up: one thread per process, quiet libraries, no network."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -27,7 +28,11 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked `gpu` where there is none, and those marked `full` unless they are asked for."""
+    """Leave out tests marked `gpu` where there is none, and those marked `full` unless they are asked for.
+
+    What was imported until then stays out of all collections of garbage.
+    """
+    gc.freeze()
     absent = () if torch.cuda.is_available() else ("gpu",)
     absent += () if "full" in (config.getoption("-m") or "") else ("full",)
     gone = [item for item in items if any(map(item.get_closest_marker, absent))]

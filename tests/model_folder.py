@@ -9,7 +9,8 @@ import torch
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel, init_parameter
-from models.hf_format import CONFIG, write_weights
+from models.folders import CONFIG
+from models.hf_format import write_weights
 from ulysses.disk import write_json
 
 

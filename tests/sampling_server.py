@@ -23,6 +23,7 @@ class SamplingServer:
 
     Attributes:
         asked: (path, body) of all requests.
+        keys: what they had in the header of keys.
         fault: "" for none, "hang", "drip", "slow head", "endless", "redirect", "cut", "no HTTP", "refuse", "garbage",
             "no fields", "nan", "no stop token" or "reload".
         scores: what a reward answers; if empty, it counts the letters of each answer.
@@ -31,12 +32,14 @@ class SamplingServer:
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.fault, self.scores = "", []
+        self.keys: set[str | None] = set()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.asked.append((self.path, body))
+                outer.keys.add(self.headers["Authorization"])
                 if outer.fault == "hang":
                     time.sleep(5)
                 found = outer.reply(self.path, body)
@@ -73,7 +76,7 @@ class SamplingServer:
         if path == "/score":
             return {
                 "scores": self.scores
-                or [len(r["completion"]) / r["row"]["scale"] for r in body["rows"]]
+                or [len(r["completion"]) / r["row"].get("scale", 1) for r in body["rows"]]
             }
         if path == "/update_weights_from_disk":
             assert (Path(body["model_path"]) / "config.json").exists()

@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from ulysses.imports import explained_imports
+from ulysses.imports import announce_imports, explained_imports, interruptible
 
 HELP = """usage: ulysses COMMAND [arguments]
 
@@ -35,11 +35,13 @@ def main() -> int:
             given = {"dry-run": ["--dry-run"], "inspect": ["--inspect", "3"]}.get(command, [])
             import_module("ulysses.train").start([*given, *rest])
         case "report" | "export" | "migrate":
-            with explained_imports():
-                # a translation may be redirected into a file
-                import_module("ulysses.run.quiet").quiet()
-                tool = import_module(f"ulysses.{command}")
-            return tool.main(rest)
+            announce_imports()
+            with interruptible():
+                with explained_imports():
+                    # a translation may be redirected into a file
+                    import_module("ulysses.run.quiet").quiet()
+                    tool = import_module(f"ulysses.{command}")
+                return tool.main(rest)
         case "demo":
             return demo(rest)
         case "--version":

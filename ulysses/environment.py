@@ -98,6 +98,19 @@ def grace_seconds() -> float:
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", GRACE_SECONDS))
 
 
+def api_headers() -> dict[str, str]:
+    """Return the header that gives the servers of rewards and samplers the user's key, if there is one.
+
+    Raises ValueError, without the key, if it can stand in no header.
+    """
+    key = os.environ.get("ULYSSES_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            "ULYSSES_API_KEY holds characters that no header may hold; set it again"
+        )
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def wants_debug(arguments: list[str]) -> bool:
     """Return whether `--debug` or ULYSSES_DEBUG asks for everything, before the command line is parsed."""
     return "--debug" in arguments or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")

@@ -12,8 +12,8 @@ from ulysses.imports import explained_imports
 
 with explained_imports():
     import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
-    from models.hf_format import ADAPTER_CONFIG, CONFIG
-    from ulysses.config.section import absolute
+    from models.folders import ADAPTER_CONFIG, CONFIG
+    from ulysses.config.section import absolute, existing
     from ulysses.run.export_model import export_checkpoint, merge_adapter
 
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source, out = (Path(absolute(place)) for place in (given.source, given.out))
     merge = given.merge
     try:
-        is_adapter = (source / ADAPTER_CONFIG).exists()
+        is_adapter = (existing(source) / ADAPTER_CONFIG).exists()
         if merge and not is_adapter and (source / CONFIG).exists():
             raise ValueError(
                 f"{source.absolute()} is a model without adapters; nothing is to be merged"

@@ -1,7 +1,18 @@
 """Explain in one sentence why a command cannot even be imported."""
 
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from ulysses.environment import rank
+
+
+def announce_imports() -> None:
+    """Say at once that a command has begun: PyTorch and DeepSpeed may take long to load."""
+    if rank() == 0:
+        print("loading the libraries ...", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -15,3 +26,14 @@ def explained_imports() -> Iterator[None]:
         ) from None
     except ImportError as error:
         raise SystemExit(f"error: {error}") from None
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """End the process in one line if Ctrl-C comes before a run takes care of it, as it does once it trains."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if rank() == 0:
+            print("\ninterrupted", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)

@@ -23,7 +23,7 @@ import yaml
 import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
 from ulysses.config.command_line import check, known_keys, put
 from ulysses.config.foreign_names import foreign_names
-from ulysses.config.section import ConfigError, flat, refuse
+from ulysses.config.section import ConfigError, existing, flat, refuse
 from ulysses.run.registry import STAGES
 from ulysses.run.setting_checks import contradictions
 
@@ -77,9 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Read their settings from YAML, JSON, or the arguments of a command such as `trl dpo --config FILE --beta 0.2`."""
-    text = path.read_text(encoding="utf-8-sig")
+    text = existing(path).read_text(encoding="utf-8-sig")
     if path.suffix == ".toml":
-        raise ConfigError("this is TOML, which train.py --config reads as it is")
+        raise ConfigError("this is TOML, which ulysses train --config reads as it is")
     if path.suffix in (".yaml", ".yml", ".json"):
         values = yaml.safe_load(text)
         if not isinstance(values, dict):
@@ -172,7 +172,7 @@ def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
     if not method:
         methods = ", ".join(NAMES["ours"]["stage"]["values"])
         raise ConfigError(f"no stage is named; add --stage with one of {methods}")
-    text = path.read_text(encoding="utf-8-sig")
+    text = existing(path).read_text(encoding="utf-8-sig")
     if gpus is None:
         gpus = int(max(PROCESSES.findall(text), default="1", key=int))
     groups = max(1, gpus // settings.get("parallel.sequence_parallel_size", 1))
@@ -196,7 +196,7 @@ def _toml(settings: dict[str, Any], comments: dict[str, str], remarks: list[str]
     Raises ConfigError for a value that is none of ours.
     """
     lines = [
-        "# What every setting means: train.py --help. Settings that are not needed here are left out."
+        "# What every setting means: ulysses train --help. Settings that are not needed here are left out."
     ]
     for key, value in settings.items():
         # an inline table of TOML is a JSON object with = instead of colons
@@ -249,7 +249,7 @@ def _ours(value: Any, rule: dict[str, Any], stage: str) -> tuple[str, str, dict[
         kind, stands = "not_supported", ""
         if key.startswith(tuple(NAMES["free_choice"])):
             kind, stands = "by_hand", ", so its default stands"
-        todo = rule.get("else", "see train.py --help")
+        todo = rule.get("else", "see ulysses train --help")
         return kind, f"{key} has no such choice{stands}; {todo}", {}
     new = value if choices and isinstance(value, dict) else {key: value}
     return "ours", note, new if value != "" else {}

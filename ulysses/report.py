@@ -20,14 +20,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ulysses.config.section import existing
+
 SMOOTHED = 60  # curves of at least this many points get a running mean on top
 COLUMNS = 3
-# the first panels
 TITLES = {
     "loss": "Loss",
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
 }
+LAST = re.compile(r"grad|time/|tokens|seconds|mfu|peak_memory")  # panels, after the stage's own
+# of the legend: alpha and format of grey lines
+LEGEND = {"each step": (0.3, "-"), "running mean": (1, "-"), "held out": (1, "o:")}
 OCTAVE = re.compile(r"nll(_se)?/\d.*")  # see stages/sft.py
 
 
@@ -37,7 +41,7 @@ def read_run(folder: Path) -> pd.DataFrame:
     Incomplete lines, such as the last one of a killed run, are left out. No step is repeated: a run that continues from
     an earlier checkpoint first drops the lines of later steps.
     """
-    path = folder / "metrics.jsonl"
+    path = existing(folder) / "metrics.jsonl"
     text = path.read_text() if path.is_file() else ""
     lines = re.findall(r'^\{"step": .*\}$', text, re.MULTILINE)
     if not lines:
@@ -80,7 +84,7 @@ def draw_octaves(axis: Axes, runs: dict[str, pd.DataFrame], octaves: Sequence[st
 
 
 def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
-    """Draw the metrics in TITLES, every other metric that changes, and octaves."""
+    """Draw the metrics in TITLES, every other metric that changes, and octaves; a stage's own before the gradient's."""
     seen: dict[str, set[float]] = {}
     for run in runs.values():
         for metric in run:
@@ -88,9 +92,8 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
     of_octaves = list(filter(OCTAVE.match, seen))
     # as they were logged, from the first to the last
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
-    others = sorted(seen.keys() - {*TITLES, *of_octaves})
-    panels = [metric for metric in TITLES if metric in seen]
-    panels += [metric for metric in others if len(seen[metric]) > 1]
+    drawn = [m for m in seen.keys() - of_octaves if m in TITLES or len(seen[m]) > 1]
+    panels = sorted(drawn, key=lambda m: (bool(LAST.match(m)), m not in TITLES, m))
     panels += ["Held-out nll by position"] * bool(octaves)
 
     rows = math.ceil(len(panels) / COLUMNS)
@@ -99,11 +102,17 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
         axis = figure.add_subplot(rows, COLUMNS, place)
         if panel in seen:
             draw_curves(axis, runs, panel)
+            axis.set_xlabel("step")
+            axis.locator_params("x", integer=True)
         else:
             draw_octaves(axis, runs, octaves)
+            axis.set_xlabel("tokens before it (dotted: first evaluation, line: last)")
         axis.set_title(TITLES.get(panel, panel), fontsize=10, loc="left")
         axis.grid(alpha=0.25)
-    entries = figure.axes[0].get_legend_handles_labels()
+    axis = figure.axes[0]
+    for label, (alpha, style) in LEGEND.items():
+        axis.plot([], style, color="grey", alpha=alpha, markersize=4, label=label)
+    entries = axis.get_legend_handles_labels()
     figure.legend(*entries, loc="outside upper left", ncols=4)
     return figure
 

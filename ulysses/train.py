@@ -9,7 +9,7 @@ from time import time
 from typing import NoReturn
 
 from ulysses.environment import rank, wants_debug
-from ulysses.imports import explained_imports
+from ulysses.imports import announce_imports, explained_imports, interruptible
 
 
 def main(arguments: list[str]) -> int:
@@ -21,6 +21,7 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(help_text())
         return 0
+    announce_imports()
     with explained_imports():
         from psutil import Process
 
@@ -63,7 +64,9 @@ def main(arguments: list[str]) -> int:
 
 def start(arguments: list[str]) -> NoReturn:
     """Run `main` and end the process with its exit code."""
-    code = main(arguments)
+    sys.stdout.reconfigure(line_buffering=True)  # a log file has each line at once
+    with interruptible():
+        code = main(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # interpreter shutdown can abort while communication threads still run

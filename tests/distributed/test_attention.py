@@ -3,6 +3,7 @@
 On GPUs with as many of them as ranks the same tests run over NCCL, and every kernel of the machine in bfloat16 besides.
 """
 
+import inspect
 from itertools import product
 
 import pytest
@@ -170,6 +171,13 @@ def test_seq_all_to_all_4d():
     run_distributed(all_to_all_4d, 2)
     alone = torch.ones(1, 2, 3, 1)
     assert torch.equal(SeqAllToAll4D.apply(None, alone, 2, 1), alone)
+    assert torch.equal(SeqAllToAll4D.apply(None, alone, scatter_idx=1, gather_idx=2), alone)
+    assert [*inspect.signature(SeqAllToAll4D.apply).parameters] == [
+        "group",
+        "input",
+        "scatter_idx",
+        "gather_idx",
+    ]
     with pytest.raises(ValueError, match="it must be"):
         SeqAllToAll4D.apply(None, alone, 0, 1)
 
@@ -184,12 +192,16 @@ def test_wrong_inputs_are_refused():
         (rf"are torch.float32 \[6, 2, 8\], .*{shapes}", k, k, k, whole),
         (rf"\[6, 4, 8\]; {shapes}", q, q, q, whole),
         (rf"torch.float64 \[6, 2, 8\]; {shapes}", q, double, double, whole),
+        (rf"{shapes}: .*, and one length S, which is \[6, 5, 5\] here", q, k[:5], k[:5], whole),
+        (r"and one length S, which is \[6, 6, 7\] here", q, k, torch.ones(7, 2, E), whole),
         ("cu_seqlens ends at 5 but the 1 ranks hold 6 tokens", q, k, k, short),
     ):
         with pytest.raises(ValueError, match=message):
             attention(*given)
     with pytest.raises(ValueError, match="num_kv_heads is 3 but must divide the 4 query heads"):
         UlyssesAttention(None, 4, 3, E)
+    with pytest.raises(ValueError, match="kernel 'flash' is unknown; set auto, flash4, cudnn"):
+        UlyssesAttention(None, 4, 2, E, kernel="flash")
     split = r"splits heads 4 ways, .* construct it as ParallelMesh\(..., num_heads=14\)"
     with pytest.raises(ValueError, match=split):
         UlyssesAttention(simulated_mesh(4, 0, 4), 14, 2, E)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from examples.demo_data import write_demo
-from models.hf_format import WeightFiles, read_config
+from models.folders import read_config
+from models.hf_format import WeightFiles
 from tests.e2e.chain import AFTER, HELD_OUT, RECIPES, ROLLOUTS, Chain, launch, repeated
 from tests.e2e.launch import ROOT, Ranks, environment, metrics, ranks
 from tests.e2e.test_export import assert_same_folder

@@ -36,9 +36,9 @@ def place(tmp_path_factory):
         checkpoint = folder / f"{run}/checkpoints/step-{step}"
         checkpoint.mkdir(parents=True)
         write_run_state(checkpoint, {"step": step, "files": {"policy": ""}})
-    for name, words in (("model", 704), ("lacking", 704), ("nan", 704), ("small", 100)):
-        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-        demo_model(folder / name, vocab_size=words, **size)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    for name in "model lacking nan small".split():
+        demo_model(folder / name, vocab_size=100 if name == "small" else 704, **size)
     tensors = load_file(folder / "model/model.safetensors")
     nan = torch.full_like(tensors.pop(UP), torch.nan)
     save_file(tensors, folder / "lacking/model.safetensors")

@@ -1,7 +1,10 @@
 """What the documents say is true: settings parse, snippets run, commands, files, tables and tests exist."""
 
+import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +14,10 @@ import pytest
 import torch
 
 from losses import DPO_LOSS_TYPES
+from tests.e2e.launch import environment
+from tests.model_folder import demo_model
 from ulysses.cli import HELP
-from ulysses.config.command_line import known_keys, parse_command_line
+from ulysses.config.command_line import check, known_keys, parse_command_line
 from ulysses.gradients.chain import build_chain
 from ulysses.gradients.policies import GRADIENT_POLICIES
 from ulysses.run.registry import STAGES
@@ -80,17 +85,84 @@ def test_every_shipped_configuration_can_be_planned(path, tmp_path, capsys, monk
         assert seconds == pytest.approx(float(promised[1]), rel=0.15)
 
 
-@pytest.mark.parametrize("document", READMES)
-def test_library_snippets_run(document):
-    pieces, whole_run = blocks(document, "python")
+def test_library_snippets_run():
+    pieces, _ = blocks("README.md", "python")
     assert len(pieces.splitlines()) == 6
     names: dict[str, object] = {}
-    exec(compile(pieces, document, "exec"), names)
+    exec(compile(pieces, "README.md", "exec"), names)
     assert names["losses"].shape == (8,) and names["out"].shape == (1, 64, 32, 128)  # type: ignore[attr-defined]
     # a type checker reads it of `attention(...)`, which nn.Module would leave open
     hints = get_type_hints(type(names["attention"]))
     assert hints["__call__"] == Callable[..., torch.Tensor]
-    compile(whole_run, document, "exec")
+
+
+# what stands for models that are not here, and for eight GPUs
+SMALL = {
+    "Qwen/Qwen2.5-7B-Instruct": "model",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "model",
+    "YOUR_MODEL": "model",
+    "sequence_parallel_size = 8": "sequence_parallel_size = 1",
+}
+
+
+def small(text: str) -> str:
+    for name, ours in SMALL.items():
+        text = text.replace(name, ours)
+    return text
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """The folder of someone who has written every file that the documents show."""
+    folder = tmp_path_factory.mktemp("reader")
+    demo_model(folder / "model", max_position_embeddings=32_768)
+    for name in ("runs/sft/export", "runs/penelope/merged"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).symlink_to(folder / "model")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    chat, *_ = blocks("docs/quickstart.md", "json")
+    (folder / "chats.jsonl").write_text(chat)
+    (folder / "long.toml").write_text(small(*blocks("README.md", "toml")))
+    (folder / "laptop.toml").write_text(small(*blocks("docs/quickstart.md", "toml")))
+    rows = [text for text in blocks("docs/quickstart.md", "python") if "rows.jsonl" in text]
+    subprocess.run([sys.executable, "-c", *rows], cwd=folder, check=True)
+    return folder
+
+
+SNIPPETS = dict.fromkeys(
+    small(text) for document in DOCUMENTS for text in blocks(document, "python")
+)
+
+
+@pytest.mark.parametrize("text", SNIPPETS, ids=lambda text: text.split("\n")[-2][:40])
+def test_python_snippets_run(text, reader):
+    """On the files that the document names; each is a program of its own."""
+    line = [sys.executable, "-c", text]
+    done = subprocess.run(line, cwd=reader, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if "TrainingRun" in text:  # which ends with the metrics
+        assert "'loss'" in done.stdout and (reader / "runs/long/export/config.json").exists()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_settings_and_commands_are_valid(document, reader, monkeypatch):
+    """Tables of settings with their values, rows of data, and commands with all their arguments."""
+    monkeypatch.chdir(reader)
+    for text in blocks(document, "toml"):
+        values = tomllib.loads(small(text))
+        stage = next((name for name in STAGES if name in values), "sft")
+        check({"stage": stage, "model": {"path": "m"}, "run": {"steps": 1}} | values)
+    for text in blocks(document, "json"):
+        assert json.loads(text)
+    for words in commands(document):
+        if "--config" in words and Path(words[words.index("--config") + 1]).exists():
+            dry = ["--dry-run"] * (words[1] == "dry-run")
+            parse_command_line([*dry, *map(small, words[words.index("--config") :])])
+
+
+def commands(document: str) -> list[list[str]]:
+    lines = "\n".join(blocks(document, "bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def test_gradient_policy_page():
@@ -141,8 +213,8 @@ def test_commands_files_and_links_exist(document):
     paths = [folder / link for link in links]
     paths += [ROOT / path for path in re.findall(rf"`((?:{ours})/[\w./-]*)`", text)]
     known = {*known_keys(), *"gpus gpu-memory host-memory config dry-run inspect".split()}
-    for command in "\n".join(blocks(document, "bash")).replace("\\\n", " ").splitlines():
-        words = shlex.split(command, comments=True)
+    for words in commands(document):
+        command = " ".join(words)
         if words[:1] == ["ulysses"]:
             assert words[1] == "--version" or f"\n  {words[1]} " in HELP, command
         if "--config" in words:
@@ -150,6 +222,12 @@ def test_commands_files_and_links_exist(document):
             assert {word[2:] for word in rest if word.startswith("--")} <= known, command
             paths += [ROOT / file] * file.startswith("configs/")
     assert not [path for path in paths if not path.exists()]
+
+
+def test_make_says_that_pip_is_at_work(tmp_path):
+    line = ["make", "-n", "demo", f"VENV={tmp_path}/env"]
+    said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True).stdout
+    assert 0 < said.index("pip downloads and installs the packages") < said.index("pip install")
 
 
 def test_tests_named_in_the_fault_table_exist():

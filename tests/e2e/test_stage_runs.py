@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from models.decoder import RewardModel
-from models.hf_format import read_config
+from models.folders import read_config
 from models.lora import is_adapter
 from tests.e2e.launch import metrics, rows, tiny
 from tests.harness import run_distributed

@@ -1,13 +1,16 @@
 """Who stops or dies is named, on time; who is asked to stop saves first; who is started again continues."""
 
+import fcntl
 import json
 import multiprocessing
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.e2e.drills import Drills
-from tests.e2e.launch import ROOT, Ranks, tiny
+from tests.e2e.launch import ROOT, Ranks, plant_in_losses, tiny
 from tests.harness import PATIENCE, STUCK, until
 from ulysses.config.schema import RunSection
 from ulysses.run.checkpoint import resume_point
@@ -190,6 +193,38 @@ def test_an_interrupt_saves(tmp_path):
     run.send(signal.SIGINT)
     outcome = run.wait().check()
     assert "asked to stop" in outcome.stderr and len(saved(tmp_path)) == 1
+
+
+def test_a_terminal_that_closes_lets_the_run_save(tmp_path):
+    """Its end sends SIGHUP, and whatever the run prints afterwards fails."""
+
+    def before(rank: int) -> None:
+        os.setsid()
+        ours, its = pty.openpty()
+        fcntl.ioctl(its, termios.TIOCSCTTY, 0)
+        for number in (0, 1, 2):
+            os.dup2(its, number)
+        os.close(its)
+        closed: list[Any] = []
+
+        def closes(taken: int, compute: Any) -> Any:
+            if taken == 1 and not closed:
+                closed.append(os.close(ours))
+            return compute()
+
+        plant_in_losses(closes)
+
+    start(tmp_path, "--run.steps 5", before, 1).wait().check()
+    assert saved(tmp_path) == ["step-2"]
+
+
+def test_a_run_under_nohup_stays_deaf_to_the_end_of_its_terminal():
+    watch, others = Watch(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    watch.start(lambda: None)
+    with watch.signals():
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    watch.stop()
+    signal.signal(signal.SIGHUP, others)
 
 
 def test_only_what_is_meant_for_the_run_stops_it(capfd):

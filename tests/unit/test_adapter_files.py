@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
-from models.hf_format import WeightFiles, read_config
+from models.folders import read_config
+from models.hf_format import WeightFiles
 from models.lora import add_adapters, is_adapter, save_adapters
 from models.quantized import pack, unpack
 from tests.model_folder import tiny_config, write_model

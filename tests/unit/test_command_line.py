@@ -1,5 +1,6 @@
 """Configuration from TOML and arguments."""
 
+from importlib import import_module
 from typing import get_args
 
 import pytest
@@ -116,3 +117,23 @@ def test_a_run_whose_code_ends_the_process_has_failed(code, monkeypatch, capsys)
     monkeypatch.setenv("ULYSSES_DEBUG", "1")  # leave the warnings of this process alone
     assert main(BASE.split()) == 1
     assert f"error: rank 0, SystemExit: {code}" in capsys.readouterr().err
+
+
+def test_help_and_errors_speak_of_the_command(capsys, tmp_path):
+    """`ulysses train` is there wherever the engine is installed; train.py is in the repository only."""
+    assert main(["--help"]) == 0
+    assert "ulysses train --config" in (shown := capsys.readouterr().out)
+    assert "train.py" not in shown
+    for line in ([], ["--quux", "5"], ["--run.epochs", "x", "--run.seed", "x"]):
+        assert main(line) == 2
+        assert "ulysses train --help" in (shown := capsys.readouterr().err)
+        assert "train.py" not in shown
+
+
+@pytest.mark.parametrize("command", ["train --config", "migrate", "export", "export --merge"])
+def test_a_missing_file_is_called_missing(command, tmp_path, capsys):
+    tool, *words = command.split()
+    words += [str(tmp_path / "nope"), "out"][: 1 + (tool == "export")]
+    assert import_module(f"ulysses.{tool}").main(words) == 2
+    said = capsys.readouterr().err
+    assert f"there is no {tmp_path}/nope; correct the path" in said and "Errno" not in said

@@ -7,6 +7,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 
 from models.arch import ModelConfig
 from tests.model_folder import write_model
@@ -39,6 +40,9 @@ def arch(stage="sft", length=131072, sp=8):
 def test_plan_by_architecture_alone(run):
     code, text = run(*arch(), *NODE, "--debug")
     assert code == 3  # neither tokenizer nor data
+    if not torch.cuda.is_available():
+        first = "this machine has no GPU: the plan is for 8 GPUs of 139.8 GiB; --gpus and --gpu-memory"
+        assert text.startswith(first)
     assert '"sequence_parallel_size": 8' in text
     assert "8 processes: data parallel 1 x sequence parallel 8" in text
     assert "7 steps" in text and "8,030,261,248 parameters" in text
@@ -121,11 +125,14 @@ def test_a_machine_without_a_gpu_is_timed_and_its_slow_dtype_named(run, tmp_path
     for dtype in rates:
         _, text = run(*line, "--model.dtype", dtype)
         [(seconds, rest)] = re.findall(
-            r"this machine's CPU a step takes about ([\d.]+) s(.*)", text
+            r"this machine's CPU a step takes about ([\d.]+) s, and each process about 1\.\d GiB of memory(.*)",
+            text,
         )
         found[dtype] = float(seconds), rest
     assert found["bfloat16"][0] == pytest.approx(10 * found["float32"][0], abs=1)
     assert not found["float32"][1] and "are 10 times slower than" in found["bfloat16"][1]
+    _, text = run(*line, "--host-memory", 1)
+    assert re.search(r"each process about .* GiB of memory, which is more than is free\n", text)
     assert "CPU" not in run(*line, "--gpus", 2)[1].rpartition("predicted")[2]
 
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from models.arch import ARCHITECTURES, FAMILIES, ModelConfig
 from models.decoder import init_parameter
-from models.hf_format import WeightFiles, read_config, resolve_model, write_weights
+from models.folders import read_config, resolve_model
+from models.hf_format import WeightFiles, write_weights
 from tests.model_folder import tiny_config, write_model
 
 TINY = tiny_config(vocab_size=64, hidden_size=16)
@@ -189,12 +190,12 @@ def hub(tmp_path):
 RESOLVE = """
 import json, os, sys
 os.environ |= dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), "600")
-from models import hf_format
-from models.hf_format import resolve_model
+from models import folders
+from models.folders import resolve_model
 for model, environment in json.loads(sys.argv[1]):
     if os.fork() == 0:
         os.environ |= environment
-        hf_format.HUB_SECONDS = 1 if "HF_ENDPOINT" in environment else 600  # only a silent one is not waited for
+        folders.HUB_SECONDS = 1 if "HF_ENDPOINT" in environment else 600  # only a silent one is not waited for
         try:
             print(resolve_model(model), flush=True)
         except Exception as error:

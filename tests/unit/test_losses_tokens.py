@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from losses import (
     dft_nll,
+    gae,
     group_advantages,
     kl_estimate,
     label_smoothed_nll,
@@ -112,6 +113,32 @@ def test_packed_gae_equals_the_loop(gamma, lam):
         advantages, torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-10
     )
     torch.testing.assert_close(returns, advantages + values)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (0.0, 0.5), (0.9, 0.0)])
+@pytest.mark.parametrize("side", ["right", "left", "both", "nothing"])
+def test_padded_gae_equals_the_loop(gamma, lam, side):
+    """Whatever stands in the padding, and wherever that is."""
+    g = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(5, 9, generator=g, dtype=torch.float64) for _ in range(2))
+    mask = torch.zeros(5, 9)
+    for row, length in enumerate((9, 1, 0, 4, 7)):
+        start = {"right": 0, "left": 9 - length, "both": (9 - length) // 2, "nothing": 0}[side]
+        mask[row, start : start + length] = side != "nothing"
+    rewards[mask == 0], values[mask == 0] = torch.nan, torch.inf
+    advantages, returns = gae(rewards.requires_grad_(), values, mask, gamma, lam)
+    assert (
+        not advantages.requires_grad
+        and not advantages[mask == 0].any()
+        and not returns[mask == 0].any()
+    )
+    for row, kept in enumerate(mask.bool()):
+        own = values[row][kept]
+        want = torch.tensor(
+            gae_loop(rewards[row][kept].tolist(), own.tolist(), gamma, lam), dtype=torch.float64
+        )
+        torch.testing.assert_close(advantages[row][kept], want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(returns[row][kept], want + own, rtol=1e-12, atol=1e-12)
 
 
 class Operations(TorchDispatchMode):

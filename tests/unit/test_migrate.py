@@ -12,7 +12,7 @@ import yaml
 
 from tests.e2e.launch import ROOT
 from ulysses.config.command_line import check
-from ulysses.migrate import main
+from ulysses.migrate import main, read_settings, translate
 
 LLAMAFACTORY_DPO = """
 ### model
@@ -596,6 +596,39 @@ def test_translation(migrate, case):
         assert (remark.removeprefix("not: ") in shown) != remark.startswith("not: ")
 
 
+LORA_OF = {
+    "trl": "trl {} --model_name_or_path m --dataset_name d --max_steps 5 --use_peft true "
+    "--per_device_train_batch_size 8 --lora_dropout 0.1",
+    "llamafactory": "llamafactory-cli {} --model_name_or_path m --dataset d --template llama3 --max_steps 5 "
+    "--finetuning_type lora --lora_dropout 0.1 --do_train true --stage {}",
+    "axolotl": "axolotl train a.yaml --base_model m --sequence_len 512 --max_steps 5 --adapter lora --lora_r 8 "
+    "--lora_dropout 0.1 --micro_batch_size 1 --learning_rate 1e-6 --rl {}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "system, method, dropout",
+    [
+        *(("trl", method, 0.0) for method in ("dpo", "kto", "reward", "dpo --disable_dropout true")),
+        *(("trl", f"{method} --disable_dropout false", 0.1) for method in ("dpo", "kto", "reward")),
+        ("trl", "sft", 0.1), ("trl", "grpo --reward_funcs a.b", 0.1),
+        ("trl", "grpo --reward_funcs a.b --disable_dropout true", 0.0),
+        *(("llamafactory", method, 0.0) for method in ("dpo", "kto")),
+        *(("llamafactory", method, 0.1) for method in ("sft", "rm", "pt")),
+        *(("axolotl", method, 0.0) for method in ("dpo", "ipo", "orpo", "simpo", "kto")),
+    ],
+)  # fmt: skip
+def test_dropout_is_off_where_their_trainer_switches_it_off(tmp_path, system, method, dropout):
+    """TRL's preference trainers, and those made from them, unless the file says `disable_dropout: false`."""
+    (tmp_path / "a.yaml").write_text("datasets: [{path: d, type: chat_template}]\n")
+    text = LORA_OF[system].replace("{}", method)
+    if system == "llamafactory":
+        text = text.replace(f"cli {method}", "cli train")
+    (tmp_path / "run.sh").write_text(text)
+    found = tomllib.loads(translate(read_settings(tmp_path / "run.sh"), tmp_path / "run.sh", 1))
+    assert found["model"]["lora"].get("dropout", 0.0) == dropout, found
+
+
 def test_a_redirected_translation_holds_nothing_else(tmp_path):
     (tmp_path / "run.yaml").write_text(LLAMAFACTORY_KTO)
     loud = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
@@ -610,7 +643,11 @@ def test_what_cannot_be_read_is_one_sentence(refusal):
         ("a.yaml", TRL_DPO, "no stage is named; add --stage"),
         ("b.yaml", "- 1", "this file holds no settings"),
         ("c.sh", "ls -l", "no command here starts a trainer"),
-        ("run.toml", 'stage = "sft"', "this is TOML, which train.py --config reads as it is"),
+        (
+            "run.toml",
+            'stage = "sft"',
+            "this is TOML, which ulysses train --config reads as it is",
+        ),
     ):
         assert sentence in refusal(text, name=name)
     assert "whose settings these are cannot be told" in refusal("seed: 3", "--stage", "sft")

@@ -19,7 +19,7 @@ MISTAKES = {
     "base.toml": "write --config base.toml",
     "recipe.yaml": "`ulysses migrate recipe.yaml` translates",
     "--config llama3_lora_dpo.yaml": "`ulysses migrate llama3_lora_dpo.yaml` translates",
-    "--config PLACE/none.toml": "none.toml cannot be read as one table of settings: [Errno 2] No such file",
+    "--config PLACE/none.toml": "--config: there is no PLACE/none.toml; correct the path",
     "--config PLACE": "Is a directory",
     "--config PLACE/quotes.toml": "quotes.toml cannot be read as one table of settings: ",
     "--config PLACE/latin1.toml": "latin1.toml cannot be read as one table of settings: 'utf-8' codec",
@@ -38,7 +38,7 @@ MISTAKES = {
     "BASE --overwrite_cache": "overwrite_cache: not needed here",
     "BASE --lr 1e-5": "lr: unknown; did you mean optimizer.lr?",
     "BASE --run.save_evry 5": "run.save_evry: unknown; did you mean run.save_every?",
-    "BASE --quux 5": "quux: unknown; train.py --help lists the settings",
+    "BASE --quux 5": "quux: unknown; ulysses train --help lists the settings",
     "BASE --per_device_train_batch_size 2":
         "unknown; here it is batch.examples (the whole step: examples per GPU x accumulation steps x GPUs / GPUs that",
     "BASE --batch.micro_batch_size auto": "here it is batch.examples (the whole step",
@@ -73,7 +73,7 @@ MISTAKES = {
     "BASE --deepspeed.train_batch_size 8": "deepspeed.train_batch_size: unknown; here it is batch.examples",
     "DEMO --deepspeed.zero_optimization.zero_hpz_partition_size 2":
         "zero_optimization.zero_hpz_partition_size is owned by the engine and cannot be set there; use nothing: ",
-    "BASE --deepspeed.comms_loger.enabled true": "deepspeed.comms_loger.enabled: unknown; train.py --help lists",
+    "BASE --deepspeed.comms_loger.enabled true": "deepspeed.comms_loger.enabled: unknown; ulysses train --help lists",
     "BASE --deepspeed.zero_optimization 3": "deepspeed.zero_optimization is '3': input should be a valid dictionary",
     "DEMO --deepspeed.zero_optimization.overlap_com true": "overlap_com: Extra inputs are not permitted",
     "DEMO --deepspeed.zero_optimization.sub_group_size -1": "sub_group_size: Input should be greater than or equal",
@@ -171,8 +171,29 @@ MISTAKES = {
     "PPO --ppo.sampler http://host:8000": "is 'http://host:8000': string should match pattern '^(vllm|sglang)",
     "PPO --ppo.sampler [\"vllm+http://h:1\",\"tgi+http://h\"]": "ppo.sampler is 'tgi+http://h': ",
     "PPO --ppo.sampler sglang+http://h/v1": "ppo.sampler is",
-    "PPO --ppo.sampler vllm+http://me:secret@host:8000": "an address with a name or a key before an @",
-    "PPO --ppo.reward http://secret@host/score": "an address with a name or a key before an @",
+    "PPO --ppo.sampler vllm+http://me:secret@host:8000": "ppo.sampler holds a key, a name or parameters beside host",
+    "PPO --ppo.reward http://secret@host/score": "set the environment variable ULYSSES_API_KEY, which servers get as a",
+    "PPO --ppo.reward http://host/score?api_key=secret": "ppo.reward holds a key",
+    "PPO --ppo.reward http://host/score#secret": "ppo.reward holds a key",
+    "PPO --ppo.reward http://host/score;key=secret/x": "ppo.reward holds a key",
+    "PPO --ppo.reward http://host/hook/sk-secretsecretsecretsecret/x": "ppo.reward holds a key",
+    "PPO --ppo.reward {\"https://host/score?key=secret\":0.5,\"math:sqrt\":1}": "ppo.reward holds a key",
+    "PPO --ppo.reward HTTPS://host/?secret": "ppo.reward holds a key",
+    "PPO --ppo.sampler vllm+http://h:1?api_key=secret": "ppo.sampler holds a key",
+    "PPO --ppo.sampler [\"vllm+http://h:1/\",\"sglang+http://h/?secret\"]": "ppo.sampler holds a key",
+    "PPO --ppo.sampler vllm+http://h/v1?key=secret": "ppo.sampler is 'vllm+http***': string should match",
+    "PPO --ppo.sampler_reload {\"/update?api_key=secret\":{}}": "ppo.sampler_reload holds a key",
+    "PPO --ppo.sampler_reload {\"/update\":{\"load\":{\"api_key\":\"secret\"}}}": "ppo.sampler_reload holds a key",
+    "PPO --ppo.sampler_reload {\"/update\":{\"url\":\"http://u:secret@h\"}}": "ppo.sampler_reload holds a key",
+    "PPO --ppo.reward_timeout http://u:secret@h": "ppo.reward_timeout is 'http***'",
+    "PPO --ppo.reference https://u:secret@hub/model": "ppo.reference holds a key",
+    "SFT --model.tokenizer https://hub/m?token=secret": "take them out, and set the environment variable HF_TOKEN",
+    "SFT --data.train {\"path\":\"s3://key:secret@bucket/a\"}": "data.train holds a key, a name or parameters",
+    "SFT --data.eval [\"https://h/a.jsonl?token=secret\"]": "data.eval holds a key, a name or parameters",
+    "SFT --model.revision hf_secretsecretsecretsecret": "model.revision holds a key",
+    "SFT --run.output s3://user:secret@bucket/x": "run.output holds a key",
+    "SFT --run.seed https://user:secret@wandb.host": "run.seed is 'https***'",
+    "https://user:secret@host": "has no key before it",
     "PPO --ppo.reward ulysses.training.rewards:gsm8k_reward": "it has moved: write ulysses.rl.rewards:gsm8k_reward",
     "PPO --ppo.dual_clip 1.2": "ppo: dual_clip is 1.2 but must be above 1 + clip_high, 1.2",
     "PPO --ppo.policy_loss cispo --ppo.dual_clip 3.0": "only the kind clip has it",
@@ -244,7 +265,7 @@ def test_all_mistakes_at_once(line, place):
     first, *found, last = str(caught.value).splitlines()
     starts = ALL_AT_ONCE[line].split("|")
     assert first == f"{len(starts)} settings are wrong:"
-    assert last.startswith("change all of them; train.py --help")
+    assert last.startswith("change all of them; ulysses train --help")
     for text, start in zip(found, starts, strict=True):
         assert text.startswith(f"  {start}")
 

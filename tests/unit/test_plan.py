@@ -1,6 +1,7 @@
 """The planner against measured steps, and its own arithmetic."""
 
 import json
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,13 @@ def test_longest_sequence_is_the_longest():
     assert length % 1024 == 0 and chosen(length) and longest(node(1, 24)) == 0
     assert not predict(choose(case(length + 1024))).fits and longest(documents=2) <= length // 2
     assert longest(node(8, 141, 550), "auto") >= 4 << 20
+
+
+def test_processes_on_cpus_need_what_gloo_copies_and_not_the_buffers_of_nccl():
+    small = LLAMA._replace(layers=2)
+    alone, two = (predicted(512, model=small, machine=node(n, inf), sp=1) for n in (1, 2))
+    nccl = predicted(512, model=small, machine=node(2), sp=1)
+    copies = 2 * 2 * small.vocabulary_parameters  # of two threads, of two bytes
+    slack = (alone.gpu - two.gpu + copies) / (alone.allocated - two.allocated)
+    assert 1 <= slack < 1.2 and nccl.allocated == two.allocated
+    assert nccl.gpu - two.gpu + copies == pytest.approx(2.1e9)

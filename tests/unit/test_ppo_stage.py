@@ -14,10 +14,12 @@ from losses.logprobs import LogProbs
 from losses.ppo import group_advantages
 from tests.e2e.launch import tiny
 from tests.engine_case import ListDataset, sequences
+from tests.harness import PATIENCE, STUCK
 from tests.sampling_server import SamplingServer
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
+from ulysses.config.section import UserCodeError
 from ulysses.config.stage_sections import PpoSection, is_function
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
@@ -254,11 +256,11 @@ def test_reward_functions():
     assert [is_function(name) for name in names] == [True, True, False, False]
     assert scores(HALF, 2, 4) == [1.0, 0.5] and scores(ALL, 2, 4) == [4.0, 6.0]
     assert scores(HALF) == []
-    finite = "on example 4 failed: ValueError: it returned nan; return a finite number"
+    finite = "half on example 4 returned nan; return a finite number"
     for name, scales, most, complaint in (
         (HALF, (1, 0), None, "half on example 5 failed: ZeroDivisionError"),
         (HALF, (math.nan,), None, finite),
-        (ALL, (1, 2), 1, "for 2 answers; return one number for each"),
+        (ALL, (1, 2), 1, r"returned \[.*\] for 2 answers; return one number for each"),
     ):
         with pytest.raises(ValueError, match=complaint):
             scores(name, *scales, most=most)
@@ -271,6 +273,98 @@ def test_rewards_in_workers():
         scores(HALF, 1, sleep=3600, workers=1, timeout=0.2)
 
 
+@pytest.mark.parametrize(
+    "returned",
+    ["[1, 2.0]", "(True, 2)", "np.array([1, 2])", "pd.Series([1.0, 2.0], index=[7, 8])", "torch.tensor([1, 2])",
+     "[np.float32(1), torch.tensor(2.0)]"],
+)  # fmt: skip
+def test_a_batch_reward_may_return_any_row_of_numbers(returned):
+    assert batch_scores(returned) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "returned, sentence",
+    [
+        (
+            "{'a': 1, 'b': 2}",
+            r"returned {.a.: 1, .b.: 2} for 2 answers; return one number for each, in a list, tuple, array or",
+        ),
+        ("{1, 2}", "returned {1, 2} for 2 answers"),
+        ("b'12'", "returned b'12' for 2"),
+        ("bytearray(b'12')", r"returned bytearray\(b.12.\) for 2"),
+        ("'12'", "returned '12' for 2"),
+        ("(x for x in [1, 2])", "returned <generator .* for 2"),
+        ("None", "returned None for 2"),
+        ("np.float32(1)", "returned 1.0 for 2"),
+        ("np.ones((2, 1))", "TypeError"),
+        ("[1, '2']", "TypeError: must be real number, not str"),
+        ("[1, None]", "TypeError: must be real number, not NoneType"),
+        ("[1]", r"returned \[1\] for 2 answers"),
+        ("np.ones(3)", r"returned \[1.0, 1.0, 1.0\] for 2 answers"),
+        ("[1, float('inf')]", "on example 5 returned inf; return a finite number"),
+    ],
+)
+def test_what_is_no_row_of_numbers_is_refused(returned, sentence):
+    with pytest.raises(UserCodeError, match=f"the reward .*answers_with.*{sentence}") as caught:
+        batch_scores(returned)
+    assert "\n" not in str(caught.value)
+
+
+def batch_scores(returned):
+    name = "tests.reward_functions:answers_with"
+    rewards = Rewards([name], Letters())
+    found = rewards([[97]] * 2, [[98]] * 2, [{"returns": returned}] * 2, [4, 5])
+    return [each[name] for each in found]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_function_gets_its_own_copy_of_the_row(workers):
+    names = [
+        f"tests.reward_functions:{name}"
+        for name in ("spoils_all", "spoils", "spoils_all", "spoils")
+    ]
+    row = {"tests": ["one"]}
+    with closing(Rewards(names, Letters(), workers)) as rewards:
+        found = rewards([[97]] * 2, [[98]] * 2, [row, row], [4, 5])
+    assert row == {"tests": ["one"]}
+    assert found == [dict.fromkeys(names[:1], 0.0) | dict.fromkeys(names[1:2], 4.0)] * 2
+
+
+WAYS = {
+    "leaves": "failed: SystemExit: enough",
+    "interrupts": "failed: KeyboardInterrupt",
+    "unpicklable": r"failed: tests.reward_functions.UnpicklableError: this and that \(reward_functions.py, line \d+\)",
+    "rude": "failed: tests.reward_functions.RudeError: <exception str",
+    "lambda": "failed: TypeError: must be real number, not function",
+    "text": "failed: TypeError: must be real number, not str",
+    "exits": "has ended its process with exit code 7",
+    "killed": "has ended its process with exit code -9",
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reward_that_fails_is_told_at_once_with_what_it_was(way, workers):
+    if not workers and way in ("exits", "killed"):
+        return  # the witness of the run tells of it
+    name = "tests.reward_functions:fails"
+    with closing(Rewards([name], Letters(), workers, timeout=PATIENCE)) as rewards:
+        rows = [{}, {}, {}, {"way": way}, {}]
+        with pytest.raises(
+            UserCodeError, match=f"^the reward {name} on example 7 {WAYS[way]}"
+        ) as caught:
+            rewards([[97]] * 5, [[98]] * 5, rows, [*range(4, 9)])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failure_waits_for_no_slower_answer():
+    name = "tests.reward_functions:half"
+    rows = [{"scale": 1, "sleep": STUCK}, {"scale": 0}]
+    with closing(Rewards([name], Letters(), 2, timeout=PATIENCE)) as rewards:
+        with pytest.raises(UserCodeError, match="on example 5 failed: ZeroDivisionError"):
+            rewards([[97]] * 2, [[98]] * 2, rows, [4, 5])
+
+
 def test_rewards_of_a_server(monkeypatch):
     monkeypatch.setattr(servers, "PAUSE", 0.01)
     server = SamplingServer()
@@ -278,7 +372,7 @@ def test_rewards_of_a_server(monkeypatch):
     assert scores(url, 1, 2) == [2.0, 1.0]
     for server.scores, server.fault, complaint in (
         ([1.0], "", r"returned \[1.0\] for 2 answers"),
-        ("good", "", "returned good for 2 answers"),
+        ("good", "", "returned 'good' for 2 answers"),
         ([], "hang", "failed: TimeoutError: timed out after 0.4 s"),
     ):
         with pytest.raises(ValueError, match=f"the reward {url} .*{complaint}"):

@@ -63,7 +63,7 @@ def test_runs_are_laid_over_each_other(tmp_path):
     last = {"step": 60, "eval/loss": 0.3, "eval/rewards/margins": 0.2}
     rows = [*training(60, **{"rewards/margins": 0.1}), last]
     found = axes(write(tmp_path / "first", training(40)), write(tmp_path / "second", rows))
-    titles = ["Loss", "Learning rate", "Gradient norm", "grad/clipped", "rewards/margins"]
+    titles = ["Loss", "Learning rate", "rewards/margins", "Gradient norm", "grad/clipped"]
     assert list(found) == titles  # what never changes has no panel
     loss = found["Loss"]
     lengths = {(line.get_color(), len(line.get_xdata())) for line in loss.lines}
@@ -110,11 +110,36 @@ def test_page_and_picture(tmp_path, capsys, monkeypatch):
     assert imread(picture).std() > 0
 
 
+def test_a_stages_own_metrics_come_before_the_gradients(tmp_path):
+    rows = [
+        {"objective/kl": s, "objective/scores": s, "rewards/accuracies": s, "grad/active/x": s, "time/sampling": s}
+        for s in range(5)
+    ]  # fmt: skip
+    rows = [metrics | more for metrics, more in zip(training(5), rows)]
+    found = axes(write(tmp_path / "run", rows))
+    first = ["Loss", "Learning rate", "objective/kl", "objective/scores", "rewards/accuracies"]
+    last = ["Gradient norm", "grad/active/x", "grad/clipped", "time/sampling"]
+    assert list(found) == first + last
+    assert {axis.get_xlabel() for axis in found.values()} == {"step"}
+
+
+def test_the_legend_says_what_is_pale_and_what_is_dotted(tmp_path):
+    run = read_run(write(tmp_path / "run", training(70)))
+    (legend,) = draw_figure({"run": run}).legends
+    lines = {line.get_label(): line for line in legend.get_lines()}
+    assert list(lines) == [" run", "each step", "running mean", "held out"]
+    assert lines["each step"].get_alpha() == 0.3 and lines["held out"].get_linestyle() == ":"
+
+
+def test_a_folder_that_is_missing_is_called_missing(tmp_path, capsys):
+    assert main([str(tmp_path / "nope")]) == 2
+    assert capsys.readouterr().err == f"error: there is no {tmp_path}/nope; correct the path\n"
+
+
 @pytest.mark.parametrize("rows", [None, '{"step": 1, "lo'])
 def test_folders_without_metrics_are_refused(tmp_path, capsys, rows):
     good, bad = write(tmp_path / "good", training(3)), tmp_path / "bad"
-    if rows is not None:
-        write(bad, rows)
+    write(bad, rows or [])
     assert main([str(good), str(bad)]) == 2
     sentence = f"error: {bad} holds no metrics.jsonl with a complete line; give the folder (run.output) of a run "
     assert (error := capsys.readouterr().err).startswith(sentence)

@@ -14,18 +14,18 @@ from pydantic import BaseModel, ValidationError
 
 from ulysses.config.foreign_names import explain_unknown
 from ulysses.config.schema import Config, Options
-from ulysses.config.section import ConfigError, absolute, flat, refuse
+from ulysses.config.section import ConfigError, absolute, existing, flat, refuse
 
 
 class CommandLine(NamedTuple):
-    """What was asked for: the run's configuration and the options of train.py."""
+    """What was asked for: the run's configuration and the options of the command."""
 
     config: Config
     options: Options
 
 
 def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
-    """Read the options of train.py, the TOML file and the settings that override it, the keyword arguments last.
+    """Read the options of the command, the TOML file and the settings that override it, the keyword arguments last.
 
     Raises ConfigError for anything that is not a valid configuration, all at once.
     """
@@ -42,7 +42,7 @@ def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
     if not values:
         raise ConfigError(
             "there is no configuration; give one with --config FILE.toml (configs/ has one for every stage), or read "
-            "train.py --help"
+            "ulysses train --help"
         )
     put(values, "optimizer.lr", check(values).optimizer.lr * options.adjust_lr)
     return CommandLine(check(values), options)
@@ -54,9 +54,12 @@ def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
     Raises ConfigError: a sentence for every error, with the key, what was given and what is required.
     """
     try:
-        return table.model_validate(values)
-    except ValidationError as error:
-        errors = _sentences(error, known_keys(table))
+        try:
+            return table.model_validate(values)
+        except ValidationError as error:
+            errors = _sentences(error, known_keys(table))
+    except RecursionError:
+        errors = ["the settings are nested too deeply; write tables of one or two levels"]
     refuse(errors)
 
 
@@ -105,9 +108,9 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
 
 def _read_value(key: str, text: str) -> Any:
     """Read a list, a table or the value of an unknown key as JSON or as TOML; other text stays as it is."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return json.loads(text)
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return tomllib.loads(f"value = {text}")["value"]
     if text.startswith(("[", "{")):
         raise ConfigError(
@@ -129,12 +132,12 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _read_file(path: str) -> dict[str, Any]:
     _refuse_yaml(path)
-    path = absolute(path)
+    file = existing(Path(absolute(path)), "--config")
     try:
-        content = Path(path).read_bytes()
+        content = file.read_bytes()
         return tomllib.loads(content.decode(json.detect_encoding(content)))
-    except (OSError, ValueError) as error:
-        sentence = f"{path} cannot be read as one table of settings: {error}"
+    except (OSError, ValueError, RecursionError) as error:
+        sentence = f"{file} cannot be read as one table of settings: {error}"
         raise ConfigError(sentence, "--config") from None
 
 
@@ -172,7 +175,9 @@ def _sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
 
 def help_text() -> str:
     """Return what --help prints: every option and setting with its forms, its explanation and its default."""
-    text = """Train a language model on long sequences: train.py --config FILE.toml [--key value ...]
+    text = """Train a language model on long sequences: ulysses train --config FILE.toml [--key value ...]
+
+On several GPUs: torchrun --nproc_per_node 8 -m ulysses.train --config FILE.toml [--key value ...]
 
 Options, and settings, which are also the keys of the TOML file:"""
     for key, info in _everything().items():
@@ -184,7 +189,7 @@ Options, and settings, which are also the keys of the TOML file:"""
 
 
 def _everything() -> dict[str, Any]:
-    """Return what the command line knows: the options of train.py, then the settings."""
+    """Return what the command line knows: the options of the command, then the settings."""
     return known_keys(Options) | known_keys()
 
 

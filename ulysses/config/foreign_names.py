@@ -44,4 +44,4 @@ def explain_unknown(key: str, keys: list[str]) -> str:
     same_name = [known for known in keys if known.endswith(f".{last}")]
     if near := same_name or difflib.get_close_matches(key, keys, 1, 0.8):
         return f"{key}: unknown; did you mean {' or '.join(near)}?"
-    return f"{key}: unknown; train.py --help lists the settings"
+    return f"{key}: unknown; ulysses train --help lists the settings"

@@ -1,4 +1,4 @@
-"""Every setting of a run and every option of train.py: strict schemas, read from TOML and from the command line.
+"""Every setting of a run and every option of the command: strict schemas, read from TOML and from the command line.
 
 The text below each field is what `--help` prints; it states units and the meaning of 0.
 """
@@ -125,7 +125,7 @@ class DataSection(Section):
     writes at that point; "auto" separates them where the template rewrites earlier turns."""
     bad_rows: Literal["error", "drop"] = "error"
     """Whether a row that breaks its format stops the run, or is left out and counted."""
-    workers: PositiveInt | Literal["auto"] = "auto"
+    workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """Processes that tokenise data which the cache does not hold; "auto" is one for each core, at most 16."""
     cache: Place = Field("~/.cache/ulysses", validate_default=True)
     """Folder that keeps tokenised data and reference log-probabilities; a DPO or KTO run needs the latter to resume."""
@@ -215,7 +215,7 @@ class RunSection(Section):
     save_minutes: NonNegativeFloat = 30.0
     """Minutes after which a checkpoint is saved if there was none since; 0 saves none for that reason."""
     save_last: bool = True
-    """Save a checkpoint after the last step; a run that SIGTERM or SIGINT asks to stop saves one in any case."""
+    """Save a checkpoint after the last step; a run that a signal asks to stop saves one in any case."""
     keep: NonNegativeInt = 2
     """Number of newest checkpoints that are kept, in addition to the best one; 0 keeps all."""
     resume: PlaceOrWord = "never"
@@ -227,7 +227,7 @@ class RunSection(Section):
     batch.examples, run.seed or the stage have changed since."""
     export: bool = True
     """Write the trained model in Hugging Face format at the end."""
-    timeout: float = Field(600.0, ge=5)
+    timeout: float = Field(600.0, ge=5, le=1e6)
     """Seconds without progress after which the run ends and names the process that it waits for."""
     stall_warning: NonNegativeFloat = 60.0
     """Seconds without progress after which a line names that process; 0 prints none."""
@@ -241,7 +241,7 @@ class DeepSpeedSection(Section):
 
 
 class Options(Section):
-    """What train.py is asked besides the settings of the run."""
+    """What the command is asked besides the settings of the run."""
 
     config: str | None = None
     """TOML file with the settings of the run."""

@@ -4,10 +4,17 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
+
+# What an address has beside host, port and path (a revision in a path of the hub is none), and keys of known forms
+CREDENTIALS = re.compile(
+    r"""(?<!hf)://[^\s"'?#;@]*[?#;@][^\s"',)]+|\b(hf_|sk-|sk-proj-|sk-ant-|gh[opsu]_|AKIA)[A-Za-z0-9]{16,}[\w-]*"""
+)
+LARGEST = 2**53  # up to which every whole number is a float too
 
 
 class ConfigError(ValueError):
@@ -19,7 +26,8 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, sentence: object, key: str = "") -> None:
-        super().__init__(f"{key}: {sentence}" if key else str(sentence))
+        text = f"{key}: {sentence}" if key else str(sentence)
+        super().__init__(CREDENTIALS.sub("***", text))
         self.key = key
 
 
@@ -35,8 +43,19 @@ def visible(text: str, *, lines: bool = False) -> str:
     )
 
 
+class UserCodeError(ValueError):
+    """Raised when a function or server of the user's fails. Its sentence says all: no stack trace is printed."""
+
+
 class AbsentError(ConfigError):
     """A setting that is right but names something that is not on this machine; a dry run reports it and goes on."""
+
+
+def existing(path: Path, key: str = "") -> Path:
+    """Return the path of a file or folder; AbsentError if there is none."""
+    if not path.exists():
+        raise AbsentError(f"there is no {path.absolute()}; correct the path", key)
+    return path
 
 
 def refuse(errors: list[Any], findings: list[str] | None = None) -> None:
@@ -52,7 +71,7 @@ def refuse(errors: list[Any], findings: list[str] | None = None) -> None:
         sentences = "".join(f"\n  {sentence}" for sentence in errors)
         raise ConfigError(
             f"{len(errors)} settings are wrong:{sentences}\n"
-            "change all of them; train.py --help explains every setting"
+            "change all of them; ulysses train --help explains every setting"
         )
     for error in errors:
         raise error if isinstance(error, ConfigError) else ConfigError(error)
@@ -105,6 +124,13 @@ class Section(BaseModel):
             raise PydanticCustomError(
                 "nul", "this holds a NUL character, which no path or name has"
             )
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _no_number_is_beyond_use(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and abs(value) > LARGEST:
+            raise PydanticCustomError("size", "no number can be meant that is beyond 2^53")
         return value
 
 

@@ -31,7 +31,8 @@ LEARNING_RATES = {
     "ppo": (1e-6, "the policy must stay close to the one that made the rollout"),
 }
 
-ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?$"
+# credentials behind the path are refused with all others
+ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?([?#;].*)?$"
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 WEIGHED = BeforeValidator(
     lambda value: {str(name): 1.0 for name in value} if isinstance(value, list) else value
@@ -122,9 +123,9 @@ class PpoSection(Section):
     reward: Annotated[dict[PlaceOrName, float], WEIGHED, ONE_OR_MORE] = {}
     """What scores an answer: module:function of (prompt, completion, row) or (prompts, completions, rows), a server's
     http://address, a reward model's folder or hub id, a list of these, whose scores are added, or {reward = weight}."""
-    reward_workers: NonNegativeInt = 0
+    reward_workers: int = Field(0, ge=0, le=1024)
     """Processes beside each training process that call reward functions of one answer; 0 calls them in line."""
-    reward_timeout: PositiveFloat = 60.0
+    reward_timeout: float = Field(60.0, gt=0, le=1e6)
     """Seconds that a worker or a server may take for one answer."""
     reference: PlaceOrName = "live"
     """What the KL penalty is measured against: "live", a frozen copy of the initial policy, or another model's path."""
@@ -161,7 +162,7 @@ class PpoSection(Section):
     """{path = body} of the calls that make a server read that folder (FOLDER in a body); empty takes the dialect's."""
     sampler_sync_every: PositiveInt = 1
     """Rollouts from one export for the servers to the next."""
-    sampler_timeout: PositiveFloat = 600.0
+    sampler_timeout: float = Field(600.0, gt=0, le=1e6)
     """Seconds that a server may take for one request."""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of answers that did not end within max_new_tokens; 0 is off."""

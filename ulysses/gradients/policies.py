@@ -252,13 +252,15 @@ class BoostLearningRate(GradientPolicy):
 
 @dataclass
 class UlyssesPro(GradientPolicy):
-    """Treat vanishing and exploding gradients by five rules, judged by mean |g| before any of them acts.
+    """Treat vanishing and exploding gradients by five rules, which one number decides before any of them acts.
 
-    The multi-strategy gradient handling of March 2025, with its absolute thresholds, kept for comparison.
+    The multi-strategy gradient handling of March 2025, with its absolute thresholds, kept for comparison. The number is
+    the mean over parameters of each one's mean |g|.
 
-    Two of the rules are weaker in the last tenth of the run, and one is off. Clipping is by the norm of all parameters
-    together, for PPO too. A gradient of norm 1 over N elements has a mean |g| of about 0.8 / sqrt(N): in a large model
-    every gradient counts as vanishing, and the noise exceeds it.
+    Two of the rules are weaker late in the run, and one is off: where step > 0.9 * total_steps, the first step being 0,
+    as the original has it. Clipping is by the norm of all parameters together, for PPO too. A gradient of norm 1 over N
+    elements has elements of about 0.8 / sqrt(N): in a large model every gradient counts as vanishing, and the noise
+    exceeds it.
     """
 
     max_norm: float = 1.0

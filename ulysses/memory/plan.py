@@ -256,7 +256,10 @@ def predict(case: Workload) -> Prediction:
         working = head + layer + case.element_size * model.layers * model.layer_parameters
     passes = _pass_bytes(case._replace(tokens=case.pass_tokens or case.tokens))
     allocated = states + max(kept + working, _rollout_bytes(case), passes)
-    gpu = allocated * SLACK + CONTEXT_BYTES + COMMUNICATOR_BYTES * (world > 1)
+    # each of gloo's two threads copies the tensor that it gathers
+    gloo = 2 * case.element_size * model.vocabulary_parameters
+    buffers = COMMUNICATOR_BYTES if machine.is_gpu else gloo
+    gpu = allocated * SLACK + CONTEXT_BYTES + buffers * (world > 1)
     moved = weights + trained - states + pinned_bytes(case) * away
     # a checkpoint passes through, one kind of the state at a time
     host = moved + 4 * model.trained / world + PROCESS_BYTES

@@ -24,7 +24,7 @@ from .exchange import (
     exchange_qkv_backward,
     exchange_qkv_forward,
 )
-from .kernels import KERNELS, ONE_DOCUMENT, VARLEN, Kernel, resolve_kernel
+from .kernels import KERNELS, ONE_DOCUMENT, VARLEN, Kernel, check_name, resolve_kernel
 from .kernels_document import Gradients, Inputs, Results, join
 from .kernels_short import LONGEST
 from .layout import (
@@ -46,7 +46,7 @@ class UlyssesAttention(nn.Module):
     """Attend to whole documents while every rank holds only its tokens. The module has no parameters.
 
     `kernel` is "auto" or a name from kernels.py. `mesh=None` is plain attention in this process.
-    Raises ValueError if the heads do not fit the mesh.
+    Raises ValueError for an unknown kernel, and if the heads do not fit the mesh.
     """
 
     # what nn.Module would call Any
@@ -61,6 +61,7 @@ class UlyssesAttention(nn.Module):
         kernel: str = "auto",
     ):
         super().__init__()
+        check_name(kernel)
         self.mesh = mesh or ParallelMesh()
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -206,9 +207,11 @@ class UlyssesAttention(nn.Module):
         shapes = [(*query.shape[:-2], heads, self.head_dim) for heads in counts]
         alike = [x.shape for x in given] == shapes and query.dtype == key.dtype == value.dtype
         if query.dim() not in (3, 4) or not alike:
+            lengths = [int(n) for x in given for n in x.shape[-3:-2]]
             raise ValueError(
                 f"query, key and value are {', '.join(f'{x.dtype} {list(x.shape)}' for x in given)}; they must have "
-                f"one dtype and {counts} heads of {self.head_dim}: [S, heads, {self.head_dim}] or [B, S, heads, ...]"
+                f"one dtype and {counts} heads of {self.head_dim}: [S, heads, {self.head_dim}] or [B, S, heads, ...], "
+                f"and one length S, which is {lengths} here"
             )
 
 

@@ -32,11 +32,22 @@ _WIDE = 16  # bytes that a GPU's thread moves at once
 
 
 class SeqAllToAll4D(torch.autograd.Function):
-    """Split one axis over the P ranks of `group` and gather another.
+    """Split one axis over the P ranks of `group` and gather another: `SeqAllToAll4D.apply(group, input)`."""
 
-    scatter_idx=2, gather_idx=1 turns [B, S/P, H, E] into [B, S, H/P, E]; scatter_idx=1, gather_idx=2 turns it back.
-    All ranks of the group call it together, in backward too. Raises ValueError if P does not divide the split axis.
-    """
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls,
+        group: dist.ProcessGroup | None,
+        input: Tensor,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+    ) -> Tensor:
+        """Turn [B, S/P, H, E] into [B, S, H/P, E], or back with scatter_idx=1 and gather_idx=2.
+
+        All ranks of the group, None for the default one, call it together, in backward too. Raises ValueError if P does
+        not divide the split axis.
+        """
+        return super().apply(group, input, scatter_idx, gather_idx)
 
     @staticmethod
     def forward(

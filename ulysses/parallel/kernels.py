@@ -69,10 +69,7 @@ def resolve_kernel(
     """
     device = torch.device(device)
     case = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim}"
-    if name not in ("auto", *KERNELS):
-        raise ValueError(
-            f"attention kernel {name!r} is unknown; set auto, {', '.join(KERNELS)}"
-        )
+    check_name(name)
     why = "fastest" if name == "auto" else "as requested,"
     reasons = [f"{why} for {case}"]
     for candidate in KERNELS if name == "auto" else [name]:
@@ -87,6 +84,14 @@ def resolve_kernel(
     raise ValueError(
         f"attention kernel {name} cannot run here ({case}): {reasons[1]}; set another kernel or auto"
     )
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless this is "auto" or the name of a kernel."""
+    if name not in ("auto", *KERNELS):
+        raise ValueError(
+            f"attention kernel {name!r} is unknown; set auto, {', '.join(KERNELS)}"
+        )
 
 
 def why_missing(name: str, device: torch.device) -> str | None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from models.quantized import dense
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.progress import progress
 from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
 
 MOST_SLOTS = 512  # of an automatic batch
@@ -45,7 +45,7 @@ class EngineSampler:
 
         model, device, options = self.engine.module, self.engine.device, self.options
         main, fitting, why = self.mesh.is_main, 0, "there is no GPU"
-        bar = tqdm(desc="sampling", unit=" tokens", leave=False, disable=not main)
+        bar = progress(desc="sampling", unit="tokens", leave=False, disable=not main)
         with gathered_weights(self.engine) as weights, bar:
             if self.lora and self.lora.rank:
                 from models.lora import merged  # peft is an optional dependency
@@ -66,12 +66,12 @@ class EngineSampler:
                 bar.write(f"sampling without CUDA graphs: {why}")
                 self.warned = True
 
-            def progress(tokens: int) -> None:
+            def drawn(tokens: int) -> None:
                 self.renew()
                 bar.update(tokens)
 
             found = Sampler(
-                model.config, weights, prompts, options, rollout, progress, graphs
+                model.config, weights, prompts, options, rollout, drawn, graphs
             ).sample()
         torch.cuda.empty_cache()  # graphs and cache make room for training
         return found

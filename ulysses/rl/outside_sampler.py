@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ulysses.config.section import UserCodeError
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import seed_of
 from ulysses.rl.sampler import Completion, SamplingOptions
@@ -60,7 +61,7 @@ class OutsideSampler:
     def synchronise(self, rollout: int = 0) -> None:
         """Export the weights and have every server read them, if the rollout asks for it; all ranks call it together.
 
-        Raises ValueError if a server does not.
+        Raises UserCodeError if a server does not.
         """
         if self.synchronised and rollout % self.config.sampler_sync_every:
             return
@@ -72,7 +73,7 @@ class OutsideSampler:
                 text = json.dumps(body).replace("FOLDER", str(self.folder.absolute()))
                 answer = self._post(address, path, json.loads(text))
                 if isinstance(answer, dict) and answer.get("success", True) is not True:
-                    raise ValueError(
+                    raise UserCodeError(
                         f"{address}{path} did not take the new weights: {str(answer)[:200]}"
                     )
         gather(None)  # no process asks a server that still has other weights
@@ -80,7 +81,7 @@ class OutsideSampler:
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number in the rollout.
 
-        Raises ValueError if a server fails several times, or if what it answers cannot be trained on.
+        Raises UserCodeError if a server fails several times, or if what it answers cannot be trained on.
         """
         servers = self.config.sampler
 
@@ -93,7 +94,7 @@ class OutsideSampler:
             except (LookupError, TypeError) as error:
                 fault = f"JSON of another form ({error!r})"
             if fault:
-                raise ValueError(f"{address} answered prompt {number} with {fault}")
+                raise UserCodeError(f"{address} answered prompt {number} with {fault}")
             self.renew()
             return completion
 
@@ -142,7 +143,7 @@ class OutsideSampler:
         try:
             return post(url, body, self.config.sampler_timeout)
         except (OSError, ValueError) as error:
-            raise ValueError(
+            raise UserCodeError(
                 f"the sampling server {url} failed ({error}); look at its log, start it again and continue with "
                 "--run.resume auto"
             ) from None

@@ -16,12 +16,18 @@ import multiprocessing
 import pkgutil
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from queue import Queue
+from traceback import extract_tb, format_exception_only
 from typing import Any
 
-from ulysses.config.section import ConfigError
+from ulysses.config.section import ConfigError, UserCodeError, visible
 from ulysses.rl.servers import post
 
 
@@ -75,18 +81,24 @@ class Rewards:
     renew: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self.pool = None
-        if self.workers:
-            # a forked copy of this process would hold its locks without the threads that release them
-            context = multiprocessing.get_context("spawn")
-            # a terminal's SIGINT reaches the workers too, but the run needs them for the step after which it saves
-            ignore = (signal.SIGINT, signal.SIG_IGN)
-            self.pool = context.Pool(self.workers, signal.signal, ignore)
+        # a forked copy of this process would hold its locks without the threads that release them
+        context = multiprocessing.get_context("spawn")
+        self.threads = ThreadPoolExecutor(self.workers or 1)
+        self.processes: list[Any] = []
+        self.idle: Queue[Any] = Queue()  # workers with our ends of their pipes
+        for _ in range(self.workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.idle.put((process, ours))
 
     def close(self) -> None:
         """Stop the workers."""
-        if self.pool is not None:
-            self.pool.terminate()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for process in self.processes:
+            process.kill()
 
     def __call__(
         self,
@@ -101,7 +113,7 @@ class Rewards:
             prompts, answers: tokens.
             rows, indices: the data row that each prompt came from, and the number that errors call it by.
 
-        Raises ValueError if one fails, takes too long, or returns no finite number; it names the example if it can.
+        Raises UserCodeError if one fails, takes too long, or returns no finite number; it names the example if it can.
         """
         if not answers:
             return []
@@ -112,33 +124,81 @@ class Rewards:
 
     def _scores(self, name: str, asked: Any, indices: list[int]) -> list[float]:
         """Return the scores by one function; `asked` holds prompts, completions and rows."""
-        function, where = load_function(name, self.timeout), ""
-        try:
-            if next(iter(inspect.signature(function).parameters), "") == "prompts":
-                found = function(*asked)
-            else:
-                calls = [*zip(*asked)]
-                running = [self.pool and self.pool.apply_async(function, c) for c in calls]
-                found = []
-                for call, one, index in zip(calls, running, indices):
-                    self.renew()
-                    where = f" on example {index}"
-                    # those before it have ended, so that this one has begun
-                    found.append(one.get(self.timeout) if one else function(*call))
-            if len(found) != len(indices):
-                raise ValueError(
-                    f"it returned {str(found)[:200]} for {len(indices)} answers; return one number for each"
+        # a function may change its row, which is the next one's too
+        calls = [(prompt, answer, deepcopy(row)) for prompt, answer, row in zip(*asked)]
+        results: Iterable[Any]
+        if takes_all(load_function(name, self.timeout)):
+            results = [(None, outcome(name, [*map(list, zip(*calls))], self.timeout))]
+        elif self.workers:
+            ask = partial(self.threads.submit, self._in_worker, name)
+            places = {ask(call): n for n, call in enumerate(calls)}
+            results = ((places[done], done.result()) for done in as_completed(places))
+        else:  # in this thread, which alone may set timers and handle signals
+            results = ((n, outcome(name, call)) for n, call in enumerate(calls))
+        found: dict[int, float] = {}
+        for place, result in results:
+            self.renew()
+            if isinstance(result, str):
+                where = "" if place is None else f" on example {indices[place]}"
+                raise UserCodeError(f"the reward {name}{where} {result}")
+            found |= enumerate(result, place or 0)
+        for place, score in found.items():
+            if not math.isfinite(score):
+                raise UserCodeError(
+                    f"the reward {name} on example {indices[place]} returned {score}; return a finite number"
                 )
-            for score, index in zip(found, indices):
-                where = f" on example {index}"
-                if not math.isfinite(score):
-                    raise ValueError(f"it returned {score}; return a finite number")
-            return [*map(float, found)]
-        except multiprocessing.TimeoutError:
-            reason = f"took longer than ppo.reward_timeout, {self.timeout:g} s"
-        except Exception as error:
-            reason = f"failed: {type(error).__name__}: {error}"
-        raise ValueError(f"the reward {name}{where} {reason}")
+        return [found[place] for place in range(len(calls))]
+
+    def _in_worker(self, name: str, call: Any) -> list[float] | str:
+        """Return the outcome of a call in one of the workers, or what became of that."""
+        process, pipe = self.idle.get()
+        try:
+            pipe.send((name, call))
+            if not pipe.poll(self.timeout):
+                return f"took longer than ppo.reward_timeout, {self.timeout:g} s"
+            found = pipe.recv()
+        except (EOFError, OSError):
+            process.join()
+            return f"has ended its process with exit code {process.exitcode}"
+        self.idle.put((process, pipe))
+        return found
+
+
+def serve(pipe: Any) -> None:
+    """Score what comes through a pipe until that is closed: the main function of a worker."""
+    # what asks the run to stop reaches the workers too, and the run needs them for the step after which it saves
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(EOFError):
+        while True:
+            pipe.send(outcome(*pipe.recv()))
+
+
+def takes_all(function: Callable[..., Any]) -> bool:
+    """Return whether a reward function scores all answers at once."""
+    return next(iter(inspect.signature(function).parameters), "") == "prompts"
+
+
+def outcome(name: str, call: Any, timeout: float = 0.0) -> list[float] | str:
+    """Call a reward function, and return its numbers or, whatever went wrong, the end of a sentence about it."""
+    try:
+        function, count = load_function(name, timeout), len(call[0])
+        found = function(*call)
+        if takes_all(function):
+            found = found.tolist() if hasattr(found, "tolist") else found
+            if not isinstance(found, list | tuple) or len(found) != count:
+                return (
+                    f"returned {visible(repr(found)):.200} for {count} answers; return one number for each, in "
+                    "a list, tuple, array or Series"
+                )
+        else:
+            found = [found]
+        return [math.fsum([score]) for score in found]  # float() would take texts
+    except BaseException as error:
+        said = visible(format_exception_only(error)[-1].strip())
+        place = extract_tb(error.__traceback__)[-1]
+        where = "" if "//" in name else f" ({Path(place.filename).name}, line {place.lineno})"
+        return f"failed: {said}{where}"
 
 
 def gsm8k_reward(prompt: str, completion: str, row: dict[str, Any]) -> float:

@@ -8,12 +8,14 @@ from typing import Any
 
 import httpx
 
+from ulysses.environment import api_headers
+
 PAUSE = 1.0  # seconds before a request that failed is sent again, twice as long before the last attempt
 MOST_BYTES = 256 << 20  # of an answer
 
 
 def post(url: str, body: Any, timeout: float) -> Any:
-    """POST a value as JSON and return the JSON that the server answers, None for an empty answer.
+    """POST a value as JSON, with the key in ULYSSES_API_KEY, and return the JSON of the answer, None if that is empty.
 
     A request has `timeout` seconds for all of its answer, and one that takes longer is not sent again. Any other
     failure is: twice at most. A redirect is a failure, because the body would not be sent to the other place.
@@ -50,7 +52,7 @@ def _answer(url: str, data: bytes, timeout: float) -> bytes:
 
 def _read(url: str, data: bytes, timeout: float) -> bytes:
     body = bytearray()
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **api_headers()}
     with httpx.stream("POST", url, content=data, headers=headers, timeout=timeout) as response:
         for part in response.iter_bytes():
             body += part

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from models.arch import ModelConfig
-from models.hf_format import ADAPTER_CONFIG
+from models.folders import ADAPTER_CONFIG
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, error_context, flat
 from ulysses.data.cache import content_digest, digest_of_value

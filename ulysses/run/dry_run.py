@@ -24,6 +24,7 @@ from ulysses.memory.plan import (
 )
 from ulysses.run.checkpoint import resume_point
 from ulysses.run.memory_choice import (
+    ASSUMED_GIB,
     choose_memory,
     first_fit,
     longest_sequence,
@@ -46,6 +47,11 @@ def dry_run(config: Config, options: Options) -> int:
     """
     findings: list[str] = []
     world = options.gpus or world_size()
+    if not torch.cuda.is_available():
+        print(
+            f"this machine has no GPU: the plan is for {world} GPU{'s' * (world > 1)} of "
+            f"{options.gpu_memory or ASSUMED_GIB:g} GiB; --gpus and --gpu-memory name others"
+        )
     prepared = prepare(config, world, findings)
     if options.debug or wants_debug([]):
         print(config.model_dump_json(indent=2))
@@ -90,7 +96,8 @@ def _plan_steps(
     stage, run, facts = prepared.stage, config.run, prepared.stage.requirements
     groups = machine.gpus // case.sp
     print(
-        f"{machine.gpus} processes: data parallel {groups} x sequence parallel {case.sp}, among neighbours"
+        f"{machine.gpus} process{'es' * (machine.gpus > 1)}: data parallel {groups} x sequence parallel {case.sp}, "
+        "among neighbours"
     )
     if train:
         loader = prepared.loader(train, case.tokens, groups)
@@ -158,7 +165,11 @@ def _plan_cpu(prepared: Prepared, machine: Machine, train: TokenizedDataset | No
     choice = choose_memory(planner_run(prepared, cpu, train))
     flops = sum(step_flops(choice)) * choice.micro_batches
     seconds = flops * machine.gpus / cpu_flops(dtype)
+    needed = predict(choice).gpu
     line = f"on this machine's CPU a step takes about {seconds:.1f} s"
+    line += f", and each process about {needed / GIB:.1f} GiB of memory"
+    if needed * machine.gpus > machine.host_bytes:
+        line += ", which is more than is free"
     print("; ".join(filter(None, (line, slow_products(dtype)))))
     print(micro_batch_line(choice, count == "auto"))
 

@@ -8,6 +8,7 @@ export stays in it.
 """
 
 import json
+import re
 import shutil
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,16 +24,13 @@ from torch import Tensor
 
 from models.arch import ModelConfig
 from models.decoder import empty_model
+from models.folders import CONFIG, folder_with, read_config, resolve_model
 from models.hf_format import (
-    CONFIG,
     GENERATION,
     TOKENIZER_FILES,
     Rounding,
     WeightFiles,
     copy_side_files,
-    folder_with,
-    read_config,
-    resolve_model,
     write_json,
     write_weights,
 )
@@ -268,12 +266,15 @@ def merge_adapter(folder: Path, out: Path, dtype: str = "") -> str:
 
 
 def model_card(config: Config, step: int) -> str:
-    """Return README.md: the base, the data's names, the settings, the metrics at `step`, and the versions."""
+    """Return README.md: the base, the data's names, the settings, the metrics at `step`, and the versions.
+
+    Where a folder or file lies concerns nobody else, so only its name is left.
+    """
     base = config.model.path if config.model.init == "pretrained" else None
     settings = config.model_dump(
         mode="json", exclude_defaults=True, exclude={"run", "data", "deepspeed"}
     )
-    settings["data"] = {
+    settings["data"] = config.data.model_dump(include={"max_length", "eval_fraction"}) | {
         key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
         for key in ("train", "eval")
     }
@@ -291,15 +292,18 @@ def model_card(config: Config, step: int) -> str:
         "versions": {name: d.version for name in packages for d in distributions(name=name)},
     }
     named = f"base_model: {json.dumps(base)}\n" if base else ""
-    return f"""---
+    card = f"""---
 {named}tags: [ulysses-engine, {config.stage}]
 ---
 # Trained by {config.stage} from {base or "a random start"}
+
+{step} steps of {config.batch.examples} examples.
 
 ```json
 {json.dumps(facts, indent=2)}
 ```
 """
+    return re.sub(r'(?<=["\s])[~/.][^"\n]*/', "", card)
 
 
 def merged_card(adapter: Mapping[str, Any], dtype: str, note: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ulysses import environment
+from ulysses.config.section import UserCodeError
 from ulysses.disk import DiskError
 from ulysses.zero.construct import common_store
 
@@ -35,8 +36,8 @@ LAUNCHER_SECONDS = 60.0  # by which one process may start later than another
 def report_failure(error: Exception, *, debug: bool) -> None:
     """Print an error with its rank and its notes on stderr, unless another process of the run was the first to fail.
 
-    A stack trace comes with it on request, and for every error but non-finite numbers and a disk's failures, which are
-    no programming errors.
+    A stack trace comes with it on request, and for every error but non-finite numbers and failures of a disk or of
+    the user's code and servers, which are no programming errors of ours.
     """
     store = common_store()
     place = 1 if store is None else within(PATIENCE, store.add, CLAIMS, 1)
@@ -44,7 +45,7 @@ def report_failure(error: Exception, *, debug: bool) -> None:
     first = place == 1 or (place is None and not breaks_off(error))
     if first or debug:
         text = str(error) or "no reason is given; has this process no memory left?"
-        foreseen = isinstance(error, FloatingPointError | DiskError)
+        foreseen = isinstance(error, FloatingPointError | DiskError | UserCodeError)
         if debug or not foreseen:
             traceback.print_exception(error)
         if not foreseen:

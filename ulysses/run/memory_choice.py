@@ -14,7 +14,7 @@ import torch
 
 from models.arch import ModelConfig
 from models.decoder import count_parameters, empty_model
-from models.hf_format import read_config, resolve_model
+from models.folders import read_config, resolve_model
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, PlannedStep, pack_step

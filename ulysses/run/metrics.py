@@ -12,8 +12,15 @@ import torch
 
 from ulysses.disk import DiskError, replace_file, writing
 from ulysses.memory.model_size import Model
+from ulysses.progress import progress
 
-SHOWN = {"loss": ".4f", "lr": ".2e", "tokens_per_second": ".0f"}  # by the progress bar
+SHOWN = {  # by the progress bar, of those that a stage has
+    "loss": ".4f",
+    "rewards/accuracies": ".3f",
+    "objective/scores": ".3f",
+    "lr": ".2e",
+    "tokens_per_second": ".0f",
+}
 PEAKS = {  # dense bfloat16 FLOP/s, and bytes/s of memory, by part of the device name, from the vendors' data sheets
     "H200": (989e12, 4.8e12),
     "H100": (989e12, 3.35e12),
@@ -97,9 +104,8 @@ class MetricsLog:
         run_id: str,
         wandb: Any,
     ) -> None:
-        # both take long to import, and only rank 0 needs them
+        # it takes long to import, and only rank 0 needs it
         from torch.utils.tensorboard import SummaryWriter
-        from tqdm import tqdm
 
         self.run_id, self.wandb = run_id, wandb
         self.failure: DiskError | None = None
@@ -109,16 +115,20 @@ class MetricsLog:
             replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
             self.file = self.path.open("a")
             self.board = SummaryWriter(board, purge_step=first_step + 1)
-        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
+        self.bar = progress(
+            total=total_steps, initial=first_step, unit="steps", seconds=math.inf
+        )
 
     def report(self, step: int, values: dict[str, float], due: bool) -> None:
         """Move the progress bar to `step`, and log the values if that is due or if there was an evaluation.
 
         Numbers that are not finite become null. What cannot be written is kept as `failure`.
         """
-        self.bar.update(step - self.bar.n)
-        shown = {name: format(values[name], style) for name, style in SHOWN.items()}
+        shown = {k: format(values[k], style) for k, style in SHOWN.items() if k in values}
         self.bar.set_postfix(shown, refresh=False)
+        self.bar.update(step - self.bar.n)
+        if due:
+            self.bar.refresh()
         evaluated = [
             f"{k} {v:.4f}"
             for k, v in values.items()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
 from models.decoder import empty_model
-from models.hf_format import WeightFiles, folder_with, read_config, resolve_model
+from models.folders import folder_with, read_config, resolve_model
+from models.hf_format import WeightFiles
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context, refuse
 from ulysses.config.stage_sections import is_function
@@ -45,6 +47,10 @@ from ulysses.zero.deepspeed_internals import wrong_version
 SHORT = 1024
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
 LEAST_KNOWN = 0.9
+
+
+# A folder that holds none of these has no tokenizer, whatever else describes one.
+TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
 
 
 @dataclass
@@ -407,6 +413,12 @@ def _read_tokenizer(plan: Prepared) -> None:
         raise AbsentError(
             "model.tokenizer is missing, and there is no model.path to take it from; set it to a folder, a hub id "
             "or a tokenizer.json"
+        )
+    if place.is_dir() and not any(chain(*map(place.glob, TOKENIZERS))):
+        raise AbsentError(
+            f"{place.absolute()} holds no tokenizer ({', '.join(TOKENIZERS)}); copy the model's own into it, or set "
+            "model.tokenizer to a folder, a hub id or a tokenizer.json",
+            "model.tokenizer",
         )
     with error_context("model.tokenizer"):
         tokenizer = load_tokenizer(place, **config.model.special_tokens)

@@ -1,6 +1,8 @@
 """What can be refused from the configuration and the installed packages alone."""
 
 import importlib.util
+import json
+import re
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -9,7 +11,7 @@ import torch
 
 from ulysses import environment
 from ulysses.config.schema import Config
-from ulysses.config.section import error_context, refuse
+from ulysses.config.section import CREDENTIALS, error_context, refuse
 from ulysses.parallel.mesh import divisors
 from ulysses.run.optim import gradient_policies
 from ulysses.run.registry import STAGES, stage_of
@@ -17,6 +19,10 @@ from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 MOST_LR = 10.0
+# a path with parameters, or a field that holds a secret, in what a server is sent
+SECRET_FIELDS = re.compile(
+    r'"/[^"]*[?#;@]|"[^"]*(api_?key|token|secret|password|authorization)":', re.I
+)
 
 
 def check_settings(config: Config, world_size: int) -> None:
@@ -101,12 +107,17 @@ def contradictions(config: Config) -> Iterator[str]:
             'run.resume is "auto", which continues the newest checkpoint, but run.overwrite deletes what an earlier '
             "run left; set only one of them"
         )
-    if any("@" in name for name in (*config.ppo.reward, *config.ppo.sampler) if "//" in name):
-        yield (
-            "ppo.reward or ppo.sampler has an address with a name or a key before an @, which the log and config.json "
-            "would show; take it out, or call the server from a function (module:function) that reads the key from the "
-            "environment"
-        )
+    for name, settings in config.model_dump(exclude={"stage"}).items():
+        for key, value in settings.items():
+            text = json.dumps(value, ensure_ascii=False)
+            if CREDENTIALS.search(text) or (
+                key == "sampler_reload" and SECRET_FIELDS.search(text)
+            ):
+                yield (
+                    f"{name}.{key} holds a key, a name or parameters beside host, port and path of an address, which "
+                    "the log and config.json would show; take them out, and set the environment variable "
+                    f"{'ULYSSES_API_KEY, which servers get as a bearer token' if name == 'ppo' else 'HF_TOKEN'}"
+                )
     if bool(run.steps) == bool(run.epochs):
         yield (
             f"run.steps is {run.steps} and run.epochs is {run.epochs:g}, but exactly one of them must be above "

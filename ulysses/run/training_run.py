@@ -66,12 +66,14 @@ class TrainingRun:
         config = check(config) if isinstance(config, dict) else config
         self.config = config
         self.debug, self.verify_weights = debug, verify_weights
+        self.log: MetricsLog | None = None  # of rank 0, while it trains
         self.watch = Watch(config.run.stall_warning, config.run.timeout, imports)
         self.watch.start(partial(meet, max(config.run.timeout, IMPORT_SECONDS)))
         try:
             self.watch.phase("checks")
             self.prepared = prepare(config)
             self.watch.phase("data")
+            self.say("reading the data ...")
             self.train_data, self.eval_data = data = self.prepared.open_data()
             self.data_names = [str(each and each.folder.name) for each in data]
             cache = Path(config.data.cache)
@@ -83,7 +85,6 @@ class TrainingRun:
             self.watch.stop()
             raise
         self.trainer: Any = None  # a Trainer, from entering on
-        self.log: MetricsLog | None = None  # of rank 0, while it trains
         self.resources = ExitStack()  # what must be released, whatever happens
 
     def __enter__(self) -> "TrainingRun":
@@ -141,6 +142,7 @@ class TrainingRun:
         self.say(memory_line(memory))
         self.say(micro_batch_line(memory, config.batch.tokens_per_microbatch == "auto"))
         self.watch.phase("weights")
+        self.say(f"building the model of {memory.model.parameters:,} parameters ...")
         self.engine = build_engine(
             config, prepared.weights, mesh, memory, attention=prepared.attention
         )

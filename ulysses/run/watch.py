@@ -41,7 +41,7 @@ from ulysses.run.failure import (
 from ulysses.zero.construct import collectives_begun
 
 ALIVE, TOLD = "ulysses/alive", "ulysses/told on the node of"
-STOPPING = signal.SIGTERM, signal.SIGINT
+STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 BEAT_SECONDS = 1.0
 # So long without a beat, while others wait for a process, means that it is gone or stopped.
 SILENT_SECONDS = 6.0
@@ -172,13 +172,24 @@ class Watch:
             sleep(3 * SILENT_SECONDS)  # the watch thread may end the process meanwhile
 
     def ask_to_stop(self, *_: Any) -> None:
-        """Have all ranks finish the running step, save and stop; a handler of SIGTERM and SIGINT."""
+        """Have all ranks finish the running step, save and stop; a handler of the signals that ask for it."""
         self.stop_wanted = True
+        for number in (1, 2):
+            try:
+                os.write(number, b"")
+            except OSError:
+                # the terminal is gone, and the next line would end the run before it has saved
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Let SIGTERM and SIGINT ask the run to stop; a second SIGINT ends the process, even in a stuck collective."""
-        before = {n: signal.signal(n, self.ask_to_stop) for n in STOPPING}
+        """Let SIGTERM, SIGINT and SIGHUP ask the run to stop; nohup's SIGHUP stays ignored.
+
+        A second SIGINT ends the process, even in a stuck collective.
+        """
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = STOPPING[:-1] if ignored else STOPPING
+        before = {n: signal.signal(n, self.ask_to_stop) for n in numbers}
         # their numbers reach the watch thread even while the main thread is stuck in a collective
         descriptor = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
@@ -305,6 +316,7 @@ class Watch:
             if monotonic() - self._interrupted > POLL_SECONDS:
                 self._leave(128 + signal.SIGINT)
             self._interrupted = min(self._interrupted, monotonic())
+        self.ask_to_stop()  # the main thread may be stuck
         self._hurried = self._hurried or 2 * SILENT_SECONDS
         if self._rank == 0:
             say_below("asked to stop: the run saves after this step")

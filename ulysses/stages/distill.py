@@ -14,7 +14,7 @@ from typing import Any
 
 from losses.distill import distillation
 from losses.token_nll import weighted_sum
-from models.hf_format import folder_with, resolve_model
+from models.folders import folder_with, resolve_model
 from ulysses.data.read.chat import load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term

@@ -69,7 +69,10 @@ class DpoStage(ReferencedStage):
         # the last position predicts nothing
         trained = [torch.tensor(np.append(s.loss_weights[1:], 0)) != 0 for s in pair]
         shorter = min(mask.sum() for mask in trained)
-        weights = (ld_dpo_weights(mask.cumsum(0) - 1, shorter, alpha) for mask in trained)
+        weights = (
+            ld_dpo_weights(mask.cumsum(0) - 1, shorter.expand(len(mask)), alpha)
+            for mask in trained
+        )
         return [
             replace(s, token_columns={**s.token_columns, "ld_weights": w})
             for s, w in zip(pair, weights)

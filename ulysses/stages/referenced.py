@@ -32,6 +32,7 @@ from ulysses.environment import NODE, local_rank
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.sums import segment_sums
+from ulysses.progress import progress
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Run, Stage
 from ulysses.stages.passes import token_values
 
@@ -254,11 +255,12 @@ def read_reference(
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         # several micro-batches of them, or CHUNK
         size = mesh.data_parallel_size * max(CHUNK, 4 * budget * len(numbers) // sum(sizes))
+        bar = {"desc": "reference: ", "unit": "items", "unit_scale": size, "leave": False}
         chunks = (
             token_values(
                 logprobs, [*map(sequences, numbers[at : at + size])], mesh, device, budget
             ).numpy()
-            for at in numbers[::size]
+            for at in progress(numbers[::size], disable=not mesh.is_main, **bar)
         )
         with writing(temporary, advice="set data.cache to another folder"):
             if local_rank() == 0:

@@ -68,11 +68,13 @@ class ResidentWeights:
         """Begin to bring every rank's slices of these to all ranks; whoever reads them waits for them first."""
         if self.world == 1:
             return
-        parameters = list(parameters)
-        with dist._coalescing_manager(async_ops=True) as coming:
-            for parameter in parameters:
-                dist.all_gather_into_tensor(*self._wholes[parameter])
-        self._coming |= dict.fromkeys(parameters, coming)
+        # gloo takes the first tensor's memory for each of those that it gathers together
+        alone = self.device.type == "cpu"
+        for together in zip(parameters) if alone else [tuple(parameters)]:
+            with dist._coalescing_manager(async_ops=True) as coming:
+                for parameter in together:
+                    dist.all_gather_into_tensor(*self._wholes[parameter])
+            self._coming |= dict.fromkeys(together, coming)
 
     def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Wait for those of these parameters, or of all, that are still on their way."""

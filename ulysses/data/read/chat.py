@@ -30,7 +30,6 @@ from ulysses.data.read.templates import (
     CLOSE,
     GUARD,
     NAMED_TEMPLATES,
-    NO_VARIABLES,
     NOTHING,
     OPEN,
     at_marks,
@@ -333,7 +332,7 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         answers: Sequence[int] = (),
         turns: str = "together",
-        variables: Mapping[str, Any] = NO_VARIABLES,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[Rendered]:
         """Render a conversation, and weigh what the assistant wrote; everything else has the weight 0.
 
@@ -357,8 +356,8 @@ class ChatTemplate:
                     f"the chat template has no place for {key.replace('_', ' ')}"
                 )
         plain = [self._plain(message) for message in messages]
-        check_variables(variables, self._variables)
-        given = self.encoder.guard({"tools": tools or None, **variables})
+        given = check_variables(variables or {}, self._variables)
+        given = self.encoder.guard({"tools": tools or None, **given})
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
             text = "".join(at_marks(self._render(given, plain, not begun)))

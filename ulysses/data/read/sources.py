@@ -245,11 +245,6 @@ def source_digest(source: Source, cache: Path) -> str:
     return digest_of_value(vars(source) | {"path": content, "weight": 1})
 
 
-def local_files(source: Source) -> list[Path]:
-    """List the files that are read; none of a hub dataset."""
-    return [] if source.is_on_hub else source_files(source)[0]
-
-
 def _hash_files(files: list[Path]) -> str:
     return digest_of_value([[path.suffix, digest_of(path)] for path in files])
 
@@ -344,7 +339,7 @@ def count_rows(sources: Iterable[Source]) -> int | None:
     """Count the rows of files that have one on every line, for a progress bar; None if there are other sources."""
     total = 0
     for source in sources:
-        files = local_files(source)
+        files = [] if source.is_on_hub else source_files(source)[0]
         if not {path.suffix for path in files} <= LINES or not files:
             return None
         rows = sum(1 for path in files for _ in path.open("rb"))
@@ -399,7 +394,7 @@ def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
             source.path, source.subset, split=source.split, revision=source.revision
         )
     rows = _chosen(source, rows) if isinstance(rows, dict) else rows
-    kinds = getattr(rows, "features", {})
+    kinds = getattr(rows, "features", None) or {}
     for number, row in enumerate(rows, 1):
         yield number, {name: _as_written(value, kinds.get(name)) for name, value in row.items()}
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -33,7 +32,6 @@ CALLING = """[{"role": "user", "content": "2"}, {"role": "assistant", "content":
 # a call that a template shows, neither as Python writes objects nor with quotation marks that are escaped
 SHOWN = re.compile(r"""(?s)call_1.*(?<!')(?<!\\")key_1.*value_1""")
 NOTHING = (None, "", [], {})  # values that nobody misses
-NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 OURS = set(
     "messages tools add_generation_prompt bos_token eos_token pad_token unk_token".split()
 )
@@ -185,11 +183,12 @@ def called(message: dict[str, Any], is_null: bool, as_text: bool) -> dict[str, A
     return {**message, "content": message["content"] or (None if is_null else "")}
 
 
-def check_variables(variables: Mapping[str, Any], read: set[str]) -> None:
-    """Raise BadRowError for a variable of a row that the template does not read, or that is not the row's to set."""
+def check_variables(variables: Mapping[str, Any], read: set[str]) -> Mapping[str, Any]:
+    """Return a row's variables; BadRowError for one that the template does not read, or that no row may set."""
     for key, value in variables.items():
         if key in OURS or (value not in NOTHING and key not in read):
             raise BadRowError(
                 f"sets {key!r} in chat_template_kwargs, which the chat template does not read, or no row may set; "
                 'remove it, or set columns = {unused = "chat_template_kwargs"}'
             )
+    return variables

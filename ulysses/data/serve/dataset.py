@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
@@ -30,9 +29,9 @@ from ulysses.data.read.sources import (
     Source,
     count_rows,
     in_batches,
-    local_files,
     pinned,
     source_digest,
+    source_files,
 )
 from ulysses.data.serve.encode import (
     Columns,
@@ -44,6 +43,7 @@ from ulysses.data.serve.encode import (
 from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.parallel.batch import Sequence
+from ulysses.progress import progress
 
 FORMAT_VERSION = 10
 DIGESTS = "digests.json"  # of the other files
@@ -77,7 +77,8 @@ def open_dataset(
     template = None if kind == "text" else ChatTemplate(tokenizer, settings.chat_template)
 
     def state() -> list[Any]:
-        return [known_files(local_files(source), cache) for source in sources]
+        local = (source for source in sources if not source.is_on_hub)
+        return [known_files(source_files(source)[0], cache) for source in local]
 
     before = state()
     content = [
@@ -103,8 +104,8 @@ def open_dataset(
 
         def encoded() -> Iterator[Any]:
             located = locate_rows(sources, report)
-            bar = {"desc": "tokenising", "unit": " rows", "delay": BAR_AFTER_SECONDS}
-            rows = tqdm(located, total=count_rows(sources), **bar)
+            bar = {"desc": "tokenising", "unit": "rows", "delay": BAR_AFTER_SECONDS}
+            rows = progress(located, total=count_rows(sources), **bar)
             rows = part_of(rows, settings.eval_fraction, held_out, report)
             batches = in_batches(rows, CHARACTERS_AT_ONCE)
             for found, events in in_order(encode, batches, settings.workers):

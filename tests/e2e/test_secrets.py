@@ -1,0 +1,79 @@
+"""Keys: servers get them from the environment, and nothing that a run writes or prints holds one."""
+
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.launch import ranks, tiny
+from tests.sampling_server import SamplingServer
+
+SECRET = "planted-secret"
+VARIABLES = ("ULYSSES_API_KEY", "HF_TOKEN", "WANDB_API_KEY")
+
+
+def with_keys(rank: int) -> None:
+    os.environ.update({name: f"{SECRET} {name}" for name in VARIABLES})
+
+
+def assert_no_secret(outcome: Any, folder: Path) -> None:
+    assert SECRET not in outcome.stdout + outcome.stderr
+    found = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
+    assert not found, found
+
+
+@pytest.mark.parametrize("fault", ["", "refuse", "garbage"])
+def test_servers_get_the_key_and_the_run_folder_does_not(tmp_path, fault):
+    with closing(SamplingServer()) as server:
+        server.fault = fault
+        line = tiny(
+            "ppo", tmp_path, f"--run.steps 1 --ppo.reward {server.address}/score --ppo.epochs 1 --run.save_every 1"
+        )  # fmt: skip
+        outcome = ranks(line, 1, before=with_keys, code=bool(fault))
+        assert server.keys == {f"Bearer {SECRET} ULYSSES_API_KEY"}
+    if fault:
+        outcome.refused(f"the reward {server.address}/score failed: ")
+    else:
+        names = {path.name for path in tmp_path.rglob("*")}
+        assert {
+            "config.json",
+            "metrics.jsonl",
+            "run.json",
+            "README.md",
+            "rollout.safetensors",
+        } <= names
+        assert any("tfevents" in name for name in names)
+    assert_no_secret(outcome, tmp_path)
+
+
+def test_a_key_that_no_header_takes_is_not_printed(tmp_path):
+    def before(rank: int) -> None:
+        os.environ["ULYSSES_API_KEY"] = f"{SECRET}\u00e9"
+
+    line = tiny("ppo", tmp_path, "--run.steps 1 --ppo.reward http://127.0.0.1:1/score")
+    outcome = ranks(line, 1, before=before, code=1)
+    outcome.refused("ULYSSES_API_KEY holds characters that no header may hold; set it again")
+    assert_no_secret(outcome, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        f"--ppo.reward http://host/score?api_key={SECRET}",
+        f"--ppo.reward http://user:{SECRET}@host/score",
+        f"--ppo.sampler vllm+http://host/v1?key={SECRET}",
+        f"--ppo.rewrad http://host/score?key={SECRET}",
+        f"--run.seed http://host/score?key={SECRET}",
+        f"http://host/score?key={SECRET}",
+    ],
+)  # fmt: skip
+def test_a_refused_run_shows_no_secret_and_leaves_nothing(tmp_path, setting):
+    outcome = ranks(tiny("ppo", tmp_path / "run", setting), 1, code=2)
+    assert_no_secret(outcome, tmp_path)
+    assert not (tmp_path / "run").exists()
