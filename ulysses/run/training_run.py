@@ -72,7 +72,7 @@ class TrainingRun:
         try:
             self.watch.phase("checks")
             self.prepared = prepare(config)
-            self.watch.phase("data")
+            self.watch.phase("tokenising")
             self.say("reading the data ...")
             self.train_data, self.eval_data = data = self.prepared.open_data()
             self.data_names = [str(each and each.folder.name) for each in data]
@@ -141,7 +141,7 @@ class TrainingRun:
         memory = self.memory = choose_memory(case)
         self.say(memory_line(memory))
         self.say(micro_batch_line(memory, config.batch.tokens_per_microbatch == "auto"))
-        self.watch.phase("weights")
+        self.watch.phase("building the model")
         self.say(f"building the model of {memory.model.parameters:,} parameters ...")
         self.engine = build_engine(
             config, prepared.weights, mesh, memory, attention=prepared.attention

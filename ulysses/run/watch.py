@@ -41,6 +41,7 @@ from ulysses.run.failure import (
 from ulysses.zero.construct import collectives_begun
 
 ALIVE, TOLD = "ulysses/alive", "ulysses/told on the node of"
+PARTS = {"tokenising": "data", "building the model": "weights"}  # in the account of the start
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 BEAT_SECONDS = 1.0
 # So long without a beat, while others wait for a process, means that it is gone or stopped.
@@ -140,7 +141,7 @@ class Watch:
         self._place = f"step {self._step}, {name}" if self._step else name
         self._moved = monotonic()
         self._phases += 1
-        self._account("first step" if self._step else name)
+        self._account("first step" if self._step else PARTS.get(name, name))
 
     def _account(self, following: str) -> None:
         part, began = self._part
