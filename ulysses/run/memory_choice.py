@@ -199,8 +199,8 @@ def cut_steps(
 
     costs = [t + q / (ATTENTION_WIDTHS * case.model.width) for t, q in zip(*typical)]
 
-    def cut(budget: int) -> Workload:
-        counted = len(pack_step(typical.tokens, costs, budget, groups)[0])
+    def cut(budget: int, counted: int = 0) -> Workload:
+        counted = counted or len(pack_step(typical.tokens, costs, budget, groups)[0])
         return case._replace(
             tokens=budget,
             documents=max(1, case.documents * budget // case.tokens),
@@ -213,7 +213,8 @@ def cut_steps(
         return cut(case.tokens)
     whole = max(case.tokens, -(-sum(largest.tokens) // groups))
     budgets = sorted({max(case.tokens, -(-whole // n)) for n in CUTS})
-    smallest, *others = [choose(cut(budget)) for budget in budgets]
+    # what packing finds is a little more, and takes long to find for steps of thousands of examples
+    smallest, *others = [choose(cut(n, math.ceil(tokens / n))) for n in budgets]
 
     def is_free(choice: Workload) -> bool:
         flops = (
