@@ -39,7 +39,7 @@ from ulysses.run.checkpoint import is_older
 from ulysses.run.continuation import find_checkpoint
 from ulysses.run.disk_space import check_disk, check_folders
 from ulysses.run.registry import stage_of
-from ulysses.run.setting_checks import check_settings
+from ulysses.run.setting_checks import check_settings, expert_adapter_errors, router_errors
 from ulysses.stages.base import AuxiliaryModel, Stage
 from ulysses.zero.deepspeed_internals import wrong_version
 
@@ -194,6 +194,7 @@ class Prepared:
                 dp_rank=group,
                 shuffle=not evaluation,
                 attention_length=ATTENTION_WIDTHS * self.shape.hidden_size,
+                windows=self.shape.windows,
                 launched_tokens=launched_tokens,
             )
 
@@ -245,12 +246,16 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         return plan
     with collect():
         plan.shape = _fit_window(config, plan.shape, "data.max_length" if pretrained else "")
+    with collect(""):  # whether an export can be loaded
+        plan.shape.to_hf(reward=stage.reward)
     with collect("model.lora.rank"):
         if model.lora.rank > plan.shape.hidden_size:
             raise ValueError(
                 f"is {model.lora.rank} but the model's matrices are {plan.shape.hidden_size} wide; set a smaller one "
                 "(8 to 64 are usual), or 0 to train all weights"
             )
+    errors += router_errors(config, plan.shape)
+    errors += expert_adapter_errors(config, plan.shape)
     # otherwise it is absent with the model
     if plan.folder or model.tokenizer or not model.path:
         with collect():
@@ -269,12 +274,12 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         if short and device == "cuda" and model.dtype == "bfloat16":
             plan.attention = "torch"
         with collect("model.attention"):
-            plan.kernel = resolve_kernel(
-                plan.attention,
-                device,
-                getattr(torch, config.model.dtype),
-                plan.shape.head_dim,
-            )
+            case = device, getattr(torch, config.model.dtype), plan.shape.head_dim
+            for window in (
+                *plan.shape.windows,
+                None,
+            ):  # the whole attention's is the one to report
+                plan.kernel = resolve_kernel(plan.attention, *case, window=window)
         if model.quantize == "fp8" and device == "cuda":
             if torch.cuda.get_device_capability() < (8, 9):
                 errors.append(
@@ -330,7 +335,7 @@ def read_shape(config: Config, *, need_weights: bool = True) -> tuple[ModelConfi
 
 def published_shape(model: ModelSection) -> ModelConfig | None:
     """Return the shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None."""
-    name = Path(model.path or "").name.lower().replace("llama-", "llama")
+    name = re.sub(r"^([a-z-]+)-(\d)", r"\1\2", Path(model.path or "").name.lower())
     shape = next((shape for key, shape in ARCHITECTURES.items() if key in name), None)
     if shape is None:
         return None

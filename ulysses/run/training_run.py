@@ -114,7 +114,9 @@ class TrainingRun:
         case = planner_run(prepared, machine, self.train_data)
         if config.parallel.sequence_parallel_size == "auto":
             self.say(f"parallel.sequence_parallel_size is auto: {case.sp}")
-        mesh = self.mesh = ParallelMesh(case.sp, num_heads=case.common_heads)
+        mesh = self.mesh = ParallelMesh(
+            case.sp, num_heads=case.common_heads, windows=shape.windows
+        )
         # what may not work on this machine is tried before anything is written
         heads = head_layout(
             shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
@@ -129,6 +131,7 @@ class TrainingRun:
             heads.key,
             shape.head_dim,
             stage.requirements.longest_example,
+            shape.windows or (None,),
         )
         if restarts(config.run):
             self.say("torchrun may restart this run, so run.resume is auto")
