@@ -40,7 +40,7 @@ from ulysses.run.memory_choice import (
     planner_case,
     this_machine,
 )
-from ulysses.run.metrics import device_peak_flops, model_flops
+from ulysses.run.metrics import device_peaks, model_flops
 from ulysses.run.optim import gradient_policies
 from ulysses.run.preflight import read_shape
 from ulysses.zero.engine import ZeroEngine
@@ -219,7 +219,7 @@ def measure(
     rate = groups * micro_batches / seconds / mesh.world_size
     # what a rank's step really computes, as the planner counts it
     executed = sum(step_flops(choice)) * mesh.sequence_parallel_size
-    limit, dtype = device_peak_flops(), getattr(torch, config.model.dtype)
+    limit, dtype = (device_peaks() or (None,))[0], getattr(torch, config.model.dtype)
     kernel = resolve_kernel(
         config.model.attention,
         device,

@@ -6,23 +6,34 @@
 Every function returns values per token, pair or sequence; divide their sums by counts over the whole optimizer step.
 """
 
-from .dpo import DPO_LOSS_TYPES, LENGTH_NORMALISED, REFERENCE_FREE, dpo_loss, ld_dpo_weights
-from .kto import KTO_LOSS_TYPES, kto_loss
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .logprobs import LogProbs, linear_logprobs
-from .ppo import (
-    PolicyLoss,
-    ValueLoss,
-    gae,
-    group_advantages,
-    kl_estimate,
-    packed_gae,
-    ppo_policy_loss,
-    ppo_value_loss,
-    token_rewards,
-    whiten,
-)
-from .preference import aot_margins
-from .reward_model import reward_loss
+
+if TYPE_CHECKING:
+    from .dpo import (
+        DPO_LOSS_TYPES,
+        LENGTH_NORMALISED,
+        REFERENCE_FREE,
+        dpo_loss,
+        ld_dpo_weights,
+    )
+    from .kto import KTO_LOSS_TYPES, kto_loss
+    from .ppo import (
+        PolicyLoss,
+        ValueLoss,
+        gae,
+        group_advantages,
+        kl_estimate,
+        packed_gae,
+        ppo_policy_loss,
+        ppo_value_loss,
+        token_rewards,
+        whiten,
+    )
+    from .preference import aot_margins
+    from .reward_model import reward_loss
 from .token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 
 __all__ = [
@@ -53,3 +64,13 @@ __all__ = [
     "whiten",
     "z_loss",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a loss's file when it is asked for."""
+    if name in __all__:
+        for part in ("dpo", "kto", "ppo", "preference", "reward_model"):
+            found = vars(import_module(f".{part}", __name__))
+            if name in found:
+                return found[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -58,17 +58,17 @@ class StoredTensor(NamedTuple):
         mean = torch.tensor([self.state["nested_offset"]])
         return join_parts(codes, sizes, torch.cat([mean, *numbers]))
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return the flat elements [start, stop), row-major, as a view of the file's pages unless quantised."""
+    def read(self, start: int, stop: int, device: Any = "cpu") -> Tensor:
+        """Return the flat elements [start, stop), row-major; on the CPU a view of the file's pages unless quantised."""
         if self.state:
             matrix = unpack("nf4", self.read_packed(), self.shape, torch.float32)
             return matrix.view(-1)[start:stop]
         with safe_open(self.file, "pt") as file:
-            return self.part(file, start, stop)
+            return self.part(file, start, stop, device)
 
-    def part(self, file: Any, start: int, stop: int) -> Tensor:
-        """Return those elements from its file, which is open, as a view of the file's pages."""
-        part = file.get_tensor(self.name).view(-1)[start:stop]
+    def part(self, file: Any, start: int, stop: int, device: Any = "cpu") -> Tensor:
+        """Return those elements from its file, which is open, on the CPU as a view of the file's pages."""
+        part = file.get_tensor(self.name).view(-1)[start:stop].to(device)
         # the least and the greatest are not numbers if any element is not one
         if part.numel() and not torch.isfinite(torch.stack(part.aminmax())).all():
             raise FloatingPointError(
@@ -206,7 +206,13 @@ class WeightFiles:
             self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
 
     def read(
-        self, name: str, start: int = 0, stop: int | None = None, *, quantize: str = "none"
+        self,
+        name: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        quantize: str = "none",
+        device: Any = "cpu",
     ) -> Tensor:
         """Return the flat elements [start, stop), row-major, of a tensor; all of them by default.
 
@@ -215,7 +221,7 @@ class WeightFiles:
         stored = self.tensors[name]
         if stop is None:
             stop = stored.shape.numel()
-        flat = stored.read(start, stop)
+        flat = stored.read(start, stop, "cpu" if name in self._updates else device)
         is_matrix = name.removesuffix(".weight").endswith("_proj")
         if quantize != "none" and is_matrix and not stored.state:
             data = pack(quantize, flat.view(stored.shape))

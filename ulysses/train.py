@@ -5,6 +5,7 @@ The arguments are those of train.py at the top of the repository, which only cal
 
 import os
 import sys
+from time import time
 from typing import NoReturn
 
 from ulysses.environment import rank, wants_debug
@@ -22,11 +23,12 @@ def main(arguments: list[str]) -> int:
         return 0
     announce_imports()
     with explained_imports():
+        from psutil import Process
+
         from ulysses.run.quiet import quiet
 
         if not debug:
             quiet()  # before the imports below: libraries speak while they are imported
-        from ulysses.run.dry_run import dry_run, inspect
         from ulysses.run.failure import report_config_error, report_failure
         from ulysses.run.training_run import TrainingRun
 
@@ -37,11 +39,16 @@ def main(arguments: list[str]) -> int:
             return 0
         if is_first and options.adjust_lr == 1 and "adjust_lr" in options.model_fields_set:
             print("--adjust-lr 1 changes nothing; give another factor, such as --adjust-lr 0.5")
-        if options.dry_run:
-            return dry_run(config, options)
-        if options.inspect:
+        if options.dry_run or options.inspect:
+            with explained_imports():
+                from ulysses.run.dry_run import dry_run, inspect
+            if options.dry_run:
+                return dry_run(config, options)
             return inspect(config, options.inspect)
-        with TrainingRun(config, debug=debug, verify_weights=options.verify_weights) as run:
+        imports = time() - Process().create_time()
+        with TrainingRun(
+            config, debug=debug, verify_weights=options.verify_weights, imports=imports
+        ) as run:
             run.train()
         return 0
     except ConfigError as error:

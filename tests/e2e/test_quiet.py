@@ -9,8 +9,8 @@ from tests.e2e.launch import ROOT, environment, tiny
 
 OURS = re.compile(
     r"(loading the libraries|reading the data|building the model|attention kernel|"
-    r"training data|held-out data|memory|gradients|computing reference|reference: \d+|step \d+|exported|resumed"
-    r"|  [\d.]+% of the tokens are prompts)\b"
+    r"training data|held-out data|memory|micro-batches|start|gradients|computing reference|"
+    r"reference: \d+|step \d+|exported|resumed|  [\d.]+% of the tokens are prompts)\b"
     r"|\d+/\d+ steps, |tokenising: |\s*$"
 )
 # what silences libraries in the other tests

@@ -93,7 +93,7 @@ def several_runs(place: Path) -> list[tuple[int, int, float | None]]:
     held, live = live_bytes(), "--dpo.reference live"
     found = [one(place), one(place, "while training"), one(place, "", live)]
     # before run.overwrite has begun, and when engines exist
-    for name in ("prove_kernel", "Trainer"):
+    for name in ("prove_once", "Trainer"):
         with mock.patch.object(run_module, name, side_effect=ArithmeticError("the start")):
             found.append((held + (1 << 20), *one(place, "the start", live)[1:]))
         assert name == "Trainer" or metrics(place / "run")[-1]["loss"] == found[2][2]

@@ -18,6 +18,7 @@ from ulysses.memory.plan import (
     step_seconds,
 )
 from ulysses.run.memory_choice import choose, longest_sequence, plain_model
+from ulysses.run.metrics import PEAKS
 
 ROWS = Path(__file__).parents[2] / "benchmarks/measured.jsonl"
 LLAMA = plain_model(architecture("llama3-8b"))
@@ -59,9 +60,11 @@ def measured(row):
     for part in row["recompute"].split("+"):
         level, _, count = part.partition("*")
         levels += (level,) * int(count or row["layers"])
-    names = "weights", "documents", "micro_batches", "squares", "sp", "tokens"
+    names = "weights documents micro_batches mean_tokens squares sp tokens".split()
     given = {name: row[name] for name in names if name in row}
-    given |= {"model": model, "machine": node(row["gpus"]), "levels": levels, "others": others}
+    flops, rate = PEAKS[row["gpu"]]
+    machine = node(row["gpus"])._replace(peak_flops=flops, memory_rate=rate)
+    given |= {"model": model, "machine": machine, "levels": levels, "others": others}
     return case(**given, offloaded_layers=row["offload"])
 
 

@@ -13,7 +13,7 @@ from tests.engine_case import ListDataset, dataset
 from ulysses.config.command_line import check
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
-from ulysses.memory.plan import GIB, Machine, Workload
+from ulysses.memory.plan import GIB, MATRICES, Machine, Workload
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.rollout import Completion, Rollout
@@ -95,7 +95,7 @@ def test_only_graphs_are_worth_it() -> None:
     small = plain_model(architecture("qwen2.5-0.5b"))
     case = choose(Workload(small, gpu, 8192))
     assert case.graphs and 1e4 < case.launched_tokens < 1e6
-    seconds = 6 * case.launched_tokens * small.layer_parameters / (0.6 * 989e12)
+    seconds = 6 * case.launched_tokens * small.layer_parameters / (MATRICES * 989e12)
     assert seconds == pytest.approx(6e-3)
     assert choose(Workload(small, Machine(1, float("inf")), 8192)).launched_tokens == 0
     large = plain_model(architecture("llama3-8b"))

@@ -28,7 +28,10 @@ from ulysses.memory.tiling import EXPERT_TILES, TILE_ROWS, tile_rows
 from ulysses.parallel.layout import head_layout, squares
 
 GIB = 1 << 30
-H200_FLOPS = 989e12  # in bfloat16
+H200_FLOPS, H200_RATE = 989e12, 4.8e12  # in bfloat16; bytes/s of its memory
+CPU_FLOPS = (
+    1e11  # of a process without a GPU, roughly: it only decides how much work hides a launch
+)
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 HOST_FILL = 0.9  # share of a node's free memory that training may take
 # offloaded layers whose tensors are on the GPU nevertheless: one in use, one being copied
@@ -39,7 +42,7 @@ CONTEXT_BYTES = 1.3e9  # CUDA context and libraries, outside the allocator, on a
 COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
 
 # Rates measured on H200, as shares of the peaks.
-MATRICES = 0.6  # matrix products
+MATRICES = 0.64  # matrix products
 # the time of a step's products where the layers' are of e4m3 numbers, rounding included, as a share of bfloat16's
 FP8_PRODUCTS = 0.8
 ATTENTION = 0.63  # attention kernels
@@ -48,27 +51,32 @@ GATHER = 0.37  # all-gathers and reduce-scatters
 CONTENTION = 0.2  # of their time is added to that of the kernels beside them
 LINK = 450e9  # bytes/s between two GPUs of one node, one direction
 NODE_LINK = 50e9  # of two nodes
-MEMORY_RATE = 0.6 * 4.8e12  # bytes/s of GPU memory in the optimizer's update
+MEMORY_RATE = 0.6  # GPU memory in the optimizer's update
 HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at once
 ELEMENTWISE = (
-    1e-11  # seconds of a layer's elementwise kernels, for each token and unit of D + F
+    48  # bytes that a layer's elementwise kernels move, for each token and unit of D + F
 )
-STEP_SECONDS = 0.005  # per micro-batch: metadata, the first gather, the last reduction, metrics
+STEP_SECONDS = 0.007  # per micro-batch: metadata, the first gather, the last reduction, metrics
 # Seconds in which the host launches one layer, forward and backward, with weights that are gathered and that stay;
 # CUDA graphs need none. They pay where a layer takes the GPU less than GRAPH_SECONDS.
 LAUNCH, LAUNCH_RESIDENT = 7e-3, 3e-3
 GRAPH_SECONDS = 5e-3
-UPDATE_BYTES = 34  # read and written per trained parameter: norm and zero/update.py
+# read and written per trained parameter: by norm and zero/update.py, and where a micro-batch adds its gradient
+UPDATE_BYTES, ADDITION_BYTES = 34, 10
+ADAPTER_SECONDS = 6e-4  # of the many small kernels for a layer's adapters, forward and backward
+ENOUGH = 4  # times the launches of a pass without gradient, its computation takes: more tokens gain nothing
+GAIN = 0.01  # of a step's time, for which a micro-batch is made larger
 
 
 class Machine(NamedTuple):
-    """GPUs, their memory in bytes, which is infinite for a CPU in their place, and their peak in FLOP/s."""
+    """GPUs, their memory in bytes, which is infinite for a CPU in their place, their peak in FLOP/s, and bytes/s."""
 
     gpus: int
     gpu_bytes: float
     host_bytes: float = 0.0  # per node, free for training; 0 if unknown
     gpus_per_node: int = 8
     peak_flops: float = H200_FLOPS
+    memory_rate: float = H200_RATE
 
     @property
     def is_gpu(self) -> bool:
@@ -102,8 +110,11 @@ class PlannedRollout(NamedTuple):
 class Workload(NamedTuple):
     """What the planner is asked about: a model's step on a machine, and the memory settings.
 
-    tokens: of one micro-batch, which `sp` ranks share, in `documents` of equal length (2 for one pair).
-    squares: twice the pairs of a query and a key that it sees, shared prompts included; 0: those of equal documents.
+    tokens: of the fullest micro-batch, which `sp` ranks share, in `documents` of equal length (2 for one pair).
+    mean_tokens: of a typical step's micro-batches on average; 0: all are as full as the fullest.
+    squares: twice the pairs of a query and a key that an average micro-batch sees, shared prompts included; 0: those of
+        equal documents.
+    pass_tokens: of the micro-batches of passes without gradient; 0: as many.
     forwards: passes without gradient over the same tokens (live reference, KTO's baseline), counted in passes of the
         trained model.
     recompute: the level that is asked for, or "auto".
@@ -122,8 +133,10 @@ class Workload(NamedTuple):
     tokens: int
     sp: int = 1
     micro_batches: int = 1
+    mean_tokens: float = 0.0
     documents: int = 1
     squares: float = 0.0
+    pass_tokens: int = 0
     forwards: float = 0.0
     rollout: PlannedRollout | None = None
     recompute: str = "auto"
@@ -140,6 +153,11 @@ class Workload(NamedTuple):
     @property
     def local(self) -> int:
         return -(-self.tokens // self.sp)
+
+    @property
+    def work(self) -> float:
+        """The tokens that a micro-batch computes on average."""
+        return self.mean_tokens or self.tokens
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -219,8 +237,7 @@ class Prediction(NamedTuple):
 def predict(case: Workload) -> Prediction:
     """Predict the bytes of a rank."""
     model, machine, world = case.model, case.machine, case.machine.gpus
-    models = model, *case.others
-    held = sum(m.weight_bytes(case.element_size) for m in models)
+    held = sum(m.weight_bytes(case.element_size) for m in (model, *case.others))
     weights = held / (1 if case.resident else world)
     trained = 16 * model.trained / world  # float32 weights have a separate master too
     states = weights * (not case.offload_parameters) + trained * (not case.offload_optimizer)
@@ -238,10 +255,8 @@ def predict(case: Workload) -> Prediction:
     working = max(head, layer)
     if case.graphs:
         working = head + layer + case.element_size * model.layers * model.layer_parameters
-    passes = [
-        _forward_moment(case._replace(model=m, others=models, teacher=None)) for m in models
-    ]
-    allocated = states + max(kept + working, _rollout_bytes(case), *passes)
+    passes = _pass_bytes(case._replace(tokens=case.pass_tokens or case.tokens))
+    allocated = states + max(kept + working, _rollout_bytes(case), passes)
     # each of gloo's two threads copies the tensor that it gathers
     gloo = 2 * case.element_size * model.vocabulary_parameters
     buffers = COMMUNICATOR_BYTES if machine.is_gpu else gloo
@@ -369,6 +384,14 @@ def _forward_moment(case: Workload) -> float:
     return _base(case) + 2 * size * model.width * S + work
 
 
+def _pass_bytes(case: Workload) -> float:
+    """Return the bytes of a pass without gradient of the model that needs most."""
+    models = case.model, *case.others
+    return max(
+        _forward_moment(case._replace(model=m, others=models, teacher=None)) for m in models
+    )
+
+
 def _rollout_bytes(case: Workload) -> float:
     """Return the bytes of decoding: all answers of a batch gain one token at a time."""
     model, size, rollout = case.model, case.element_size, case.rollout
@@ -389,16 +412,16 @@ def _rollout_bytes(case: Workload) -> float:
 
 
 def step_flops(case: Workload) -> tuple[float, float]:
-    """Count the FLOPs that one rank executes for a micro-batch: matrix products, attention kernels.
+    """Count the FLOPs that one rank executes for an average micro-batch: matrix products, attention kernels.
 
     Recomputation counts; adapters' frozen matrices have no gradient of their own (4 N instead of 6 N); causal attention
     counts half of the square.
     """
     model, passes = case.model, case.forwards
-    length = case.tokens / case.documents
+    length = case.work / case.documents
     pairs = case.squares or case.documents * squares(length, windows=model.windows)
     forward = 2.0 * pairs * model.query_width / case.sp
-    S, N = case.tokens / case.sp, model.active_matrices / model.layers
+    S, N = case.work / case.sp, model.active_matrices / model.layers
     F = (N - model.attention_parameters) / 3
     again = model.attention_parameters + (2 if model.is_full else 3) * F
     directions = 3 if model.is_full else 2
@@ -408,7 +431,9 @@ def step_flops(case: Workload) -> tuple[float, float]:
         matrices += directions * N + again * (level != "none") + N / 2 * pair
         attention += 3.5 + (level in ("block", "pair")) + pair / 2
     head = model.vocabulary_parameters if model.has_head else 0
-    matrices += head * (directions + 1)  # the logits once more, although nll alone does without
+    matrices += head * (
+        directions + 0.5
+    )  # most losses take the logits once more, nll alone does without
     matrices += passes * model.forward_parameters + 3 * model.trained * (not model.is_full)
     return 2 * S * matrices, forward * (attention + passes * model.layers)
 
@@ -419,15 +444,21 @@ def step_seconds(case: Workload) -> float:
     matrices, attention = step_flops(case)
     matrices *= FP8_PRODUCTS if model.quantize == "fp8" and machine.is_gpu else 1
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
-    layers = model.layers * (1 + case.forwards / 3)  # that run forward and backward
+    passes = (
+        model.layers * case.forwards / 3
+    )  # without gradient, in layers that run forward and backward
+    local, launch = case.work / case.sp, LAUNCH_RESIDENT if case.resident else LAUNCH
     width = model.width + model.copied_width + model.inner_width
-    seconds += case.local * ELEMENTWISE * width * layers
-    launches = (LAUNCH_RESIDENT if case.resident else LAUNCH) * (not case.graphs)
-    launches *= layers * machine.is_gpu
+    elements = local * width * (model.layers + passes)
+    seconds += ELEMENTWISE * elements / machine.memory_rate
+    # those of the passes, which are fuller, at least one a step, and which no graph spares the host
+    share = case.work / (case.pass_tokens or case.work)
+    later = launch * passes * min(1, max(share, 1 / case.micro_batches))
+    launches = launch * model.layers * (not case.graphs) + later
     # exchanges: forward, backward and again
     head_ranks, _, keys = case.shards
     heads = 2 * model.heads // head_ranks * (head_ranks - 1) + 2 * keys * (case.sp - 1)
-    sent = 3 * model.layers * case.element_size * model.head_dim * heads * case.local
+    sent = 3 * model.layers * case.element_size * model.head_dim * heads * local
     seconds += sent / (EXCHANGE * machine.link(case.sp))
     # during the computation: weights are gathered twice and gradients reduced; copies to and from the host
     gathers = 1 / case.micro_batches if case.resident else 2 + case.forwards
@@ -439,7 +470,24 @@ def step_seconds(case: Workload) -> float:
     moved = 4 * model.trained / W * case.offload_optimizer
     moved += 2 * model.weight_bytes(case.element_size) / W * case.offload_parameters
     moved += 2 * case.offloaded_layers * kept_bytes(case, case.levels[0])
-    micro_batch = max(seconds, traffic, moved / HOST_LINK, launches) + STEP_SECONDS
-    update = UPDATE_BYTES * model.trained / W
-    update /= HOST_LINK if case.offload_optimizer else MEMORY_RATE
-    return case.micro_batches * micro_batch + update
+    together = seconds + later * case.graphs, traffic, moved / HOST_LINK, launches
+    seconds = max(together) if machine.is_gpu else seconds + launches
+    rate = MEMORY_RATE * machine.memory_rate
+    seconds += STEP_SECONDS + ADDITION_BYTES * model.trained / rate
+    seconds += ADAPTER_SECONDS * model.layers * (not model.is_full and machine.is_gpu)
+    update = UPDATE_BYTES * model.trained / W / (HOST_LINK if case.offload_optimizer else rate)
+    return case.micro_batches * seconds + update
+
+
+def pass_tokens(case: Workload) -> int:
+    """Return the tokens of a micro-batch of passes without gradient, which keep nothing: at least the case's own.
+
+    They hide the host's launches, if they take no more memory than a training step.
+    """
+    launch = (LAUNCH_RESIDENT if case.resident else LAUNCH) / 3 * case.model.layers
+    rate = MATRICES * case.machine.peak_flops / (2 * case.model.forward_parameters)
+    predicted, tokens = predict(case), case.tokens
+    most, room = ENOUGH * launch * rate * case.sp, predicted.allocated - predicted.states
+    while 2 * tokens <= most and _pass_bytes(case._replace(tokens=2 * tokens)) <= room:
+        tokens *= 2
+    return tokens

@@ -16,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from ulysses.config.stage_sections import is_function
+from ulysses.data.serve.steps import PlannedStep
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
@@ -148,9 +150,22 @@ class PpoStage(ReferencedStage):
             rollout=None if ppo.sampler else sampled,
         )
 
+    def planned_step(self, data: Any, indices: list[int], launched: float) -> PlannedStep:
+        """Return one optimizer step's share of the answers, all of them as long as they may be."""
+        ppo, K = self.table, self.table.answers_per_prompt
+        wholes = data.lengths[indices] + ppo.max_new_tokens
+        shares = (
+            self.config.batch.share_prompts and K * wholes.sum() > launched * ppo.minibatches
+        )
+        # a prompt that is shared counts once, and its last token with every answer
+        own = wholes - (data.lengths[indices] - 1) * (1 - 1 / K) * shares
+        found = np.stack([own.round(), own * (2 * wholes - own)]).repeat(K, axis=1)
+        tokens, squares = found[:, : self.requirements.examples_per_step].tolist()
+        return PlannedStep([*map(int, tokens)], squares)
+
     def arguments(self, run: Run) -> dict[str, Any]:
         found = super().arguments(run)
-        ppo, budget = self.table, run.prepared.budget()
+        ppo, memory = self.table, run.memory
         reward, scorer = None, found.pop("reward", None)
         if functions := list(filter(is_function, ppo.reward)):
             reward = Rewards(
@@ -166,8 +181,8 @@ class PpoStage(ReferencedStage):
             mesh=run.mesh,
             config=ppo,
             sampler=self._sampler(run),
-            budget=budget,
-            shared_budget=budget if self.config.batch.share_prompts else 0,
+            budget=memory.pass_tokens,
+            shared_budget=memory.tokens if self.config.batch.share_prompts else 0,
             reference=found.get("reference"),
             reward=reward,
             scorer=scorer,

@@ -25,6 +25,7 @@ from ulysses.run.memory_choice import layer_memory, plain_model
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.run.registry import stage_of
 from ulysses.zero.construct import build_partitioned
+from ulysses.zero.deepspeed_internals import without_compiler
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
 
@@ -57,7 +58,7 @@ class InitialWeights:
         if out.dtype == torch.uint8:
             whole = self._packed(plain, device)
         elif plain in self.stored:
-            out.copy_(self.files.read(plain, start, stop))
+            out.copy_(self.files.read(plain, start, stop, device=device))
             return
         elif ".lora_" in name:
             whole = torch.zeros(shape, device=device)
@@ -122,12 +123,14 @@ def build_engine(
     mesh: ParallelMesh,
     memory: Workload | None = None,
     *,
+    attention: str = "",
     reward: bool = False,
     resident: bool = False,
 ) -> ZeroEngine:
     """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together.
 
-    `resident` keeps a frozen model's weights whole on every rank; `memory` says so for a trained one.
+    `attention` is the kernel in place of the configured one; `resident` keeps a frozen model's weights whole on every
+    rank, and `memory` says so for a trained one.
 
     With `memory`, what its layers keep for the backward pass, the model is trained and of the stage's kind: a causal
     language model, a reward model, or a policy with a value. Without, it is a frozen causal language model, or a
@@ -155,7 +158,7 @@ def build_engine(
         from models.lora import add_adapters
 
     def create() -> nn.Module:
-        given = {"attention": config.model.attention, "memory": kept}
+        given = {"attention": attention or config.model.attention, "memory": kept}
         quantize = config.model.quantize if trained else "none"
         model = kind(shape, mesh, quantize=quantize, **given)
         if config.model.freeze_router:
@@ -163,15 +166,16 @@ def build_engine(
                 module.requires_grad_(False)
         return add_adapters(model, lora) if adapted else model
 
-    model, optimizer = build_partitioned(create, settings, weights.fill).train(trained), None
+    model = build_partitioned(create, settings, weights.fill).train(trained)
     if trained:
         groups = parameter_groups(
             model, config.optimizer.weight_decay, stage.requirements.scopes
         )
-        optimizer = adamw(groups, config.optimizer)
     else:
         model.requires_grad_(False)
     between = getattr(torch, config.optimizer.reduce_dtype)
     # a graph of all layers gathers and reduces nothing in between
     units = () if kept.graphs else (DecoderLayer,)
-    return ZeroEngine(model, settings, optimizer, units, between, resident=resident)
+    with without_compiler():
+        optimizer = adamw(groups, config.optimizer) if trained else None
+        return ZeroEngine(model, settings, optimizer, units, between, resident=resident)

@@ -9,10 +9,12 @@ import torch
 
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import (
+    CPU_FLOPS,
     GIB,
     Machine,
     Workload,
@@ -23,13 +25,13 @@ from ulysses.memory.plan import (
 from ulysses.run.checkpoint import resume_point
 from ulysses.run.memory_choice import (
     ASSUMED_GIB,
-    choose,
     choose_memory,
     first_fit,
     longest_sequence,
     memory_line,
+    micro_batch_line,
     planned_machine,
-    planner_case,
+    planner_run,
 )
 from ulysses.run.metrics import cpu_flops, slow_products
 from ulysses.run.preflight import Prepared, prepare
@@ -66,34 +68,39 @@ def dry_run(config: Config, options: Options) -> int:
         )
     else:
         machine = planned_machine(config, options, world)
-        case = _plan_steps(prepared, machine, findings)
-        _plan_memory(prepared, case)
+        train = _open(prepared, findings)
+        _plan_steps(prepared, planner_run(prepared, machine, train), train, findings)
         if not (torch.cuda.is_available() or options.gpus or options.gpu_memory):
-            _plan_cpu(case, config.model.dtype)
+            _plan_cpu(prepared, machine, train)
     if findings:
         verdict = f"the settings are right; absent on this machine: {len(findings)}, see the findings above"
     print(f"verdict: {verdict}")
     return ABSENT if findings else 0
 
 
-def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Workload:
-    """Print how the run is divided and how long it is; return the planner's view of its first step."""
-    config, train = prepared.config, None
-    stage, run, facts = prepared.stage, config.run, prepared.stage.requirements
+def _open(prepared: Prepared, findings: list[str]) -> TokenizedDataset | None:
+    """Return the training data, or None if anything is absent."""
     if not findings:
         try:
-            train, _ = prepared.open_data()
+            return prepared.open_data()[0]
         except AbsentError as error:  # the hub may not have the data
             findings.append(str(error))
-    case = planner_case(config, prepared.shape, machine, prepared.budget(train))
+    return None
+
+
+def _plan_steps(
+    prepared: Prepared, case: Workload, train: TokenizedDataset | None, findings: list[str]
+) -> None:
+    """Print how the run is divided, how long it is, and what it takes."""
+    config, machine = prepared.config, case.machine
+    stage, run, facts = prepared.stage, config.run, prepared.stage.requirements
     groups = machine.gpus // case.sp
     print(
         f"{machine.gpus} process{'es' * (machine.gpus > 1)}: data parallel {groups} x sequence parallel {case.sp}, "
         "among neighbours"
     )
     if train:
-        launched = choose(case).launched_tokens
-        loader = prepared.loader(train, groups, launched_tokens=launched)
+        loader = prepared.loader(train, case.tokens, groups)
         per_epoch = loader.steps_per_epoch * facts.steps_per_load
         total = stage.total_steps(loader)
         print(
@@ -101,19 +108,15 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Wo
             *prepared.remarks(loader),
             sep="\n",
         )
-        squares = prepared.squares(train, case.tokens)
-        case = case._replace(micro_batches=len(loader.step(0, 0)), squares=squares)
     else:
         print(f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs of unknown length")
-        tokens = facts.examples_per_step * stage.sequences_per_example * facts.longest_example
-        case = case._replace(micro_batches=math.ceil(tokens / (groups * case.tokens)))
     for finding in findings:
         print("finding:", finding)
     rate, reason = config.usual_lr
     if config.optimizer.lr == rate:
         more = "; adapters take ten times as much" * bool(config.model.lora.rank)
         print(f"optimizer.lr {rate:g} is the default of {stage.name}: {reason}{more}")
-    return case
+    _plan_memory(prepared, case)
 
 
 def _plan_memory(prepared: Prepared, case: Workload) -> None:
@@ -151,19 +154,24 @@ def _plan_memory(prepared: Prepared, case: Workload) -> None:
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
     choice = choose_memory(case)
     print(f"{memory_line(choice)}; {step_seconds(choice):.2f} s / step")
+    print(micro_batch_line(choice, config.batch.tokens_per_microbatch == "auto"))
 
 
-def _plan_cpu(case: Workload, dtype: str) -> None:
-    """Print what a step takes on this machine's CPU, whose memory has no plan."""
-    machine = case.machine
-    case = choose(case._replace(machine=machine._replace(gpu_bytes=math.inf)))
-    seconds = sum(step_flops(case)) * case.micro_batches * machine.gpus / cpu_flops(dtype)
-    needed = predict(case).gpu
+def _plan_cpu(prepared: Prepared, machine: Machine, train: TokenizedDataset | None) -> None:
+    """Print how long a step takes on this machine's CPU, which recomputes nothing."""
+    config = prepared.config
+    dtype, count = config.model.dtype, config.batch.tokens_per_microbatch
+    cpu = Machine(machine.gpus, math.inf, math.inf, 1, CPU_FLOPS, CPU_FLOPS)
+    choice = choose_memory(planner_run(prepared, cpu, train))
+    flops = sum(step_flops(choice)) * choice.micro_batches
+    seconds = flops * machine.gpus / cpu_flops(dtype)
+    needed = predict(choice).gpu
     line = f"on this machine's CPU a step takes about {seconds:.1f} s"
     line += f", and each process about {needed / GIB:.1f} GiB of memory"
     if needed * machine.gpus > machine.host_bytes:
         line += ", which is more than is free"
     print("; ".join(filter(None, (line, slow_products(dtype)))))
+    print(micro_batch_line(choice, count == "auto"))
 
 
 def inspect(config: Config, samples: int) -> int:

@@ -5,7 +5,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
+from operator import le
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -16,25 +18,35 @@ from models.expert_files import adapted_experts
 from models.folders import read_config, resolve_model
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
+from ulysses.data.serve.steps import ATTENTION_WIDTHS, PlannedStep, pack_step
 from ulysses.environment import local_world_size
 from ulysses.memory.levels import LayerMemory
+from ulysses.memory.model_size import Model
 from ulysses.memory.offload import Offloader
 from ulysses.memory.plan import (
+    CPU_FLOPS,
+    GAIN,
     GIB,
     H200_FLOPS,
+    H200_RATE,
     Machine,
-    Model,
     Workload,
+    pass_tokens,
     pinned_bytes,
     predict,
+    step_flops,
     step_seconds,
 )
 from ulysses.parallel.mesh import divisors, gather
-from ulysses.run.metrics import device_peak_flops
+from ulysses.run.metrics import device_peaks
 from ulysses.run.registry import stage_of
 from ulysses.stages.base import AuxiliaryModel
 
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
+CUTS = (
+    *range(1, 5),
+    *(n << i for i in range(1, 16) for n in (3, 4)),
+)  # of a step into micro-batches
 
 
 def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
@@ -120,6 +132,28 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     return next((case for case in cases if predict(choose(case)).fits), cases[-1])
 
 
+def planner_run(prepared: Any, machine: Machine, train: Any) -> Workload:
+    """Return the planner's view of a run and of the micro-batches of its typical step.
+
+    Args:
+        prepared: what the checks found (ulysses.run.preflight.Prepared).
+        train: the training data; None plans with examples of the greatest length that the settings allow.
+    """
+    stage, tokens = prepared.stage, prepared.budget(train)
+    case = planner_case(prepared.config, prepared.shape, machine, tokens)
+    if train:
+        steps = prepared.loader(train, tokens).planned_steps()
+        launched = choose(case).launched_tokens * machine.gpus / case.sp
+        typical, largest = (stage.planned_step(train, found, launched) for found in steps)
+    else:
+        facts, sides = stage.requirements, stage.sequences_per_example
+        longest = min(tokens, sides * facts.longest_example)
+        examples = [longest] * facts.examples_per_step
+        typical = largest = PlannedStep(examples, [n * n / sides for n in examples])
+    auto = prepared.config.batch.tokens_per_microbatch == "auto"
+    return cut_steps(case, typical, largest, auto)
+
+
 def _auxiliary_model(model: AuxiliaryModel, shape: ModelConfig) -> Model:
     """Return the planner's view of it; the initial policy, and a model that is not here, are as large as the policy."""
     with suppress(ValueError, OSError):
@@ -164,6 +198,48 @@ def choose(case: Workload) -> Workload:
     return min(fitting, key=step_seconds, default=found[-1])
 
 
+def cut_steps(
+    case: Workload, typical: PlannedStep, largest: PlannedStep, auto: bool
+) -> Workload:
+    """Return the case with the micro-batches that a typical step of the data is cut into; all ranks find the same.
+
+    With `auto` they are made as large as makes a step faster by GAIN, up to a whole step, as long as nothing more than
+    in the smallest, which hold the longest example, is recomputed or moved to the host for it.
+    """
+    groups = case.machine.gpus // case.sp
+    tokens, squares = sum(typical.tokens) / groups, sum(typical.squares) / groups
+
+    costs = [t + q / (ATTENTION_WIDTHS * case.model.width) for t, q in zip(*typical)]
+
+    def cut(budget: int, counted: int = 0) -> Workload:
+        counted = counted or len(pack_step(typical.tokens, costs, budget, groups)[0])
+        return case._replace(
+            tokens=budget,
+            documents=max(1, case.documents * budget // case.tokens),
+            micro_batches=counted,
+            mean_tokens=tokens / counted,
+            squares=squares / counted,
+        )
+
+    if not auto:
+        return cut(case.tokens)
+    whole = max(case.tokens, -(-sum(largest.tokens) // groups))
+    budgets = sorted({max(case.tokens, -(-whole // n)) for n in CUTS})
+    # what packing finds is a little more, and takes long to find for steps of thousands of examples
+    smallest, *others = [choose(cut(n, math.ceil(tokens / n))) for n in budgets]
+
+    def is_free(choice: Workload) -> bool:
+        flops = (
+            sum(step_flops(smallest._replace(levels=x.levels))) for x in (choice, smallest)
+        )
+        moved = choice.offloaded_layers > smallest.offloaded_layers
+        return le(*flops) and not moved and predict(choice).fits
+
+    allowed = [smallest, *filter(is_free, others)] if predict(smallest).fits else [smallest]
+    enough = (1 + GAIN) * min(map(step_seconds, allowed))
+    return cut(next(c for c in allowed if step_seconds(c) <= enough).tokens)
+
+
 def longest_sequence(case: Workload) -> int:
     """Return the most tokens per document, a multiple of 1024, that some allowed level fits; 0 if not even 1024 do.
 
@@ -205,7 +281,7 @@ def choose_memory(case: Workload) -> Workload:
             "batch.tokens_per_microbatch or data.max_length, or train adapters (model.lora.rank); in a dry run, "
             "--gpu-memory says what a GPU has"
         )
-    return choice
+    return choice._replace(pass_tokens=pass_tokens(choice))
 
 
 def memory_line(choice: Workload) -> str:
@@ -224,6 +300,15 @@ def memory_line(choice: Workload) -> str:
     if not p.fits:
         line += "; this leaves less than the usual reserve and may run out"
     return line
+
+
+def micro_batch_line(choice: Workload, auto: bool) -> str:
+    """Return a line that says what a step is cut into."""
+    count = choice.micro_batches
+    return (
+        f"micro-batches: {count} in a typical step, each of at most {choice.tokens:,} tokens{' (auto)' * auto}; "
+        f"without gradient {choice.pass_tokens:,}"
+    )
 
 
 def layer_memory(choice: Workload) -> LayerMemory:
@@ -247,17 +332,12 @@ def planned_machine(config: Config, options: Options, world: int) -> Machine:
     if torch.cuda.is_available() and not options.gpu_memory:
         gpu = torch.cuda.get_device_properties(0).total_memory
     host = options.host_memory or config.memory.host_memory
-    return Machine(
-        world,
-        gpu,
-        host * GIB or (0.0 if options.gpus else free_host_bytes()),
-        local_world_size(8),
-        device_peak_flops() or H200_FLOPS,
-    )
+    host_bytes = host * GIB or (0.0 if options.gpus else free_host_bytes())
+    return Machine(world, gpu, host_bytes, local_world_size(8), *_peaks("cuda"))
 
 
 def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
-    """Return the smallest GPU and host memory of all ranks and the largest node, so that they decide alike.
+    """Return the slowest and smallest GPU and host memory of all ranks and the largest node, so that they decide alike.
 
     On CPU there is no limit. `host_gib` is a node's host memory (memory.host_memory), 0 what its kernel reports. All
     ranks call it together, before they allocate.
@@ -270,8 +350,15 @@ def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
             * torch.cuda.get_per_process_memory_fraction(device)
         )
         own = memory, host_gib * GIB or free_host_bytes(), local_world_size()
-    gpus, hosts, nodes = zip(*gather(own))
-    return Machine(len(nodes), min(gpus), min(hosts), max(nodes))
+    gpus, hosts, nodes, *peaks = zip(*gather((*own, *_peaks(device.type))))
+    return Machine(len(nodes), min(gpus), min(hosts), max(nodes), *map(min, peaks))
+
+
+def _peaks(kind: str) -> tuple[float, float]:
+    """Return FLOP/s and bytes/s of this machine's GPU, of an H200 for one that is not known, or of a CPU."""
+    return (
+        (CPU_FLOPS, CPU_FLOPS) if kind == "cpu" else device_peaks() or (H200_FLOPS, H200_RATE)
+    )
 
 
 def free_host_bytes() -> int:

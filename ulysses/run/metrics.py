@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ulysses.disk import DiskError, replace_file, writing
-from ulysses.memory.plan import Model
+from ulysses.memory.model_size import Model
 from ulysses.progress import progress
 
 SHOWN = {  # by the progress bar, of those that a stage has
@@ -21,15 +21,15 @@ SHOWN = {  # by the progress bar, of those that a stage has
     "lr": ".2e",
     "tokens_per_second": ".0f",
 }
-PEAK_FLOPS = {  # dense bfloat16 FLOP/s by part of the device name, from the vendors' data sheets
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "4090": 165e12,
+PEAKS = {  # dense bfloat16 FLOP/s, and bytes/s of memory, by part of the device name, from the vendors' data sheets
+    "H200": (989e12, 4.8e12),
+    "H100": (989e12, 3.35e12),
+    "H800": (989e12, 3.35e12),
+    "B200": (2250e12, 8e12),
+    "A100": (312e12, 2e12),
+    "A800": (312e12, 2e12),
+    "L40S": (362e12, 0.86e12),
+    "4090": (165e12, 1e12),
 }
 
 
@@ -52,12 +52,12 @@ def model_flops(model: Model, tokens: float, squared_lengths: float, projected: 
     return linear + 6.0 * model.layers * model.query_width * squared_lengths
 
 
-def device_peak_flops() -> float | None:
-    """Return this GPU's dense bfloat16 FLOP/s, or None where it is not known."""
+def device_peaks() -> tuple[float, float] | None:
+    """Return this GPU's dense bfloat16 FLOP/s and the bytes/s of its memory, or None where they are not known."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    return next((peaks for part, peaks in PEAKS.items() if part in name), None)
 
 
 def cpu_flops(dtype: str) -> float:

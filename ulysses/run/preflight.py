@@ -31,11 +31,9 @@ from ulysses.data.read.sources import (
     repeated_data,
 )
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
-from ulysses.data.serve.steps import StepLoader
+from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.disk import lies_in
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
-from ulysses.parallel.layout import squares
-from ulysses.rl.rewards import load_function
 from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import is_older
 from ulysses.run.continuation import find_checkpoint
@@ -43,7 +41,10 @@ from ulysses.run.disk_space import check_disk, check_folders
 from ulysses.run.registry import stage_of
 from ulysses.run.setting_checks import check_settings, expert_adapter_errors, router_errors
 from ulysses.stages.base import AuxiliaryModel, Stage
+from ulysses.zero.deepspeed_internals import wrong_version
 
+# Tokens of sequences up to which torch's attention is as fast as flash4, whose import takes seconds.
+SHORT = 1024
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
 LEAST_KNOWN = 0.9
 
@@ -68,6 +69,7 @@ class Prepared:
     # the stage's other models, by the settings that name them
     others: dict[str, InitialWeights] = field(default_factory=dict)
     kernel: KernelChoice | None = None
+    attention: str = "auto"  # what the layers are told of it
     resume_from: Path | None = None
     disk_warning: str = ""
 
@@ -89,7 +91,8 @@ class Prepared:
                     held_out=held_out,
                     share_prompts=self.config.batch.share_prompts,
                 )
-            self.loader(found)  # refuses an example that is longer than a micro-batch
+            # refuses an example that is longer than a micro-batch
+            self.loader(found, self.budget(found))
             return found
 
         train, is_part = opened(data.train), bool(data.eval_fraction)
@@ -117,26 +120,17 @@ class Prepared:
         initial = self.config.model.lora.rank or not all(model.path for model in models)
         return self.others | ({"model.path": self.weights} if initial else {})
 
-    def budget(self, *datasets: Any) -> int:
-        """Return the tokens of a packed micro-batch.
+    def budget(self, data: Any = None) -> int:
+        """Return the tokens of a packed micro-batch as they are set, or the fewest that "auto" may choose.
 
-        "auto" is room for the longest example that the settings allow, and for the longest one of the data.
+        These are room for the longest example of the data or, if that is not known, for one that the settings allow.
         """
         stage, tokens = self.stage, self.config.batch.tokens_per_microbatch
         if tokens != "auto":
             return tokens
-        longest = stage.sequences_per_example * stage.requirements.longest_example
-        return max([longest, *(int(data.lengths.max()) for data in datasets if data)])
-
-    def squares(self, data: Any, tokens: int) -> float:
-        """Return twice the pairs of a query and a key that it sees in `tokens` of copies of the longest example.
-
-        It is 0 for prompts, whose answers are not known yet.
-        """
-        longest = data.lengths.argmax()
-        lengths, prefixes = data.sequence_lengths[longest], data.prefix_lengths[longest]
-        found = squares(lengths, prefixes, self.shape.windows) * (data.kind != "prompt")
-        return float(found.sum() * tokens / lengths.sum())
+        if data is None or data.kind == "prompt":
+            return stage.sequences_per_example * stage.requirements.longest_example
+        return int(data.lengths.max())
 
     def remarks(self, loader: StepLoader) -> Iterator[str]:
         """Yield a line for every setting that has no effect, or not the one that its number promises."""
@@ -176,27 +170,30 @@ class Prepared:
     def loader(
         self,
         dataset: Any,
+        tokens: int,
         groups: int = 1,
         group: int = 0,
         *,
         evaluation: bool = False,
         launched_tokens: float = 0.0,
     ) -> StepLoader:
-        """Serve the dataset's steps to one of several data-parallel groups.
+        """Serve the dataset's steps, in micro-batches of so many tokens, to one of several data-parallel groups.
 
-        Raises ConfigError for an example that is longer than a micro-batch.
+        Raises ConfigError for an example that is longer than a micro-batch whose size was set.
         """
         config = self.config
+        if config.batch.tokens_per_microbatch == "auto":
+            tokens = max(tokens, int(dataset.lengths.max()))
         with error_context():
             return StepLoader(
                 dataset,
                 self.stage.requirements.examples_per_load,
-                tokens_per_microbatch=self.budget(dataset),
+                tokens_per_microbatch=tokens,
                 seed=config.run.seed,
                 data_parallel_size=groups,
                 dp_rank=group,
                 shuffle=not evaluation,
-                attention_length=12.0 * self.shape.hidden_size,
+                attention_length=ATTENTION_WIDTHS * self.shape.hidden_size,
                 windows=self.shape.windows,
                 launched_tokens=launched_tokens,
             )
@@ -225,6 +222,8 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     plan = Prepared(config, stage)
     errors: list[Any] = []
     collect = partial(error_context, errors=errors)
+    if wrong := wrong_version():
+        errors.append(wrong)
     with collect("data"):
         if missing := missing_sources(parse_sources(data.train) + parse_sources(data.eval)):
             raise FileNotFoundError("; ".join(missing))
@@ -270,13 +269,17 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             _fit_window(config, weights.shape, other.setting)
     if strict:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        plan.attention = model.attention
+        short = stage.requirements.longest_example <= SHORT and model.attention == "auto"
+        if short and device == "cuda" and model.dtype == "bfloat16":
+            plan.attention = "torch"
         with collect("model.attention"):
             case = device, getattr(torch, config.model.dtype), plan.shape.head_dim
             for window in (
                 *plan.shape.windows,
                 None,
             ):  # the whole attention's is the one to report
-                plan.kernel = resolve_kernel(model.attention, *case, window=window)
+                plan.kernel = resolve_kernel(plan.attention, *case, window=window)
         if model.quantize == "fp8" and device == "cuda":
             if torch.cuda.get_device_capability() < (8, 9):
                 errors.append(
@@ -438,6 +441,8 @@ def _read_tokenizer(plan: Prepared) -> None:
 def _check_reward(reward: str, strict: bool) -> None:
     """Refuse a function that is not there; only a run that starts imports it, because that runs the user's code."""
     if strict:
+        from ulysses.rl.rewards import load_function
+
         load_function(reward)
     elif "//" not in reward and find_spec(re.split("[.:]", reward)[0]) is None:
         raise ConfigError(

@@ -25,7 +25,7 @@ from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.random_keys import seed_of
 from ulysses.run.checkpoint import check_share, read_run_state, save_checkpoint
 from ulysses.run.failure import grace_note
-from ulysses.run.metrics import MetricsLog, device_peak_flops
+from ulysses.run.metrics import MetricsLog, device_peaks
 from ulysses.run.optim import learning_rate
 from ulysses.run.watch import Watch
 from ulysses.stages.base import MetricSums, Stage, StepBatches
@@ -62,7 +62,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
-        self.run, self.peak_flops = self.stage.config.run, device_peak_flops()
+        self.run, self.peak_flops = self.stage.config.run, (device_peaks() or (0.0,))[0]
         self.step = 0
         self.best: list[float] | None = None  # step, eval loss
         self.metrics: dict[str, float] = {}
@@ -92,9 +92,12 @@ class Trainer:
         """
         run = self.run
         try:
+            began = self.step
             while not self.finished and not self.stop_requested:
                 current = self.step + 1
                 values = self.train_step()
+                if current == began + 1:
+                    self.say(self.watch.start_line())
                 # the first step takes longer than others
                 if self.step == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)
@@ -133,11 +136,15 @@ class Trainer:
     def _host_note(self) -> str:
         """Return what to set if the device had nothing to do while the host prepared its work, or an empty text."""
         share = sum(self._waits) / len(self._waits)
-        if self.engine.device.type != "cuda" or share > LEAST_WAIT:
+        auto = self.stage.config.batch.tokens_per_microbatch == "auto"
+        # several micro-batches were chosen because larger ones gain nothing, or do not fit
+        if self.engine.device.type != "cuda" or share > LEAST_WAIT or (auto and self._cuts > 1):
             return ""
+        advice = "more batch.examples" if auto else 'batch.tokens_per_microbatch = "auto"'
+        fewer = ", or use fewer GPUs" * (self.mesh.world_size > 1)
         return (
-            f"the GPU waits for its host, which waits for the GPU in {share:.0%} of a step only: give each step more "
-            "work by a larger batch.tokens_per_microbatch or more batch.examples, or use fewer GPUs"
+            f"the GPU waits for its host, which waits for the GPU in {share:.0%} of a step only: give it more work at "
+            f"a time by {advice}{fewer}"
         )
 
     @property
@@ -161,6 +168,7 @@ class Trainer:
         self.watch.phase("data", step + 1)
         read = self._next or self._prepare(self.loader, step)
         self._next, batches = None, read.batches
+        self._cuts = len(batches)
         of_step = self.stage.before_step(read)
         normalisers = self._normalisers(batches)
         metrics = MetricSums(self.engine.device)

@@ -16,7 +16,6 @@ from ulysses import environment
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.disk import replace_file
-from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.agreement import agree, facts_of, hold_output
@@ -24,10 +23,12 @@ from ulysses.run.build import build_engine
 from ulysses.run.checkpoint import clear_run_folder, restarts
 from ulysses.run.continuation import changes, weight_digests
 from ulysses.run.export_model import export_model, save_tokenizer
+from ulysses.run.kernel_proof import prove_once
 from ulysses.run.memory_choice import (
     choose_memory,
     memory_line,
-    planner_case,
+    micro_batch_line,
+    planner_run,
     this_machine,
 )
 from ulysses.run.metrics import MetricsLog, model_flops, slow_products
@@ -36,7 +37,6 @@ from ulysses.run.preflight import prepare
 from ulysses.run.trainer import Trainer
 from ulysses.run.watch import Watch
 from ulysses.stages.base import AuxiliaryModel
-from ulysses.zero.canary import check_deepspeed
 from ulysses.zero.construct import (
     end_distributed,
     initialize_distributed,
@@ -61,12 +61,13 @@ class TrainingRun:
         *,
         debug: bool = False,
         verify_weights: bool = False,
+        imports: float = 0.0,
     ) -> None:
         config = check(config) if isinstance(config, dict) else config
         self.config = config
         self.debug, self.verify_weights = debug, verify_weights
         self.log: MetricsLog | None = None  # of rank 0, while it trains
-        self.watch = Watch(config.run.stall_warning, config.run.timeout)
+        self.watch = Watch(config.run.stall_warning, config.run.timeout, imports)
         self.watch.start(partial(meet, max(config.run.timeout, IMPORT_SECONDS)))
         try:
             self.watch.phase("checks")
@@ -109,23 +110,21 @@ class TrainingRun:
                 f"{config.output} was left by {before}, which has ended, and is taken over"
             )
         torch.backends.cuda.matmul.allow_tf32 = False
-        tokens = prepared.budget(self.train_data, self.eval_data)
         machine = this_machine(self.device, config.memory.host_memory)
-        case = planner_case(config, shape, machine, tokens)
+        case = planner_run(prepared, machine, self.train_data)
         if config.parallel.sequence_parallel_size == "auto":
             self.say(f"parallel.sequence_parallel_size is auto: {case.sp}")
         mesh = self.mesh = ParallelMesh(
             case.sp, num_heads=case.common_heads, windows=shape.windows
         )
-        self.loader = partial(
-            prepared.loader, groups=mesh.data_parallel_size, group=mesh.dp_rank
-        )
         # what may not work on this machine is tried before anything is written
         heads = head_layout(
             shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
         )
-        prove_kernel(
-            config.model.attention,
+        self.watch.phase("kernels")
+        prove_once(
+            Path(config.data.cache).expanduser(),
+            prepared.attention,
             self.device,
             getattr(torch, config.model.dtype),
             heads.query,
@@ -134,7 +133,6 @@ class TrainingRun:
             stage.requirements.longest_example,
             shape.windows or (None,),
         )
-        check_deepspeed(self.device)
         if restarts(config.run):
             self.say("torchrun may restart this run, so run.resume is auto")
         self.say(f"attention kernel: {prepared.kernel.name} ({prepared.kernel.reason})")
@@ -145,9 +143,12 @@ class TrainingRun:
                 self.say(f"{name} data: {data.report}")
         memory = self.memory = choose_memory(case)
         self.say(memory_line(memory))
+        self.say(micro_batch_line(memory, config.batch.tokens_per_microbatch == "auto"))
         self.watch.phase("building the model")
         self.say(f"building the model of {memory.model.parameters:,} parameters ...")
-        self.engine = build_engine(config, prepared.weights, mesh, memory)
+        self.engine = build_engine(
+            config, prepared.weights, mesh, memory, attention=prepared.attention
+        )
         self.resources.callback(self.engine.destroy)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
         self.watch.phase("preparing the stage")
@@ -190,6 +191,13 @@ class TrainingRun:
 
     # ---------------------------------------------------------------- what a stage asks for
 
+    def loader(self, dataset: Any, *, evaluation: bool = False, **options: Any) -> Any:
+        """Return the loader of this data-parallel group; an evaluation is a pass without gradient."""
+        mesh, memory = self.mesh, self.memory
+        tokens = memory.pass_tokens if evaluation else memory.tokens
+        place = mesh.data_parallel_size, mesh.dp_rank
+        return self.prepared.loader(dataset, tokens, *place, evaluation=evaluation, **options)
+
     def frozen(self, model: AuxiliaryModel) -> Any:
         """Build a frozen engine of another model, or find one of the initial policy."""
         if model.shares_weights:
@@ -203,6 +211,7 @@ class TrainingRun:
             self.config,
             weights,
             self.mesh,
+            attention=self.prepared.attention,
             reward=model.is_reward,
             resident=self.memory.resident,
         )

@@ -41,6 +41,7 @@ from ulysses.run.failure import (
 from ulysses.zero.construct import collectives_begun
 
 ALIVE, TOLD = "ulysses/alive", "ulysses/told on the node of"
+PARTS = {"tokenising": "data", "building the model": "weights"}  # in the account of the start
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 BEAT_SECONDS = 1.0
 # So long without a beat, while others wait for a process, means that it is gone or stopped.
@@ -74,6 +75,7 @@ class Watch:
     Args:
         warning: seconds without progress after which a line names the victim; 0 says nothing.
         timeout: seconds without progress after which the process ends.
+        imports: seconds from the start of the process, for the account of the run's.
 
     Attributes:
         stop_wanted: this process was asked to stop, by a signal or because its launcher is gone.
@@ -81,12 +83,15 @@ class Watch:
 
     warning: float = 60.0
     timeout: float = 600.0
+    imports: float = 0.0
 
     def __post_init__(self) -> None:
         self._rank, self._local_rank = environment.rank(), environment.local_rank()
         self.stop_wanted = False
         self.store: Any = None  # reaches all processes of the run; None for one process
         self._step, self._place, self._phases, self._moved = 0, "start", 0, monotonic()
+        self._spent = {"imports": self.imports}  # seconds of each part of the start
+        self._part = ("start", self._moved)  # the one that goes on, and when it began
         self._event: Any = None  # of the GPU, at the end of the last step
         self._begun = 0  # collectives
         self._peers: dict[bytes, Beat] = {}  # by what was written
@@ -136,6 +141,18 @@ class Watch:
         self._place = f"step {self._step}, {name}" if self._step else name
         self._moved = monotonic()
         self._phases += 1
+        self._account("first step" if self._step else PARTS.get(name, name))
+
+    def _account(self, following: str) -> None:
+        part, began = self._part
+        self._spent[part] = self._spent.get(part, 0.0) + monotonic() - began
+        self._part = following, monotonic()
+
+    def start_line(self) -> str:
+        """Return a line of what the start took, from the command to the end of the first step."""
+        self._account("")
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._spent.items())
+        return f"start: {sum(self._spent.values()):.1f} s to the end of the first step: {parts}"
 
     def pause(self) -> None:
         """Watch nothing until the next phase: what this process does now belongs to no run."""

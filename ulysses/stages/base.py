@@ -22,6 +22,7 @@ from torch import Tensor
 
 from models.arch import ModelConfig
 from ulysses.config.schema import Config
+from ulysses.data.serve.steps import PlannedStep
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
@@ -232,6 +233,17 @@ class Stage:
         """What follows from the settings."""
         examples = self.config.batch.examples
         return Requirements(self.config.data.max_length, examples, examples)
+
+    def planned_step(self, data: Any, indices: list[int], launched: float) -> PlannedStep:
+        """Return what a step of the data loader with these examples trains, as far as that is known.
+
+        `launched` is the number of tokens up to which a step shares no prompts (StepLoader).
+        """
+        lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
+        if (lengths + prefixes).sum() <= launched:
+            lengths, prefixes = lengths + prefixes, 0 * prefixes
+        squares = lengths * (lengths + 2.0 * prefixes)
+        return PlannedStep(lengths.sum(1).tolist(), squares.sum(1).tolist())
 
     def total_steps(self, loader: Any) -> int:
         """Return the optimizer steps of the whole run."""

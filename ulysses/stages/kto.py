@@ -33,14 +33,16 @@ class KtoStage(ReferencedStage):
     With batch.share_prompts, answers to one prompt that are in one micro-batch share it.
 
     Args:
-        graphs: whether the layers run as CUDA graphs, which do not know shared prompts; then only passes without
-            gradient share them.
+        graphs: whether the layers run as CUDA graphs, which do not know shared prompts; of layers so small the launches
+            for a shared prompt take longer than its computation, without gradient too.
+        pass_tokens: of the micro-batches of mismatched sequences, if the loader's are smaller.
     """
 
     name, dataset_type = "kto", "unpaired"
     sequence_fields = ("label",)
 
     graphs: bool = False
+    pass_tokens: int = 0
 
     def check(self) -> Iterator[str]:
         examples = self.config.batch.examples
@@ -68,16 +70,19 @@ class KtoStage(ReferencedStage):
         return super().extend_data(run)
 
     def arguments(self, run: Run) -> dict[str, Any]:
-        return super().arguments(run) | {"graphs": run.memory.graphs}
+        memory = run.memory
+        return super().arguments(run) | {
+            "graphs": memory.graphs,
+            "pass_tokens": memory.pass_tokens,
+        }
 
     def packed(self, examples: list[Any]) -> list[Sequence]:
         prompts = [example.columns["prompt_id"] for example in examples]
-        sequences = super().packed(examples)
-        return sequences if self.graphs else self._shared(prompts, sequences)
+        return self._shared(prompts, super().packed(examples))
 
     def _shared(self, prompts: list[float], sequences: list[Sequence]) -> list[Sequence]:
         """Let sequences of one prompt leave it to the first of them; the order stays."""
-        if not self.config.batch.share_prompts:
+        if self.graphs or not self.config.batch.share_prompts:
             return sequences
         owners = map(prompts.index, prompts)
         return [
@@ -99,7 +104,7 @@ class KtoStage(ReferencedStage):
             mismatched,
             self.mesh,
             self.model.device,
-            loader.tokens_per_microbatch,
+            max(loader.tokens_per_microbatch, self.pass_tokens),
         )
         return [batch for _, batch in batches]
 

@@ -136,7 +136,7 @@ class ReferencedStage(Stage):
                 self.reference,
                 run.mesh,
                 run.engine.device,
-                plan.budget(),
+                run.memory.pass_tokens,
                 run.say,
             )
             return data.with_column(COLUMN, *values)
@@ -253,7 +253,8 @@ def read_reference(
             return [dataset.mismatch(*pairs[number - len(dataset)])]
 
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
-        size = CHUNK * mesh.data_parallel_size
+        # several micro-batches of them, or CHUNK
+        size = mesh.data_parallel_size * max(CHUNK, 4 * budget * len(numbers) // sum(sizes))
         bar = {"desc": "reference: ", "unit": "items", "unit_scale": size, "leave": False}
         chunks = (
             token_values(

@@ -4,14 +4,15 @@
     sub-group    parameters whose slices lie one after the other in one flat float32 tensor, its master weights
 
 Nothing else in this repository touches these attributes. They may change with any release, so pyproject.toml
-pins the version they were tested with, and `canary.py` tries all of them on a tiny model before a run builds
-its own.
+pins the version they were tested with, and a run with another one is refused.
 """
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -26,6 +27,14 @@ from ulysses.gradients.gradients import GradientSlice
 from ulysses.zero.update import OnePassUpdate
 
 TESTED = "0.19.8"
+MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+
+
+def wrong_version() -> str:
+    """Return a sentence if the installed DeepSpeed is not the release that the tests know, or an empty text."""
+    found = deepspeed.__version__
+    other = f"deepspeed {found} is installed, whose gradients and updates this engine was not tested with; install "
+    return "" if found == TESTED else f"{other}deepspeed {TESTED}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +53,26 @@ def skip_compiled_collective() -> None:
     The build takes half a minute, and a killed one leaves a lock that every later run waits for.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Let an optimizer and an engine be made or used without torch's compiler, whose import takes many seconds.
+
+    Both only mark functions that it is to leave alone, and DeepSpeed looks whether the optimizer is its Muon, whose
+    file compiles kernels. Meanwhile other modules have their names, which do nothing.
+    """
+    compiler, muon = ModuleType("torch._dynamo"), ModuleType(MUON)
+    vars(compiler)["disable"] = lambda function=None, *_, **__: function
+    vars(compiler)["graph_break"] = lambda: None
+    vars(muon)["MuonWithAuxAdam"] = type("MuonWithAuxAdam", (), {})
+    absent = {m.__name__: m for m in (compiler, muon) if "torch._dynamo" not in sys.modules}
+    sys.modules.update(absent)
+    try:
+        yield
+    finally:
+        for name in absent:
+            sys.modules.pop(name)
 
 
 def gathered_in_place(config: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +217,8 @@ class Partition:
                 self.updates[group](factors[self._group(group).get("scope", "default")])
             else:
                 if factors:
-                    zero._optimizer_step(group)
+                    with without_compiler():
+                        zero._optimizer_step(group)
                 if resident is None:
                     zero._reassign_or_swap_out_partitioned_parameters(group)
                 else:

@@ -13,7 +13,7 @@ rank computes the whole plan and takes its own part of it.
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,16 @@ from ulysses.data.serve.encode import Example
 from ulysses.parallel.layout import squares
 from ulysses.parallel.random_keys import STEP, scatter_bits, wrapped
 
-# At this many tokens attention costs as much as the rest of the model; it is about 12 times the model's width.
+# At this many times the model's width attention costs as much as the rest of the model.
+ATTENTION_WIDTHS = 12.0
 ATTENTION_LENGTH = 50_000.0
+
+
+class PlannedStep(NamedTuple):
+    """What a step trains: of each example its tokens, and twice the pairs of a query and a key that it sees."""
+
+    tokens: list[int]
+    squares: list[float]
 
 
 @dataclass(eq=False)
@@ -86,6 +94,13 @@ class StepLoader:
         """Return the dataset indices of all examples of step k, in the order of the epoch."""
         start = k * self.examples_per_step
         return self.order(epoch)[start : start + self.examples_per_step].tolist()
+
+    def planned_steps(self) -> tuple[list[int], list[int]]:
+        """Return the examples of the first epoch's step with the median number of tokens, and of the one with most."""
+        lengths = self.dataset.lengths[self.order(0)]
+        starts = np.arange(0, len(lengths), self.examples_per_step)
+        ranked = np.add.reduceat(lengths, starts).argsort().tolist()
+        return self.indices(0, ranked[len(ranked) // 2]), self.indices(0, ranked[-1])
 
     def step(self, epoch: int, k: int) -> list[list[Example]]:
         """Return this group's micro-batches of step k; a micro-batch may be empty."""
