@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
 from models.ops import passes_triton
-from ulysses.memory.tiling import pulled_back
 
 
 class NormRule(NamedTuple):
@@ -54,7 +53,7 @@ def rms_norm_backward(
     v, w = (at_least_float32(t).detach().requires_grad_() for t in (x, weight))
     with torch.enable_grad():
         normal = F.rms_norm(v, w.shape, w, rule.eps)
-    grad_x, grad_weight = pulled_back([normal], (v, w), [at_least_float32(grad)])
+    grad_x, grad_weight = torch.autograd.grad(normal, (v, w), at_least_float32(grad))
     if residual is not None:
         grad_x = grad_x.add_(residual)
     return grad.copy_(grad_x), grad_weight

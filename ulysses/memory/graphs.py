@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ulysses.memory.levels import Rope
-from ulysses.memory.tiling import pulled_back
 from ulysses.parallel.layout import Segments, VarlenCall
 
 MOST_SIZES = 24  # recorded; each keeps its inputs and results
@@ -184,7 +183,7 @@ class _Recorded:
         while kept:  # what a layer has kept is free when the next one works
             layer, leaf, out = kept.pop()
             trained = [p for p in layer.parameters() if p.requires_grad]
-            grad, *of_parameters = pulled_back([out], (leaf, *trained), [grad])
+            grad, *of_parameters = torch.autograd.grad(out, (leaf, *trained), grad)
             if trained:
                 torch._foreach_copy_([self.grads[p] for p in trained], of_parameters)
         return grad

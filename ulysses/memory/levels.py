@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from ulysses.memory.offload import Group, Offloader
-from ulysses.memory.tiling import TILE_ROWS, pulled_back
+from ulysses.memory.tiling import TILE_ROWS
 
 LEVELS = ("none", "keep_attention", "block", "pair")  # the fastest first, which keeps most
 Rope = tuple[Tensor, Tensor]
@@ -233,7 +233,9 @@ def _again(
 
     def gradients(*grads: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         wanted, count = (*leaves, *parameters), len(leaves)
-        found = pulled_back(edges, wanted, grads)
+        found = torch.autograd.grad(
+            edges, wanted, grads, allow_unused=True, materialize_grads=True
+        )
         edges.clear()
         leaves.clear()
         return found[:count], found[count:]

@@ -10,7 +10,6 @@ Shapes: S local tokens, D width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +63,9 @@ def tile_gradients(
         leaf = rows[part].detach().requires_grad_()
         with torch.enable_grad():
             out = function(leaf)
-        grad_leaf, *grads = pulled_back([out], (leaf, *parameters), [grad[part]])
+        grad_leaf, *grads = torch.autograd.grad(
+            out, (leaf, *parameters), grad[part], allow_unused=True, materialize_grads=True
+        )
         del leaf, out
         if tile >= len(rows):
             return grad_leaf, grads
@@ -75,16 +76,3 @@ def tile_gradients(
                 total.add_(g)
         grad_rows[part] = grad_leaf
     return grad_rows, [total.to(p.dtype) for total, p in zip(sums, parameters)]
-
-
-def pulled_back(
-    outputs: Sequence[Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Return the gradients of `inputs`, zeros where unused, for those of `outputs`, whose graphs it frees.
-
-    torch.autograd.grad does the same, but imports sympy to compare shapes, which takes seconds of every start.
-    """
-    found = torch.autograd.Variable._execution_engine.run_backward(
-        tuple(outputs), tuple(grads), False, False, tuple(inputs), True, accumulate_grad=False
-    )
-    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found))

@@ -25,7 +25,6 @@ from ulysses.run.memory_choice import layer_memory, plain_model
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.run.registry import stage_of
 from ulysses.zero.construct import build_partitioned
-from ulysses.zero.deepspeed_internals import without_compiler
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
 
@@ -176,6 +175,5 @@ def build_engine(
     between = getattr(torch, config.optimizer.reduce_dtype)
     # a graph of all layers gathers and reduces nothing in between
     units = () if kept.graphs else (DecoderLayer,)
-    with without_compiler():
-        optimizer = adamw(groups, config.optimizer) if trained else None
-        return ZeroEngine(model, settings, optimizer, units, between, resident=resident)
+    optimizer = adamw(groups, config.optimizer) if trained else None
+    return ZeroEngine(model, settings, optimizer, units, between, resident=resident)

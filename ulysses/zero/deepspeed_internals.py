@@ -8,11 +8,9 @@ pins the version they were tested with, and a run with another one is refused.
 """
 
 import copy
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -27,7 +25,6 @@ from ulysses.gradients.gradients import GradientSlice
 from ulysses.zero.update import OnePassUpdate
 
 TESTED = "0.19.8"
-MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
 def wrong_version() -> str:
@@ -53,26 +50,6 @@ def skip_compiled_collective() -> None:
     The build takes half a minute, and a killed one leaves a lock that every later run waits for.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-@contextmanager
-def without_compiler() -> Iterator[None]:
-    """Let an optimizer and an engine be made or used without torch's compiler, whose import takes many seconds.
-
-    Both only mark functions that it is to leave alone, and DeepSpeed looks whether the optimizer is its Muon, whose
-    file compiles kernels. Meanwhile other modules have their names, which do nothing.
-    """
-    compiler, muon = ModuleType("torch._dynamo"), ModuleType(MUON)
-    vars(compiler)["disable"] = lambda function=None, *_, **__: function
-    vars(compiler)["graph_break"] = lambda: None
-    vars(muon)["MuonWithAuxAdam"] = type("MuonWithAuxAdam", (), {})
-    absent = {m.__name__: m for m in (compiler, muon) if "torch._dynamo" not in sys.modules}
-    sys.modules.update(absent)
-    try:
-        yield
-    finally:
-        for name in absent:
-            sys.modules.pop(name)
 
 
 def gathered_in_place(config: dict[str, Any]) -> dict[str, Any]:
@@ -217,8 +194,7 @@ class Partition:
                 self.updates[group](factors[self._group(group).get("scope", "default")])
             else:
                 if factors:
-                    with without_compiler():
-                        zero._optimizer_step(group)
+                    zero._optimizer_step(group)
                 if resident is None:
                     zero._reassign_or_swap_out_partitioned_parameters(group)
                 else:
