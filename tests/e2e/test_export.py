@@ -156,7 +156,8 @@ def test_merged_adapters_over_a_random_base_are_refused(tmp_path):
     """The run drew the base, perhaps on a GPU, whose numbers are others than the CPU's."""
     model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
     run = {"output": "y", "steps": 1}
-    config = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": run}
+    given = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": run}
+    config = check(given).model_dump(mode="json")
     write_json(tmp_path / "other.json", {})
     files = {"other.json": digest_of(tmp_path / "other.json")}
     write_run_state(tmp_path, {"config": config, "shape": LARGE, "step": 1, "files": files})

@@ -1,6 +1,5 @@
 """A run folder belongs to one run, is shared by all nodes, continues what it holds, and survives a full disk."""
 
-import json
 import os
 import re
 import signal
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny, without_times
 from tests.model_folder import demo_model
-from ulysses.run.checkpoint import UNSEALED
 
 
 def arguments(folder: Path, typed: str = "") -> list[str]:
@@ -136,24 +134,6 @@ def test_nothing_is_deleted_before_all_checks_have_passed(tmp_path):
     ranks(arguments(tmp_path, "--run.overwrite"), 1)
     assert names(checkpoints) == ["notes", "step-2"] and "run.json" in names(tmp_path / "last")
     assert "notes" in names(tmp_path / "run/tensorboard")
-
-
-def test_a_run_of_the_version_before_is_continued_and_keeps_its_folders(tmp_path):
-    """It left no record of what it wrote, so nothing of it is deleted."""
-    ranks(arguments(tmp_path, "--run.export true"), 1)
-    run = tmp_path / "run"
-    for record in run.glob("*/.written.json"):
-        record.unlink()
-    path = run / "checkpoints/step-2/run.json"
-    state = json.loads(path.read_text()) | {"format": UNSEALED}
-    del state["digest"], state["weights"]
-    path.write_text(json.dumps(state))
-    said = ranks(
-        arguments(tmp_path, "--run.steps 3 --run.resume auto --run.export true"), 1
-    ).stdout
-    assert "step-2 at step 2" in said and said.count("and is kept as") == 2
-    assert len(list(run.glob("*.found-*/tokenizer.json"))) == 2
-    assert (run / "export/.written.json").exists()
 
 
 def test_code_that_changes_the_current_folder_moves_nothing(tmp_path):

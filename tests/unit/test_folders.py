@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Event
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.data.cache import build_once
 from ulysses.disk import check_replaceable, whole_folder, write_json
-from ulysses.run.checkpoint import resume_point, saved_checkpoints
+from ulysses.run.checkpoint import resume_point, saved_checkpoints, write_run_state
 from ulysses.run.continuation import weight_digests
 from ulysses.run.preflight import prepare
 
@@ -89,6 +91,26 @@ def test_what_no_export_wrote_is_refused_by_name_and_survives(found, tmp_path):
 
 def tree_of(found, folder):
     return {name.removeprefix(folder): v for name, v in found.items() if folder in name}
+
+
+def test_two_that_write_one_folder_take_turns(tmp_path):
+    writes, goes_on = Event(), Event()
+
+    def first():
+        with whole_folder(tmp_path / "out") as new:
+            writes.set()
+            goes_on.wait(60)
+            (new / "a").touch()
+
+    with ThreadPoolExecutor() as threads:
+        one = threads.submit(first)
+        assert writes.wait(60)
+        two = threads.submit(write_export, tmp_path / "out")
+        assert wait([two], timeout=0.5).not_done
+        goes_on.set()
+        one.result(), two.result()
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+    assert (tmp_path / "out/config.json").exists() and not (tmp_path / "out/a").exists()
 
 
 def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
@@ -258,10 +280,10 @@ FROZEN = {
     "--model.lora.rank 2 --model.init random": [],
     "--stage dpo --dpo.reference live": ["model.path"],
     "--stage dpo --dpo.reference OTHER": ["dpo.reference"],
-    "--stage dpo --dpo.reference OTHER --model.lora.rank 2": ["dpo.reference", "model.path"],
+    "--stage dpo --dpo.reference OTHER --model.lora.rank 2": ["model.path", "dpo.reference"],
     "--stage kto --kto.reference live": ["model.path"],
     "--stage distill --distill.teacher OTHER": ["distill.teacher"],
-    "--stage ppo --ppo.reward OTHER": ["ppo.reward", "model.path"],
+    "--stage ppo --ppo.reward OTHER": ["model.path", "ppo.reward"],
     "--stage ppo --ppo.reward OTHER --ppo.reference OTHER": ["ppo.reference", "ppo.reward"],
     "--stage ppo --ppo.reward OTHER --ppo.kl_coefficient 0": ["ppo.reward"],
 }  # fmt: skip
@@ -309,9 +331,7 @@ def checkpoints(tmp_path):
     folder = tmp_path / "run/checkpoints"
     for name in ("step-2", "step-4", "step-6"):
         (folder / name).mkdir(parents=True)
-        write_json(
-            folder / name / "run.json", {"format": 4, "files": {"a": ""}, "step": int(name[5:])}
-        )
+        write_run_state(folder / name, {"files": {"a": ""}, "step": int(name[5:])})
         (folder / name / "a").touch()
     return folder
 

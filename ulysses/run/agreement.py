@@ -37,7 +37,7 @@ def facts_of(plan: Prepared, data: list[str], *, verify: bool) -> dict[str, Any]
                 if path.suffix in (".py", ".toml", ".jinja"):
                     facts[str(path.relative_to(PACKAGES))] = digest_of(path)
         read = digest_of if verify else sampled_digest
-        for setting, weights in {"model.path": plan.weights, **plan.others}.items():
+        for setting, weights in plan.models.items():
             for path in weights.paths:
                 facts[f"{setting} {path.name}"] = read(path)
     return facts

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from models.arch import ModelConfig
-from models.folders import ADAPTER_CONFIG
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, error_context, flat
-from ulysses.data.cache import content_digest, digest_of_value
+from ulysses.data.cache import digest_of_value
 from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import read_run_state, resume_point
 from ulysses.run.optim import gradient_policies
@@ -55,19 +54,16 @@ def find_checkpoint(config: Config, shape: ModelConfig) -> Path | None:
 def weight_digests(frozen: Mapping[str, InitialWeights], cache: Path) -> dict[str, str]:
     """Return digests of weights that checkpoints do not hold, under the same names; random ones have none.
 
-    They are of whole files: a part would not show an edited layer, or a row of an embedding. Each file is read once,
-    shortly before the model is loaded from it, and the cache remembers it by its name, size and times.
+    They are of whole files: a part would not show an edited layer, or a row of an embedding. What config.json says of
+    the trained model is compared key by key, and is not in its digest.
     """
-    found = {}
-    for setting, weights in frozen.items():
-        # their folders' files that say how much an adapter adds
-        scales = sorted({path.with_name(ADAPTER_CONFIG) for path in weights.paths})
-        files = [*weights.paths, *(path for path in scales if path.exists())]
-        # what config.json says of the trained model is compared key by key
-        shape = "" if setting == "model.path" else str(weights.shape)
-        if files:
-            found[setting] = digest_of_value([shape, content_digest(files, cache)])
-    return found
+    return {
+        setting: digest_of_value(
+            [weights.content(cache), setting == "model.path" or str(weights.shape)]
+        )
+        for setting, weights in frozen.items()
+        if weights.paths
+    }
 
 
 def changes(
@@ -85,7 +81,7 @@ def changes(
     if checkpoint is None:
         return []
     state = read_run_state(checkpoint)
-    known = state.get("weights", weights)  # versions of before did not note them
+    known = state["weights"]
     others = [f"the weights of {key}" for key in weights if known.get(key) != weights[key]]
     if state["data"][0] != data[0]:
         others.append("the training data or how they are tokenised")
