@@ -70,7 +70,7 @@ def test_a_checkpoint_of_an_older_format_is_refused(checkpoint, tmp_path):
     state = json.loads((checkpoint / "run.json").read_text())
     write_json(checkpoint / "run.json", {**state, "format": 1})
     sentence = (
-        "has checkpoint format 1, but this version reads format 5; continue it with the version"
+        "has checkpoint format 1, but this version reads format 6; continue it with the version"
     )
     with pytest.raises(ConfigError, match=sentence):
         prepare(config(tmp_path), 1, [])

@@ -35,7 +35,7 @@ from ulysses.parallel.mesh import gather
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import save_state
 
-FORMAT = 5
+FORMAT = 6
 CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
 
 
