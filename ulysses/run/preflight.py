@@ -32,7 +32,6 @@ from ulysses.data.read.sources import (
 )
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.steps import StepLoader
-from ulysses.disk import lies_in
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.rl.rewards import load_function
 from ulysses.run.build import InitialWeights
@@ -109,9 +108,6 @@ class Prepared:
             yield "model.path", self.folder
         for key, weights in self.models.items():
             yield from ((key, folder) for folder in {path.parent for path in weights.paths})
-        # a run continues a checkpoint that its own folder holds
-        if self.resume_from and lies_in(self.config.output, self.resume_from):
-            yield "run.resume", self.resume_from
 
     @property
     def frozen(self) -> dict[str, InitialWeights]:
