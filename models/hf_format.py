@@ -139,7 +139,7 @@ class WeightFiles:
     adapter: adapter_config.json of an adapter's folder.
     dtype: of the adapters, which is the precision that they were trained in; None without them.
     quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
-    paths: the files that hold the tensors.
+    paths: the files that hold the tensors, and those that say how much of them adapters add.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -175,7 +175,7 @@ class WeightFiles:
         )
         base = WeightFiles(base_folder(self.folder))
         self.tensors, self._updates = base.tensors, base._updates
-        self.paths = [*base.paths, path]
+        self.paths = [*base.paths, path, self.folder / ADAPTER_CONFIG]
         pairs: dict[str, dict[str, StoredTensor]] = {}
         with safe_open(path, "pt") as file:
             self.quantize = (file.metadata() or {}).get("quantize", "none")

@@ -156,35 +156,39 @@ def check_files(
 
 @contextmanager
 def whole_folder(folder: Path, when: str = "") -> Iterator[Path]:
-    """Yield a new folder that replaces `folder` when the block ends without an error.
+    """Yield a new folder that replaces `folder` when the block ends without an error, as `replace_folder` does.
 
-    What somebody else put into the old one meanwhile is kept, under another name: see `remove_written`.
+    One process at a time writes it, and others wait.
     `when` says in a DiskError at what time the folder was written.
     """
     folder = Path(os.path.realpath(folder))
-    new, old = (folder.with_name(f".{folder.name}.{word}.tmp") for word in ("new", "old"))
-    with writing(folder, when):
-        if old.exists() and not folder.exists():  # a kill came between the two renames below
+    new, old, lock = (
+        folder.with_name(f".{folder.name}.{end}") for end in ("new.tmp", "old.tmp", "lock")
+    )
+    with writing(folder, when), lock_file(lock):
+        if old.exists() and not folder.exists():  # a kill came between two renames
             old.rename(folder)
-        remove_written(old, folder.name)
-        shutil.rmtree(new, ignore_errors=True)
+        for leftover in (new, old):
+            shutil.rmtree(leftover, ignore_errors=True)
         try:
             new.mkdir(parents=True)
             yield new
-            files = {str(p.relative_to(new)): sampled_digest(p) for p in _files(new)}
-            write_json(new / RECORD, {"files": files})
-            if folder.exists():
-                folder.rename(old)
-            new.rename(folder)
-            remove_written(old, folder.name)
+            write_json(
+                new / RECORD, {"files": {n: sampled_digest(new / n) for n in _names(new)}}
+            )
+            replace_folder(folder, new)
         finally:
             shutil.rmtree(new, ignore_errors=True)
+            lock.unlink(missing_ok=True)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield all that a folder holds, at any depth, except folders that hold something."""
-    places = folder.rglob("*")
-    return (p for p in places if p.is_symlink() or not p.is_dir() or not any(p.iterdir()))
+def _names(folder: Path) -> list[str]:
+    """Return the names of all that a folder holds, at any depth, except folders that hold something."""
+    return sorted(
+        str(p.relative_to(folder))
+        for p in folder.rglob("*")
+        if p.is_symlink() or not p.is_dir() or not any(p.iterdir())
+    )
 
 
 def strangers(folder: Path, record: str = RECORD) -> list[str]:
@@ -193,20 +197,18 @@ def strangers(folder: Path, record: str = RECORD) -> list[str]:
     Args:
         record: the file that names the others; run.json of a checkpoint, whose files are told by their names alone.
     """
-    if not folder.is_dir():
-        return [folder.name] if folder.exists() else []
-    try:
-        files = dict(json.loads((folder / record).read_text())["files"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        files = {}
+    if folder.exists() and not folder.is_dir():
+        return [folder.name]
+    files: dict[str, str] = {}
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        own = {record: sampled_digest(folder / record)}
+        files = json.loads((folder / record).read_text())["files"] | own
 
-    def is_own(path: Path) -> bool:
-        name = str(path.relative_to(folder))
-        if name == record or name not in files:
-            return name == record and bool(files)
+    def is_own(name: str) -> bool:
+        path = folder / name
         return path.is_file() and (record != RECORD or sampled_digest(path) == files[name])
 
-    return sorted(str(p.relative_to(folder)) for p in _files(folder) if not is_own(p))
+    return [name for name in _names(folder) if name not in files or not is_own(name)]
 
 
 def check_replaceable(folder: Path, record: str = RECORD) -> None:
@@ -219,32 +221,33 @@ def check_replaceable(folder: Path, record: str = RECORD) -> None:
         )
 
 
-def remove_written(folder: Path, name: str = "", record: str = RECORD) -> None:
-    """Remove a folder, or a link in its place, in one rename; one that holds anything else is kept, see `set_aside`."""
+def replace_folder(folder: Path, new: Path | None = None, record: str = RECORD) -> None:
+    """Remove a folder, or a link in its place, in one rename, and give its name to a new one.
+
+    What was written there as a whole is deleted. A folder that holds anything else is kept as NAME.found-TIME, and that
+    is said.
+    """
+    away, found = folder.with_name(f".{folder.name}.old.tmp"), strangers(folder, record)
     if folder.is_symlink():
         folder.unlink()
-    elif strangers(folder, record):
-        set_aside(folder, name)
     elif folder.exists():
-        doomed = folder.with_name(f".{name or folder.name}.old.tmp")
-        os.rename(folder, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def set_aside(folder: Path, name: str = "") -> None:
-    """Give a folder that is in the way the name NAME.found-TIME, and say so."""
-    place = folder.with_name(name or folder.name)
-    kept = f"{place}.found-{time.time_ns()}"
-    os.rename(folder, kept)
-    print(f"{place} held what no run or export wrote there, and is kept as {kept}", flush=True)
+        if found:
+            away = folder.with_name(f"{folder.name}.found-{time.time_ns()}")
+            print(
+                f"{folder} holds {found[0]}, which no run or export wrote, and is kept as {away}",
+                flush=True,
+            )
+        folder.rename(away)
+    if new:
+        new.rename(folder)
+    if not found:
+        shutil.rmtree(away, ignore_errors=True)
 
 
 def check_apart(key: str, out: Path, read: Iterable[tuple[str, Path]]) -> None:
     """Raise ValueError if a folder to be written is, holds or lies in one of the places that settings read."""
     for setting, place in read:
-        inside, around = lies_in(out, place), lies_in(place, out)
-        if inside or around:
-            how = "is" if inside and around else "lies in" if inside else "holds"
+        if how := ("", "lies in", "holds", "is")[lies_in(out, place) + 2 * lies_in(place, out)]:
             raise ValueError(
                 f"{key} {out.absolute()} {how} {place.absolute()}, which is {setting}; give a folder apart from it"
             )
@@ -274,7 +277,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
     with path.open("r+b") as file:  # and it writes the metadata in any order
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(metadata.items()))
+        header["__metadata__"] = metadata
         file.seek(8)
         file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
 

@@ -49,8 +49,13 @@ def test_export_of_a_checkpoint_equals_the_runs_own(run, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_export_complains_in_one_sentence(run, tmp_path, capsys):
-    checkpoint = run / "checkpoints/step-2"
+def test_export_complains_in_one_sentence(run, tmp_path, capsys, monkeypatch):
+    """Above all of a folder around other models, also as the current one, or through a link; nothing is lost."""
+    checkpoint, models = run / "checkpoints/step-2", tmp_path / "models"
+    (models / "other").mkdir(parents=True)
+    (models / "other/weights").write_text("x")
+    (tmp_path / "link").symlink_to(models)
+    monkeypatch.chdir(models)
     for source, out, complaint in (
         (run, tmp_path / "out", "is not a complete checkpoint"),
         (checkpoint, run / "metrics.jsonl/out", "metrics.jsonl"),
@@ -59,38 +64,18 @@ def test_export_complains_in_one_sentence(run, tmp_path, capsys):
         (checkpoint, checkpoint / "out", "which is read for it; give a folder apart"),
         (checkpoint, run / "tokenizer", "which is read for it; give a folder apart"),
         (checkpoint, run, f"{run} holds "),
+        (checkpoint, f"{models}/", "models holds other/weights, which no run or export wrote"),
+        (checkpoint, ".", "models holds other/weights, which"),
+        (checkpoint, tmp_path / "link", "link holds other/weights, which"),
     ):
         assert main([str(source), str(out)]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and complaint in said and len(said.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_export_replaces_an_export_and_nothing_else(run, tmp_path, capsys, monkeypatch):
-    """The folder around other models, also as the current one or through a link, an edited card, a file of notes."""
-    line, models = [str(run / "checkpoints/step-2")], tmp_path / "models"
-    (models / "other").mkdir(parents=True)
-    (models / "other/weights").write_text("x")
-    (tmp_path / "link").symlink_to(models)
-    monkeypatch.chdir(models)
-    for out in (models, f"{models}/", tmp_path / "link", "."):
-        assert main([*line, str(out)]) == 2
-        said = capsys.readouterr().err
-        assert "models holds other/weights, which" in said or "link holds other" in said
-        assert (models / "other/weights").read_text() == "x"
-    out = tmp_path / "out"
-    for _ in range(2):
-        assert main([*line, str(out)]) == 0
-        assert_same_folder(out, run / "export")
-    card = out / "README.md"
-    card.write_text("My own words.")
-    assert main([*line, str(out)]) == 2
-    assert "out holds README.md, which no run or export wrote" in capsys.readouterr().err
-    assert card.read_text() == "My own words."
+    assert not (tmp_path / "out").exists() and (models / "other/weights").read_text() == "x"
 
 
 def test_an_export_has_the_precision_that_is_asked_for(run, tmp_path, capsys):
-    """By default the one that was trained in; float32 are the master weights."""
+    """By default the one that was trained in; float32 are the master weights. Each replaces the one before."""
     line = [str(run / "checkpoints/step-2"), str(tmp_path / "out")]
     assert main([*line, "--dtype", "float32"]) == 0
     whole, own = WeightFiles(tmp_path / "out"), WeightFiles(run / "export")
@@ -156,7 +141,8 @@ def test_merged_adapters_over_a_random_base_are_refused(tmp_path):
     """The run drew the base, perhaps on a GPU, whose numbers are others than the CPU's."""
     model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
     run = {"output": "y", "steps": 1}
-    config = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": run}
+    given = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": run}
+    config = check(given).model_dump(mode="json")
     write_json(tmp_path / "other.json", {})
     files = {"other.json": digest_of(tmp_path / "other.json")}
     write_run_state(tmp_path, {"config": config, "shape": LARGE, "step": 1, "files": files})

@@ -1,9 +1,9 @@
 """A run folder belongs to one run, is shared by all nodes, continues what it holds, and survives a full disk."""
 
-import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny, without_times
 from tests.model_folder import demo_model
-from ulysses.run.checkpoint import UNSEALED
 
 
 def arguments(folder: Path, typed: str = "") -> list[str]:
@@ -94,7 +93,7 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_
     for line in (
         r"resumed .*step-2 at step 2", r"changed since then: optimizer.lr was \S+ and is 0.0001",
         "changed since then: batch.examples was 8 and is 4", "changed since then: run.steps was 2 and is 3",
-        "changed since then: the data was",
+        "changed since then: the training data or how they are tokenised was",
     ):  # fmt: skip
         assert re.search(line, told), (line, told)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
@@ -109,51 +108,25 @@ def test_nothing_is_deleted_before_all_checks_have_passed(tmp_path):
     saves = "--run.steps 3 --run.save_every 1 --run.keep 0"
     ranks(arguments(tmp_path, saves), 1)
     checkpoints, moved = tmp_path / "run/checkpoints", tmp_path / "moved"
-    (checkpoints / "notes").touch()
-    (tmp_path / "run/tensorboard/notes").touch()
-    (checkpoints / "step-2").rename(moved)
-    (checkpoints / "step-2").symlink_to(moved)
+    line = f"touch notes ../tensorboard/notes; mv step-2 {moved}; ln -s {moved} step-2"
+    subprocess.run(["bash", "-ec", line], cwd=checkpoints, check=True)
     weights, before = moved / "rank-00000.master.safetensors", names(checkpoints)
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + b"x")
     back = f"{saves} --run.resume {checkpoints}/step-2 --run.overwrite"
-    ranks(arguments(tmp_path, back), 1, code=1).refused(
-        "master.safetensors is missing or does not"
-    )
+    damage = "master.safetensors is missing or does not"
+    ranks(arguments(tmp_path, back), 1, code=1).refused(damage)
     assert names(checkpoints) == before
     weights.write_bytes(whole)
     said = ranks(arguments(tmp_path, back), 1).stdout
     assert f"resumed {checkpoints}/step-2 at step 2" in said
-    assert (
-        f"deleted {checkpoints}/step-3" in said and f"deleted {checkpoints}/step-1" not in said
-    )
+    assert re.findall(r"deleted .*/(.*)", said) == ["step-3"]
     assert names(checkpoints) == before and (checkpoints / "step-2").is_symlink()
-    (checkpoints / "step-3").rename(tmp_path / "last")
-    (checkpoints / "step-3").symlink_to(tmp_path / "last")
     said = ranks(arguments(tmp_path, "--run.steps 4 --run.resume auto"), 1).stdout
     assert f"resumed {checkpoints}/step-3 at step 3" in said
-    assert (tmp_path / "last/run.json").exists()
     ranks(arguments(tmp_path, "--run.overwrite"), 1)
-    assert names(checkpoints) == ["notes", "step-2"] and "run.json" in names(tmp_path / "last")
+    assert names(checkpoints) == ["notes", "step-2"] and "run.json" in names(moved)
     assert "notes" in names(tmp_path / "run/tensorboard")
-
-
-def test_a_run_of_the_version_before_is_continued_and_keeps_its_folders(tmp_path):
-    """It left no record of what it wrote, so nothing of it is deleted."""
-    ranks(arguments(tmp_path, "--run.export true"), 1)
-    run = tmp_path / "run"
-    for record in run.glob("*/.written.json"):
-        record.unlink()
-    path = run / "checkpoints/step-2/run.json"
-    state = json.loads(path.read_text()) | {"format": UNSEALED}
-    del state["digest"], state["weights"]
-    path.write_text(json.dumps(state))
-    said = ranks(
-        arguments(tmp_path, "--run.steps 3 --run.resume auto --run.export true"), 1
-    ).stdout
-    assert "step-2 at step 2" in said and said.count("and is kept as") == 2
-    assert len(list(run.glob("*.found-*/tokenizer.json"))) == 2
-    assert (run / "export/.written.json").exists()
 
 
 def test_code_that_changes_the_current_folder_moves_nothing(tmp_path):
@@ -187,7 +160,7 @@ def test_a_base_of_other_weights_is_not_continued(tmp_path):
         "run.resume: the weights of model.path have changed since .*step-2 was written; restore them, or set run.res"
     )
     said = ranks(arguments(tmp_path, f"{typed} --run.resume_anyway true"), 1).stdout
-    assert "changed since then: the weights was {'model.path': " in said
+    assert "changed since then: the weights of model.path was '" in said
 
 
 def test_two_runs_may_fill_one_cache_at_once(tmp_path):

@@ -4,6 +4,11 @@ import json
 import os
 import re
 import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor, wait
+from operator import attrgetter
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,18 +20,20 @@ from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.data.cache import build_once
 from ulysses.disk import check_replaceable, whole_folder, write_json
-from ulysses.run.checkpoint import resume_point, saved_checkpoints
-from ulysses.run.continuation import weight_digests
+from ulysses.run.checkpoint import resume_point, saved_checkpoints, write_run_state
+from ulysses.run.continuation import digests_of_inputs
 from ulysses.run.preflight import prepare
 
 DEMO = os.path.abspath("configs/demo")
 
 
+def shell(folder, line):
+    subprocess.run(["bash", "-ec", line], cwd=folder, check=True)
+
+
 def write_export(folder):
     with whole_folder(folder) as new:
-        (new / "config.json").write_text("{}")
-        (new / "more").mkdir()
-        (new / "more/weights").write_text("1")
+        shell(new, "echo {} >config.json; mkdir more; echo 1 >more/weights")
     return folder
 
 
@@ -44,51 +51,61 @@ def tree(folder):
 
 
 def test_an_empty_folder_and_an_export_are_replaced(tmp_path):
-    (tmp_path / "out").mkdir()
-    for _ in range(3):
-        check_replaceable(tmp_path / "out")
-        write_export(tmp_path / "out")
-        assert {p.name for p in tmp_path.iterdir()} == {"out"}
-    (tmp_path / "link").symlink_to("out/")
-    check_replaceable(tmp_path / "link")
-    write_export(tmp_path / "link")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "out/config.json").exists()
-    assert {p.name for p in tmp_path.iterdir()} == {"out", "link"}
+    shell(tmp_path, "mkdir out; ln -s out/ link")
+    for name in ("out", "out", "link", "link"):
+        check_replaceable(tmp_path / name)
+        write_export(tmp_path / name)
+        assert {p.name for p in tmp_path.iterdir()} == {"out", "link"}
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "out/config.json").exists()
 
 
 STRANGERS = {
-    "notes.txt": lambda out: (out / "notes.txt").touch(),
-    ".hidden": lambda out: (out / ".hidden").touch(),
-    "other/weights": lambda out: ((out / "other").mkdir(), (out / "other/weights").touch()),
-    "more/empty": lambda out: (out / "more/empty").mkdir(),
-    "away": lambda out: (out / "away").symlink_to("/nowhere"),
-    "config.json": lambda out: (out / "config.json").write_text("mine"),
-    "more/weights": lambda out: (out / "more/weights").write_text("2"),
-    "pipe": lambda out: os.mkfifo(out / "pipe"),
-    "config.json, more/weights": lambda out: (out / ".written.json").unlink(),
-    ".written.json, config.json, more/weights": lambda out: (out / ".written.json").write_text(
-        "[]"
-    ),
-    "a, b, c and 4 more": lambda out: [(out / name).touch() for name in "abcdefg"],
+    "notes.txt": "touch notes.txt",
+    ".hidden": "touch .hidden",
+    "other/weights": "mkdir other; touch other/weights",
+    "more/empty": "mkdir more/empty",
+    "away": "ln -s /nowhere away",
+    "linked": "ln -s .. linked",
+    "config.json": "echo mine >config.json",
+    "more/weights": "echo 2 >more/weights",
+    "pipe": "mkfifo pipe",
+    "config.json, more/weights": "rm .written.json",
+    ".written.json, config.json, more/weights": "echo [] >.written.json",
+    "a, b, c and 4 more": "touch {a..g}",
 }
 
 
 @pytest.mark.parametrize("found", STRANGERS)
 def test_what_no_export_wrote_is_refused_by_name_and_survives(found, tmp_path):
     out = write_export(tmp_path / "out")
-    STRANGERS[found](out)
-    before = tree(tmp_path)
+    shell(out, STRANGERS[found])
+    before = tree(out)
     with pytest.raises(ValueError, match=re.escape(f"{out} holds {found}, which no run or")):
         check_replaceable(out)
-    assert tree(tmp_path) == before
-    if found != "pipe":
-        write_export(out)  # what came while it was written is kept under another name
-        [kept] = tmp_path.glob("out.found-*")
-        assert tree(kept) == tree_of(before, "out/")
+    assert tree(out) == before
+    write_export(out)  # what came while it was written is kept under another name
+    [kept] = tmp_path.glob("out.found-*")
+    assert tree(kept) == before
 
 
-def tree_of(found, folder):
-    return {name.removeprefix(folder): v for name, v in found.items() if folder in name}
+def test_two_that_write_one_folder_take_turns(tmp_path):
+    writes, goes_on = Event(), Event()
+
+    def first():
+        with whole_folder(tmp_path / "out") as new:
+            writes.set()
+            goes_on.wait(60)
+            (new / "a").touch()
+
+    with ThreadPoolExecutor() as threads:
+        one = threads.submit(first)
+        assert writes.wait(60)
+        two = threads.submit(write_export, tmp_path / "out")
+        assert wait([two], timeout=0.5).not_done
+        goes_on.set()
+        one.result(), two.result()
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+    assert (tmp_path / "out/config.json").exists() and not (tmp_path / "out/a").exists()
 
 
 def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
@@ -181,67 +198,51 @@ def write_adapter(folder, base):
 
 
 def test_its_own_folder_is_nobody_elses(model, folder):
+    """Links that lead nowhere, or where nothing is yet, stop nothing either."""
     assert check(folder, model).disk_warning == ""
-    (folder / "run").symlink_to(folder / "elsewhere")
-    assert check(folder, model).shape
-    (folder / "again").mkdir()
-    (folder / "again/export").symlink_to(folder / "nowhere yet")
-    assert check(folder, model, f"--run.output {folder}/again").shape
-    (folder / "again/export").unlink()
-    (folder / "again/export").symlink_to(model)
-    with pytest.raises(ConfigError, match="again/export is .*/model, which is model.path"):
-        check(folder, model, f"--run.output {folder}/again")
+    for line in (
+        "ln -s elsewhere run",
+        "rm run; mkdir -p run/{wandb,checkpoints,export}; ln -s nowhere run/wandb/latest",
+        "ln -s nowhere run/checkpoints/step-4",
+        "rmdir run/export; ln -s nowhere run/export",
+    ):
+        shell(folder, line)
+        assert check(folder, model).disk_warning == ""
+    shell(folder, f"rm run/export; ln -s {model} run/export")
+    with pytest.raises(ConfigError, match="run/export is .*/model, which is model.path"):
+        check(folder, model)
 
 
 @pytest.mark.parametrize(
     "name", ["run", "", "run/checkpoints/x", "run/export", "data/sub", "mine"]
 )
 def test_the_folder_of_sampling_servers_is_one_of_its_own(name, model, folder):
-    (folder / "mine").mkdir()
-    (folder / "mine/weights").touch()
+    shell(folder, "mkdir mine; touch mine/weights")
     typed = f"""--stage ppo --ppo.reward math:sqrt --ppo.sampler vllm+http://localhost:1
         --ppo.advantage reinforce++ --ppo.sampler_folder {folder}/{name}"""
-    said = (
-        "holds weights, which no run"
-        if name == "mine"
-        else "ppo.sampler_folder .*; give a folder apart"
-    )
-    with pytest.raises(ConfigError, match=said):
+    apart = "ppo.sampler_folder .*; give a folder apart"
+    with pytest.raises(ConfigError, match="holds weights, which" if name == "mine" else apart):
         check(folder, model, typed)
     assert check(folder, model, f"{typed} --ppo.sampler_folder {folder}/run/sampler").shape
 
 
-def put(text):
-    def write(path):
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-
-    return write
-
-
-MINE = {
-    "tokenizer/notes.txt": "run/tokenizer holds notes.txt, which no run or export wrote there",
-    "export/model.safetensors": "run/export holds model.safetensors, which no run",
-    "config.json": "run holds config.json, which no run wrote; move it away",
-    "metrics.jsonl": "run holds metrics.jsonl, which no run wrote",
-}
-
-
-@pytest.mark.parametrize("name", MINE)
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("tokenizer/notes.txt", "run/tokenizer holds notes.txt, which no run or export wrote"),
+        ("export/model.safetensors", "run/export holds model.safetensors, which no run"),
+        ("config.json", "run holds config.json, which no run wrote; move it away"),
+        ("metrics.jsonl", "run holds metrics.jsonl, which no run wrote"),
+    ],
+)
 @pytest.mark.parametrize("overwrite", ["", "--run.overwrite --run.export false"])
-def test_a_users_own_file_in_the_run_folder_is_refused(name, overwrite, model, folder):
-    put("mine")(folder / "run" / name)
-    with pytest.raises(ConfigError, match=MINE[name]):
+def test_a_users_own_file_in_the_run_folder_is_refused(
+    name, sentence, overwrite, model, folder
+):
+    shell(folder, f"mkdir -p run/$(dirname {name}); echo mine >run/{name}")
+    with pytest.raises(ConfigError, match=sentence):
         check(folder, model, overwrite)
-    assert (folder / "run" / name).read_text() == "mine"
-
-
-def test_a_dangling_link_in_the_run_folder_stops_nothing(model, folder):
-    for name in ("wandb", "checkpoints", "export"):
-        (folder / "run" / name).mkdir(parents=True)
-    for name in ("wandb/latest", "checkpoints/step-4"):
-        (folder / "run" / name).symlink_to("nowhere")
-    assert check(folder, model).disk_warning == ""
+    assert (folder / "run" / name).read_text() == "mine\n"
 
 
 # ---------------------------------------------------------------- what a run reads besides its checkpoint
@@ -249,7 +250,10 @@ def test_a_dangling_link_in_the_run_folder_stops_nothing(model, folder):
 
 def digests(folder, model, changes=""):
     plan = check(folder, model, changes)
-    return weight_digests(plan.frozen, folder / "cache")
+    found = digests_of_inputs(
+        SimpleNamespace(folder=folder), None, plan.frozen, folder / "cache"
+    )
+    return {k.removeprefix("the weights of "): v for k, v in [*found.items()][2:]}
 
 
 FROZEN = {
@@ -258,10 +262,10 @@ FROZEN = {
     "--model.lora.rank 2 --model.init random": [],
     "--stage dpo --dpo.reference live": ["model.path"],
     "--stage dpo --dpo.reference OTHER": ["dpo.reference"],
-    "--stage dpo --dpo.reference OTHER --model.lora.rank 2": ["dpo.reference", "model.path"],
+    "--stage dpo --dpo.reference OTHER --model.lora.rank 2": ["model.path", "dpo.reference"],
     "--stage kto --kto.reference live": ["model.path"],
     "--stage distill --distill.teacher OTHER": ["distill.teacher"],
-    "--stage ppo --ppo.reward OTHER": ["ppo.reward", "model.path"],
+    "--stage ppo --ppo.reward OTHER": ["model.path", "ppo.reward"],
     "--stage ppo --ppo.reward OTHER --ppo.reference OTHER": ["ppo.reference", "ppo.reward"],
     "--stage ppo --ppo.reward OTHER --ppo.kl_coefficient 0": ["ppo.reward"],
 }  # fmt: skip
@@ -277,16 +281,14 @@ def test_weights_that_no_checkpoint_holds_are_told_by_their_content(typed, tmp_p
     assert [*found] == FROZEN[typed.replace(str(other), "OTHER")]
     copied = shutil.copytree(base, folder / "copied")
     assert digests(folder, copied, f"{typed} --optimizer.lr 1 --data.max_length 64") == found
-    for setting, place in (("model.path", base), ("", other)):
+    own = {"model.path"} & {*found}
+    for place, changed in ((base, own), (other, {*found} - own)):
         path = place / "model.safetensors"
-        weights = bytearray(path.read_bytes())
-        weights[-2] ^= 1
-        path.write_bytes(weights)
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:])
         again = digests(folder, base, typed)
-        differ = {key for key in found if again[key] != found[key]}
-        assert differ == {key for key in found if (key == "model.path") == bool(setting)}
-        weights[-2] ^= 1
-        path.write_bytes(weights)
+        assert {key for key in found if again[key] != found[key]} == changed
+        path.write_bytes(whole)
 
 
 def write_score(folder):
@@ -309,30 +311,22 @@ def checkpoints(tmp_path):
     folder = tmp_path / "run/checkpoints"
     for name in ("step-2", "step-4", "step-6"):
         (folder / name).mkdir(parents=True)
-        write_json(
-            folder / name / "run.json", {"format": 4, "files": {"a": ""}, "step": int(name[5:])}
-        )
+        write_run_state(folder / name, {"files": {"a": ""}, "step": int(name[5:])})
         (folder / name / "a").touch()
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", ["step-003", "step-²", "step-", "step--1", "step-x", "step-10.tmp"]
-)
-def test_folders_of_other_names_are_no_checkpoints(name, checkpoints):
-    (checkpoints / name).mkdir()
-    (checkpoints / name / "run.json").write_text("{}")
+def test_folders_of_other_names_are_no_checkpoints(checkpoints):
+    for name in ("step-003", "step-²", "step-", "step--1", "step-x", "step-10.tmp"):
+        shell(checkpoints, f"mkdir {name}; echo {{}} >{name}/run.json")
     assert [p.name for p in saved_checkpoints(checkpoints)] == ["step-2", "step-4", "step-6"]
 
 
 def test_a_linked_checkpoint_is_a_checkpoint(checkpoints, tmp_path):
-    (checkpoints / "step-6").rename(tmp_path / "moved")
-    (checkpoints / "step-6").symlink_to(tmp_path / "moved")
-    output = checkpoints.parent
-    assert resume_point(run_section(output, "--run.resume auto")) == checkpoints / "step-6"
-    for place in (checkpoints / "step-6", tmp_path / "moved"):
-        typed = f"--run.resume {place} --run.overwrite"
-        assert resume_point(run_section(output, typed)) == place
+    shell(checkpoints, f"mv step-6 {tmp_path}/moved; ln -s {tmp_path}/moved step-6")
+    for given in ("auto", checkpoints / "step-6", f"{tmp_path}/moved --run.overwrite"):
+        found = resume_point(run_section(checkpoints.parent, f"--run.resume {given}"))
+        assert found.samefile(tmp_path / "moved")
 
 
 def test_a_users_file_in_a_checkpoint_that_would_be_deleted_is_refused(checkpoints):
@@ -358,27 +352,34 @@ def test_paths_are_absolute_and_mean_the_same_in_every_setting(tmp_path, monkeyp
         run = {output = "~/run", resume = "never", steps = 1}
         """
     )
-    config = parse_command_line(["--config", "run.toml"]).config
-    monkeypatch.chdir("/")
-    here, home = str(tmp_path), f"{tmp_path}/home"
-    assert (config.model.path, config.model.tokenizer) == (f"{here}/rows", f"{home}/t.json")
-    assert config.data.train == [f"{here}/rows", {"path": f"{here}/rows"}, "org/rows"]
-    assert (config.data.eval, config.data.chat_template) == (f"{home}/x.jsonl", "llama3")
-    assert config.ppo.reward == {f"{home}/reward": 2.0, "module:function": 1.0}
-    assert (config.ppo.reference, config.run.resume) == ("live", "never")
-    assert config.sampler_folder == tmp_path / "served"
-    assert (config.run.output, config.data.cache) == (f"{home}/run", f"{home}/.cache/ulysses")
-    monkeypatch.chdir(tmp_path)
-    line = "--config=~/../run.toml --run.resume step-2 --run.output= --data.chat_template=~/a.jinja"
-    config = parse_command_line(line.split()).config
-    assert (config.run.resume, config.run.output) == (f"{here}/step-2", here)
-    assert config.data.chat_template == f"{home}/a.jinja"
+    expected = {
+        "model.path": "HERE/rows",
+        "model.tokenizer": "HOME/t.json",
+        "data.train": ["HERE/rows", {"path": "HERE/rows"}, "org/rows"],
+        "data.eval": "HOME/x.jsonl",
+        "data.chat_template": "llama3",
+        "data.cache": "HOME/.cache/ulysses",
+        "ppo.reward": {"HOME/reward": 2.0, "module:function": 1.0},
+        "ppo.reference": "live",
+        "ppo.sampler_folder": "HERE/served",
+        "run.output": "HOME/run",
+        "run.resume": "never",
+    }
+    assert_settings("--config run.toml", expected, tmp_path)
+    typed = "--config=~/../run.toml --run.resume step-2 --run.output= --data.chat_template=~/a.jinja"
+    expected |= {"run.resume": "HERE/step-2", "run.output": "HERE"}
+    assert_settings(typed, expected | {"data.chat_template": "HOME/a.jinja"}, tmp_path)
+
+
+def assert_settings(typed, expected, here):
+    config = parse_command_line(typed.split()).config
+    text = json.dumps({key: attrgetter(key)(config) for key in expected})
+    assert (
+        json.loads(text.replace(f"{here}/home", "HOME").replace(f"{here}", "HERE")) == expected
+    )
 
 
 def test_the_cache_removes_what_it_named_itself_and_nothing_else(tmp_path):
-    own, notes = tmp_path / f"{'a' * 32}.node-1.tmp", tmp_path / "my notes.tmp"
-    for folder in (own, notes):
-        folder.mkdir()
-        (folder / "file").touch()
+    shell(tmp_path, f"mkdir -p {'a' * 32}.node-1.tmp/x notes.tmp/x")
     build_once(tmp_path / ("b" * 32), lambda folder: (folder / "file").touch())
-    assert {path.name for path in tmp_path.iterdir()} == {notes.name, "b" * 32}
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.tmp", "b" * 32}

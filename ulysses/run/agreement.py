@@ -20,15 +20,15 @@ from ulysses.run.preflight import Prepared
 PACKAGES = Path(__file__).parents[2]
 
 
-def facts_of(plan: Prepared, data: list[str], *, verify: bool) -> dict[str, Any]:
+def facts_of(plan: Prepared, inputs: dict[str, str], *, verify: bool) -> dict[str, Any]:
     """Return what must be equal on all ranks, by the words that name it; files are read by one process of a node.
 
     Args:
-        data: the names of the tokenised data.
+        inputs: digests of data and weights, by words that name them.
         verify: compare whole weight files, and not only 64 blocks of each.
     """
     facts = flat(plan.config.model_dump(mode="json"))
-    facts |= {"the data": data, "the checkpoint to resume": str(plan.resume_from)}
+    facts |= inputs | {"the checkpoint to resume": str(plan.resume_from)}
     facts |= {package: version(package) for package in ("torch", "deepspeed")}
     if local_rank() == 0:
         facts["the tokenizer"] = tokenizer_digest(plan.tokenizer)
@@ -37,7 +37,7 @@ def facts_of(plan: Prepared, data: list[str], *, verify: bool) -> dict[str, Any]
                 if path.suffix in (".py", ".toml", ".jinja"):
                     facts[str(path.relative_to(PACKAGES))] = digest_of(path)
         read = digest_of if verify else sampled_digest
-        for setting, weights in {"model.path": plan.weights, **plan.others}.items():
+        for setting, weights in plan.models.items():
             for path in weights.paths:
                 facts[f"{setting} {path.name}"] = read(path)
     return facts

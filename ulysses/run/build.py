@@ -1,6 +1,5 @@
 """From configuration and weights to a partitioned model on every rank."""
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -17,6 +16,7 @@ from models.layers import DecoderLayer
 from models.moe import Router
 from models.quantized import dense, pack
 from ulysses.config.schema import Config
+from ulysses.data.cache import content_digest
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.plan import Workload
 from ulysses.parallel.mesh import ParallelMesh
@@ -102,18 +102,9 @@ class InitialWeights:
                 weight = self.files.read(plain).view(self.stored[plain].shape)
             yield name, weight
 
-    def fingerprint(self) -> str:
-        """Return a digest of four blocks of every tensor, which changes when any matrix is trained."""
-        digest = hashlib.sha256(
-            f"{self.shape} {not self.stored and self.seed} {self.quantize}".encode()
-        )
-        for name, stored in sorted(self.stored.items()):
-            numel = stored.shape.numel()
-            digest.update(f"{name} {stored.dtype} {numel}".encode())
-            for start in range(0, numel, max(1, numel // 4)):
-                block = self.files.read(name, start, min(start + 2048, numel))
-                digest.update(block.view(torch.uint8).numpy())
-        return digest.hexdigest()
+    def content(self, cache: Path) -> str:
+        """Return a digest of all that the files hold, which the folder `cache` remembers, or the seed without them."""
+        return content_digest(self.paths, cache) if self.paths else f"seed {self.seed}"
 
 
 def build_engine(

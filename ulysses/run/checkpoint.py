@@ -9,7 +9,6 @@ of them is read, and its own; each rank's index names the run, the step and the 
 """
 
 import json
-import os
 import re
 import shutil
 from collections import ChainMap
@@ -18,18 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from xxhash import xxh3_128
 
 from ulysses import environment
 from ulysses.config.schema import RunSection
 from ulysses.config.section import error_context
+from ulysses.data.cache import digest_of_value
 from ulysses.disk import (
     check_files,
     check_replaceable,
     digest_of,
     flush_to_disk,
-    remove_written,
-    set_aside,
+    replace_folder,
     write_json,
     writing,
 )
@@ -37,9 +35,8 @@ from ulysses.parallel.mesh import gather
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import save_state
 
-FORMAT = 5
+FORMAT = 6
 CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
-UNSEALED = 4  # the format of before, whose run.json has no digest of itself
 
 
 def save_checkpoint(
@@ -77,14 +74,12 @@ def save_checkpoint(
             files |= {path.name: digest_of(path) for path in rest}
             write_run_state(temporary, {**state, "files": files})
             flush_to_disk([*rest, temporary / "run.json", temporary])
-            if os.path.lexists(final):  # no checkpoint of this run's
-                set_aside(final)
-            os.rename(temporary, final)
+            replace_folder(final, temporary, "run.json")
             flush_to_disk([folder])
             best, _ = state.get("best") or (None, None)
             for path in saved_checkpoints(folder)[:-keep] if keep else []:
                 if path.name != f"step-{best}":
-                    remove_written(path, record="run.json")
+                    replace_folder(path, record="run.json")
     dist.barrier()
 
 
@@ -98,8 +93,8 @@ def saved_checkpoints(folder: Path) -> list[Path]:
 def superseded(folder: Path, chosen: Path | None) -> list[Path]:
     """Return the checkpoints in RUN/checkpoints that are neither `chosen` nor on the way to it, oldest first."""
     saved = saved_checkpoints(folder)
-    places = [chosen is not None and path.samefile(chosen) for path in saved]
-    return saved[places.index(True) + 1 :] if True in places else saved
+    kept = [n for n, path in enumerate(saved, 1) if chosen and path.samefile(chosen)]
+    return saved[max(kept, default=0) :]
 
 
 def read_run_state(path: Path) -> dict[str, Any]:
@@ -115,38 +110,26 @@ def read_run_state(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N"
         ) from None
-    if number not in (FORMAT, UNSEALED):
+    if number != FORMAT:
         raise ValueError(
-            f"{path} has checkpoint format {number}, but this version reads {UNSEALED} and {FORMAT}; continue it with "
-            "the version that wrote it"
+            f"{path} has checkpoint format {number}, but this version reads format {FORMAT}; continue it with the "
+            "version that wrote it"
         )
-    named = state["files"] if isinstance(state.get("files"), dict) else {}
-    unnamed = sorted(f.name for f in path.glob("rank-*") if f.name not in named)
-    step = str(state.get("step"))
-    if number == FORMAT and state.pop("digest", "") != _digest_of_state(state):
+    if state.pop("digest", "") != digest_of_value(state):
         wrong = "does not hold what was written there: it was cut or changed"
-    elif unnamed or not named:
-        wrong = f"does not name {unnamed[0] if unnamed else 'any file'} among its files"
-    elif CHECKPOINT.fullmatch(file.parent.name) and file.parent.name != f"step-{step}":
-        wrong = f"is of step {step}, and not of the one that its folder is named after"
+    elif unnamed := {f.name for f in path.glob("rank-*")} - state["files"].keys():
+        wrong = f"does not name {min(unnamed)} among its files"
+    elif CHECKPOINT.fullmatch(file.parent.name) and file.parent.name != f"step-{state['step']}":
+        wrong = f"is of step {state['step']}, and not of the one that its folder is named after"
     else:
         return state
     raise ValueError(f"{file} {wrong}; restore it, or use another copy of the folder")
 
 
-def is_older(path: Path | None) -> bool:
-    """Return whether a checkpoint, if there is one, was written by the version before this one."""
-    return path is not None and read_run_state(path)["format"] == UNSEALED
-
-
 def write_run_state(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint's run.json, with a digest of all that it says."""
     state = json.loads(json.dumps({"format": FORMAT, **state}))  # as it will be read
-    write_json(path / "run.json", state | {"digest": _digest_of_state(state)})
-
-
-def _digest_of_state(state: dict[str, Any]) -> str:
-    return xxh3_128(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    write_json(path / "run.json", state | {"digest": digest_of_value(state)})
 
 
 def check_share(checkpoint: Path, state: dict[str, Any]) -> None:
@@ -203,9 +186,9 @@ def clear_run_folder(output: Path, resume_from: Path | None) -> list[Path]:
     """
     gone = superseded(output / "checkpoints", resume_from)
     for path in gone:
-        remove_written(path, record="run.json")
+        replace_folder(path, record="run.json")
     if resume_from is None:
-        remove_written(output / "export")
+        replace_folder(output / "export")
         for events in (output / "tensorboard").glob("events.out.tfevents.*"):
             events.unlink()
     return gone

@@ -5,18 +5,19 @@ Data, the base of adapters and frozen models are told by digests of their conten
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from models.arch import ModelConfig
-from models.folders import ADAPTER_CONFIG
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, error_context, flat
-from ulysses.data.cache import content_digest, digest_of_value
+from ulysses.data.cache import digest_of_value
 from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import read_run_state, resume_point
 from ulysses.run.optim import gradient_policies
 
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
+TRAINED_ON, HELD_OUT = "the training data or how they are tokenised", "the held-out data"
 # Of a model's config.json, what may differ between a checkpoint and the run that continues it.
 FREE_KEYS = (
     "initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -52,32 +53,25 @@ def find_checkpoint(config: Config, shape: ModelConfig) -> Path | None:
     return checkpoint
 
 
-def weight_digests(frozen: Mapping[str, InitialWeights], cache: Path) -> dict[str, str]:
-    """Return digests of weights that checkpoints do not hold, under the same names; random ones have none.
+def digests_of_inputs(
+    train: Any, held_out: Any, frozen: Mapping[str, InitialWeights], cache: Path
+) -> dict[str, str]:
+    """Return digests of what a run's numbers depend on and its checkpoints do not hold, by words that name it.
 
-    They are of whole files: a part would not show an edited layer, or a row of an embedding. Each file is read once,
-    shortly before the model is loaded from it, and the cache remembers it by its name, size and times.
+    Weights are told by whole files: a part would not show an edited layer, or a row of an embedding. What config.json
+    says of the trained model is compared key by key, and is not in its digest; weights drawn at random have none.
     """
-    found = {}
+    found = {TRAINED_ON: train.folder.name, HELD_OUT: str(held_out and held_out.folder.name)}
     for setting, weights in frozen.items():
-        # their folders' files that say how much an adapter adds
-        scales = sorted({path.with_name(ADAPTER_CONFIG) for path in weights.paths})
-        files = [*weights.paths, *(path for path in scales if path.exists())]
-        # what config.json says of the trained model is compared key by key
-        shape = "" if setting == "model.path" else str(weights.shape)
-        if files:
-            found[setting] = digest_of_value([shape, content_digest(files, cache)])
+        if weights.paths:
+            shape = "" if setting == "model.path" else str(weights.shape)
+            digest = digest_of_value([shape, weights.content(cache)])
+            found[f"the weights of {setting}"] = digest
     return found
 
 
-def changes(
-    config: Config, checkpoint: Path | None, data: list[str], weights: dict[str, str]
-) -> list[str]:
+def changes(config: Config, checkpoint: Path | None, inputs: dict[str, str]) -> list[str]:
     """Return what has changed since the checkpoint that the run continues, in words.
-
-    Args:
-        data: the names of the training and the held-out data, digests of their content.
-        weights: the digests of weights that the checkpoint does not hold.
 
     Raises ConfigError if other training data would be taken for the rest of the old ones, or other weights for those
     that the run began with.
@@ -85,20 +79,17 @@ def changes(
     if checkpoint is None:
         return []
     state = read_run_state(checkpoint)
-    known = state.get("weights", weights)  # versions of before did not note them
-    others = [f"the weights of {key}" for key in weights if known.get(key) != weights[key]]
-    if state["data"][0] != data[0]:
-        others.append("the training data or how they are tokenised")
+    known = state["inputs"]
+    others = [key for key in inputs if key != HELD_OUT and known.get(key) != inputs[key]]
     if others and not config.run.resume_anyway:
         raise ConfigError(
             f"{' and '.join(others)} have changed since {checkpoint} was written; restore them, or set "
             "run.resume_anyway = true or another run.output",
             "run.resume",
         )
-    before = {**flat(state["config"]), "the data": state["data"], "the weights": known}
-    now = {**flat(config.model_dump(mode="json")), "the data": data, "the weights": weights}
+    before = flat(state["config"]) | known
     return [
         f"{key} was {before.get(key)!r} and is {value!r}"
-        for key, value in now.items()
+        for key, value in (flat(config.model_dump(mode="json")) | inputs).items()
         if value != before.get(key) and not key.startswith(("run.resume", "run.overwrite"))
     ]

@@ -16,32 +16,30 @@ from ulysses.disk import check_apart, check_replaceable
 from ulysses.memory.plan import GIB
 from ulysses.run.memory_choice import planner_model
 
-# How files of a run begin that are written anew whenever it starts.
-BEGINNINGS = {"config.json": rb'\{\s+"stage": "', "metrics.jsonl": rb'\{"step": \d+, "run": "'}
+# How files begin that are written anew whenever a run starts, config.json and metrics.jsonl.
+BEGINNING = re.compile(rb'\{\s*"(stage|step)": |$')
 
 
-def check_folders(config: Config, read: Iterable[tuple[str, Path]], *, older: bool) -> None:
+def check_folders(config: Config, read: Iterable[tuple[str, Path]]) -> None:
     """Refuse an output folder in which something of the user's would be lost, or that belongs to what the run reads.
 
     Args:
         read: the files and folders that the run reads, with the settings that name them.
-        older: a version that kept no record has begun the run, so that its folders are kept beside the new ones.
     """
     run, output, read = config.run, config.output, list(read)
     parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
     for folder in (output, *parts):
         check_apart("run.output", folder, read)
-    replaced = [] if older else parts[1 : 2 + (run.export or run.overwrite)]
+    replaced = parts[1 : 2 + (run.export or run.overwrite)]
     if config.ppo.sampler:
         taken = (("a folder of run.output", part) for part in parts)
         check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
         replaced.append(config.sampler_folder)
     for folder in replaced:
         check_replaceable(folder)
-    for name, start in BEGINNINGS.items():
+    for name in ("config.json", "metrics.jsonl"):
         path = output / name
-        begins = path.open("rb").read(64) if path.exists() else b""
-        if begins and not re.match(start, begins):
+        if path.exists() and not BEGINNING.match(path.open("rb").read(64)):
             raise ConfigError(
                 f"run.output {output} holds {name}, which no run wrote; move it away, or set another folder"
             )

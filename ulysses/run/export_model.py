@@ -182,12 +182,12 @@ def export_checkpoint(
     """
     state = read_run_state(checkpoint)
     check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})
-    raw, given = state["config"]["model"], check(state["config"]).model
-    merge = given.lora.rank > 0 and (merge or given.lora.merge)
-    trained, written = given.dtype, dtype or given.dtype
+    model = state["config"]["model"]
+    trained, lora = model["dtype"], model["lora"]
+    written = dtype or trained
+    merge = lora["merge"] = lora["rank"] > 0 and (merge or lora["merge"])
     # adapters are rounded once only, after they were added
-    raw["dtype"] = trained if merge and dtype != "float32" else written
-    raw["lora"]["merge"] = merge
+    model["dtype"] = trained if merge and dtype != "float32" else written
     state["config"]["run"]["output"] = str(checkpoint.parent.parent)
     config, shape = check(state["config"]), ModelConfig.from_hf(state["shape"])
     source, stage, saved = config.model, stage_of(config), SavedSlices(checkpoint)
@@ -201,9 +201,9 @@ def export_checkpoint(
         from models.lora import add_adapters
 
         add_adapters(model, source.lora)
-    elif trained != written and source.init == "pretrained" and Path(source.path).is_dir():
-        rounded, files = Rounding(getattr(torch, written)), WeightFiles(Path(source.path))
-        base = files.tensors if trained == "float32" else {}
+    elif trained > written and source.init == "pretrained" and Path(source.path).is_dir():
+        rounded, files = Rounding(torch.bfloat16), WeightFiles(Path(source.path))
+        base = files.tensors
 
     def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():

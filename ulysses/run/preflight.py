@@ -32,10 +32,8 @@ from ulysses.data.read.sources import (
 )
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
-from ulysses.disk import lies_in
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.run.build import InitialWeights
-from ulysses.run.checkpoint import is_older
 from ulysses.run.continuation import find_checkpoint
 from ulysses.run.disk_space import check_disk, check_folders
 from ulysses.run.registry import stage_of
@@ -99,6 +97,11 @@ class Prepared:
         held_out = data.train if is_part else data.eval
         return train, opened(held_out, is_part) if held_out else None
 
+    @property
+    def models(self) -> dict[str, InitialWeights]:
+        """The weights that the run reads, by the settings that name them."""
+        return {"model.path": self.weights, **self.others}
+
     def places(self) -> Iterator[tuple[str, Path]]:
         """Yield every file and folder that the run reads, after the setting that names it."""
         data = self.config.data
@@ -107,18 +110,15 @@ class Prepared:
         yield "data.cache", Path(data.cache)
         if self.folder:
             yield "model.path", self.folder
-        for key, weights in {"model.path": self.weights, **self.others}.items():
+        for key, weights in self.models.items():
             yield from ((key, folder) for folder in {path.parent for path in weights.paths})
-        # a run continues a checkpoint that its own folder holds
-        if self.resume_from and lies_in(self.config.output, self.resume_from):
-            yield "run.resume", self.resume_from
 
     @property
     def frozen(self) -> dict[str, InitialWeights]:
-        """The weights that the run reads and its checkpoints do not hold, by the settings that name them."""
-        models = self.stage.requirements.models
-        initial = self.config.model.lora.rank or not all(model.path for model in models)
-        return self.others | ({"model.path": self.weights} if initial else {})
+        """Those of `models` that its checkpoints do not hold."""
+        others = self.stage.requirements.models
+        initial = self.config.model.lora.rank or not all(other.path for other in others)
+        return self.models if initial else self.others
 
     def budget(self, data: Any = None) -> int:
         """Return the tokens of a packed micro-batch as they are set, or the fewest that "auto" may choose.
@@ -307,7 +307,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             shape, config.run.seed, plan.folder if pretrained else None, model.quantize
         )
         with collect():
-            check_folders(config, plan.places(), older=is_older(plan.resume_from))
+            check_folders(config, plan.places())
             plan.disk_warning = check_disk(config, shape, resumes=bool(plan.resume_from))
     refuse(errors, findings)
     return plan

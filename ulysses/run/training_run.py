@@ -21,7 +21,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.agreement import agree, facts_of, hold_output
 from ulysses.run.build import build_engine
 from ulysses.run.checkpoint import clear_run_folder, restarts
-from ulysses.run.continuation import changes, weight_digests
+from ulysses.run.continuation import changes, digests_of_inputs
 from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.kernel_proof import prove_once
 from ulysses.run.memory_choice import (
@@ -75,11 +75,9 @@ class TrainingRun:
             self.watch.phase("tokenising")
             self.say("reading the data ...")
             self.train_data, self.eval_data = data = self.prepared.open_data()
-            self.data_names = [str(each and each.folder.name) for each in data]
-            cache = Path(config.data.cache)
-            self.weight_digests = weight_digests(self.prepared.frozen, cache)
-            found = self.data_names, self.weight_digests
-            self.changes = changes(config, self.prepared.resume_from, *found)
+            frozen, cache = self.prepared.frozen, Path(config.data.cache)
+            self.inputs = digests_of_inputs(*data, frozen, cache)
+            self.changes = changes(config, self.prepared.resume_from, self.inputs)
             self.watch.pause()  # a host program may look at the data, and never enter
         except BaseException:
             self.watch.stop()
@@ -103,7 +101,7 @@ class TrainingRun:
         config, prepared, shape = self.config, self.prepared, self.prepared.shape
         stage, resume_from = prepared.stage, prepared.resume_from
         # refuse to start if the ranks differ
-        agree(facts_of(prepared, self.data_names, verify=self.verify_weights))
+        agree(facts_of(prepared, self.inputs, verify=self.verify_weights))
         self.run_id, before = hold_output(config.output, self.resources)
         if before:
             self.say(
@@ -168,8 +166,7 @@ class TrainingRun:
                 "run": self.run_id,
                 "config": config.model_dump(mode="json"),
                 "shape": shape.to_hf(),
-                "data": self.data_names,
-                "weights": self.weight_digests,
+                "inputs": self.inputs,
             },
             say=self.say,
             watch=self.watch,

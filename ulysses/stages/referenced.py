@@ -12,7 +12,6 @@ known from seed and epoch alone, are computed at the start too. The file is writ
 it is complete; one process of each node writes it, so that it need not lie on a shared disk, but may.
 """
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ulysses.config.section import ConfigError, error_context
-from ulysses.data.cache import check_once
+from ulysses.data.cache import check_once, digest_of_value
 from ulysses.disk import lock_file, write_digested, write_json, writing
 from ulysses.environment import NODE, local_rank
 from ulysses.parallel.batch import ShardedBatch
@@ -112,16 +111,18 @@ class ReferencedStage(Stage):
             return super().extend_data(run)
         # adapters, even switched off, take the base another way through the kernels
         adapted = config.model.lora.rank > 0
-        plan, dtype = run.prepared, config.model.dtype
-        source = f"{plan.weights.fingerprint()} {dtype} {plan.kernel.name} {adapted}"
+        plan, cache = run.prepared, Path(config.data.cache)
+        weights = plan.weights
+        source = f"""{weights.shape} {weights.content(cache)} {weights.quantize} {config.model.dtype}
+            {plan.kernel.name} {adapted}"""
 
         def extended(data: Any, *, evaluation: bool = False) -> Any:
             loader = run.loader(data, evaluation=evaluation)
             steps = loader.steps_per_epoch if evaluation else self.total_steps(loader)
             mismatched = data.kind == "unpaired" and self.looks_ahead
             pairs = pairs_of_run(loader, steps) if mismatched else []
-            key = hashlib.sha256(f"{source} {data.fingerprint} {pairs}".encode()).hexdigest()
-            path = Path(config.data.cache) / f"reference-{key[:24]}.bin"
+            key = digest_of_value(f"{source} {data.fingerprint} {pairs}")
+            path = cache / f"reference-{key[:24]}.bin"
             exists = path.with_suffix(".json").exists()
             if plan.resume_from and not (adapted or exists):
                 raise ConfigError(
