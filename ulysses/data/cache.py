@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from filelock import Timeout
 
 from ulysses.data import DataError
 from ulysses.disk import DiskError, check_files, digest_of, flush_to_disk, lock_file, writing
+
+SETTLED_SECONDS = 2.0  # file systems tell changes apart that are so far from each other
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
@@ -103,15 +105,20 @@ def known_files(files: Iterable[Path], cache: Path) -> Path:
     return cache / "digests" / digest_of_value(states)
 
 
-def content_digest(files: Iterable[Path], cache: Path) -> str:
-    """Return a digest of all that files hold; one process reads them, others and later ones find it in the cache."""
-    files = list(files)
+def content_digest(files: Sequence[Path], cache: Path) -> str:
+    """Return a digest of all that files hold, and of their suffixes.
+
+    The bytes are read by one process of the node. The others, and later runs, find their digest in the cache under the
+    names, sizes and times of the files. Files that changed a moment ago are always read.
+    """
+
+    def read() -> str:
+        return digest_of_value([[path.suffix, digest_of(path)] for path in files])
+
+    if time.time() - max(path.stat().st_ctime for path in files) < SETTLED_SECONDS:
+        return read()
     known = known_files(files, cache)
-
-    def read(folder: Path) -> None:
-        (folder / "digest").write_text(digest_of_value([digest_of(path) for path in files]))
-
-    build_once(known, read)
+    build_once(known, lambda folder: (folder / "digest").write_text(read()))
     return (known / "digest").read_text()
 
 

@@ -9,7 +9,6 @@ import gzip
 import json
 import re
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field, fields, replace
@@ -24,9 +23,8 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ulysses.data import BadRowError, DataError
-from ulysses.data.cache import build_once, digest_of_value, known_files
+from ulysses.data.cache import content_digest, digest_of_value
 from ulysses.data.read.messages import unique_keys
-from ulysses.disk import digest_of
 from ulysses.environment import rank
 
 PROMPT_KEYS = ("prompt", "question", "query")
@@ -49,7 +47,6 @@ MOST_BYTES = 1 << 28  # of a row, which takes up to 40 times as much memory
 MOST_UNCUT = 1 << 24  # characters without a place where they could be cut
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
 HUB_SECONDS = 5.0  # that the hub may take to name a commit
-SETTLED_SECONDS = 2.0  # file systems tell changes apart that are so far from each other
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -194,6 +191,8 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
             f"{path.absolute()} is none of {', '.join(SUFFIXES)} (or .gz of one), nor a folder of them; "
             "convert or rename it"
         )
+    if absent := [p for p in files if not p.is_file()]:
+        raise DataError(f"{absent[0].absolute()} is a link to no file; mend it or remove it")
     one = source.is_saved or path.is_file()
     own = files if one else _chosen(source, _splits(path, files))
     return own, sorted({*found} - {*own})
@@ -228,25 +227,10 @@ def _chosen(source: Source, splits: Mapping[str, Any]) -> Any:
 
 
 def source_digest(source: Source, cache: Path) -> str:
-    """Hash what a source holds: the bytes of its files, or the id, subset, split and commit of a pinned hub dataset.
-
-    The bytes are read by one process of the node. The others, and later runs, find their hash in the folder `cache`
-    under the names, sizes and times of the files. Files that changed a moment ago are always read.
-    """
-    content = source.path
-    if not source.is_on_hub:
-        files, _ = source_files(source)
-        if time.time() - max(path.stat().st_ctime for path in files) < SETTLED_SECONDS:
-            content = _hash_files(files)
-        else:
-            known = known_files(files, cache)
-            build_once(known, lambda folder: (folder / "digest").write_text(_hash_files(files)))
-            content = (known / "digest").read_text()
+    """Hash what a source holds: the bytes of its files, or the id, subset, split and commit of a pinned hub dataset."""
+    files = None if source.is_on_hub else source_files(source)[0]
+    content = content_digest(files, cache) if files else source.path
     return digest_of_value(vars(source) | {"path": content, "weight": 1})
-
-
-def _hash_files(files: list[Path]) -> str:
-    return digest_of_value([[path.suffix, digest_of(path)] for path in files])
 
 
 def text_parts(
@@ -385,6 +369,7 @@ def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
     rows: Any
     if path.is_file():
         files = escape(str(path.absolute()))  # its name may look like a pattern
+        # that of a file without rows would be 0
         more = {"split": "train", "streaming": True, "batch_size": ITEMS_AT_ONCE}
         rows = datasets.load_dataset("parquet", data_files=files, **more)
     elif path.is_dir():
