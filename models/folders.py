@@ -95,7 +95,6 @@ _PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
-    "target_parameters": (None, []),
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),
 }
 
