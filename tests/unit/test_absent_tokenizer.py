@@ -41,3 +41,9 @@ def test_a_named_tokenizer_without_one_is_told_too(tmp_path):
     line = tiny("sft", tmp_path / "run", f"--model.tokenizer {tmp_path}/empty")
     with pytest.raises(ConfigError, match="model.tokenizer: .*/empty holds no tokenizer"):
         prepare(parse_command_line(line).config, 1)
+
+
+def test_a_template_that_does_not_exist_is_a_fault_of_its_own_setting(tmp_path):
+    line = tiny("sft", tmp_path / "run", "--data.chat_template absent.jinja")
+    with pytest.raises(ConfigError, match="^data.chat_template: .*absent.jinja' is neither"):
+        prepare(parse_command_line(line).config, 1)

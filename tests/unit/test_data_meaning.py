@@ -9,7 +9,6 @@ import pytest
 from pyarrow import parquet
 
 from tests.data_case import content
-from tests.tiny_tokenizer import write_rows
 from tests.unit.test_data_chat import PLAIN_CHATML, TOOLS
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
@@ -43,16 +42,6 @@ def shown(tokenizer, open_rows):
     return shown
 
 
-def refused(sentence, open_rows, row, kind="sequence", **more):
-    good = {"prompt": "q", "completion": "a", "label": True, "chosen": "a", "rejected": "b"}
-    if kind == "sequence":
-        del good["chosen"]
-    with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}"):
-        open_rows(
-            [good, row] if isinstance(row, dict) else f"{json.dumps(good)}\n{row}", kind, **more
-        )
-
-
 # ------------------------------------------------------------------------------------------------------------- marks
 
 MARKS = "loss_weight weight train loss loss_mask training trainable train_turn train_on_turn".split()
@@ -74,72 +63,23 @@ def test_an_answer_that_is_marked_is_not_trained(shown, name, off):
 
 
 def test_weights_of_a_list_are_those_of_the_messages(open_rows):
-    rows = [{"messages": [ASK, said("one"), ASK, said("two")], "loss_weight": [0, 0.25, 0, 1]},
-            {"messages": [ASK, said("one", weight=0.25, train=True), ASK, said("two")]}]  # fmt: skip
-    first, second = open_rows(rows)
-    assert content(*first.sequences) == content(*second.sequences)
+    first, *more = open_rows([
+        {"messages": [ASK, said("one"), ASK, said("two")], "loss_weight": [0, 0.25, 0, 1]},
+        {"messages": [ASK, said("one", weight=0.25, train=True), ASK, said("two")]},
+        {"messages": [ASK, said("one", weight=0.5), ASK, said("two")], "loss_mask": [0, 0.5, 0, 1]}])  # fmt: skip
+    assert all(content(*first.sequences) == content(*each.sequences) for each in more)
     assert set(first.sequences[0].loss_weights) == {0, 0.25, 1}
-
-
-@pytest.mark.parametrize(
-    "row, sentence",
-    [
-        ({"messages": [ASK, said("a", weight=1, train=False)]},
-         "message 2 has marks that disagree, weight = 1, train = False; keep one"),
-        ({"messages": [ASK, said("a", weight=0.5, loss_weight=0.25)]}, "message 2 has marks that disagree"),
-        ({"messages": [ASK, said("a", trainable=0)], "loss_mask": [0, 1]}, "message 2 has marks that disagree"),
-        ({"messages": [ASK, said("a")], "loss_mask": [1]}, "has 2 messages but 1 marks in 'loss_mask'"),
-        ({"messages": [ASK, said("a")], "loss_mask": [1, 1]}, "message 1 gives the weight 1 to a user message"),
-        ({"messages": [ASK, said("a")], "loss_mask": [0, "yes"]}, "'loss_mask' is yes, not a finite number"),
-        ({"prompt": "q", "completion": "a", "loss_mask": [0, 1, 1]}, "has the list 'loss_mask' of what is to be"),
-        ({"messages": [ASK, said("a", is_masked=False)]}, "has a message with the key 'is_masked'"),
-        ({"messages": [ASK, said("a", learn=0)]}, "has a message with the key 'learn'"),
-    ],
-)  # fmt: skip
-def test_marks_that_nobody_can_follow_are_refused(open_rows, row, sentence):
-    refused(sentence, open_rows, row)
-
-
-def test_a_row_that_is_marked_as_a_whole_is_left_out(open_rows):
-    rows = [
-        {"prompt": "q", "completion": "a", "train": False},
-        {"prompt": "q", "completion": "a"},
-    ]
-    data = open_rows(rows)
-    assert len(data) == 1 and data.report.dropped == {"its train is False": 1}
-
-
-def test_every_token_and_a_mark_contradict_each_other(open_rows):
-    row = {"messages": [ASK, said("one", weight=0), ASK, said("two")]}
-    refused(
-        "has an answer that is not to be trained, but data.train_on is all",
-        open_rows,
-        row,
-        train_on="all",
-    )
 
 
 # ----------------------------------------------------------------------------------------------------- ranks, pairs
 
 
-@pytest.mark.parametrize(
-    "ranking", ["scores", "rewards", "ratings", "ranks", "score", "reward", "rating", "rank"]
-)
+@pytest.mark.parametrize("ranking", ["scores", "rewards", "ratings", "ranks"])
 def test_only_numbers_rank_answers(shown, ranking):
     numbers = [2, 1] if ranking.startswith("rank") else [0.1, 0.9]
     row = {"prompt": "q", "responses": ["London", "Paris"], ranking: numbers}
     chosen, rejected = shown([row], "pair")
     assert chosen.endswith("[Paris<|im_end|>]") and rejected.endswith("[London<|im_end|>]")
-
-
-@pytest.mark.parametrize("kind", ["pair", "ranked", "unpaired"])
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"scores": [1]}, {"scores": 3}, {"scores": [1, 2], "rewards": [2, 1]}, {"scores": [1, 2], "ranks": [1, 2]}],
-)  # fmt: skip
-def test_answers_without_an_order_are_no_preference(open_rows, kind, more):
-    row = {"prompt": "q", "responses": ["a", "b"], "label": True, **more}
-    refused("has 2 answers but not one order of them; give as many", open_rows, row, kind)
 
 
 WHOLE = {"prompt": "q", "prompt_id": "1", "chosen": [ASK, said("good")], "rejected": [ASK, said("bad")],
@@ -166,33 +106,6 @@ def test_a_completion_that_holds_its_prompt_does_not_repeat_it(shown, more):
 
 
 # -------------------------------------------------------------------------------------------- columns with a meaning
-
-
-def test_functions_are_tools_and_a_system_prompt_is_one(shown):
-    function = TOOLS[0]["function"]
-    call = said(None, function_call={"name": "f", "arguments": '{"x": 1}'})
-    given = [{"messages": [ASK, call], key: value}
-             for key, value in (("functions", [function]), ("tools", TOOLS),
-                                ("functions", json.dumps([function])))]  # fmt: skip
-    texts = shown(given)
-    assert len({*texts}) == 1 and '"description": "d"' in texts[0]
-    systems = shown(
-        [
-            {"system_prompt": "s", "question": "q", "response": "a"},
-            {"system": "s", "question": "q", "response": "a"},
-        ]
-    )
-    assert systems[0] == systems[1] and "system\ns<|im_end|>" in systems[0]
-
-
-def test_tools_and_functions_that_differ_are_refused(open_rows):
-    row = {"messages": [ASK, said("a")], "tools": TOOLS, "functions": [{"name": "g"}]}
-    refused("has tools and functions; keep one of them", open_rows, row)
-
-
-THINKING = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" \
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and not " \
-    "enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["sequence", "pair", "unpaired", "prompt"])
@@ -231,47 +144,36 @@ def test_variables_are_those_that_transformers_gives(tokenizer, shown, tmp_path)
     ) and whole.startswith(prompt)
 
 
-@pytest.mark.parametrize(
-    "variables, sentence",
-    [
-        ({"enable_thinking": False}, "sets 'enable_thinking' in chat_template_kwargs, which the chat"),
-        ({"tools": []}, "sets 'tools' in chat_template_kwargs"),
-        ({"messages": []}, "sets 'messages' in chat_template_kwargs"),
-        ([1], "'chat_template_kwargs' is list, not an object"),
-        ("{", "'chat_template_kwargs' is not JSON"),
-    ],
-)  # fmt: skip
-def test_variables_that_nobody_reads_are_refused(open_rows, variables, sentence):
-    row = {"messages": [ASK, said("a")], "chat_template_kwargs": variables}
-    refused(sentence, open_rows, row)
-    open_rows([{**row, "chat_template_kwargs": {"custom": "", "list": [], "other": None}}])
-
-
-def test_a_variable_cannot_forge_a_turn(tmp_path, shown, tokenizer):
+def test_a_variable_cannot_forge_a_turn(tmp_path, open_rows, tokenizer):
     (tmp_path / "t.jinja").write_text("{{ note }}" + PLAIN_CHATML)
     row = {"messages": [ASK, said("a")], "chat_template_kwargs": {"note": "<|im_end|>"}}
-    data = open_dataset([Source(write_rows(tmp_path / "a.jsonl", [row]))], "sequence", tokenizer, DataSection(
-        cache=str(tmp_path / "cache"), chat_template=str(tmp_path / "t.jinja"), workers=1))  # fmt: skip
-    (sequence,) = data[0].sequences
+    (sequence,) = open_rows([row], template=str(tmp_path / "t.jinja"))[0].sequences
     assert [*sequence.tokens].count(tokenizer.eos_token_id) == 2
+
+
+OTHER = {"'label' is neither true nor false, and was not read": 1}
 
 
 @pytest.mark.parametrize("label", [0, 1, "spam", 0.5, "0", 7])
 def test_a_label_of_another_kind_is_not_ours_in_sft(open_rows, label):
-    data = open_rows([{"prompt": "q", "completion": "a", "label": label}])
-    assert len(data) == 1 and not data.report.dropped
-    assert data.report.notes == {"'label' is neither true nor false, and was not read": 1}
+    report = open_rows([{"prompt": "q", "completion": "a", "label": label}]).report
+    assert report.kept == 1 and not report.dropped and report.notes == OTHER
 
 
 @pytest.mark.parametrize(
-    "label",
-    [{"label": False}, {"label": "False"}, {"kto_tag": 0}, {"label": "spam", "kto_tag": False}],
+    "mark, reason",
+    [
+        ({"train": False}, "it is marked as not to be trained"),
+        ({"loss_weight": 0, "train": True}, "it is marked as not to be trained"),
+        ({"label": False}, "its label is false"),
+        ({"label": "False"}, "its label is false"),
+        ({"kto_tag": 0}, "its label is false"),
+        ({"label": "spam", "kto_tag": False}, "its label is false"),
+    ],
 )
-def test_an_undesirable_answer_is_not_trained_in_sft(open_rows, label):
-    data = open_rows(
-        [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "a", **label}]
-    )
-    assert data.report.dropped == {"its label is false": 1}
+def test_a_row_that_is_marked_as_a_whole_is_left_out(open_rows, mark, reason):
+    good = {"prompt": "q", "completion": "a"}
+    assert open_rows([good, {**good, **mark}]).report.dropped == {reason: 1}
 
 
 # ------------------------------------------------------------------------------------------------------------- calls
@@ -280,46 +182,6 @@ def test_an_undesirable_answer_is_not_trained_in_sft(open_rows, label):
 def calling(arguments, **more):
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"messages": [ASK, said(None, tool_calls=[call], **more)], "tools": TOOLS}
-
-
-def test_arguments_are_an_object_however_often_they_were_encoded(shown):
-    arguments = [
-        {"x": "é"},
-        '{"x": "é"}',
-        json.dumps('{"x": "é"}'),
-        json.dumps(json.dumps({"x": "é"})),
-    ]
-    rows = [calling(each) for each in arguments]
-    rows.append(
-        {
-            **rows[0],
-            "messages": [
-                ASK,
-                said("", tool_calls=json.dumps(rows[0]["messages"][1]["tool_calls"])),
-            ],
-        }
-    )
-    rows.append({**rows[0], "tools": json.dumps(json.dumps(TOOLS))})
-    rows.append({**rows[0], "tools": [json.dumps(TOOLS[0])]})
-    texts = shown(rows)
-    assert len({*texts}) == 1 and '"arguments": {"x": "é"}}' in texts[0]
-    assert len({*shown([calling(none) for none in ({}, "{}", "", None, "null")])}) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments", ['{"x": ', "print(1)", json.dumps('{"x": '), "[1]", [1], 5, '"text"', '{"x": 1, "x": 2}',
-                  r'{"x": "\ud800"}']
-)  # fmt: skip
-def test_arguments_that_are_no_object_are_refused(open_rows, arguments):
-    refused(
-        "message 2 has a tool call whose arguments are not JSON", open_rows, calling(arguments)
-    )
-
-
-@pytest.mark.parametrize("calls", [5, True, "{", "x", {"a": 1}, [5]])
-def test_calls_that_are_none_are_refused(open_rows, calls):
-    refused("message 2 has (a tool call without a name|tool_calls that are not JSON)", open_rows,
-            {"messages": [ASK, said("a", tool_calls=calls)]})  # fmt: skip
 
 
 # DeepSeek's kind: text is concatenated, and content that is not null hides the calls
@@ -401,12 +263,72 @@ def test_rows_of_parquet_are_the_rows_of_jsonl(tmp_path, tokenizer, open_rows, w
     assert '"default": null' in text and "city" not in text and found.report == wanted.report
 
 
-@pytest.mark.parametrize("tools", [5, "5", [5], True, '"f"', "[1"])
-def test_tools_that_are_none_are_refused(open_rows, tools):
-    row = {"messages": [ASK, said("a")], "tools": tools}
-    refused("'tools' (must be a list of tool descriptions|is not valid JSON)", open_rows, row)
+# ----------------------------------------------------------------------------------------- the same, and the refused
+
+FUNCTION, OBJECT = TOOLS[0]["function"], calling({"x": "é"})
+CALLS, TEXT = OBJECT["messages"][1]["tool_calls"], json.dumps({"x": "é"})
 
 
-@pytest.mark.parametrize("role", [None, [], {}, 5])
-def test_a_role_that_is_no_text_is_refused(open_rows, role):
-    refused("message 2 has the role", open_rows, {"messages": [ASK, said("a", role=role)]})
+@pytest.mark.parametrize(
+    "rows, shows",
+    [
+        ([{**OBJECT, "tools": None, key: tools} for key, tools in (
+            ("functions", [FUNCTION]), ("tools", TOOLS), ("functions", json.dumps([FUNCTION])),
+            ("tools", json.dumps(json.dumps(TOOLS))), ("tools", [json.dumps(TOOLS[0])]))], '"description": "d"'),
+        ([{key: "s", "question": "q", "response": "a"} for key in ("system_prompt", "system")], "system\ns<|im_end|>"),
+        ([OBJECT, *map(calling, (TEXT, json.dumps(TEXT), json.dumps(json.dumps(TEXT)))),
+          {**OBJECT, "messages": [ASK, said("", tool_calls=json.dumps(CALLS))]},
+          {**OBJECT, "messages": [ASK, said(None, function_call=CALLS[0]["function"])]}], '"arguments": {"x": "é"}}'),
+        ([*map(calling, ({}, "{}", "", None, "null"))], '"arguments": {}}'),
+    ],
+)  # fmt: skip
+def test_rows_that_say_the_same_are_the_same(shown, rows, shows):
+    texts = shown(rows)
+    assert len({*texts}) == 1 and shows in texts[0]
+
+
+PLAIN = {"prompt": "q", "completion": "a"}
+RANKED = {"prompt": "q", "responses": ["a", "b"], "label": True}
+
+
+def chat(row=(), **more):
+    return {"messages": [ASK, said("a", **more)], **dict(row)}
+
+
+@pytest.mark.parametrize(
+    "sentence, rows",
+    [
+        ("has 2 messages but another number of marks in 'loss_mask'", [chat({"loss_mask": [1]})]),
+        ("message 1 gives the weight 1 to a user message", [chat({"loss_mask": [1, 1]})]),
+        (".* not a finite number",
+         [chat({"loss_mask": [0, "yes"]}), {**PLAIN, "loss_mask": [0, 1]}, {**PLAIN, "train": "0"}]),
+        ("has the weight 0.5, but only messages and sources", [{**PLAIN, "weight": 0.5}, chat({"loss": 0.5})]),
+        ("has a message with the key", [chat(is_masked=False), chat(learn=0)]),
+        ("has an answer that is not to be trained, but data.train_on is all", [chat(weight=0)]),
+        ("sets '.*' in chat_template_kwargs, which",
+         [chat({"chat_template_kwargs": v}) for v in ({"enable_thinking": False}, {"tools": TOOLS}, {"messages": []})]),
+        ("'chat_template_kwargs' is not JSON", [chat({"chat_template_kwargs": v}) for v in ([1], "{")]),
+        ("message 2 has a tool call whose arguments are not JSON",
+         [*map(calling, ('{"x": ', "print(1)", json.dumps('{"x": '), "[1]", [1], 5, '"text"', '{"x": 1, "x": 2}',
+                         r'{"x": "\ud800"}'))]),
+        ("message 2 has (a tool call without a name|tool_calls that are not JSON)",
+         [chat(tool_calls=calls) for calls in (5, True, "{", "x", {"a": 1}, [5])]),
+        ("'tools' must be a list of tool descriptions", [chat({"tools": t}) for t in (5, "5", [5], True, '"f"', "[1")]),
+        ("message 2 has the role", [chat(role=role) for role in (None, [], {}, 5)]),
+    ],
+)  # fmt: skip
+def test_what_a_row_cannot_mean_is_refused(open_rows, sentence, rows):
+    for row in rows:
+        with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}"):
+            open_rows([PLAIN, row], train_on="all" if "train_on" in sentence else "assistant")
+    open_rows([chat({"chat_template_kwargs": {"other": None}})])
+
+
+@pytest.mark.parametrize("kind", ["pair", "ranked", "unpaired"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"scores": [1]}, {"scores": 3}, {"scores": [1, 2], "rewards": [2, 1]}, {"scores": [1, 2], "ranks": [1, 2]}],
+)  # fmt: skip
+def test_answers_without_an_order_are_no_preference(open_rows, kind, more):
+    with pytest.raises(DataError, match="row 1 has 2 answers but not one order of them; give"):
+        open_rows([{**RANKED, **more}], kind)

@@ -802,7 +802,6 @@ UNKNOWN = {
     "dataset: []": "this file names no training data, so it does not train",
     "finetuning_type: lora\nlora_target: q_a_proj": "model.lora.targets is 'q_a_proj'",
     "reward_funcs: accuracy_reward": "it is TRL's own function, so write module.function",
-    "datasets: [{path: a/b, columns: [messages, chat_template_kwargs]}]": "a row cannot set the template",
     "per_device_train_batch_size: [1, 2]": "it cannot be read, or holds a value of a wrong kind: ",
     "datasets: 5": "it cannot be read, or holds a value of a wrong kind: ",
     "1: 2": "1 = 2",

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -105,11 +105,11 @@ def known_files(files: Iterable[Path], cache: Path) -> Path:
     return cache / "digests" / digest_of_value(states)
 
 
-def content_digest(files: list[Path], cache: Path) -> str:
-    """Return a digest of all that files hold, and of the ends of their names.
+def content_digest(files: Sequence[Path], cache: Path) -> str:
+    """Return a digest of all that files hold, and of their suffixes.
 
-    The bytes are read by one process of the node. The others, and later runs, find their digest in the folder `cache`
-    under the names, sizes and times of the files. Files that changed a moment ago are always read.
+    The bytes are read by one process of the node. The others, and later runs, find their digest in the cache under the
+    names, sizes and times of the files. Files that changed a moment ago are always read.
     """
 
     def read() -> str:

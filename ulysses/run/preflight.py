@@ -427,6 +427,7 @@ def _read_tokenizer(plan: Prepared) -> None:
         )
     with error_context("model.tokenizer"):
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
+    with error_context("data.chat_template"):
         if plan.stage.dataset_type != "text":
             plan.template = ChatTemplate(tokenizer, config.data.chat_template)
     if len(tokenizer) > plan.shape.vocab_size:

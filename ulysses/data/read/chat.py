@@ -30,12 +30,9 @@ from ulysses.data.read.templates import (
     CLOSE,
     GUARD,
     NAMED_TEMPLATES,
-    NOTHING,
     OPEN,
     at_marks,
-    call_form,
-    called,
-    check_variables,
+    content_of_calls,
     ends,
     is_lost,
     join_bounded,
@@ -54,6 +51,7 @@ MARKS = OPEN, CLOSE, GUARD, BEGUN
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
 NEWLINE = re.compile(r"\s*[\r\n]")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+OURS = {"messages", "tools", "add_generation_prompt", *SPECIAL_NAMES}  # no row sets them
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
 # of texts that are tokenised together; the results of more would not stay in the processor's cache
 CHARACTERS_AT_ONCE = 1 << 15
@@ -204,7 +202,8 @@ class TextEncoder:
                 raise DropRowError("it holds one of the Unicode noncharacters U+FDD0 to U+FDD3")
             return self.special_pattern.sub(_broken, value)
         if isinstance(value, dict):
-            return {self.guard(key): self.guard(entry) for key, entry in value.items()}
+            guarded = {self.guard(key): self.guard(entry) for key, entry in value.items()}
+            return type(value)(guarded)
         if isinstance(value, list | tuple):
             return [self.guard(entry) for entry in value]
         return value
@@ -238,14 +237,15 @@ class ChatTemplate:
         self.text = template_text(tokenizer, template)
         self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
         environment, marked = template_environment(), with_marks(self.text)
+        given = {"tools": None}
 
         def sample() -> list[str]:
             """Render a question with and without an opened turn, and with an answer."""
             self._compiled = environment.from_string(marked)
             both = [{"role": role, "content": "2"} for role in ("user", "assistant")]
+            self._no_content = content_of_calls(both[:1], partial(self._render, given))
             parts = (both[:1], True), (both[:1], False), (both, False)
-            self._call_form = call_form(render := partial(self._render, {"tools": None}))
-            return [render(*part) for part in parts]
+            return [self._render(given, *part) for part in parts]
 
         try:
             if not ends(sample):
@@ -261,7 +261,7 @@ class ChatTemplate:
         tree = environment.parse(marked)
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
-        self._variables = {node.name for node in tree.find_all(nodes.Name)}
+        self._variables = {node.name for node in tree.find_all(nodes.Name)} - OURS
         # Mistral's and Llama-2's write nothing there
         is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
         if not is_opened and not self.marks_generation:
@@ -270,13 +270,12 @@ class ChatTemplate:
                 "the assistant's tokens cannot be told apart; add one of them"
             )
         known = tokenizer.backend_tokenizer.token_to_id
-        written = set(TEXT_TOKEN.findall(opened + answered))
-        absent = sorted(text for text in written if known(text) is None)
+        written = TEXT_TOKEN.findall(opened + answered)
+        absent = sorted({text for text in written if known(text) is None})
         if absent and template != "tokenizer":  # TinyLlama's own writes <|user|> as plain text
             raise DataError(
-                f"chat template {template} writes {', '.join(absent)}, which the tokenizer does not have; "
-                f"set data.chat_template to another of "
-                f"{', '.join(NAMED_TEMPLATES)} or to a .jinja file"
+                f"chat template {template} writes {', '.join(absent)}, which the tokenizer does not have; set "
+                f"data.chat_template to another of {', '.join(NAMED_TEMPLATES)} or to a .jinja file"
             )
 
     @property
@@ -287,9 +286,7 @@ class ChatTemplate:
             with suppress(DropRowError):
                 messages = [Message("user", "a"), Message("assistant", answer)]
                 return self.encode_batch(self.render(messages, answers=[1]))[0][0][-1]
-        raise DataError(
-            "the chat template writes no answer where it opens the assistant's turn"
-        )
+        raise DataError("the chat template writes no answer where it opens its turn")
 
     @property
     def stop_tokens(self) -> list[int]:
@@ -352,12 +349,16 @@ class ChatTemplate:
         calls = any(message.tool_calls for message in messages)
         for used, key in ((tools, "tools"), (calls, "tool_calls")):
             if used and key not in self.text:
-                raise DropRowError(
-                    f"the chat template has no place for {key.replace('_', ' ')}"
-                )
+                what = key.replace("_", " ")
+                raise DropRowError(f"the chat template has no place for {what}")
         plain = [self._plain(message) for message in messages]
-        given = check_variables(variables or {}, self._variables)
-        given = self.encoder.guard({"tools": tools or None, **given})
+        given = {key: value for key, value in (variables or {}).items() if value is not None}
+        if unread := given.keys() - self._variables:
+            raise BadRowError(
+                f"sets {min(unread)!r} in chat_template_kwargs, which its template does not read, or no row may set; "
+                'remove it, or set columns = {unused = "chat_template_kwargs"}'
+            )
+        given = self.encoder.guard({**given, "tools": tools or None})
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
             text = "".join(at_marks(self._render(given, plain, not begun)))
@@ -390,7 +391,7 @@ class ChatTemplate:
     def _plain(self, message: Message) -> dict[str, Any]:
         """Return a message as templates read it, its text guarded; BadRowError if it holds what nobody would see."""
         for key, value in message.more.items():
-            if value not in NOTHING and key not in {*self._reads, *IDENTITIES}:
+            if value not in ("", [], {}) and key not in {*self._reads, *IDENTITIES}:
                 raise BadRowError(
                     f"has a message with the key {key!r}, which the chat template does not read; remove it from the "
                     "data, or use a template that shows it"
@@ -404,7 +405,7 @@ class ChatTemplate:
         plain = {**self.encoder.guard(message.more), "role": message.role, "content": content}
         if message.tool_calls:
             plain["tool_calls"] = self.encoder.guard(message.tool_calls)
-            plain = called(plain, *self._call_form)
+            plain["content"] = content or self._no_content
         return plain
 
     def _up_to(self, messages: list[Any], given: Any, last: int) -> tuple[str, dict[int, Span]]:

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
+from math import prod
 from typing import Any
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.counts import Event, Report
 from ulysses.data.read.messages import (
-    WEIGHT_KEYS,
     Message,
     Messages,
     decoded,
@@ -27,6 +27,7 @@ from ulysses.data.read.messages import (
     parse_transcript,
     string,
     type_name,
+    weights_of,
 )
 from ulysses.data.read.sources import (
     ANSWER_KEYS,
@@ -43,10 +44,10 @@ LocatedRow = tuple[int, str, bool, Any]
 PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 # of the answers in such a list: the best has the highest number, or the lowest
-RANKINGS = dict.fromkeys("scores rewards ratings score reward rating".split(), 1)
-RANKINGS |= {"ranks": -1, "rank": -1}
+RANKINGS = {"scores": 1, "rewards": 1, "ratings": 1, "ranks": -1}
+ALIASES = {"functions": "tools", "system_prompt": "system"}
 LABEL_KEYS = ("label", "kto_tag")
-SYSTEM_KEYS = ("system", "system_prompt")
+OUR_LABELS = ("true", "false", "none")  # in sft, where another task may label the rows
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
@@ -65,7 +66,6 @@ class Record:
         columns: numbers that go with the example, such as the margin of a pair.
         text: a document of stage pt, or a part of one, which `continues` the part before if that has the same `where`.
         where: file and row number, for messages; source: index of the source; row: as it was read.
-        notes: what a Report is to count.
     """
 
     prompt: Messages
@@ -79,7 +79,6 @@ class Record:
     row: Any = None
     ranks: Sequence[int] = (0, 1)
     variables: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
 
 
 @contextmanager
@@ -135,11 +134,15 @@ def read_records(
         source = sources[index]
         with dropping(events, where, bad_rows):
             row = _checked(found)
-            records = parse_row(_renamed(row, source.columns), source.format, kind)
+            renamed = _renamed(row, source.columns)
+            if kind == "sequence" and str(renamed.get("label")).lower() not in OUR_LABELS:
+                del renamed["label"]
+                note = "'label' is neither true nor false, and was not read"
+                events.append(("notes", note, where))
+            records = parse_row(renamed, source.format, kind)
             if len(records) > 1:
                 events.append(("notes", "rows that gave several examples", where))
             for record in records:
-                events += [("notes", note, where) for note in record.notes]
                 yield replace(record, where=where, source=index, continues=continues, row=row)
 
 
@@ -162,16 +165,17 @@ def _checked(found: Any) -> Row:
     return row
 
 
-def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
-    """Return the row under our keys; BadRowError if it lacks a key that `columns` names."""
+def _renamed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the row has under our keys, without nulls; BadRowError if it lacks a key that `columns` names."""
     renamed = {key: value for key, value in row.items() if key not in columns.values()}
     renamed |= {ours: _column(row, theirs) for ours, theirs in columns.items()}
+    renamed |= {ours: renamed.get(ours) or renamed.get(key) for key, ours in ALIASES.items()}
     if media := next((key for key in MEDIA_KEYS if renamed.get(key)), None):
         raise BadRowError(
             f"has the column {media!r}, but only text is supported; to train on the text alone set "
             f'columns = {{unused = "{media}"}}'
         )
-    return renamed
+    return {key: value for key, value in renamed.items() if value is not None}
 
 
 def _column(row: Row, name: str) -> Any:
@@ -191,18 +195,16 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
 
     Raises BadRowError: the row breaks its format. Raises DropRowError: it cannot be trained on.
     """
-    # parquet fills with None
-    row = {key: value for key, value in row.items() if value is not None}
-    # what stands beside a prompt is the reward's own
-    for key in WEIGHT_KEYS if kind != "prompt" else ():
-        mark = row.get(key)
-        if mark == 0:
-            raise DropRowError(f"its {key} is {mark}")
-        if isinstance(mark, list) and not first_key(row, FORMATS["messages"]):
-            raise BadRowError(
-                f"has the list {key!r} of what is to be trained, but no messages; to train on all of it set "
-                f'columns = {{unused = "{key}"}}'
-            )
+    # lists are marks of messages, and what stands beside a prompt is the reward's own
+    lists = list if first_key(row, FORMATS["messages"]) else ()
+    own = (item for item in row.items() if kind != "prompt" and not isinstance(item[1], lists))
+    if (weight := prod(weights_of(own))) != 1:
+        if not weight:
+            raise DropRowError("it is marked as not to be trained")
+        raise BadRowError(
+            f"has the weight {weight:g}, but only messages and sources have weights; to ignore it set columns = "
+            '{unused = "its key"}'
+        )
     if kind == "text":
         key = _required(row, FORMATS["text"])
         if not string(row[key], key).strip():
@@ -219,10 +221,9 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
             'plain text, which only stage pt trains on); map the keys with columns = {prompt = "their_name", ...}'
         )
     prompt, answers = _read(row, row_format, kind)
-    variables = decoded(row.get("chat_template_kwargs"), "'chat_template_kwargs' is not JSON")
-    if not isinstance(variables, Mapping | None):
-        raise BadRowError(f"'chat_template_kwargs' is {type_name(variables)}, not an object")
-    record = Record(prompt, answers, parse_tools(row), variables=variables or {})
+    problem = "'chat_template_kwargs' is not JSON of an object"
+    variables = decoded(row.get("chat_template_kwargs"), problem, Mapping | None) or {}
+    record = Record(prompt, answers, parse_tools(row.get("tools")), variables=variables)
     if kind == "prompt":
         while _role(prompt, -1) == "assistant" and not prompt[-1].begun:
             prompt = prompt[:-1]
@@ -233,9 +234,6 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
         return _comparisons(row, kind, record)
     if kind in ("pair", "ranked"):
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
-    if kind == "sequence" and str(row.get("label", True)).lower() not in ("true", "false"):
-        row = {**row, "label": None}
-        record = replace(record, notes=["'label' is neither true nor false, and was not read"])
     key = first_key(row, LABEL_KEYS)
     label = LABELS.get(str(row.get(key)).lower())
     if label is None and (key or kind == "unpaired"):
@@ -300,9 +298,8 @@ def _check_answer(answer: Messages, kind: str) -> None:
 def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
     """Read the prompt and its answers; what is trained of a row with messages alone is the answer."""
     prompt = PROMPTS[row_format](row)
-    key = next((key for key in SYSTEM_KEYS if row.get(key)), "")
-    if key and _role(prompt, 0) != "system":
-        prompt.insert(0, Message("system", string(row[key], key)))
+    if row.get("system") and _role(prompt, 0) != "system":
+        prompt.insert(0, Message("system", string(row["system"], "system")))
     ends_with_answer = _role(prompt, -1) == "assistant"
     asks = any(message.role != "system" for message in prompt)
     values: list[tuple[str, Any]] = []
@@ -358,8 +355,7 @@ def _inner_prompt(
 
 
 def _conversation(row: Row) -> Messages:
-    lists = [(key, row[key]) for key in WEIGHT_KEYS if isinstance(row.get(key), list)]
-    return parse_messages(row[_required(row, FORMATS["messages"])], lists)
+    return parse_messages(row[_required(row, FORMATS["messages"])], row)
 
 
 def _asked(row: Row) -> list[str]:
@@ -443,17 +439,19 @@ def _answer(key: str, value: Any, may_hold_prompt: bool) -> Messages:
 
 def _ranks(row: Row, count: int) -> list[int]:
     """Rank the answers, from 0, by the numbers that the row gives them; chosen is above rejected."""
-    found = [[0, 1]] * (PAIR_KEYS <= row.keys())
-    for name, sign in RANKINGS.items() if not found else ():
+    if PAIR_KEYS <= row.keys():
+        return [0, 1]
+    orders = set()
+    for name, sign in RANKINGS.items():
         if isinstance(given := row.get(name), list) and len(given) == count:
             scores = [sign * number(value, name) for value in given]
-            found.append([sorted({*scores}, reverse=True).index(score) for score in scores])
-    if not found or any(ranks != found[0] for ranks in found):
+            orders.add(tuple(sorted({*scores}, reverse=True).index(score) for score in scores))
+    if len(orders) != 1:
         raise BadRowError(
             f"has {count} answers but not one order of them; give as many numbers in 'scores' (the best has the "
             "highest) or 'ranks' (the lowest)"
         )
-    return found[0]
+    return [*orders.pop()]
 
 
 # ------------------------------------------------------------------------------------------------------ small checks

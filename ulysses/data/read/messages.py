@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +20,12 @@ ROLES = {
     }.items()
     for name in names.split()
 }
-# marks of how much a message counts in the loss, in the message or as a list in its row; 0 or false is not trained
+# marks of how much a message counts in the loss, in the message or as a list in its row; they are multiplied, so that
+# what one of them leaves out, 0 or false, is not trained
 WEIGHT_KEYS = (
     *("loss_weight", "weight", "train", "loss", "loss_mask", "loss_masks", "loss_weights"),
     *("training", "trainable", "train_turn", "train_on_turn"),
 )
-TOOL_KEYS = ("tools", "functions")
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
@@ -53,37 +53,50 @@ class Message:
         return not self.content[self.begun :].strip() and not self.tool_calls
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object, and its JSON text to templates that print it or join it to other text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return f"{self}{text}"
+
+    def __radd__(self, text: str) -> str:
+        return f"{text}{self}"
+
+
 Messages = list[Message]
-Marks = Sequence[tuple[str, Any]]
 
 
-def parse_messages(value: Any, lists: Marks = ()) -> Messages:
+def parse_messages(value: Any, row: Mapping[str, Any] = {}) -> Messages:
     """Read a list of OpenAI (role, content) or ShareGPT (from, value) messages, in any mixture.
 
     Args:
-        lists: marks that the row holds under some of WEIGHT_KEYS, one for each message.
+        row: may hold lists of marks under some of WEIGHT_KEYS, one for each message.
     """
     if not isinstance(value, list):
         raise BadRowError(f"messages are {type_name(value)}, not a list")
-    for key, marks in lists:
-        if len(marks) != len(value):
-            raise BadRowError(f"has {len(value)} messages but {len(marks)} marks in {key!r}")
+    lists = [(key, row[key]) for key in WEIGHT_KEYS if isinstance(row.get(key), list)]
+    if wrong := [key for key, marks in lists if len(marks) != len(value)]:
+        raise BadRowError(
+            f"has {len(value)} messages but another number of marks in {wrong[0]!r}"
+        )
     return [
         _message(item, [(key, marks[place]) for key, marks in lists], f"message {place + 1}")
         for place, item in enumerate(value)
     ]
 
 
-def _message(item: Any, marks: Marks, where: str) -> Message:
+def _message(item: Any, marks: Iterable[tuple[str, Any]], where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
     name = item.get("role", item.get("from"))
-    if not isinstance(name, str) or name not in ROLES:
+    if str(name) not in ROLES:
         raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
     content = item.get("content", item.get("value"))
     called = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
-    called = called if isinstance(called, list) else [called]
-    calls = [*filter(None, [*called, item.get("function_call")])]
+    calls = [*filter(None, [*as_list(called), item.get("function_call")])]
     if isinstance(content, list):
         content = "".join(_content_part(part, where) for part in content)
     if content is None and calls:
@@ -91,17 +104,10 @@ def _message(item: Any, marks: Marks, where: str) -> Message:
     if not isinstance(content, str):
         raise BadRowError(f"{where} has no text content (it is {type_name(content)})")
     if name == "function_call":
-        found = decoded(content, f"{where} should hold a tool call as JSON")
-        calls, content = found if isinstance(found, list) else [found], ""
-    marks = [*marks, *((key, item.get(key)) for key in WEIGHT_KEYS)]
-    weights = {number(mark, key) for key, mark in marks if mark is not None}
-    # 1 says that a message is trained, and another number how much it counts
-    weight = min(weights - {1.0} or weights, default=None)
-    if len(weights - {1.0}) > 1 or {0.0, 1.0} <= weights:
-        raise BadRowError(
-            f"{where} has marks that disagree, "
-            f"{', '.join(f'{key} = {mark}' for key, mark in marks if mark is not None)}; keep one"
-        )
+        calls = as_list(decoded(content, f"{where} should hold a tool call as JSON"))
+        content = ""
+    weights = weights_of((*item.items(), *marks))
+    weight = math.prod(weights) if weights else None
     if weight and ROLES[name] != "assistant":
         raise BadRowError(
             f"{where} gives the weight {weight:g} to a {ROLES[name]} message; "
@@ -129,26 +135,17 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRowError(f"{where} has a tool call without a name")
-    problem = f"{where} has a tool call whose arguments are not JSON"
-    arguments = decoded(function.get("arguments"), problem)
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, Mapping):
-        raise BadRowError(f"{problem} of an object but {type_name(arguments)}")
+    problem = f"{where} has a tool call whose arguments are not JSON of an object"
+    arguments = decoded(function.get("arguments"), problem, Mapping | None) or {}
     named = {"id": call["id"]} if call.get("id") else {}
-    function = {"name": function["name"], "arguments": arguments}
+    function = {"name": function["name"], "arguments": Arguments(arguments)}
     return {"type": "function", "function": function, **named}
 
 
-def parse_tools(row: Mapping[str, Any]) -> list[Any]:
+def parse_tools(value: Any) -> list[Any]:
     """Read a row's tools: a list of descriptions or one of them, also as JSON text."""
-    given = [row[key] for key in TOOL_KEYS if row.get(key)]
-    if len(given) > 1:
-        raise BadRowError(f"has {' and '.join(TOOL_KEYS)}; keep one of them")
-    problem = "'tools' is not valid JSON"
-    tools = decoded(given[0], problem) if given else []
-    tools = [decoded(tool, problem) for tool in (tools if isinstance(tools, list) else [tools])]
-    if not all(isinstance(tool, Mapping) for tool in tools):
-        raise BadRowError("'tools' must be a list of tool descriptions")
+    problem = "'tools' must be a list of tool descriptions"
+    tools = [decoded(tool, problem, Mapping) for tool in as_list(decoded(value, problem) or [])]
     return [t if "function" in t else {"type": "function", "function": t} for t in tools]
 
 
@@ -172,6 +169,17 @@ def first_key(row: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     return ""
 
 
+def weights_of(pairs: Iterable[tuple[str, Any]]) -> list[float]:
+    """Return the marks among keys and their values."""
+    return [
+        number(value, key) for key, value in pairs if key in WEIGHT_KEYS and value is not None
+    ]
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def string(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise BadRowError(f"{name!r} is {type_name(value)}, not a string")
@@ -182,7 +190,7 @@ def number(value: Any, name: str) -> float:
     with suppress(OverflowError):  # of a long integer
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
-    raise BadRowError(f"{name!r} is {str(value)[:40]}, not a finite number")
+    raise BadRowError(f"{name!r} is {value!r:.40}, not a finite number")
 
 
 def type_name(value: Any) -> str:
@@ -208,7 +216,7 @@ from_json = json.JSONDecoder(
 ).decode
 
 
-def decoded(value: Any, problem: str) -> Any:
+def decoded(value: Any, problem: str, kinds: Any = object) -> Any:
     """Return a value that may be written as JSON text, also as the text of a text; BadRowError if it is none."""
     try:
         while isinstance(value, str):
@@ -216,4 +224,6 @@ def decoded(value: Any, problem: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()  # an unpaired surrogate is no text
     except ValueError as error:
         raise BadRowError(f"{problem}: {error}") from None
+    if not isinstance(value, kinds):
+        raise BadRowError(f"{problem} but {type_name(value)}")
     return value

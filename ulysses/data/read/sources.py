@@ -191,6 +191,8 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
             f"{path.absolute()} is none of {', '.join(SUFFIXES)} (or .gz of one), nor a folder of them; "
             "convert or rename it"
         )
+    if absent := [p for p in files if not p.is_file()]:
+        raise DataError(f"{absent[0].absolute()} is a link to no file; mend it or remove it")
     one = source.is_saved or path.is_file()
     own = files if one else _chosen(source, _splits(path, files))
     return own, sorted({*found} - {*own})
@@ -371,6 +373,7 @@ def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
     rows: Any
     if path.is_file():
         files = escape(str(path.absolute()))  # its name may look like a pattern
+        # that of a file without rows would be 0
         more = {"split": "train", "streaming": True, "batch_size": ITEMS_AT_ONCE}
         rows = datasets.load_dataset("parquet", data_files=files, **more)
     elif path.is_dir():

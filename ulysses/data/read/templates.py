@@ -10,10 +10,10 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,11 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ulysses.data import BadRowError, DataError, DropRowError
+from ulysses.data.read.messages import Arguments
 
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
 OPEN, CLOSE, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"  # marks in rendered text
 THINK_TAG = re.compile(f"</?think{GUARD}?>")
-CALLING = """[{"role": "user", "content": "2"}, {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
-    "id": "call00001", "function": {"name": "call_1", "arguments": {"key_1": "value_1"}}}]}]"""
-# a call that a template shows, neither as Python writes objects nor with quotation marks that are escaped
-SHOWN = re.compile(r"""(?s)call_1.*(?<!')(?<!\\")key_1.*value_1""")
-NOTHING = (None, "", [], {})  # values that nobody misses
-OURS = set(
-    "messages tools add_generation_prompt bos_token eos_token pad_token unk_token".split()
-)
 # keys of what the assistant wrote
 SAID = ("content", "reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
@@ -159,36 +152,16 @@ def at_marks(text: str) -> list[str]:
     return text.replace(CLOSE, OPEN).split(OPEN)
 
 
-def call_form(render: Callable[[list[Any]], str]) -> tuple[bool, bool]:
-    """Find how a template takes messages with calls, as arguments of `called`: the shortest text that shows a call.
+def content_of_calls(asked: list[Any], render: Callable[[list[Any]], str]) -> str | None:
+    """Find what a template takes for no content beside calls: "" hides them from some, or becomes a further turn."""
+    function = {"name": "call_1", "arguments": Arguments(key_1="value_1")}
+    calls = [{"id": "call00001", "type": "function", "function": function}]
 
-    Longer ones write "None", or a further turn for a content that is empty. `render` renders a conversation, and raises
-    DropRowError where the template fails.
-    """
-    sizes = {}
-    for form in product((False, True), repeat=2):
-        asked, calling = json.loads(CALLING)
-        with suppress(DropRowError, BadRowError):
-            text = render([asked, called(calling, *form)])
-            if SHOWN.search(text):
-                sizes[form] = len(text)
-    return min(sizes, key=lambda form: sizes[form], default=(False, False))
+    def shortness(content: str | None) -> float:
+        with suppress(DropRowError):
+            calling = {"role": "assistant", "content": content, "tool_calls": calls}
+            text = render([*asked, calling])
+            return "call_1" in text and 1 / len(text)
+        return 0
 
-
-def called(message: dict[str, Any], is_null: bool, as_text: bool) -> dict[str, Any]:
-    """Give a message of one's own with calls null instead of no content, and its arguments as JSON text."""
-    for call in message["tool_calls"] if as_text else ():
-        function = call["function"]
-        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**message, "content": message["content"] or (None if is_null else "")}
-
-
-def check_variables(variables: Mapping[str, Any], read: set[str]) -> Mapping[str, Any]:
-    """Return a row's variables; BadRowError for one that the template does not read, or that no row may set."""
-    for key, value in variables.items():
-        if key in OURS or (value not in NOTHING and key not in read):
-            raise BadRowError(
-                f"sets {key!r} in chat_template_kwargs, which the chat template does not read, or no row may set; "
-                'remove it, or set columns = {unused = "chat_template_kwargs"}'
-            )
-    return variables
+    return max(("", None), key=shortness)

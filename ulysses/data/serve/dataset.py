@@ -76,9 +76,9 @@ def open_dataset(
     sources = [pinned(source) for source in sources]
     template = None if kind == "text" else ChatTemplate(tokenizer, settings.chat_template)
 
-    def state() -> list[Any]:
-        local = (source for source in sources if not source.is_on_hub)
-        return [known_files(source_files(source)[0], cache) for source in local]
+    def state() -> Path:
+        local = (source_files(source)[0] for source in sources if not source.is_on_hub)
+        return known_files(chain.from_iterable(local), cache)
 
     before = state()
     content = [

@@ -90,12 +90,11 @@ def _render(
     for answer in record.answers:
         messages = record.prompt + answer
         trained = [i for i, m in enumerate(messages) if m.role == "assistant" and i >= first]
-        if kind == "sequence" and settings.train_on == "all":
-            if any(messages[i].weight == 0 for i in trained):
+        if kind == "sequence" and settings.train_on != "assistant":
+            if settings.train_on == "all" and any(messages[i].weight == 0 for i in trained):
                 raise BadRowError(
                     "has an answer that is not to be trained, but data.train_on is all; set it to assistant"
                 )
-        if kind == "sequence" and settings.train_on != "assistant":
             trained = trained[-1:]
         trained = [i for i in trained if messages[i].weight != 0] or trained
         texts += template.render(messages, record.tools, trained, turns, record.variables)
