@@ -151,15 +151,12 @@ class Rewards:
         pipe = self.idle.get()
         try:
             pipe.send((name, call))
-            if not pipe.poll(self.timeout):
-                return place, f"took longer than ppo.reward_timeout, {self.timeout:g} s"
-            found = pipe.recv()
+            found = f"took longer than ppo.reward_timeout, {self.timeout:g} s"
+            if pipe.poll(self.timeout):
+                found = pipe.recv()
         except (EOFError, OSError):
             self.processes[pipe].join()
-            return (
-                place,
-                f"has ended its process with exit code {self.processes[pipe].exitcode}",
-            )
+            found = f"has ended its process with exit code {self.processes[pipe].exitcode}"
         self.idle.put(pipe)
         return place, found
 
@@ -197,8 +194,8 @@ def outcome(name: str, call: Any, timeout: float = 0.0) -> list[float] | str:
         return [math.fsum([score]) for score in found]  # float() would take texts
     except BaseException as error:
         said = visible(format_exception_only(error)[-1].strip())
-        place = extract_tb(error.__traceback__)[-1]
-        where = "" if "//" in name else f" ({Path(place.filename).name}, line {place.lineno})"
+        file, line, *_ = extract_tb(error.__traceback__)[-1]
+        where = "" if "//" in name else f" ({Path(file).name}, line {line})"
         return f"failed: {said}{where}"
 
 

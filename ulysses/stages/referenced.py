@@ -254,7 +254,7 @@ def read_reference(
 
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         size = CHUNK * mesh.data_parallel_size
-        bar = {"desc": "reference: ", "unit": "items", "unit_scale": size, "leave": False}
+        bar = {"desc": "reference", "unit": "items", "unit_scale": size, "leave": False}
         chunks = (
             token_values(
                 logprobs, [*map(sequences, numbers[at : at + size])], mesh, device, budget
@@ -265,9 +265,8 @@ def read_reference(
             if local_rank() == 0:
                 digest = write_digested(temporary, chunks, 4 * sum(sizes))
                 with lock_file(path.with_suffix(".lock")):
-                    if (
-                        not seal.exists()
-                    ):  # otherwise another run came first, which reads its own
+                    # another run that came first reads its own
+                    if not seal.exists():
                         os.replace(temporary, path)
                         write_json(seal, {path.name: digest})
                 temporary.unlink(missing_ok=True)
