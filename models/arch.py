@@ -33,17 +33,17 @@ class Family:
     qk_norm: bool = False
 
 
-_TABLES = json.loads(_FOLDER.joinpath("families.json").read_text())
-FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in _TABLES["families"].items()}
+TABLES: Mapping[str, Any] = json.loads(_FOLDER.joinpath("families.json").read_text())
+FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in TABLES["families"].items()}
 # Fields that change what transformers' classes of these families compute, with the one value that is computed here.
-_NEUTRAL: Mapping[str, Any] = _TABLES["neutral"]
+_NEUTRAL: Mapping[str, Any] = TABLES["neutral"]
 # The fields of every type of rotary scaling; yarn needs the first two only.
-_ROPE_TYPES: Mapping[str, list[str]] = _TABLES["rope_types"]
+_ROPE_TYPES: Mapping[str, list[str]] = TABLES["rope_types"]
 
 # Below which a number is taken for a mistake; others must be below 2^31.
-MOST: Mapping[str, float] = _TABLES["most"]
+MOST: Mapping[str, float] = TABLES["most"]
 # What fields that are no plain numbers must be, each with an example.
-_KINDS: Mapping[str, tuple[str, Any]] = _TABLES["kinds"]
+_KINDS: Mapping[str, tuple[str, Any]] = TABLES["kinds"]
 
 
 @dataclass(frozen=True)

@@ -22,4 +22,6 @@ def progress(*counted: Any, desc: str = "", seconds: float = 10.0, **options: An
         plain = "{desc}{n_fmt}/{total_fmt} {unit}, {elapsed}<{remaining}{postfix}"
         options |= {"bar_format": plain, "file": SimpleNamespace(write=_line), "leave": False}
         options |= {"mininterval": seconds, "delay": seconds}
-    return tqdm(*counted, desc=desc and f"{desc}: ", dynamic_ncols=True, **options)
+    return tqdm(
+        *counted, desc=desc and f"{desc.removesuffix(': ')}: ", dynamic_ncols=True, **options
+    )

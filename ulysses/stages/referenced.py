@@ -254,7 +254,7 @@ def read_reference(
 
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         size = CHUNK * mesh.data_parallel_size
-        bar = {"desc": "reference", "unit": "items", "unit_scale": size, "leave": False}
+        bar = {"desc": "reference: ", "unit": "items", "unit_scale": size, "leave": False}
         chunks = (
             token_values(
                 logprobs, [*map(sequences, numbers[at : at + size])], mesh, device, budget
