@@ -38,7 +38,10 @@ def place(tmp_path_factory):
         write_run_state(checkpoint, {"step": step, "files": {"policy": ""}})
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     for name in "model lacking nan small".split():
-        demo_model(folder / name, vocab_size=100 if name == "small" else 704, **size)
+        other = (
+            {"vocab_size": 100, "eos_token_id": 7} if name == "small" else {"vocab_size": 704}
+        )
+        demo_model(folder / name, **other, **size)
     tensors = load_file(folder / "model/model.safetensors")
     nan = torch.full_like(tensors.pop(UP), torch.nan)
     save_file(tensors, folder / "lacking/model.safetensors")
