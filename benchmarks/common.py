@@ -112,7 +112,7 @@ def build(config: Config, device: torch.device, tokens: int, documents: int = 1)
     """
     shape, _ = read_shape(config)
     degree = config.parallel.sequence_parallel_size
-    mesh = ParallelMesh(degree, num_heads=shape.num_attention_heads)
+    mesh = ParallelMesh(degree, num_heads=shape.num_attention_heads, windows=shape.windows)
     choice = planned(config, shape, device, tokens, documents)
     engine = build_engine(
         config, InitialWeights(shape, 0, quantize=config.model.quantize), mesh, choice

@@ -1,6 +1,7 @@
 """The shape of a model: from and to Hugging Face's config.json, or one of the published sizes by name.
 
-A family of models is one entry of families.json; the decoder reads the flags of ModelConfig and knows no family.
+A family of models is one entry of families.json. The decoder reads ModelConfig, its family's row and the kinds of its
+layers, and knows no family by name.
 """
 
 import difflib
@@ -8,11 +9,23 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _FOLDER = Path(__file__).parent
+
+
+class LayerKind(NamedTuple):
+    """Say of which kinds a layer's parts are; the names of mixers are transformers' layer_types.
+
+    rotary: "main" has the model's base and scaling, "local" no scaling and rope_local_theta, "none" no rotation.
+    """
+
+    mixer: str = "full_attention"
+    feed_forward: str = "mlp"  # or "experts"
+    rotary: str = "main"
 
 
 @dataclass(frozen=True)
@@ -20,17 +33,40 @@ class Family:
     """What sets one `model_type` apart, as families.json says.
 
     Args:
+        class_name: what transformers' classes of the family begin with.
+        classifier: the same for the class of reward models where it is another; "none" if there is no such class.
         fixed: fields of config.json that must have this value, and are written so.
         defaults: what transformers assumes for a field that config.json leaves out.
+        aliases: other names that files have for a field.
         qkv_bias: q_proj, k_proj and v_proj have a bias and o_proj has none, whatever config.json says; elsewhere its
             `attention_bias` gives a bias to all four.
-        qk_norm: the queries and keys of every head are normalised before they are rotated.
+        qk_norm: queries and keys are normalised before they are rotated: "none", each "head", or the whole "row".
+        norms: the names of a layer's norms before and after the mixer and before and after the feed-forward; "" where
+            there is none.
+        centred_norms: norms multiply by 1 + weight, in float32.
+        activation: of the feed-forward, by transformers' name.
+        mixers: of the layers, repeated from the first layer on; config.json's layer_types may arrange them otherwise.
+        rotary: the kind of rotary positions by mixer, where it is not "main".
+        experts: layers may have experts in place of the MLP.
+        multipliers: the fields of Multipliers that config.json has.
+        scaled_embeddings: embeddings are multiplied by the square root of their width.
     """
 
+    class_name: str
     fixed: dict[str, Any]
     defaults: dict[str, Any]
+    aliases: dict[str, str] = field(default_factory=dict)
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = "none"
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    centred_norms: bool = False
+    activation: str = "silu"
+    mixers: tuple[str, ...] = ("full_attention",)
+    rotary: dict[str, str] = field(default_factory=dict)
+    experts: bool = False
+    multipliers: tuple[str, ...] = ()
+    scaled_embeddings: bool = False
+    classifier: str = ""
 
 
 TABLES: Mapping[str, Any] = json.loads(_FOLDER.joinpath("families.json").read_text())
@@ -80,6 +116,34 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Constants that some families multiply by; names are those of config.json."""
+
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what a layer's halves add
+    attention_multiplier: float | None = None  # of query and key; None is E^-1/2
+    query_pre_attn_scalar: float | None = None  # the same is this number's ^-1/2
+    logits_scaling: float = 1.0  # the logits are divided by it
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Describe the layers whose rows each go through a few of many MLPs; names are those of config.json."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = False  # the chosen experts' weights sum to 1
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok} but there are only num_experts = "
+                f"{self.num_experts}; correct the config"
+            )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Describe a decoder; field names are those of config.json."""
 
@@ -97,11 +161,15 @@ class ModelConfig:
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
     attention_bias: bool  # of q_proj, k_proj and v_proj; see output_bias
-    qk_norm: bool  # RMSNorms of every head's query and key, before the rotation
     initializer_range: float
     bos_token_id: int | None
     eos_token_id: tuple[int, ...]  # config.json has none, a number or a list
     pad_token_id: int | None
+    pattern: tuple[LayerKind, ...] = (LayerKind(),)  # repeated over the layers
+    rope_local_theta: float | None = None
+    sliding_window: int | None = None  # of "sliding_attention" layers
+    multipliers: Multipliers = Multipliers()
+    moe: Experts | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -111,9 +179,34 @@ class ModelConfig:
             )
 
     @property
+    def family(self) -> Family:
+        """The family's row of families.json."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kinds of every layer, the first layer's first."""
+        return tuple(islice(cycle(self.pattern), self.num_hidden_layers))
+
+    @property
     def output_bias(self) -> bool:
         """Whether o_proj has a bias."""
-        return self.attention_bias and not FAMILIES[self.model_type].qkv_bias
+        return self.attention_bias and not self.family.qkv_bias
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer, None where one sees all before it; empty if all of them do."""
+        return tuple(map(self.window, self.layers)) if self.sliding_window else ()
+
+    def window(self, kind: LayerKind) -> int | None:
+        """Return the sliding window of the layers of a kind."""
+        return self.sliding_window if kind.mixer == "sliding_attention" else None
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """What attention's scores are multiplied by, if it is not E^-1/2."""
+        scalar = self.multipliers.query_pre_attn_scalar
+        return scalar**-0.5 if scalar else self.multipliers.attention_multiplier
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **rope: Any) -> "ModelConfig":
@@ -146,14 +239,26 @@ class ModelConfig:
                     "bitsandbytes' NF4 can be trained on; use the model that they were made from, with model.quantize"
                 )
         # rotary settings lie among the others or, in either style, in a table of their own
-        table = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
-        stated = {**family.defaults, **raw, **table}
+        table = raw.get("rope_parameters") or {}
+        if "full_attention" in table:  # by mixers
+            full, local = (table.get(f"{x}_attention") or {} for x in ("full", "sliding"))
+            if {type(full), type(local)} != {dict}:
+                raise ValueError(
+                    f"config.json has rope_parameters = {table!r:.60}, where each kind of layers must have a table; "
+                    "correct the file"
+                )
+            others = {"rope_local_base_freq": "rope_theta", "local_rope_type": "rope_type"}
+            table = full | {name: local.get(key) for name, key in others.items()}
+        table = {**table, **(raw.get("rope_scaling") or {})}
+        named = {family.aliases.get(k, k): v for k, v in raw.items()}
+        stated = {**family.defaults, **named, **table}
         if (theta := raw.get("rope_theta")) not in (None, stated["rope_theta"]):
             raise ValueError(
                 f"config.json has rope_theta = {theta!r:.60} and {stated['rope_theta']!r:.60} in rope_parameters or "
                 "rope_scaling; correct one of them"
             )
-        for name, value in {**_NEUTRAL, **family.fixed}.items():
+        fixed = {**_NEUTRAL, "hidden_act": family.activation, **family.fixed}
+        for name, value in fixed.items():
             if stated.get(name) not in (None, value):
                 raise ValueError(
                     f"config.json has {name} = {stated[name]!r:.60}, which these models do not compute; use a model "
@@ -166,6 +271,17 @@ class ModelConfig:
         heads = _number(known, "num_attention_heads", int)
         known.setdefault("num_key_value_heads", heads)
         known.setdefault("head_dim", _number(known, "hidden_size", int) // heads)
+        pattern = _read_layers(known, family)
+        kinds = {kind.rotary for kind in pattern} | {kind.mixer for kind in pattern}
+        local_theta = window = None
+        if "local" in kinds:  # the default is the model's own, whatever `rope` changes
+            known.setdefault("rope_local_base_freq", known["rope_theta"])
+            local_theta = _number(known, "rope_local_base_freq", float)
+        if "sliding_attention" in kinds and stated.get("sliding_window") is not None:
+            window = _number(known, "sliding_window", int)
+        multipliers = {name: _number(known, name, float) for name in family.multipliers}
+        if family.scaled_embeddings:
+            multipliers["embedding_multiplier"] = known["hidden_size"] ** 0.5
         scaling = _read_scaling(known, rope)
         eos = known.get("eos_token_id", [])
         return cls(
@@ -174,39 +290,65 @@ class ModelConfig:
             rope_scaling=scaling,
             tie_word_embeddings=bool(known["tie_word_embeddings"]),
             attention_bias=family.qkv_bias or bool(known.get("attention_bias")),
-            qk_norm=family.qk_norm,
             bos_token_id=known.get("bos_token_id"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else (eos,),
             pad_token_id=known.get("pad_token_id"),
+            pattern=pattern,
+            rope_local_theta=local_theta,
+            sliding_window=window,
+            multipliers=Multipliers(**multipliers),
+            moe=_read_experts(known) if family.experts else None,
         )
 
     def to_hf(self, *, dtype: str = "bfloat16", reward: bool = False) -> dict[str, Any]:
         """Return the config.json that transformers (4 and 5) and inference engines load unchanged.
 
-        `dtype` names the stored weights' type; `reward` describes a sequence classifier with one score.
+        `dtype` names the stored weights' type; `reward` describes a sequence classifier with one score. Raises
+        ValueError if transformers has no such class.
         """
-        family, eos = FAMILIES[self.model_type], self.eos_token_id
-        head = "ForSequenceClassification" if reward else "ForCausalLM"
+        family, eos = self.family, self.eos_token_id
+        name = family.class_name + "ForCausalLM"
+        if reward:
+            name = (family.classifier or family.class_name) + "ForSequenceClassification"
+        if reward and family.classifier == "none":
+            raise ValueError(
+                f"transformers has no class for reward models of model_type {self.model_type!r}, which could load the "
+                "export; train one of another family"
+            )
         scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}
+        rope = {"rope_type": "default", "rope_theta": self.rope_theta, **scaling}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _INNER}
         written = {
-            "architectures": [self.model_type.title().replace("_", "") + head],
-            **vars(self),
+            "architectures": [name],
+            **own,
             "rope_scaling": scaling or None,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": self.rope_theta,
-                **scaling,
-            },
+            "rope_parameters": rope,
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
-            "hidden_act": "silu",
+            "hidden_act": family.activation,
             "torch_dtype": dtype,
         }
-        del written["qk_norm"]  # implied by model_type
-        if family.qkv_bias:  # so is this
+        if len(family.mixers) > 1:
+            written["layer_types"] = [kind.mixer for kind in self.layers]
+        if "sliding_attention" in family.mixers:
+            written["sliding_window"] = self.sliding_window
+        if self.rope_local_theta:
+            local = {"rope_type": "default", "rope_theta": self.rope_local_theta}
+            written["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+            written["rope_local_base_freq"] = self.rope_local_theta
+        if "no_rope_layer_interval" in family.defaults:
+            written["no_rope_layers"] = [int(kind.rotary != "none") for kind in self.layers]
+        for name in family.multipliers:
+            value = getattr(self.multipliers, name)
+            written[name] = int(value) if value % 1 == 0 else value
+        if self.moe:
+            dense = [i for i, kind in enumerate(self.layers) if kind.feed_forward == "mlp"]
+            written |= asdict(self.moe) | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+        if family.qkv_bias:  # implied by model_type
             del written["attention_bias"]
         if reward:
             written |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
-        return written | family.fixed
+        others = {other: written[name] for other, name in family.aliases.items()}
+        return written | others | family.fixed
 
     def describe_window(self) -> str:
         """Return a line about the longest sequence that the positions were made for."""
@@ -218,6 +360,54 @@ class ModelConfig:
                 f"{scaling.rope_type} rope, factor {scaling.factor:g} over {original:,} tokens"
             )
         return f"window: {self.max_position_embeddings:,} tokens ({rope}, theta {self.rope_theta:,g})"
+
+
+# Fields of ModelConfig that config.json says in other words.
+_INNER = ("pattern", "rope_local_theta", "sliding_window", "multipliers", "moe")
+
+
+def _read_experts(known: Mapping[str, Any]) -> Experts:
+    """Read the fields of Experts, all of them positive numbers but for the last."""
+    return Experts(**_numbers(Experts, known), norm_topk_prob=bool(known.get("norm_topk_prob")))
+
+
+def _read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
+    """Read the kinds of all layers; the shortest pattern that repeats to them."""
+    count = _number(known, "num_hidden_layers", int)
+
+    def of_layers(name: str, kind: type, default: list[Any]) -> list[Any]:
+        """Return the entries of a list that has one for every layer."""
+        given = known.get(name) or default
+        if type(given) is not list or {*map(type, given)} != {kind} or len(given) < count:
+            raise ValueError(
+                f"config.json has {name} = {given!r:.60} but it must be a list of {kind.__name__} with an entry for "
+                f"each of num_hidden_layers = {count} layers; correct the file"
+            )
+        return given[:count]
+
+    mixers = of_layers("layer_types", str, [*islice(cycle(family.mixers), count)])
+    rotated = [1] * count
+    if "no_rope_layer_interval" in family.defaults:
+        interval = _number(known, "no_rope_layer_interval", int)
+        every = [(i + 1) % interval for i in range(count)]
+        rotated = of_layers("no_rope_layers", int, every)
+    dense, step = known.get("mlp_only_layers") or [], known.get("decoder_sparse_step", 1)
+    if strange := {*mixers} - {*family.mixers}:
+        raise ValueError(
+            f"config.json has layer_types of {', '.join(sorted(strange))} but {known['model_type']} has layers of "
+            f"{', '.join(family.mixers)} here; use a model of these"
+        )
+    kinds = [
+        LayerKind(
+            mixer,
+            "experts" if family.experts and i not in dense and not (i + 1) % step else "mlp",
+            family.rotary.get(mixer, "main") if rotates else "none",
+        )
+        for i, (mixer, rotates) in enumerate(zip(mixers, rotated))
+    ]
+    sizes = range(1, count + 1)
+    short = next(n for n in sizes if [*islice(cycle(kinds[:n]), count)] == kinds)
+    return tuple(kinds[:short])
 
 
 def _number(known: Mapping[str, Any], name: str, kind: Any) -> Any:

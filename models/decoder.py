@@ -18,31 +18,26 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from losses.logprobs import LogProbs, linear_logprobs
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
-from models.layers import DecoderLayer, Embedding, Linear, MakeLinear, RMSNorm
-from models.rope import rotary_table
+from models.layers import DecoderLayer
+from models.modules import Embedding, RMSNorm
+from models.moe import RouterRecord
+from models.ops.norm import NormRule
+from models.rope import rotary_tables
 from ulysses.memory.graphs import LayerGraphs
 from ulysses.memory.levels import LEVELS, LayerMemory, Pair
 from ulysses.memory.tiling import tiles
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.random_keys import (
-    STEP,
-    keyed_generator,
-    scatter_bits,
-    uniform_bits,
-    wrapped,
-)
+from ulysses.parallel.random_keys import keyed_generator
 
 SCORE_ROWS = 8192
-NOISE_ROWS = 4096  # hashed at once: their 8 bytes per element live for a moment
 
 
 class Decoder(nn.Module):
@@ -54,43 +49,65 @@ class Decoder(nn.Module):
         mesh: ParallelMesh | None,
         attention: str,
         memory: LayerMemory,
-        linear: MakeLinear,
+        quantize: str,
     ) -> None:
         super().__init__()
         self.config = config
-        kernel = UlyssesAttention(
-            mesh,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            kernel=attention,
-        )
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        kernels = {
+            window: UlyssesAttention(
+                mesh, *heads, attention, window=window, softmax_scale=config.softmax_scale
+            )
+            for window in (None, config.sliding_window)
+        }
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.record = RouterRecord(config)
         self.layers = nn.ModuleList(
-            [DecoderLayer(config, kernel, linear) for _ in range(config.num_hidden_layers)]
+            [
+                DecoderLayer(
+                    config, number, kernels[config.window(kind)], quantize, self.record
+                )
+                for number, kind in enumerate(config.layers)
+            ]
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
+        self.norm = RMSNorm(config.hidden_size, rule)
         self.set_memory(memory)
 
-    def forward(self, batch: ShardedBatch, noise: Tensor | None = None) -> Tensor:
-        hidden = self.embed_tokens(batch.tokens)
-        if noise is not None:
-            hidden = hidden + noise.to(hidden.dtype)
+    def forward(self, batch: ShardedBatch) -> Tensor:
+        hidden = self.embed(batch.tokens)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # frozen embeddings: ZeRO-3 would release the first layer's weights before its backward has run
             hidden = hidden.detach().requires_grad_()
-        rope = rotary_table(batch.positions, self.config)
+        ropes = rotary_tables(batch.positions, self.config)
         if self.graphs is not None and torch.is_grad_enabled():
-            done = self.graphs(hidden, rope, batch.attention_plan)
+            done = self.graphs(hidden, ropes, batch.attention_plan)
             if done is not None:
                 return done
+        self.record.open(batch)
         pair: Pair | None = None
-        for layer in self.layers:
+        layers: Any = self.layers
+        for layer in layers:
             pair = (pair or Pair(layer)) if layer.recompute == "pair" else None
-            hidden = layer(hidden, rope, batch.attention_plan, pair)
+            hidden = layer(hidden, ropes[layer.kind.rotary], batch.attention_plan, pair)
             if pair is not None and pair.first is not layer:
                 pair = None  # complete
+        self.record.close()
         return hidden
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [S, D] of token ids, times the family's multiplier."""
+        hidden, factor = self.embed_tokens(tokens), self.config.multipliers.embedding_multiplier
+        if factor == 1:
+            return hidden
+        # rounded to the weights' dtype, as in transformers
+        return hidden * float(torch.tensor(factor, dtype=hidden.dtype, device="cpu"))
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph may run the layers' feed-forwards: none makes the host wait."""
+        layers: Any = self.layers
+        return all(layer.mlp.is_capturable for layer in layers)
 
     def set_memory(self, memory: LayerMemory) -> None:
         """Set what the layers keep for backward."""
@@ -108,29 +125,6 @@ class Decoder(nn.Module):
         for layer in layers[: memory.offloaded_layers]:
             layer.offloader = memory.offloader
         self.graphs = LayerGraphs(layers) if memory.graphs else None
-
-
-def embedding_noise(batch: ShardedBatch, width: int, alpha: float, seed: int) -> Tensor:
-    """Return NEFTune's noise (2310.05914), U(-1, 1) * alpha / sqrt(L * D) for every local token: float32 [S, D].
-
-    L is the length of the token's own sequence, with the prompt that it shares. Each element is a hash of (seed, the
-    sequence's key, position, column), the same on every topology and in every packing order. The sequence's key is its
-    column "noise_key", an integer such as the example's index.
-    """
-    lengths = batch.cu_seqlens.diff().long()
-    for place, (start, end) in batch.attention_plan.prefixes.items():
-        lengths[place] += end - start
-    keys = batch.sequence_columns["noise_key"].long()
-    keys = F.pad(keys, (0, len(lengths) - len(keys)))  # a padding tail has no key
-    rows = scatter_bits(keys[batch.sequence_ids] + wrapped(seed * 0x5851F42D + 1))
-    rows = scatter_bits(rows + batch.positions)
-    scale = alpha / (lengths[batch.sequence_ids].float() * width).sqrt()
-    columns = torch.arange(1, width + 1, device=rows.device) * STEP
-    noise = torch.empty(len(rows), width, device=rows.device)
-    for part in tiles(len(rows), NOISE_ROWS):
-        bits = uniform_bits(scatter_bits(rows[part, None] + columns))
-        noise[part] = (bits.double() * 2.0**-52 - 1.0).float() * scale[part, None]
-    return noise
 
 
 class VocabularyHead(nn.Module):
@@ -189,7 +183,7 @@ class HeadedDecoder(nn.Module):
     """A decoder of a family of models/arch.py and a head; the weights are uninitialised memory until filled.
 
     config: the shape. mesh: None is one process. attention: the kernel's name. memory: what is kept
-    for backward. linear: makes the layers' projections.
+    for backward. quantize: how the layers' matrices are kept (models/quantized.py).
 
     A loader, or `init_parameter`, fills the weights; names are those of transformers.
     """
@@ -201,11 +195,11 @@ class HeadedDecoder(nn.Module):
         *,
         attention: str = "auto",
         memory: LayerMemory = LayerMemory(),  # noqa: B008 - immutable
-        linear: MakeLinear = Linear,
+        quantize: str = "none",
     ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, mesh, attention, memory, linear)
+        self.model = Decoder(config, mesh, attention, memory, quantize)
         self.add_head()
 
     def add_head(self) -> None:
@@ -226,35 +220,31 @@ class CausalLM(HeadedDecoder):
         *,
         nll: bool = False,
         project: bool = True,
-        noise_alpha: float = 0.0,
-        noise_seed: int = 0,
         **options: Any,
     ) -> LogProbs | Tensor:
         """Return the log-probabilities of the batch's targets, [S] float32, zero where the loss weight is 0.
 
         Positions of weight 0 cost no vocabulary projection. `nll` asks for this rank's sum of loss weights * -logps,
-        which then has the only gradient and costs one projection less. `noise_alpha` > 0 adds NEFTune noise drawn from
-        `noise_seed`. `options` are those of linear_logprobs: `entropy`, `lse` and `mean_logit` ask for those of the
-        same positions, `temperature` divides the logits, `tile_loss` is a loss of all of them. Without `project` the
-        vocabulary's inputs are returned, [M, D] of the positions whose weight is not 0. All ranks of the
-        sequence-parallel group call together.
+        which then has the only gradient and costs one projection less. `options` are those of linear_logprobs:
+        `entropy`, `lse` and `mean_logit` ask for those of the same positions, `temperature` divides the logits,
+        `tile_loss` is a loss of all of them. Without `project` the vocabulary's inputs are returned, [M, D] of the
+        positions whose weight is not 0. All ranks of the sequence-parallel group call together.
         """
-        noise = None
-        if noise_alpha > 0:
-            noise = embedding_noise(batch, self.config.hidden_size, noise_alpha, noise_seed)
-        rows = self.rows(batch, noise)
+        rows = self.rows(batch)
         if not project:
             return rows
         if nll:
             options["loss_weights"] = batch.loss_weights.index_select(0, batch.valid_index)
         return self.log_probs(rows, batch, options)
 
-    def rows(self, batch: ShardedBatch, noise: Tensor | None = None) -> Tensor:
+    def rows(self, batch: ShardedBatch) -> Tensor:
         """Return the final hidden states [M, D] of the positions whose weight is not 0."""
-        return self.model.norm(self.model(batch, noise).index_select(0, batch.valid_index))
+        return self.model.norm(self.model(batch).index_select(0, batch.valid_index))
 
     def log_probs(self, rows: Tensor, batch: ShardedBatch, options: dict[str, Any]) -> LogProbs:
         """Return the log-probabilities [S] of the batch's targets from those hidden states."""
+        if (scaling := self.config.multipliers.logits_scaling) != 1:
+            options["temperature"] = options.get("temperature", 1.0) * scaling
         out = self.lm_head(rows, batch.targets.index_select(0, batch.valid_index), **options)
         return LogProbs._make(None if x is None else _placed(x, batch) for x in out)
 
@@ -328,12 +318,12 @@ def init_parameter(
 ) -> Tensor:
     """Draw one whole parameter: the values depend on (seed, name, shape) and the device type only, on no topology.
 
-    Linear and embedding weights are N(0, initializer_range^2), norms 1, biases 0, `score.weight` has the standard
-    deviation 1 / (D + 1). Drawn in float32, then cast.
+    Linear and embedding weights are N(0, initializer_range^2), norms multiply by 1, biases are 0, `score.weight` has
+    the standard deviation 1 / (D + 1). Drawn in float32, then cast.
     """
     values = torch.zeros(tuple(shape), device=device)
     if name.endswith("norm.weight"):
-        values.fill_(1.0)
+        values.fill_(not config.family.centred_norms)
     elif not name.endswith(".bias"):
         std = (
             1 / (config.hidden_size + 1) if name == "score.weight" else config.initializer_range

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from models.expert_files import adapted_name, add_expert_adapters, as_stored, join_experts
 from models.folders import ADAPTER_CONFIG, base_folder, read_adapter_config, read_json
 from models.quantized import BLOCK, OUTER, join_parts, pack, unpack
 from ulysses.disk import write_json, write_tensors
@@ -63,7 +64,11 @@ class StoredTensor(NamedTuple):
             matrix = unpack("nf4", self.read_packed(), self.shape, torch.float32)
             return matrix.view(-1)[start:stop]
         with safe_open(self.file, "pt") as file:
-            part = file.get_tensor(self.name).view(-1)[start:stop]
+            return self.part(file, start, stop)
+
+    def part(self, file: Any, start: int, stop: int) -> Tensor:
+        """Return those elements from its file, which is open, as a view of the file's pages."""
+        part = file.get_tensor(self.name).view(-1)[start:stop]
         # the least and the greatest are not numbers if any element is not one
         if part.numel() and not torch.isfinite(torch.stack(part.aminmax())).all():
             raise FloatingPointError(
@@ -139,7 +144,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, Any] = {}  # StoredTensor or JoinedTensor
         self.adapter: dict[str, Any] | None = None
         self.dtype: torch.dtype | None = None
         self.quantize = "none"
@@ -151,6 +156,7 @@ class WeightFiles:
             self.paths = _weight_paths(self.folder)
             for path in self.paths:
                 self.tensors |= _stored_tensors(path)
+            join_experts(self.tensors)
 
     def _read_adapter(self) -> None:
         path = self.folder / ADAPTER_WEIGHTS
@@ -163,7 +169,7 @@ class WeightFiles:
                 f"{self.folder.absolute()} holds an adapter and a whole model; remove one of them"
             )
         self.adapter = read_adapter_config(self.folder)
-        rank = self.adapter["r"]
+        rank, parameters = self.adapter["r"], self.adapter.get("target_parameters") or ()
         scale = lora_scale(
             rank, self.adapter.get("lora_alpha", 8), bool(self.adapter.get("use_rslora"))
         )
@@ -175,11 +181,11 @@ class WeightFiles:
             self.quantize = (file.metadata() or {}).get("quantize", "none")
         for key, tensor in _stored_tensors(path).items():
             self.dtype = tensor.dtype
-            name, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
-            if name == "score.weight":
-                self.tensors[name] = tensor
+            stem, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
+            if stem == "score.weight":
+                self.tensors[stem] = tensor
             elif kind in ("A.weight", "B.weight"):
-                pairs.setdefault(f"{name}.weight", {})[kind[0]] = tensor
+                pairs.setdefault(adapted_name(stem, parameters), {})[kind[0]] = tensor
             else:
                 raise ValueError(
                     f"{path.absolute()} holds {key}, which is neither a LoRA matrix nor a score head; merge the "
@@ -188,9 +194,10 @@ class WeightFiles:
         for name, pair in pairs.items():
             adapted = self.tensors.get(name)
             shapes = {kind: list(tensor.shape) for kind, tensor in pair.items()}
+            count = math.prod(adapted.shape[:-2]) if adapted else 1  # of experts
             if adapted is None or shapes != {
-                "A": [rank, adapted.shape[-1]],
-                "B": [adapted.shape[0], rank],
+                "A": [rank * count, adapted.shape[-1]],
+                "B": [adapted.shape[-2], rank * count],
             }:
                 raise ValueError(
                     f"{path.absolute()} adapts {name} by matrices of shapes {shapes}, which the base model "
@@ -203,16 +210,21 @@ class WeightFiles:
     ) -> Tensor:
         """Return the flat elements [start, stop), row-major, of a tensor; all of them by default.
 
-        `quantize` reads a layer's whole matrix as it is after it was quantised so, without adapters.
+        `quantize` reads a layer's whole matrix as it is after it was quantised so, with adapters.
         """
         stored = self.tensors[name]
         if stop is None:
             stop = stored.shape.numel()
         flat = stored.read(start, stop)
-        if quantize != "none" and name.endswith("_proj.weight") and not stored.state:
+        is_matrix = name.removesuffix(".weight").endswith("_proj")
+        if quantize != "none" and is_matrix and not stored.state:
             data = pack(quantize, flat.view(stored.shape))
             flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)
         for a, b, scale in self._updates.get(name, ()):
+            if len(stored.shape) == 3:
+                down, up = (x.read(0, x.shape.numel()).view(x.shape) for x in (a, b))
+                flat = add_expert_adapters(flat, stored.shape, down, up, scale, start)
+                continue
             rank, width = a.shape
             # the rows of B that these elements lie in
             first, last = start // width, -(-stop // width)
@@ -324,7 +336,7 @@ def write_weights(
         files.append(list(shard))
         shard.clear()
 
-    for name, tensor in tensors:
+    for name, tensor in as_stored(tensors):
         if shard and size + tensor.nbytes > max_shard_bytes:
             write_shard()
             size = 0

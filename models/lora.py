@@ -6,7 +6,7 @@ The base with its adapters switched off is the reference of DPO and KTO, so that
 Source: Hu et al. 2021 (2106.09685). The exported files have PEFT's format.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,11 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from models.expert_files import MLP_TARGETS, adapted_experts, is_of_experts, peft_tensor
 from models.folders import ADAPTER_CONFIG
-from models.hf_format import ADAPTER_WEIGHTS, Rounding, add_low_rank, lora_scale
-from models.layers import Linear
+from models.hf_format import ADAPTER_WEIGHTS, add_low_rank, lora_scale
+from models.modules import Linear
+from models.moe import ExpertMatrices
 from ulysses.disk import write_json, write_tensors
 
 ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
@@ -30,7 +32,13 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
 
     Works while the model is created in partitions: no value is drawn here, since InitialWeights provides them.
     """
-    inject_adapter_in_model(_peft_config(config), model)
+    model.requires_grad_(False)
+    experts = [m for m in model.modules() if isinstance(m, ExpertMatrices)]
+    if modules := _module_targets(config, bool(experts)):
+        inject_adapter_in_model(_peft_config(config, target_modules=modules), model)
+    scale = lora_scale(config.rank, config.alpha, config.rslora)
+    for matrices in experts:
+        matrices.add_adapters(adapted_experts(config.targets), config.rank, scale)
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             # our own class, which keeps no view of a gathered weight in the autograd graph
@@ -49,13 +57,17 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
     return model
 
 
+def _module_targets(config: Any, has_experts: bool) -> list[str]:
+    """Return the targets that are modules; beside experts, those of the MLP mean the experts' matrices."""
+    return [t for t in config.targets if not (has_experts and t in MLP_TARGETS)]
+
+
 def _peft_config(config: Any, **options: Any) -> PeftConfig:
     return PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         use_rslora=config.rslora,
         lora_dropout=config.dropout,
-        target_modules=list(config.targets),
         init_lora_weights=False,
         **options,
     )
@@ -75,18 +87,23 @@ def merged(
     weights: Iterable[tuple[str, Tensor]],
     adapters: Mapping[str, Tensor],
     config: Any,
-    rounded: Rounding,
+    rounded: Callable[[Tensor, Tensor], Tensor] = lambda exact, base: exact.to(base.dtype),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under the base model's names with the scaled B A added, in float32, where it belongs.
 
-    The adapters among `weights` are left out; the adapted matrices are copies, `rounded` then.
+    The adapters among `weights` are left out; the adapted matrices are copies, `rounded` then, by default to their own
+    dtype.
     """
     scale = lora_scale(config.rank, config.alpha, config.rslora)
     for name, weight in weights:
         if ".lora_" in name:
             continue
-        stem = name.removesuffix(".base_layer.weight")
-        if stem != name:
+        stem, owner, last = name.removesuffix(".base_layer.weight"), *name.rpartition(".")[::2]
+        if f"{owner}.lora_A.{last}" in adapters:  # all experts' matrices
+            a, b = (adapters[f"{owner}.lora_{k}.{last}"].float() for k in "AB")
+            flat = (weight.float() + scale * (b @ a)).view(-1)
+            weight = rounded(flat, weight.view(-1)).view_as(weight)
+        elif stem != name:
             a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"] for k in "AB")
             flat = add_low_rank(weight.view(-1), a, b, scale)
             weight = rounded(flat, weight.view(-1)).view_as(weight)
@@ -102,7 +119,8 @@ class BasePolicy:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Evaluation mode without gradients and adapters."""
-        layers = [m for m in self.engine.module.modules() if isinstance(m, LoraLayer)]
+        kinds = LoraLayer, ExpertMatrices
+        layers: Any = [m for m in self.engine.module.modules() if isinstance(m, kinds)]
         with self.engine.inference():
             for layer in layers:
                 layer.enable_adapters(False)
@@ -128,9 +146,10 @@ def save_adapters(
     base = config.path if config.init == "pretrained" else None
     if base and Path(base).expanduser().is_dir():
         base = str(Path(base).expanduser().absolute())
+    experts = adapted_experts(config.lora.targets) if any(map(is_of_experts, tensors)) else []
     named = {
         f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": t.contiguous()
-        for name, t in tensors.items()
+        for name, t in (peft_tensor(*item, experts) for item in tensors.items())
     }
     write_tensors(folder / ADAPTER_WEIGHTS, named, format="pt", quantize=config.quantize)
     saved = _peft_config(
@@ -140,6 +159,8 @@ def save_adapters(
         base_model_name_or_path=base,
         revision=config.revision,
         inference_mode=True,
+        target_modules=_module_targets(config.lora, bool(experts)) or None,
+        target_parameters=[f"experts.{name}" for name in experts] or None,
     )
     # PEFT's own writer lists the target modules, a set, in another order each time
     plain = {k: sorted(v) if isinstance(v, set) else v for k, v in saved.to_dict().items()}

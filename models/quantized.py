@@ -13,6 +13,7 @@ A matrix is one parameter of bytes, which ZeRO-3 partitions and gathers like any
 Shapes: S rows, D inputs, F outputs, n = F * D.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,24 +22,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models import fused_triton
-from models.layers import Linear
+from models.modules import Linear
+from models.ops import passes_triton
 
 BLOCK, OUTER = 64, 256  # elements whose largest size is stored; and of these sizes
 FP8, FP8_MOST = torch.float8_e4m3fn, 448.0
 
 
 def packed_parts(kind: str, shape: tuple[int, ...]) -> list[int]:
-    """Return the bytes of codes, of codes of sizes, and of float32 numbers that a matrix [F, D] takes."""
-    n = shape[0] * shape[1]
+    """Return the bytes of codes, of codes of sizes, and of float32 numbers that matrices [..., F, D] take."""
+    n = math.prod(shape)
     if kind == "fp8":
-        return [n, 0, 4 * shape[0]]
+        return [n, 0, 4 * n // shape[-1]]
     blocks = -(-n // BLOCK)
     return [-(-n // 2), blocks, 4 * (1 + 256 - (-blocks // OUTER))]
 
 
 def pack(kind: str, matrix: Tensor) -> Tensor:
-    """Return the bytes of a matrix [F, D], on its device."""
+    """Return the bytes of matrices [..., F, D], on their device."""
+    matrix = matrix.flatten(0, -2)
     if kind == "fp8":
         scale = matrix.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / FP8_MOST
         return join_parts((matrix.float() / scale).to(FP8), matrix.new_empty(0), scale)
@@ -58,10 +60,11 @@ def join_parts(*parts: Tensor) -> Tensor:
 
 
 def unpack(kind: str, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the matrix [F, D] that the bytes stand for."""
+    """Return the matrices [..., F, D] that the bytes stand for."""
     codes, sizes, numbers = split_parts(kind, data, shape)
     if kind == "fp8":
-        return (codes.view(FP8).view(shape).float() * numbers[:, None]).to(dtype)
+        rows = codes.view(FP8).view(-1, shape[-1]).float() * numbers[:, None]
+        return rows.to(dtype).view(shape)
     import bitsandbytes  # noqa: F401 - registers torch.ops.bitsandbytes
 
     ops = torch.ops.bitsandbytes
@@ -80,6 +83,17 @@ def split_parts(kind: str, data: Tensor, shape: tuple[int, ...]) -> tuple[Tensor
     return codes, sizes, numbers.clone().view(torch.float32)
 
 
+def empty_packed(kind: str, shape: tuple[int, ...]) -> Tensor:
+    """Return uninitialised bytes for a matrix, or for several of one shape [N, F, D] as one below the other."""
+    *rows, width = shape
+    size = math.prod(shape)
+    if size % BLOCK:
+        raise ValueError(
+            f"a matrix {math.prod(rows)} x {width} is no whole number of blocks of {BLOCK}"
+        )
+    return torch.empty(sum(packed_parts(kind, shape)), dtype=torch.uint8)
+
+
 class QuantizedLinear(Linear):
     """Multiply rows [S, D] by a frozen matrix of bytes; the bias keeps its dtype.
 
@@ -90,13 +104,7 @@ class QuantizedLinear(Linear):
     def __init__(self, inputs: int, outputs: int, *, bias: bool, kind: str) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.kind = inputs, outputs, kind
-        if inputs * outputs % BLOCK:
-            raise ValueError(
-                f"a matrix {outputs} x {inputs} is no whole number of blocks of {BLOCK}"
-            )
-        size = sum(packed_parts(kind, self.shape))
-        data = torch.empty(size, dtype=torch.uint8)
-        self.weight = nn.Parameter(data, requires_grad=False)
+        self.weight = nn.Parameter(empty_packed(kind, self.shape), requires_grad=False)
         self.register_parameter("bias", nn.Parameter(torch.empty(outputs)) if bias else None)
 
     @property
@@ -144,7 +152,7 @@ def _product(
 ) -> Tensor:
     """Return (rows * before) @ codes * after in bfloat16, the rows rounded to e4m3."""
     flat = rows.reshape(-1, rows.shape[-1])
-    rounded, scale = fused_triton.quantize_rows(flat, before, FP8, FP8_MOST)
+    rounded, scale = passes_triton.quantize_rows(flat, before, FP8, FP8_MOST)
     if after is None:
         after = scale.new_ones(codes.shape[1])
     out = torch._scaled_mm(
@@ -158,6 +166,8 @@ def dense(model: nn.Module, weights: Iterable[tuple[str, Any]]) -> Iterator[tupl
     dtype = next(model.parameters()).dtype
     for name, weight in weights:
         if weight is not None and weight.dtype == torch.uint8:
-            module: Any = model.get_submodule(name.removesuffix(".weight"))
-            weight = unpack(module.kind, weight, module.shape, dtype)
+            owner, _, last = name.rpartition(".")
+            module: Any = model.get_submodule(owner)
+            shape = module.shape if last == "weight" else module.shapes[last]
+            weight = unpack(module.kind, weight, shape, dtype)
         yield name, weight

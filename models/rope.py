@@ -18,18 +18,23 @@ from models.arch import ModelConfig
 
 @functools.cache
 def rope_parameters(
-    config: ModelConfig, device: torch.device | str = "cpu"
+    config: ModelConfig, device: torch.device | str = "cpu", kind: str = "main"
 ) -> tuple[torch.Tensor, float]:
     """Return transformers' float32 inverse frequencies [E/2], scaling included, and the factor of cosine and sine.
+
+    `kind` is the rotary kind of a layer.
 
     Computed on the CPU whatever `device` is, so that every device rotates by the same values, and moved once: a copy
     makes the host wait.
     """
     dim = config.head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    periods = config.rope_theta**exponents
-    frequencies, factor = 1.0 / periods, 1.0
+    theta: float = config.rope_theta
     s: Any = config.rope_scaling
+    if kind == "local":
+        theta, s = config.rope_local_theta or theta, None
+    periods = theta**exponents
+    frequencies, factor = 1.0 / periods, 1.0
     # `stays` is 0 for long waves, whose frequency is divided by the factor, and 1 for short ones
     if s is None:
         pass
@@ -45,7 +50,7 @@ def rope_parameters(
         low, high = (
             dim
             * math.log(s.original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(config.rope_theta))
+            / (2 * math.log(theta))
             for turns in (s.beta_fast or 32, s.beta_slow or 1)
         )
         if s.truncate is not False:
@@ -64,16 +69,27 @@ def rope_parameters(
 
 
 def rotary_table(
-    positions: torch.Tensor, config: ModelConfig
+    positions: torch.Tensor, config: ModelConfig, kind: str = "main"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos, sin), each [S, E/2] float32, for integer positions [S]; once per batch, shared by all layers.
+    """Return (cos, sin), each [S, E/2] float32, for integer positions [S], for the layers of one rotary kind.
 
     Both carry YaRN's attention factor, so that queries and keys do.
     """
-    frequencies, factor = rope_parameters(config, positions.device)
+    frequencies, factor = rope_parameters(config, positions.device, kind)
+    if kind == "none":
+        nothing = frequencies.new_zeros(len(positions), len(frequencies))
+        return nothing + 1, nothing
     angles = positions.to(torch.float64)[:, None] * frequencies.to(torch.float64)[None, :]
     cos, sin = angles.cos(), angles.sin()
     if factor != 1.0:
         cos *= factor
         sin *= factor
     return cos.float(), sin.float()
+
+
+def rotary_tables(
+    positions: torch.Tensor, config: ModelConfig
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the table of every rotary kind of the model's layers; once per batch, shared by all layers of a kind."""
+    kinds = dict.fromkeys(kind.rotary for kind in config.layers)
+    return {kind: rotary_table(positions, config, kind) for kind in kinds}

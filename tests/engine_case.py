@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models.arch import ModelConfig
+from models.arch import Experts, LayerKind, ModelConfig
 from models.decoder import CausalLM, RewardModel
-from models.layers import Linear
 from models.lora import add_adapters
-from models.quantized import QuantizedLinear, packed_parts, unpack
+from models.quantized import packed_parts, unpack
 from tests.harness import run_distributed
 from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader
@@ -36,7 +34,11 @@ SHAPE = ModelConfig.from_hf(
     tiny_config(rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.1)
 )
 # norms of heads that are not D / H wide
-QWEN3 = replace(SHAPE, model_type="qwen3", qk_norm=True, head_dim=12)
+QWEN3 = replace(SHAPE, model_type="qwen3", head_dim=12)
+# most of the experts are chosen by no token
+MOE = replace(
+    QWEN3, model_type="qwen3_moe", moe=Experts(128, 3, 8, True), pattern=(LayerKind(feed_forward="experts"),)
+)  # fmt: skip
 
 
 class ListDataset:
@@ -191,7 +193,9 @@ class Case:
     shape: ModelConfig = SHAPE
     options: dict[str, Any] = field(default_factory=dict)
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ("down_proj",)
     quantize: str = "none"
+    coefficient: float = 0.0  # of the balance loss
     labels: tuple[int, ...] = LABELS
     seed: int = 0  # of the examples
     # sequences of one token, and answers so short that shards hold no trained token
@@ -205,12 +209,10 @@ class Case:
 
     def model(self, mesh: Any, attention: str | None = None) -> nn.Module:
         kind = RewardModel if STAGES[self.stage].reward else CausalLM
-        dense = self.quantize == "none"
-        linear = Linear if dense else partial(QuantizedLinear, kind=self.quantize)
-        how = {"memory": LayerMemory(self.recompute), "linear": linear}
+        how = {"memory": LayerMemory(self.recompute), "quantize": self.quantize}
         made = kind(self.shape, mesh, attention=attention or self.attention, **how)
         if self.lora_rank:
-            targets = ["q_proj", "v_proj", "down_proj"]
+            targets = ["q_proj", "v_proj", *self.lora_targets]
             add_adapters(made, LoraSection(rank=self.lora_rank, targets=targets))
         return made
 
@@ -224,6 +226,7 @@ class Case:
         """
         rate = {"lr": self.lr, "schedule": "constant", "warmup": 0}
         values = {"stage": self.stage, self.stage: self.options, "optimizer": rate}
+        values["model"] = {"router_aux_loss_coefficient": self.coefficient}
         stage = stage_of(check(values | {"run": {"seed": 0}}))
         models = stage.requirements.models
         frozen = {m.role: (FROZEN | others)[m.role](self, mesh) for m in models}
@@ -237,7 +240,8 @@ class StartedAdapters(HostWeights):
     """
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:
-        matrix = name.endswith("_proj.weight") or ".base_layer.weight" in name
+        matrix = name.endswith(("_proj.weight", "_proj", ".base_layer.weight"))
+        matrix = matrix and ".lora_" not in name
         whole = out.is_floating_point() and out.shape == (shape.numel(),)
         if matrix and whole and self.quantize != "none":
             data = torch.empty(sum(packed_parts(self.quantize, shape)), dtype=torch.uint8)
@@ -262,7 +266,9 @@ class CaptureChain(GradientPolicyChain):
 def zero_engine(case: Case, **how: Any) -> tuple[ZeroEngine, ParallelMesh]:
     """Build the case's engine on this rank; all ranks call it together."""
     initialize_distributed()
-    mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
+    mesh = ParallelMesh(
+        case.sp, num_heads=case.shape.num_attention_heads, windows=case.shape.windows
+    )
     given = case.weights(), case.lr
     return trained_engine(lambda: case.model(mesh), *given, dtype=case.dtype, **how), mesh
 

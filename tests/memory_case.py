@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.arch import ModelConfig
+from models.arch import Experts, LayerKind, ModelConfig
 from models.decoder import CausalLM
 from tests.model_folder import init_weights
 from ulysses.memory.levels import LayerMemory
@@ -18,7 +18,10 @@ CONFIG = ModelConfig.from_hf({
     "model_type": "qwen2", "vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
 })  # fmt: skip
-QWEN3 = replace(CONFIG, model_type="qwen3", attention_bias=False, qk_norm=True, head_dim=8)
+QWEN3 = replace(CONFIG, model_type="qwen3", attention_bias=False, head_dim=8)
+MOE = replace(
+    QWEN3, model_type="qwen3_moe", moe=Experts(5, 2, 16, True), pattern=(LayerKind(), LayerKind(feed_forward="experts"))
+)  # fmt: skip
 TILE = 7  # rows of an MLP tile: 26 rows are 4 of them
 
 
@@ -38,6 +41,7 @@ def build(
             parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.data.uniform_(0.5, 2, generator=torch.Generator().manual_seed(len(name)))
+            parameter.data -= float(config.family.centred_norms)
     return model
 
 

@@ -75,13 +75,9 @@ class Formula:
 
     def sft(self) -> tuple[Tensor, dict[str, float]]:
         o, total, count, plain = self.options, 0.0, 0.0, 0.0
-        smoothing, alpha = o.get("label_smoothing", 0.0), o.get("neftune_alpha")
-        for s, index in ((s, e.index) for e in self.examples for s in e.sequences):
-            noise = {}
-            if alpha:
-                s = replace(s, columns={"noise_key": index})
-                noise = {"noise_alpha": alpha, "noise_seed": 0}
-            out, w = self.forward(s, lse=True, mean_logit=True, **noise), self.weights(s)
+        smoothing = o.get("label_smoothing", 0.0)
+        for s in (s for e in self.examples for s in e.sequences):
+            out, w = self.forward(s, lse=True, mean_logit=True), self.weights(s)
             each = -out.logps
             plain = plain + float((each * w).sum())
             if o.get("loss_type") == "dft":
@@ -218,7 +214,7 @@ STAGE_CASES = {
     "sft": StageCase(
         1e-5,
         Formula.sft,
-        every_term={"label_smoothing": 0.1, "z_loss": 0.1, "neftune_alpha": 5.0},
+        every_term={"label_smoothing": 0.1, "z_loss": 0.1},
     ),
     "distill": StageCase(
         1e-5,

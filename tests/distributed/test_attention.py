@@ -28,12 +28,14 @@ def inputs(num_heads, num_kv_heads, total, head_dim=E, dtype=torch.float32):
     return [torch.randn(shape, generator=draw).to(device(), dtype) for shape in shapes]
 
 
-def one_process(num_heads, num_kv_heads, lengths, causal=True, **more):
-    """out, dq, dk, dv in float64, a document at a time."""
+def one_process(num_heads, num_kv_heads, lengths, causal=True, window=None, sink=None, **more):
+    """out, dq, dk, dv in float64, a document at a time, and the sink's gradient."""
     given = inputs(num_heads, num_kv_heads, sum(lengths), **more)
     q, k, v, upstream = (x.double().requires_grad_() for x in given)
-    out = naive(q, k, v, (lengths, lengths), causal, q.shape[-1] ** -0.5)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), upstream)]
+    options = causal, q.shape[-1] ** -0.5, window, sink
+    out = naive(q, k, v, (lengths, lengths), *options)
+    leaves = [q, k, v, *filter(None.__ne__, [sink])]
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
 def packed(lengths, mesh):
@@ -64,7 +66,7 @@ def many_processes(
 
 def compare(got, wanted, tolerance=1e-5):
     """Out, or what was made of it, and the gradients."""
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, wanted):
+    for name, a, b in zip(("out", "dq", "dk", "dv", "dsink"), got, wanted):
         error = float((a.double() - b).norm() / b.norm())
         assert error < tolerance, f"{name} is off by {error:.2e}"
         if tolerance <= 1e-5:
@@ -84,6 +86,69 @@ def test_every_head_count_at_every_degree(sp, kernel, causal):
     results = run_distributed(many_processes, sp, sp, HEADS, RAGGED, kernel, causal)[0]
     for heads, got in zip(HEADS, results):
         compare(got, one_process(*heads, RAGGED, causal=causal))
+
+
+# smaller than documents and shards, equal to one of them, and larger
+WINDOWS = [2, 8, 37, 60, 200]
+
+
+def sink_of(heads):
+    return torch.linspace(-2, 2, heads, dtype=torch.float64, device=device())
+
+
+def with_windows(sp, cases):
+    """Windows of an instance, without and with a sink, and the sink's gradient summed over the group."""
+    results = []
+    for heads, window, has_sink in cases:
+        mesh = ParallelMesh(sp, num_heads=heads[0], windows=(window, None, window))
+        batch, indices = packed(RAGGED, mesh)
+        whole = inputs(*heads, sum(RAGGED), dtype=torch.float64)
+        *leaves, upstream = (
+            torch.cat([x, x.new_ones(sp, *x.shape[1:])])[indices] for x in whole
+        )
+        upstream = upstream * (batch.sequence_ids < len(RAGGED))[:, None, None]
+        sink = sink_of(heads[0]) if has_sink else None
+        leaves += [sink] * has_sink
+        for leaf in leaves:
+            leaf.requires_grad_()
+        attention = UlyssesAttention(mesh, *heads, E, window=window)
+        out = attention(*leaves[:3], plan=batch.attention_plan, sink=sink)
+        grads = torch.autograd.grad(out, leaves, upstream)
+        found = [gather_tokens(x.detach(), batch) for x in (out, *grads[:3])]
+        if has_sink:
+            total = grads[3].clone()
+            if mesh.sp_group is not None:
+                dist.all_reduce(total, group=mesh.sp_group)
+            found.append(total)
+        results.append(found)
+    return results
+
+
+@pytest.mark.parametrize("world, sp", [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)])
+def test_windows_and_sinks_at_every_degree(world, sp):
+    """Heads that the degree divides, and heads for which rows are split two, three and four ways."""
+    cases = list(product([(4, 2), (3, 1), (14, 2)], WINDOWS, [False, True]))
+    cases.append(((4, 2), None, True))
+    for (heads, window, has_sink), got in zip(
+        cases, run_distributed(with_windows, world, sp, cases)[0]
+    ):
+        sink = sink_of(heads[0]).requires_grad_() if has_sink else None
+        more = {"window": window, "sink": sink, "dtype": torch.float64}
+        compare(got, one_process(*heads, RAGGED, **more), 1e-11)
+
+
+def test_a_call_may_have_another_window_and_scale_than_its_module():
+    q, k, v, _ = inputs(4, 2, 30, dtype=torch.float64)
+    cu, module = torch.tensor([0, 21, 30]), UlyssesAttention(None, 4, 2, E, window=3)
+    calls = [(3, None), (5, None), (None, 0.7)]
+    for window, scale in calls:
+        wanted = naive(q, k, v, ([21, 9],) * 2, True, scale or E**-0.5, window or 3)
+        found = module(q, k, v, cu, window=window, softmax_scale=scale)
+        torch.testing.assert_close(found, wanted)
+        alone = UlyssesAttention(None, 4, 2, E, window=window or 3, softmax_scale=scale)
+        assert torch.equal(alone(q, k, v, cu), found)
+        dense = alone(*(x[None, :21] for x in (q, k, v)))
+        torch.testing.assert_close(dense[0], wanted[:21])
 
 
 def every_kernel(sp, heads, head_dim):
@@ -198,6 +263,14 @@ def test_wrong_inputs_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             attention(*given)
+    with pytest.raises(
+        ValueError, match="window is 4 but causal is False; .* leave one of them"
+    ):
+        attention(q, k, k, whole, window=4, causal=False)
+    with pytest.raises(
+        ValueError, match="window is 0 but a token sees at least itself; set it"
+    ):
+        UlyssesAttention(None, 4, 2, E, window=0)
     with pytest.raises(ValueError, match="num_kv_heads is 3 but must divide the 4 query heads"):
         UlyssesAttention(None, 4, 3, E)
     with pytest.raises(ValueError, match="kernel 'flash' is unknown; set auto, flash4, cudnn"):

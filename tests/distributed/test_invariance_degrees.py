@@ -15,7 +15,7 @@ import torch
 
 from models.arch import RopeScaling
 from tests.distributed.test_invariance_stages import check
-from tests.engine_case import QWEN3, SHAPE, Case
+from tests.engine_case import MOE, QWEN3, SHAPE, Case
 from tests.harness import device, full, run_distributed
 from tests.model_folder import init_weights
 from tests.shuffled_loader import ShuffledLoader
@@ -96,6 +96,26 @@ def test_norms_of_heads_and_yarn(
         rope_scaling=RopeScaling("yarn", 4.0, 16),
     )
     check(Case(stage, sp=sp, recompute=level, shape=shape, packing_seed=1), world)
+
+
+@pytest.mark.parametrize(
+    "stage, world, sp, level",
+    [
+        ("sft", 1, 1, "none"),
+        ("dpo", 2, 2, "keep_attention"),
+        ("sft", 3, 3, "block"),
+        ("kto", 4, 2, "none"),
+        ("sft", 4, 4, "pair"),
+        ("rm", 2, 2, "block"),
+        ("distill", 2, 2, "none"),
+        *full(("pt", 2, 1, "keep_attention")),
+    ],
+)
+def test_experts(stage: str, world: int, sp: int, level: str) -> None:
+    """Of 128 experts of a layer most get no token."""
+    options = STAGE_CASES[stage].options
+    case = Case(stage, sp=sp, recompute=level, shape=MOE, packing_seed=1, options=options)
+    check(case, world)
 
 
 @pytest.mark.full

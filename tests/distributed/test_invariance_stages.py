@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from models.arch import RopeScaling
+from models.arch import ModelConfig, RopeScaling
 from tests.distributed.test_invariance import SAMPLED
 from tests.engine_case import SHAPE, Case, evaluated, run_case, trained
+from tests.family_case import FAMILIES
 from tests.harness import full, need_gpus, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import COMPARED, STAGE_CASES, compared, formula
@@ -56,6 +57,28 @@ def test_yarn(stage, world, sp, recompute) -> None:
     check(Case(stage, sp=sp, shape=shape, recompute=recompute, packing_seed=1), world)
 
 
+# every family, and every stage under windows: with rows that are split (3 heads) and without, and their memory levels
+FAMILY_CASES = [
+    *((name, "sft" if place % 2 else "dpo", 2, 2, 3) for place, name in enumerate(FAMILIES)),
+    *(("gemma3", stage, 4, 4, 3) for stage in COMPARED),
+    ("gemma3", "dpo", 4, 2, 4),
+    ("smollm3", "kto", 4, 4, 4),
+]
+
+
+@pytest.mark.parametrize("family, stage, world, sp, heads", FAMILY_CASES)
+def test_families(family, stage, world, sp, heads) -> None:
+    changes = {
+        "num_attention_heads": heads,
+        "head_dim": 8,
+        "initializer_range": 0.1,
+        "vocab_size": 97,
+    }
+    raw = FAMILIES[family] | changes | {"num_key_value_heads": 1 if heads % 2 else 2}
+    case = Case(stage, sp=sp, shape=ModelConfig.from_hf(raw), recompute="keep_attention")
+    check(replace(case, options=STAGE_CASES[stage].options, packing_seed=1), world)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("world, sp, budget, seed", FULL)
 @pytest.mark.parametrize("stage, options", STAGES, ids=[s for s, _ in STAGES])
@@ -72,7 +95,6 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
         ("dpo", {"ld_alpha": 0.3}),
         ("dpo", {"loss_type": "orpo", "sft_weight": 0.3}),
         ("dpo", {"loss_type": ["ipo", "aot"], "loss_weights": [0.8, 0.2], "sft_weight": 1.0}),
-        ("sft", {"neftune_alpha": 5.0}),
         ("distill", {"teacher": "some/teacher", "jsd_beta": 1.0, "temperature": 0.7}),
         *full(
             ("dpo", {"loss_type": "aot", "label_smoothing": 0.1}),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.half_blocks import stacked
+from models.ops.linear import stacked
 from tests.engine_case import SHAPE, Case, build_trainer, trained, zero_engine
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients

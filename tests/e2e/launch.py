@@ -204,6 +204,10 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # A model of a few thousand weights. Three layers are the fewest of which DeepSpeed still gathers some ahead when an
 # evaluation ends.
 SIZE = "--model.config.hidden_size 32 --model.config.intermediate_size 64 --model.config.num_hidden_layers 3"
+EXPERTS = """
+--model.config.model_type qwen3_moe --model.config.num_experts 4 --model.config.num_experts_per_tok 2
+--model.config.moe_intermediate_size 32 --model.config.head_dim 16
+"""
 TINY = """
 --run.steps 5 --run.eval_every 0 --batch.examples 8 --batch.tokens_per_microbatch 512 --data.eval []
 --data.max_length 256 --parallel.sequence_parallel_size 1

@@ -29,6 +29,17 @@ COUNTS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+}
+NAMED_ONLY = {  # without their config.json texts
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo3-7b": 7_298_011_136,
+    "smollm3-3b": 3_075_098_624,
+    "granite3.1-8b": 8_170_848_256,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168,
 }
 WITHOUT_A_NAME = {  # load from their folders only
     "llama3.3-70b-instruct": 70_553_706_496,
@@ -53,6 +64,11 @@ def test_published_text_builds_with_the_published_count(name: str, count: int) -
     assert sum(p.numel() for p in model.parameters()) == count_parameters(config) == count
     if name in COUNTS:
         assert ARCHITECTURES[name] == config
+
+
+@pytest.mark.parametrize(("name", "count"), NAMED_ONLY.items())
+def test_a_name_has_the_published_count(name: str, count: int) -> None:
+    assert count_parameters(ARCHITECTURES[name]) == count
 
 
 def test_reward_model_count() -> None:

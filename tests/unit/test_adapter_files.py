@@ -16,12 +16,13 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
-from models.lora import add_adapters, is_adapter, save_adapters
-from models.quantized import pack, unpack
+from models.lora import add_adapters, base_name, is_adapter, save_adapters
+from models.quantized import dense, pack, unpack
 from tests.model_folder import tiny_config, write_model
 from ulysses import export
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.disk import write_json
+from ulysses.run.build import InitialWeights
 
 SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=64, hidden_size=16))
 
@@ -218,3 +219,74 @@ save_adapters(Path(sys.argv[1]), {{"model.q_proj.lora_A.default.weight": torch.o
     )
     assert len(first) == 2 and all(found == first for found in others)
     assert load_file(tmp_path / "0/adapter_model.safetensors")
+
+
+MOE = ModelConfig.from_hf(
+    tiny_config(
+        model_type="qwen3_moe", vocab_size=64, hidden_size=16, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, norm_topk_prob=True,
+    )
+)  # fmt: skip
+EXPERTS = ("gate_proj", "up_proj"), ("down_proj",), ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("targets", EXPERTS, ids=" ".join)
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, merge):
+    """Logits and gradients equal those of PEFT on the same base, and PEFT loads what is exported."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from tests.parity.test_model_parity import batch_of
+
+    base = tmp_path / "base"
+    write_model(base, MOE)
+    lora = LoraSection(rank=4, alpha=8.0, targets=["q_proj", *targets])
+    model, draw = CausalLM(MOE, quantize=kind), torch.Generator().manual_seed(0)
+    folder = write_adapters(
+        tmp_path / "adapter",
+        base,
+        model,
+        lora,
+        partial(torch.nn.init.normal_, std=0.3, generator=draw),
+    )
+    weights = InitialWeights(MOE, 0, base, kind)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".lora_" not in name:
+                weights.fill(name, p.shape, 0, p.view(-1))
+    row = torch.randint(64, (40,), generator=draw)
+    theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs.load_state_dict(
+        dict(
+            dense(
+                CausalLM(MOE, quantize=kind),
+                ((base_name(n), p) for n, p in model.named_parameters() if ".lora_" not in n),
+            )
+        )
+    )
+    theirs = PeftModel.from_pretrained(theirs, folder, is_trainable=True)
+    logps = theirs(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
+    own = model(batch_of([row])).logps[:-1]
+    assert_close(own, logps, rtol=1e-5, atol=1e-5)
+    own.square().sum().backward()
+    logps.square().sum().backward()
+    found = {n: p.grad for n, p in model.named_parameters() if is_adapter(n)}
+    (gradients := tmp_path / "gradients").mkdir()
+    save_adapters(
+        gradients,
+        found,
+        ModelSection(path=str(base), lora=lora),
+        reward=False,
+    )
+    found = load_file(gradients / "adapter_model.safetensors")
+    wanted = {
+        n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if "lora_" in n
+    }
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        assert (gradient - wanted[name]).norm() < 1e-5 * wanted[name].norm(), name
+    merge(folder, 0)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    if kind == "none":
+        assert_close(merged(row[None]).logits, theirs(row[None]).logits, rtol=1e-4, atol=1e-4)

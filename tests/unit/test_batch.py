@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from models.decoder import embedding_noise
 from tests.unit.test_layout import simulated_mesh
 from ulysses.parallel import (
     ParallelMesh,
@@ -15,7 +14,6 @@ from ulysses.parallel import (
     pack_shard,
     segment_sums,
     sequence_last,
-    share_prefix,
 )
 
 LENGTHS = [5, 1, 37, 1, 1, 60, 13]
@@ -136,23 +134,3 @@ def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
 def test_bad_sequences_and_packs_are_refused(first, message):
     with pytest.raises(ValueError, match=message):
         pack_shard([Sequence(*first), Sequence([1, 2], [0, 1])], ParallelMesh())
-
-
-def test_neftunes_noise_of_an_answer_counts_the_prompt_that_it_shares():
-    """Answers of 20 and 5 tokens to a prompt of 100: their own rows have the noise that they have alone."""
-    whole = [
-        Sequence(
-            [*range(100), *[200 + size] * size], [0] * 100 + [1] * size, columns={"noise_key": 7 + size}
-        )
-        for size in (20, 5)
-    ]  # fmt: skip
-
-    def noise(sequences):
-        batch = pack_shard(sequences, ParallelMesh())
-        return batch.sequence_ids, embedding_noise(batch, 16, 5.0, seed=3)
-
-    ids, found = noise(share_prefix(whole))
-    for place, alone in enumerate(whole):
-        own = found[ids == place]
-        assert torch.equal(own, noise([alone])[1][-len(own) :])
-    assert len(found) == 126  # the last token of the prompt predicts, and is in both

@@ -49,6 +49,18 @@ def test_micro_batches_run_at_the_same_time_with_similar_cost():
     assert costs.sum(axis=1).max() / costs.sum(axis=1).mean() < 1.03
 
 
+def test_a_long_document_costs_less_under_windows():
+    """It is alone where every layer sees all of it; with windows its cost grows with its length."""
+    lengths, windows = [1000, *[10] * 140], (20,) * 5
+    assert sequence_cost(1000, 0, 100.0, windows) == 1000 + (2 * 1000 * 20 - 20**2) / 100
+    dataset = dataset_of(*zip(lengths))
+    more = {"tokens_per_microbatch": 2000, "data_parallel_size": 2, "attention_length": 100.0}
+    for how, others in (((), 0), (windows, 7)):
+        loader = StepLoader(dataset, 141, windows=how, **more)
+        (found,) = loader.micro_batches(dataset, list(range(141)))
+        assert len(found) == 1 + others
+
+
 def dataset_of(*lengths):
     """A dataset of examples whose sequences have these lengths."""
     return ListDataset(

@@ -4,15 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.fused import activate, activate_backward, rms_norm, rms_norm_backward, rotate_pair
-from models.half_blocks import (
-    FeedForwardNode,
-    ProjectNode,
-    feed_forward_gradients,
-    mlp,
-    stacked,
-)
-from ulysses.memory.tiling import add_by_tiles
+from models.ops.activation import ACTIVATIONS, activate, activate_backward
+from models.ops.experts import ExpertsNode, ExpertStacks, SparseMLP, Stack, route
+from models.ops.gated_mlp import GatedMLP
+from models.ops.linear import stacked
+from models.ops.norm import NormNode, NormRule, rms_norm, rms_norm_backward
+from models.ops.project import ProjectNode
+from models.ops.rotary import rotate_pair
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 each_device = pytest.mark.parametrize("device", ["cpu", GPU])
@@ -20,6 +18,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 apart_and_together = pytest.mark.parametrize(
     "together", [False, True], ids=["apart", "together"]
 )
+RULE = NormRule(1e-5)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 
 
@@ -74,11 +73,11 @@ def normalised(x, weight):
 def test_norm_gradient(device, dtype, shape):
     x, grad, residual, weight = draw(shape, shape, shape, shape[1:], dtype=dtype, device=device)
     exact, grad_x, grad_w = in_float64(normalised, (x, weight), grad)
-    near(rms_norm(x, weight, 1e-5), exact, dtype)
-    mine_x, mine_w = rms_norm_backward(grad.clone(), x, weight, 1e-5)
+    near(rms_norm(x, weight, RULE), exact, dtype)
+    mine_x, mine_w = rms_norm_backward(grad.clone(), x, weight, RULE)
     near(mine_x, grad_x, dtype)
     near(mine_w, grad_w, dtype, torch.promote_types(dtype, torch.float32))
-    mine_x, _ = rms_norm_backward(grad, x, weight, 1e-5, residual)
+    mine_x, _ = rms_norm_backward(grad, x, weight, RULE, residual)
     near(mine_x, grad_x + residual.double(), dtype)
 
 
@@ -124,7 +123,7 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
 
     wanted = in_float64(exact, inputs, *grads)
     x, *weights = (t.requires_grad_() for t in inputs)
-    found = ProjectNode.apply(x, cos, sin, width, 1e-5, *weights)
+    found = ProjectNode.apply(x, cos, sin, width, RULE, *weights)
     factor = 2.0 if dtype == torch.float32 else 4.0  # several roundings in a row
     all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
@@ -132,33 +131,92 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
 @each_device
 @each_dtype
 @pytest.mark.parametrize("tile", [40, 16])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("factor_of_sum", [1.0, 0.22])
 @apart_and_together
-def test_feed_forward_half(device, dtype, tile, together):
+def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
     # not whole blocks of the kernels
-    shapes = [(40, 32)] * 2 + [(32,), (97, 32), (97, 32), (32, 97)]
+    shapes = [(40, 32)] * 2 + [(32,), (97, 32), (97, 32), (32, 97), (32,)]
     grad, *inputs = draw(*shapes, dtype=dtype, device=device)
     if together:
         inputs[2:4] = neighbours(*inputs[2:4])
     assert len(stacked(inputs[2:4])) == (1 if together else 2)
 
-    def half(v, norm, gate, up, down):
+    def half(v, norm, gate, up, down, *after):
         rows = normalised(v, norm)
-        return v + (F.silu(rows @ gate.t()) * (rows @ up.t())) @ down.t()
+        product = (ACTIVATIONS[kind](rows @ gate.t()) * (rows @ up.t())) @ down.t()
+        return v + factor_of_sum * (normalised(product, *after) if after else product)
+
+    for given in (inputs, inputs[:-1]):  # with a norm after it, and without
+        exact, *exact_grads = in_float64(half, given, grad)
+        x, *weights = (t.detach().requires_grad_() for t in given)
+        after = weights[4] if len(weights) == 5 else None
+        fused = GatedMLP(*weights[:4], after, RULE, kind, factor_of_sum)
+        out = fused.add(x)
+        factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
+        for found in (out, fused.add_tiles(x, tile)):
+            near(found, exact, dtype, factor=factor)
+        all_near(torch.autograd.grad(out, [x, *weights], grad), exact_grads, dtype, factor)
+        grad_x, found = fused.gradients(x, grad, tile)
+        all_near((grad_x, *found), exact_grads, dtype, factor)
+        for frozen in (weights[0], *weights[2:]):
+            frozen.requires_grad_(False)
+        _, (of_gate,) = fused.gradients(x, grad, tile)
+        near(of_gate, exact_grads[2], dtype, factor=factor)
+
+
+class NoRecord:
+    """Notes nothing."""
+
+    def note(self, *_):
+        pass
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("tile", [40, 16])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_experts_half(device, dtype, tile, normalise):
+    """Six experts of which one gets no row; the router's margins are larger than rounding."""
+    shapes = (40, 32), (40, 32), (32,), (6, 32), (6, 48, 32), (6, 32, 24)
+    grad, *inputs = draw(*shapes, dtype=dtype, device=device)
+    with torch.no_grad():
+        inputs[2][5] = 0
+        # every row prefers two of the first five clearly
+        inputs[2][:5, :5] = torch.eye(5) * 40
+        inputs[0][:, :5] = torch.stack([torch.randperm(5) for _ in range(40)]).add(1).to(dtype)
+    inputs[1].fill_(1.0)
+
+    def half(v, norm, router, gate_up, down):
+        x = normalised(v, norm)
+        p = (x @ router.t()).softmax(-1)
+        weights, chosen = p.topk(2)
+        if normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        gate, up = torch.einsum("sd,nfd->snf", x, gate_up).chunk(2, -1)
+        every = torch.einsum("snf,ndf->snd", F.silu(gate) * up, down)
+        mine = every.gather(1, chosen[..., None].expand(-1, -1, v.shape[1]))
+        return v + (weights[..., None] * mine).sum(1)
 
     exact, *exact_grads = in_float64(half, inputs, grad)
-    x, *weights = (t.requires_grad_() for t in inputs)
-    w = *weights, 1e-5
-    out = FeedForwardNode.apply(x, *w)
-    factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
-    for found in (out, add_by_tiles(lambda rows: mlp(rows, *w)[-1], x, tile)):
+    x, norm, router, *matrices = (t.requires_grad_() for t in inputs)
+    stacks = ExpertStacks(*map(Stack, matrices), 6, matrices)
+    fused = SparseMLP(norm, router, stacks, RULE, 2, normalise, NoRecord(), 0)
+    rows = NormNode.apply(x, norm, RULE)
+    chosen = route(rows, router, 2, normalise)[:2]
+    out = x + ExpertsNode.apply(rows, *chosen, stacks, *matrices)
+    factor = 1.0 if dtype == torch.float32 else 4.0
+    with torch.no_grad():
+        in_tiles = fused.add_tiles(x, tile)
+    for found in (out, in_tiles):
         near(found, exact, dtype, factor=factor)
-    all_near(torch.autograd.grad(out, inputs, grad), exact_grads, dtype, factor)
-    all_near(feed_forward_gradients(x, grad, w, tile), exact_grads, dtype, factor)
-    for frozen in (weights[0], *weights[2:]):
-        frozen.requires_grad_(False)
-    _, *found = feed_forward_gradients(x, grad, w, tile)
-    near(found.pop(1), exact_grads[2], dtype, factor=factor)
-    assert not any(g is not None for g in found)
+    of_rows, of_weights = fused.gradients(x, grad, tile)
+    found = torch.autograd.grad(out, inputs, grad), (of_rows, *of_weights)
+    for mine, want in (pair for each in found for pair in zip(each, exact_grads)):
+        least = 1e-2 * exact_grads[0].norm()
+        error = (mine.double() - want).norm() / max(want.norm(), least)
+        assert error < 4 * factor * TOLERANCE[dtype]
+    assert not of_weights[2][5].any()
 
 
 @pytest.mark.gpu
@@ -170,8 +228,8 @@ def test_kernels_run_where_the_current_device_is_another():
         x, up, grad, weight = (tensor.to(device) for tensor in drawn)
         q, angles = x.view(40, 2, 48), up[:, :24]
         found = (
-            rms_norm(x, weight, 1e-5),
-            rms_norm_backward(grad.clone(), x, weight, 1e-5)[0],
+            rms_norm(x, weight, RULE),
+            rms_norm_backward(grad.clone(), x, weight, RULE)[0],
             activate(x, up),
             *activate_backward(grad, x, up),
             *rotate_pair(q, q, angles.cos(), angles.sin()),
@@ -198,8 +256,8 @@ def test_more_than_two_to_the_31_elements():
     )
     del whole
     weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
-    assert torch.equal(rms_norm(x, weight, 1e-5)[tail], rms_norm(x[tail], weight, 1e-5))
-    grad_x, _ = rms_norm_backward(x.clone(), x, weight, 1e-5)
+    assert torch.equal(rms_norm(x, weight, RULE)[tail], rms_norm(x[tail], weight, RULE))
+    grad_x, _ = rms_norm_backward(x.clone(), x, weight, RULE)
     assert torch.equal(
-        grad_x[tail], rms_norm_backward(x[tail].clone(), x[tail], weight, 1e-5)[0]
+        grad_x[tail], rms_norm_backward(x[tail].clone(), x[tail], weight, RULE)[0]
     )

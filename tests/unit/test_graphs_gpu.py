@@ -22,7 +22,14 @@ SHAPE = ModelConfig.from_hf(
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": true
 }""")
 )
-QWEN3 = replace(SHAPE, model_type="qwen3", attention_bias=False, qk_norm=True)
+QWEN3 = replace(SHAPE, model_type="qwen3", attention_bias=False)
+# windows shorter than most documents, norms after both halves, tanh-GELU
+GEMMA = ModelConfig.from_hf(
+    SHAPE.to_hf()
+    | {"model_type": "gemma3_text", "sliding_window": 50, "query_pre_attn_scalar": 64}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_act": None}
+    | {"hidden_activation": None, "rope_parameters": None}
+)
 
 
 def pack(*lengths, seed=0):
@@ -58,7 +65,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [SHAPE, QWEN3], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize("shape", [SHAPE, QWEN3, GEMMA], ids=["qwen2", "qwen3", "gemma3"])
 def test_packs_of_many_sizes_weights_that_change_and_passes_in_between(shape):
     graphs, plain = model(shape, True), model(shape, False)
     layers = graphs.model.graphs

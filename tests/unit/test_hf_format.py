@@ -22,7 +22,13 @@ from models.folders import read_config, resolve_model
 from models.hf_format import WeightFiles, write_weights
 from tests.model_folder import tiny_config, write_model
 
-TINY = tiny_config(vocab_size=64, hidden_size=16)
+TINY = tiny_config(
+    vocab_size=64,
+    hidden_size=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+)
 
 
 def write(folder, tensors, **options):
@@ -88,6 +94,15 @@ def test_model_survives_both_directions_bit_by_bit(tmp_path):
         files.check({name: p.shape for name, p in model.named_parameters()})
         for name, parameter in model.named_parameters():
             assert torch.equal(files.read(name), parameter.view(-1)), name
+            part = slice(5, parameter.numel() - 7)
+            assert torch.equal(
+                files.read(name, part.start, part.stop), parameter.view(-1)[part]
+            )
+        # experts that are stored as the model holds them
+        (fused := tmp_path / f"{kind}-fused").mkdir()
+        save_file(dict(model.named_parameters()), fused / "model.safetensors")
+        fused = WeightFiles(fused)
+        assert all(torch.equal(fused.read(n), files.read(n)) for n in fused.tensors)
 
 
 # entries of a header that point out of the file or say what cannot be

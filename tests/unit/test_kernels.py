@@ -31,16 +31,22 @@ def torch_switch():
     torch.use_deterministic_algorithms(False)
 
 
-def naive(q, k, v, lengths, causal, scale):
-    """Unfused attention, one document at a time, whole score matrices."""
+def naive(q, k, v, lengths, causal, scale, window=None, sink=None):
+    """Unfused attention, one document at a time, whole score matrices; the mask is transformers' sliding_window."""
     outs, group = [], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1).split(lengths[1]) for x in (k, v))
     for query, key, value in zip(q.split(lengths[0]), k, v):
         scores = torch.einsum("qhe,khe->hqk", query, key) * scale
         if causal:
-            hidden = torch.ones_like(scores).triu(1 + len(key) - len(query))
-            scores = scores.masked_fill(hidden.bool(), -torch.inf)
-        outs.append(torch.einsum("hqk,khe->qhe", scores.softmax(-1), value))
+            q_idx = torch.arange(len(key) - len(query), len(key))[:, None]
+            kv_idx = torch.arange(len(key))
+            seen = (kv_idx <= q_idx) & (kv_idx > q_idx - (window or len(key)))
+            scores = scores.masked_fill(~seen, -torch.inf)
+        if sink is not None:
+            extra = sink[:, None, None].expand(-1, len(query), 1)
+            scores = torch.cat([scores, extra], -1)
+        weights = scores.softmax(-1)[..., : len(key)]
+        outs.append(torch.einsum("hqk,khe->qhe", weights, value))
     return torch.cat(outs)
 
 
@@ -58,12 +64,14 @@ def attended(kernel, upstream, inputs, packed):
 def assert_near(kernel, found, wanted, tolerance):
     for name, *both in zip(("out", "dq", "dk", "dv"), found, wanted):
         got, want = (x.cpu().double() for x in both)
-        error = (got - want).norm() / want.norm()
+        error = (got - want).norm() / (want.norm() or 1)  # under a window of 1 dq is 0
         assert error < tolerance, f"{kernel} {name}: {error:.2e}"
 
 
-def check(kernel, device, dtype, lengths, heads, head_dim, causal=True, short=False):
-    options, packed = (causal, 0.3), segments(lengths, device)
+def check(
+    kernel, device, dtype, lengths, heads, head_dim, causal=True, short=False, window=None
+):
+    options, packed = (causal, 0.3, window), segments(lengths, device)
     if short:  # one tensor for queries and keys, as plans have it
         packed = packed._replace(cu_k=packed.cu_q)
     rows, keys = map(sum, lengths)
@@ -88,6 +96,26 @@ def check(kernel, device, dtype, lengths, heads, head_dim, causal=True, short=Fa
 @pytest.mark.parametrize("kernel", ["reference", "torch"])
 def test_kernel_equals_plain_attention_on_cpu(kernel, dtype, heads, pack, causal):
     check(kernel, "cpu", dtype, PACKS[pack], heads, head_dim=8, causal=causal)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 64, 129, 130, 500])
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("kernel", ["reference", "torch"])
+def test_a_query_sees_itself_and_the_tokens_of_its_window(kernel, pack, window):
+    check(kernel, "cpu", torch.float64, PACKS[pack], (6, 2), head_dim=8, window=window)
+
+
+@pytest.mark.parametrize("window", [3, 70])
+def test_reference_tiles_meet_the_keys_of_their_windows_alone(monkeypatch, window):
+    monkeypatch.setattr(kernels_document, "LEAST_ROWS", 16)
+    shapes, plain = [], kernels_document._to_groups
+    monkeypatch.setattr(
+        kernels_document,
+        "_to_groups",
+        lambda x, key: shapes.append(x.shape[2]) or plain(x, key),
+    )
+    check("reference", "cpu", torch.float64, PACKS["ragged"], (6, 2), 8, window=window)
+    assert max(shapes) == max(16, window)
 
 
 @pytest.mark.parametrize("pack", ["short", "late rows"])
@@ -123,6 +151,37 @@ def test_kernel_equals_plain_attention_on_gpu(kernel, heads, head_dim, pack, cau
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_wide_heads_on_gpu(kernel, head_dim, pack, causal):
+    need(kernel)
+    check(kernel, "cuda", torch.bfloat16, PACKS[pack], (8, 2), head_dim, causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 2, 64, 129, 500])
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("head_dim, heads", [(64, (8, 2)), (128, (7, 1)), (256, (4, 1))])
+@pytest.mark.parametrize("kernel", kernels.VARLEN)
+def test_windows_on_gpu(kernel, head_dim, heads, pack, window):
+    need(kernel)
+    check(kernel, "cuda", torch.bfloat16, PACKS[pack], heads, head_dim, window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1000, 4096])
+@pytest.mark.parametrize(
+    "head_dim, heads", [(64, (4, 1)), (128, (4, 1)), (192, (2, 1)), (256, (2, 1))]
+)
+def test_one_long_document_on_gpu(head_dim, heads, window):
+    """It has a form of its own in flash4, and at head dim 256 the backward pass is cuDNN's."""
+    need("flash4")
+    lengths = [kernels.ONE_DOCUMENT + 65]
+    check("flash4", "cuda", torch.bfloat16, (lengths,) * 2, heads, head_dim, window=window)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [32, 64])
 @pytest.mark.parametrize("heads", [(4, 4), (7, 1), (8, 2)])
 @pytest.mark.parametrize("kernel", kernels.VARLEN)
@@ -143,25 +202,33 @@ def test_prefixes_and_longer_documents_are_left_to_other_kernels():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 40, 64, 80, 96, 128, 192, 256])
 def test_what_auto_takes_for_any_head_dim_is_right(head_dim):
-    prove_kernel("auto", torch.device("cuda"), torch.bfloat16, 7, 1, head_dim)
+    given = torch.bfloat16, 7, 1, head_dim
+    prove_kernel("auto", torch.device("cuda"), *given, windows=(None, 128, 4096))
 
 
 @pytest.mark.parametrize(
     "name, factors",
     [("query", (1.03, 1, 1)), ("key", (1, torch.nan, 1)), ("value", (1, 1, 1.03))],
 )
-def test_a_wrong_gradient_is_refused_by_name(monkeypatch, name, factors):
+@pytest.mark.parametrize("window", [None, 4096])
+def test_a_wrong_gradient_is_refused_by_name(monkeypatch, name, factors, window):
     right = KERNELS["torch"]
 
-    def wrong(*arguments):
-        return [g * factor for g, factor in zip(right.backward(*arguments), factors)]
+    def wrong(dout, inputs, *more):
+        """Wrong under a window alone, or without one alone."""
+        grads = right.backward(dout, inputs, *more)
+        if (inputs.window is None) != (window is None):
+            return grads
+        return [g * factor for g, factor in zip(grads, factors)]
 
     monkeypatch.setitem(KERNELS, "torch", right._replace(backward=wrong))
     message = f"torch gives a wrong {name} gradient on cpu: .*; set model.attention to another"
+    given = "torch", torch.device("cpu"), torch.bfloat16, 4, 2, 16
     with pytest.raises(FloatingPointError, match=message):
-        prove_kernel("torch", torch.device("cpu"), torch.bfloat16, 4, 2, 16)
+        prove_kernel(*given, windows=(window, None))
+    prove_kernel(*given, windows=() if window is None else (None,))
 
 
 @pytest.mark.gpu
@@ -209,7 +276,8 @@ def choice(name="auto", device="cuda", dtype=torch.bfloat16, head_dim=64, **more
     return resolve_kernel(name, device, dtype, head_dim, **more)
 
 
-def machine_without(monkeypatch, *absent):
+def machine_without(monkeypatch, *absent, capability=kernels.HOPPER):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
     monkeypatch.setattr(
         kernels, "why_missing", lambda name, device: "absent" if name in absent else None
     )
@@ -246,11 +314,16 @@ def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypat
     machine_without(monkeypatch)
     assert choice() == ("flash4", "fastest for bfloat16, head dim 64")
     assert choice(documents=1).name == "flash4"
-    assert [choice(head_dim=e).name for e in (16, 256)] == ["torch"] * 2
+    assert [choice(head_dim=e).name for e in (16, 192, 256)] == ["torch", "flash4", "flash4"]
+    assert choice(window=4096).name == "flash4"
     assert choice(dtype=torch.float32).name == "reference"
     machine_without(monkeypatch, "flash4")
     found = [choice(documents=n).name for n in (1, 2, 3, None)]
     assert found == ["cudnn", "cudnn", "torch", "torch"]
+    name, reason = choice(documents=1, window=4096)
+    assert name == "torch" and "cudnn has no sliding window" in reason
+    machine_without(monkeypatch, capability=10)
+    assert choice(head_dim=256, documents=1).name == "torch"
 
 
 @pytest.mark.parametrize(
@@ -266,8 +339,12 @@ def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypat
         ),
         ({"name": "flash3"}, "'flash3' is unknown; set auto, flash4, cudnn, torch, reference"),
         ({"name": "flash4", "dtype": torch.float32}, "flash4 needs float16 or bfloat16"),
-        ({"name": "cudnn", "head_dim": 256}, "a multiple of 8 and at most 128"),
-        ({"name": "flash4", "head_dim": 96}, "for head dims 32, 64, 128"),
+        ({"name": "cudnn", "head_dim": 264}, "a multiple of 8 and at most 256"),
+        (
+            {"name": "cudnn", "window": 128},
+            "cudnn has no sliding window, .* of 128 tokens; set",
+        ),
+        ({"name": "flash4", "head_dim": 96}, "for head dims 32, 64, 128, 192, 256"),
     ],
 )
 def test_kernels_that_cannot_run_are_refused_in_one_sentence(monkeypatch, asked, message):

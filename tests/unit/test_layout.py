@@ -11,7 +11,7 @@ import torch
 from tests.fake_ranks import FakeWorld
 from tests.harness import full
 from ulysses.parallel import exchange
-from ulysses.parallel.layout import head_layout, packed_plan, row_sets, shard_ranges
+from ulysses.parallel.layout import head_layout, packed_plan, row_sets, shard_ranges, squares
 
 # query and kv heads of Llama-3 and Qwen2.5, every size
 HEADS = [
@@ -26,7 +26,7 @@ def simulated_mesh(sp, rank, num_heads, group=None):
     heads = math.gcd(sp, num_heads)
     return SimpleNamespace(
         sequence_parallel_size=sp, sp_rank=rank, head_parallel_size=heads, row_parallel_size=sp // heads,
-        row_set=rank // heads, sp_group=group,
+        row_set=rank // heads, sp_group=group, windows=(),
     )  # fmt: skip
 
 
@@ -109,9 +109,10 @@ def test_documents_that_are_whole_have_one_tensor_of_bounds(ranks, shared):
     assert found == shared
 
 
-def cost_spread(cu, sets):
-    """How far the costs of the row sets are from their mean; every row costs the keys that it sees."""
-    keys = torch.cat([torch.arange(1, n + 1) for n in cu.diff().tolist()])
+def cost_spread(cu, sets, windows=(None,)):
+    """How far the costs of the row sets are from their mean; every row costs the keys that it sees in all layers."""
+    seen = torch.cat([torch.arange(1, n + 1) for n in cu.diff().tolist()])
+    keys = sum(seen.clamp(max=window or len(seen)) for window in windows)
     before = torch.cat([keys.new_zeros(1), keys.cumsum(0)])
     costs = [sum(int(before[b] - before[a]) for a, b in arcs) for arcs in sets]
     return max(abs(cost * len(sets) / int(before[-1]) - 1) for cost in costs)
@@ -139,6 +140,24 @@ def test_causal_cost_is_balanced(sp):
         assert {sum(b - a for a, b in pieces) for pieces in shards} == {int(cu[-1]) // sp}
         assert cost_spread(cu, sets) < (0.005 if cu[-1] > 500_000 else 0.05), lengths
         assert sum(map(len, sets)) <= 2 * len(sets) - 1
+    windows = (1024,) * 5 + (None,)
+    for lengths in ([1 << 20], mixed, [16000, *mixed[:150]]):
+        cu = with_tail(lengths, sp)
+        assert cost_spread(cu, row_sets(cu, sp, windows=windows), windows) < 0.05
+        assert cost_spread(cu, row_sets(cu, sp, windows=windows[:5]), windows[:5]) < 0.05
     # what this measure says of plain shards
     contiguous = [[(i, i + 1024)] for i in range(0, 4096, 1024)]
     assert cost_spread(torch.tensor([0, 4096]), contiguous) > 0.7
+
+
+@pytest.mark.parametrize("length, prefix", [(1, 0), (7, 0), (40, 0), (1, 30), (25, 9), (3, 60)])
+@pytest.mark.parametrize("windows", [(), (None,), (1,), (8,), (40,), (8, None, 8), (5, 33)])
+def test_squares_are_twice_the_pairs_that_rows_and_their_windows_meet(length, prefix, windows):
+    """Counted pair by pair; a row's own key counts half, and so does the first one that its window leaves out."""
+    wanted = 0.0
+    for window, row in product(windows or (None,), range(prefix, prefix + length)):
+        wanted += 2 * min(row, window or row) + (row < (window or row + 1))
+    found = squares(length, prefix, windows)
+    assert found == pytest.approx(wanted / max(1, len(windows)))
+    of_rows = squares(1, torch.arange(prefix, prefix + length), windows)
+    assert float(of_rows.sum()) == pytest.approx(found)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.launch import ROOT, tiny
+from tests.e2e.launch import EXPERTS, ROOT, tiny
 from tests.stage_case import STAGE_CASES
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.command_line import check, parse_command_line
@@ -101,8 +101,25 @@ MISTAKES = {
     "SFT --optimizer.lr 1e5": "optimizer.lr is 100000, after which nothing of a model is left",
     "SFT --model.config.model_type mistral --model.config.sliding_window null --model.config.attention_bias true":
         "attention_bias",
-    "SFT --model.config.model_type mistral": "sliding_window = 4096",  # which transformers assumes
     "SFT --model.config.model_type qwen3 --model.config.use_sliding_window true": "use_sliding_window",
+    "RM --model.config.model_type granite": "no class for reward models of model_type 'granite'",
+    "SFT --model.config.model_type olmo3 --model.config.layer_types [\"linear\",\"linear\",\"full_attention\"]":
+        "layer_types of linear but olmo3 has layers of",
+    "SFT --model.config.model_type olmo3 --model.config.sliding_window 0": "sliding_window = 0 but it must be a whole",
+    "SFT --model.config.model_type olmo3 --model.config.layer_types [\"full_attention\"]":
+        "layer_types = ['full_attention'] but it must be a list of str with an entry for each of num_hidden_layers",
+    "SFT --model.config.model_type smollm3 --model.config.no_rope_layers [1]": "no_rope_layers = [1] but it must be",
+    "SFT --model.config.model_type smollm3 --model.config.no_rope_layers yes": "no_rope_layers = 'yes' but it must be",
+    "SFT --model.config.model_type olmo3 --model.config.rope_parameters {\"full_attention\":3}":
+        "where each kind of layers must have a table",
+    "SFT --model.config.model_type gemma3_text": "hidden_act = 'silu'",
+    "SFT --model.config.model_type gemma3_text --model.config.hidden_act null "
+    "--model.config.final_logit_softcapping 30": "final_logit_softcapping = 30",
+    "SFT --model.config.model_type granite --model.config.residual_multiplier x": "residual_multiplier = 'x' but it",
+    "SFT --model.config.model_type gemma3": "model_type 'gemma3' but only",
+    "SFT --model.config.model_type gemma3_text --model.config.rope_parameters "
+    "{\"full_attention\":{\"rope_theta\":1e4},\"sliding_attention\":{\"rope_type\":\"yarn\",\"rope_theta\":1e4}}":
+        "local_rope_type = 'yarn'",
     "SFT --model.config.hidden_act gelu": "hidden_act = 'gelu'",
     "SFT --model.config.quantization_config {\"bits\":4}": "quantization_config",
     "SFT --model.config.auto_map {\"AutoModel\":\"x.Y\"}": "auto_map",
@@ -110,6 +127,21 @@ MISTAKES = {
         "partial_rotary_factor = 0.5",
     "SFT --model.config.rope_scaling {\"rope_type\":\"llama3\",\"factor\":4}":
         "low_freq_factor = None but it must be",
+    "SFT --model.router_aux_loss_coefficient 0.01":
+        "model.router_aux_loss_coefficient is 0.01 but a llama model has no experts; remove it",
+    "SFT --model.freeze_router true": "model.freeze_router is True but a llama model has no experts; remove it",
+    "MOE --model.router_aux_loss_coefficient 0.01 --model.freeze_router true":
+        "is 0.01 but model.freeze_router is set, which trains no router; set it to 0",
+    "MOE --model.router_aux_loss_coefficient 0.01 --model.lora.rank 4": "but model.lora.rank is set, which trains no",
+    "MOE --model.lora.rank 4 --model.lora.targets [\"q_proj\",\"gate_proj\"]":
+        "has gate_proj, but experts hold gate_proj and up_proj in one matrix; name both or none",
+    "MOE --model.lora.rank 4 --model.lora.dropout 0.1": "model.lora.dropout is 0.1 but adapters of experts have none",
+    "MOE --model.lora.rank 4 --model.config.mlp_only_layers [1]":
+        "PEFT loads no adapters of the MLP in layer 1 beside those of experts in others",
+    "MOE --model.config.num_experts_per_tok 9": "num_experts_per_tok is 9 but there are only num_experts = 4",
+    "SFT --sft.neftune_alpha 5": "sft.neftune_alpha: not supported; NEFTune's noise is not drawn here; leave it out",
+    "SFT --model.config.layer_types [\"full_attention\",\"sliding_attention\"]":
+        "layer_types of sliding_attention but llama has layers of full_attention here",
     "SFT --model.config.attention_dropout 0.1": "attention_dropout = 0.1",
     "SFT --model.config.num_key_value_heads 3": "num_key_value_heads = 3",
     "SFT --model.config.vocab_size null": "vocab_size = None but it must be a whole number",
@@ -229,10 +261,12 @@ def place(tmp_path_factory):
 
 
 def typed(line, place):
-    stages = {"DEMO": "dpo", "KTO": "kto", "SFT": "sft", "PPO": "ppo"}
+    stages = {"DEMO": "dpo", "KTO": "kto", "SFT": "sft", "PPO": "ppo", "RM": "rm"}
     words = line.replace("PLACE", str(place)).replace("BASE", BASE).split()
-    if line[:4].strip() in stages:
+    if words and words[0] in stages:
         words[:1] = tiny(stages[words[0]], place / "run")
+    if line.startswith("MOE"):
+        words[:1] = tiny("sft", place / "run", EXPERTS)
     return words
 
 

@@ -6,7 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine_case import Case, build_trainer, dataset
 from tests.harness import run_distributed
-from ulysses.memory.plan import Model
+from ulysses.memory.plan import Machine, Model, Workload, step_flops
+from ulysses.parallel import ParallelMesh, Sequence, pack_shard
 from ulysses.run.metrics import model_flops
 
 LAYERS, D, V, T, RANK, TRAINED = 3, 16, 40, 24, 2, 7
@@ -38,6 +39,23 @@ def test_causal_attention_counts_half_of_the_square():
     with FlopCounterMode(display=False) as counted:
         ((q @ k.mT).softmax(-1) @ v).sum().backward()
     assert model_flops(shape(0, 1, 0, 0), T, float(T * T), 0) == counted.get_total_flops() / 2
+
+
+@pytest.mark.parametrize("windows", [(4, None, None), (4, 10, 4), (24, 25, 99)])
+def test_windows_are_counted_by_metrics_and_planner_alike(windows):
+    """Of a pack with a shared prompt the metrics take the batch's count, and the planner its own of equal documents."""
+    pairs = sum(24**2 - max(0, 24 - (w or 24)) ** 2 for w in windows)
+    mesh = ParallelMesh(windows=windows)
+    batch = pack_shard([Sequence(range(24), [1] * 24)] * 2, mesh)
+    model = shape(0, 3, 0, 0)._replace(windows=windows)
+    counted = model_flops(model, 0, batch.num_squares, 0)
+    assert counted == pytest.approx(6 * D * 2 * pairs)
+    case = Workload(model, Machine(1, 1e9), 48, documents=2, levels=("none",) * 3)
+    assert step_flops(case)[1] == pytest.approx(3.5 * 2 * D * 2 * pairs)
+    whole = Sequence(range(20), [1] * 20)
+    branch = Sequence(range(4), [1] * 4, prefix_length=20, prefix_owner=1)
+    shared = pack_shard([whole, branch], mesh).num_squares
+    assert shared == pytest.approx(pairs / 3)
 
 
 def counted_amounts():

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from models.decoder import CausalLM, PolicyValue, RewardModel
-from tests.engine_case import SHAPE, Case, dataset
+from tests.engine_case import MOE, SHAPE, Case, dataset
 from tests.stage_case import STAGE_CASES
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -42,13 +42,15 @@ class FrozenModel:
         return self.module(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", STAGE_CASES)
-def test_no_stage_waits_for_the_device(name):
+@pytest.mark.parametrize("name, shape", [*((n, SHAPE) for n in STAGE_CASES), ("sft", MOE)])
+def test_no_stage_waits_for_the_device(name, shape):
     mesh, metrics = ParallelMesh(), MetricSums(META)
     with META:
         kind = {"rm": RewardModel, "ppo": PolicyValue}.get(name, CausalLM)
-        model = kind(SHAPE, mesh, attention="reference")
+        model = kind(shape, mesh, attention="reference")
         teacher = FrozenModel(CausalLM(SHAPE, mesh, attention="reference"))
+    if shape is MOE:
+        model.bfloat16()
     case = Case(name, options=STAGE_CASES[name].every_term)
     stage = case.make_stage(model, mesh, teacher=lambda *_: teacher)
     if name == "ppo":

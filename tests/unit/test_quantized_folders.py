@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles
-from models.quantized import QuantizedLinear, pack, packed_parts, unpack
+from models.quantized import pack, packed_parts, unpack
 from tests.e2e.launch import ROOT
 from tests.model_folder import tiny_config, write_model
 from tests.unit.test_adapter_files import write_adapters
@@ -116,7 +116,7 @@ def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path):
     # whole blocks in every row, where bitsandbytes is right on CPUs
     config = ModelConfig.from_hf(tiny_config(hidden_size=64, intermediate_size=128))
     write_model(base := tmp_path / "base", config)
-    model = CausalLM(config, linear=partial(QuantizedLinear, kind="nf4"))
+    model = CausalLM(config, quantize="nf4")
     weights_of(config, base, dict(model.named_parameters()))
     draw = partial(torch.nn.init.normal_, std=0.1)
     folder = write_adapters(tmp_path / "adapter", base, model, LoraSection(rank=2), draw)

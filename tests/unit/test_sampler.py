@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.arch import RopeScaling
-from tests.engine_case import QWEN3, SHAPE
+from tests.engine_case import MOE, QWEN3, SHAPE
 from tests.memory_case import build
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -51,11 +51,11 @@ def next_token_logps(model, prompt, temperature=1.0):
     return exact(model, [prompt] * 97, [[token] for token in range(97)], temperature)
 
 
-FAMILIES = {"llama": SHAPE, "qwen2 tied": QWEN, "yarn": YARN, "qwen3": QWEN3}
+FAMILIES = {"llama": SHAPE, "qwen2 tied": QWEN, "yarn": YARN, "qwen3": QWEN3, "qwen3_moe": MOE}
 
 
 @pytest.mark.parametrize(
-    "shape, temperature", zip(FAMILIES.values(), (1.0, 0.7, 1.0, 0.9)), ids=FAMILIES
+    "shape, temperature", zip(FAMILIES.values(), (1.0, 0.7, 1.0, 0.9, 0.8)), ids=FAMILIES
 )
 def test_logps_are_the_models_own(shape, temperature):
     """What the sampler reports is what the training model computes for the same packed tokens.
@@ -110,7 +110,9 @@ DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device, graphs", DEVICES, ids=["plain", "graphs"])
-@pytest.mark.parametrize("shape", [SHAPE, QWEN, QWEN3], ids="model_type={0.model_type}".format)
+@pytest.mark.parametrize(
+    "shape", [SHAPE, QWEN, QWEN3, MOE], ids="model_type={0.model_type}".format
+)
 def test_slots_shared_prompts_and_chunks_change_nothing(device, graphs, shape):
     """Slots that are refilled, prompts that answers share, chunks of prompts, CUDA graphs: the same as each alone."""
     model = build(config=shape).to(device)

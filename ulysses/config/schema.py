@@ -81,7 +81,7 @@ class ModelSection(Section):
         description='Name of a published shape instead of a path; needs init = "random". One of: '
         "llama3-8b, llama3-70b, llama3.1-8b, llama3.1-70b, llama3.2-1b, llama3.2-3b, qwen2.5-0.5b, qwen2.5-1.5b, "
         "qwen2.5-3b, qwen2.5-7b, qwen2.5-14b, qwen2.5-32b, qwen2.5-72b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, "
-        "qwen3-14b, qwen3-32b",
+        "qwen3-14b, qwen3-32b, qwen3-30b-a3b, qwen3-235b-a22b",
     )
     config: dict[str, Any] = {}
     """Keys of a Hugging Face config.json: a whole shape, or changes to that of path or arch; needs init = "random"."""
@@ -100,6 +100,10 @@ class ModelSection(Section):
     quantize: Literal["none", "nf4", "fp8"] = "none"
     """With LoRA, how the frozen matrices of the layers are kept: as they are, in 4 bits (QLoRA's NF4 with double
     quantisation), or in 8 (e4m3, whose products GPUs from compute capability 8.9 on compute faster)."""
+    router_aux_loss_coefficient: NonNegativeFloat = 0.0
+    """With experts: weight of the loss that spreads rows over them, as transformers defines it, over the whole step."""
+    freeze_router: bool = False
+    """With experts: the routers, which choose them, are not trained."""
     rope: RopeSection = RopeSection()
     lora: LoraSection = LoraSection()
 

@@ -51,8 +51,6 @@ class SftSection(Section):
     """Coefficient of mean log-sum-exp squared (PaLM uses 1e-4); 0 is off."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over the vocabulary; 0 is off."""
-    neftune_alpha: NonNegativeFloat = 0.0
-    """NEFTune: in training, uniform noise of alpha / sqrt(length * width) on the embeddings (paper: 5); 0 is off."""
 
 
 class DistillSection(Section):

@@ -1,6 +1,6 @@
 """All layers as two CUDA graphs, for steps so small that the host could not launch their kernels fast enough.
 
-    forward     hidden, rope, documents --copy--> | graph: every layer's forward  | --> hidden
+    forward     hidden, ropes, documents -copy--> | graph: every layer's forward  | --> hidden
     backward    gradient ---------------copy--> | graph: every layer's backward | --> gradient, every parameter's .grad
 
 Graphs are recorded for each size. Rows and documents are padded to a few sizes: the rows that are added form a document
@@ -12,7 +12,7 @@ Shapes: S rows, D width, E head dim.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ulysses.memory.levels import Rope
-from ulysses.parallel.kernels import VARLEN, resolve_kernel
 from ulysses.parallel.layout import Segments, VarlenCall
 
 MOST_SIZES = 24  # recorded; each keeps its inputs and results
 SMALLEST = 128  # rows, and the length of the longest document
+Ropes = Mapping[str, Rope]  # by the rotary kind of a layer
 HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
@@ -52,13 +52,13 @@ class LayerGraphs:
         # A forward pass whose backward is still to come owns what all graphs keep in their common memory.
         self._owner: Any = lambda: None
 
-    def __call__(self, hidden: Tensor, rope: Rope, plan: Any) -> Tensor | None:
+    def __call__(self, hidden: Tensor, ropes: Ropes, plan: Any) -> Tensor | None:
         """Return the layers' output [S, D], or None if they must run one by one this time."""
         if not self._hooks:
             self._hooks = [getattr(m, kind) for m in self.layers.modules() for kind in HOOKS]
             self._parameters = list(self.layers.parameters())
         alone = plan.mesh.sequence_parallel_size == 1 and not plan.prefix_calls
-        if not alone or self._owner() or any(self._hooks) or not self._is_varlen(hidden):
+        if not alone or self._owner() or any(self._hooks) or not self._fits(hidden):
             return None
         places = [p.data_ptr() for p in self._parameters]
         if places != self._places:
@@ -83,16 +83,17 @@ class LayerGraphs:
                 self.grads = {
                     p: torch.empty_like(p) for p in self._parameters if p.requires_grad
                 }
-            self._recorded[size] = _Recorded(self, hidden, rope, plan, size)
+            self._recorded[size] = _Recorded(self, hidden, ropes, plan, size)
         owner = _Owner()
         self._owner = weakref.ref(owner)
-        return _Replay.apply(hidden, rope, segments.cu_q, self._recorded[size], owner)
+        return _Replay.apply(hidden, ropes, segments.cu_q, self._recorded[size], owner)
 
-    def _is_varlen(self, hidden: Tensor) -> bool:
-        """Tell whether the attention kernel reads the documents' bounds on the device."""
-        attention = self.layers[0].self_attn.attention
-        case = hidden.device, hidden.dtype, attention.head_dim
-        return hidden.is_cuda and resolve_kernel(attention.kernel, *case).name in VARLEN
+    def _fits(self, hidden: Tensor) -> bool:
+        """Tell whether a graph may run every layer's mixer for other documents."""
+        case = hidden.device, hidden.dtype
+        experts = any(layer.kind.feed_forward == "experts" for layer in self.layers)
+        fit = (layer.mixer.fits_graphs(*case) for layer in self.layers)
+        return hidden.is_cuda and not experts and all(fit)
 
 
 @contextmanager
@@ -130,12 +131,16 @@ class _Recorded:
         self,
         graphs: LayerGraphs,
         hidden: Tensor,
-        rope: Rope,
+        ropes: Ropes,
         plan: Any,
         size: tuple[int, ...],
     ) -> None:
         rows, bounds, longest = size
-        self.hidden, *self.rope = (x.new_zeros(rows, *x.shape[1:]) for x in (hidden, *rope))
+        self.hidden = hidden.new_zeros(rows, *hidden.shape[1:])
+        self.ropes = {
+            kind: tuple(x.new_zeros(rows, *x.shape[1:]) for x in rope)
+            for kind, rope in ropes.items()
+        }
         cu = plan.calls[0].segments.cu_q
         self.bounds = cu.new_full((bounds,), rows)
         segments = Segments(self.bounds, self.bounds, longest, longest)
@@ -148,7 +153,7 @@ class _Recorded:
             pieces=[[(0, rows)]],
         )
         self.grads, self.grad = graphs.grads, torch.zeros_like(self.hidden)
-        self.set(hidden.detach(), rope, cu)
+        self.set(hidden.detach(), ropes, cu)
         self.save_untaken()
         # kernels are compiled before anything is recorded
         self._backward(self._forward(graphs.layers[:1]))
@@ -168,7 +173,7 @@ class _Recorded:
         for layer in layers:
             leaf = hidden.detach().requires_grad_()
             # not the module itself: its hooks belong to passes that gather and reduce layer by layer
-            hidden = layer.forward(leaf, self.rope, self.plan)
+            hidden = layer.forward(leaf, self.ropes[layer.kind.rotary], self.plan)
             kept.append((layer, leaf, hidden))
         return kept
 
@@ -190,10 +195,12 @@ class _Recorded:
                 parameter.grad = of_it.clone()
 
     @torch.no_grad()
-    def set(self, hidden: Tensor, rope: Rope, cu: Tensor) -> None:
+    def set(self, hidden: Tensor, ropes: Ropes, cu: Tensor) -> None:
         """Copy the inputs of a pass to where the graphs read them."""
-        for target, value in zip((self.hidden, *self.rope), (hidden, *rope)):
-            target[: len(value)] = value
+        self.hidden[: len(hidden)] = hidden
+        for kind, rope in ropes.items():
+            for target, value in zip(self.ropes[kind], rope):
+                target[: len(value)] = value
         self.bounds.fill_(len(self.hidden))
         self.bounds[: len(cu)] = cu
 
@@ -203,12 +210,12 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        rope: Rope,
+        ropes: Ropes,
         cu: Tensor,
         recorded: _Recorded,
         owner: _Owner,
     ) -> Tensor:
-        recorded.set(hidden, rope, cu)
+        recorded.set(hidden, ropes, cu)
         recorded.forward.replay()
         ctx.recorded, ctx.owner, ctx.rows = recorded, owner, len(hidden)
         return recorded.out[: len(hidden)]

@@ -1,28 +1,28 @@
 """The memory levels: what a layer keeps between forward and backward, and what it computes again.
 
- hidden -project-> q k v -exchange-> q' k' v' -attend-> out' lse -exchange-> out -output-> middle -feed_forward-> hidden
+    hidden -project-> heads -to_heads-> shards -mix-> results -to_tokens-> rows -output-> middle -feed_forward-> hidden
 
     level            kept                                computed again in backward
     none             everything, by ordinary autograd    nothing
-    keep_attention   the layer's input, out', lse        all but attend (and feed_forward's last product)
-    block            the layer's input                   the same and attend
+    keep_attention   the layer's input, mix's results    all but mix (and feed_forward's last product)
+    block            the layer's input                   the same and mix
     pair             one input for two layers            the same and the first layer's whole forward pass
 
 All levels but "none" are one autograd.Function that covers the whole layer, so that ZeRO-3 gathers the layer's
 parameters once per direction and reduces each gradient once. Its backward runs feed_forward tile by tile. At
 "keep_attention" that happens before q, k and v exist again.
 
-A layer offers its three parts, `project(hidden, rope)`, which returns hidden too, so that one gradient comes back for
-both of its uses, `output(hidden, attended)` and `feed_forward`, the last as `feed_forward_tiles(rows)` and
-`feed_forward_gradients(rows, grad)`; `stage_parameters()`, the trainable parameters of the three; and the kernel,
-`self_attn.attention`. Random numbers (dropout in an adapter) are drawn again as they were.
+A layer offers its mixer, a `Mixer`; `project(hidden, rope)`, which returns hidden too, so that one gradient comes back
+for both of its uses; `output(hidden, rows)`; and `feed_forward`, as `feed_forward_tiles(rows)` and
+`feed_forward_gradients(rows, grad)`. `stage_parameters()` are the trained parameters of project, mix, output and
+feed_forward. Random numbers (dropout in an adapter) are drawn again as they were.
 
-Shapes: S local tokens, D width, H query heads, K kv heads, E head dim; q', k', v', out' are head shards.
+Shapes: S local tokens, D width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +31,60 @@ from torch.autograd.graph import get_gradient_edge
 
 from ulysses.memory.offload import Group, Offloader
 from ulysses.memory.tiling import TILE_ROWS
-from ulysses.parallel.exchange import (
-    exchange_out_backward,
-    exchange_out_forward,
-    exchange_qkv_backward,
-    exchange_qkv_forward,
-)
 
 LEVELS = ("none", "keep_attention", "block", "pair")  # the fastest first, which keeps most
 Rope = tuple[Tensor, Tensor]
 Random = tuple[Tensor, Tensor | None]
+
+
+class Mixer(Protocol):
+    """What mixes tokens in a layer: the steps that a layer's node runs, and runs again, one by one.
+
+    A step and its `_backward` communicate alike on all ranks of the sequence-parallel group, and record no graph;
+    `project`, `mix`, which is the three steps in between in one, and `output` record one.
+
+    is_watched: only a call of the whole module, forward(normalised rows, rope, plan), runs somebody's hook.
+    output_is_fresh: nobody else may hold what `output` returns.
+    stages: the modules of project, of the mix itself and of output.
+    """
+
+    is_watched: bool
+    output_is_fresh: bool
+    stages: tuple[Sequence[nn.Module], ...]
+
+    def __call__(self, x: Tensor, rope: Rope, plan: Any) -> Tensor: ...
+
+    def project(self, hidden: Tensor, norm: Any, rope: Rope) -> tuple[Tensor, ...]:
+        """Return what is sent to the heads' ranks, one tensor of local rows each, and `hidden`, the layer's input."""
+
+    def mix(self, *heads: Tensor, plan: Any) -> Tensor:
+        """Do to_heads, mix_forward and to_tokens."""
+
+    def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+        """Send local rows of all heads to the ranks that mix them: whole documents of some heads, the shards."""
+
+    def to_heads_backward(self, grads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+        """Return the gradients of local rows from those of the shards."""
+
+    def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+        """Return the output and what backward needs besides the shards; level "keep_attention" keeps these."""
+
+    def mix_backward(
+        self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the gradients of the shards and of the trained parameters of the mix itself."""
+
+    def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
+        """Bring the output back to its tokens' ranks."""
+
+    def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
+        """Send the gradients of local rows where the output came from."""
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Return what the layer adds to its input [S, D], of the mix's local rows."""
+
+    def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether a CUDA graph may run the mix for packs of other documents than those it was recorded with."""
 
 
 class LayerMemory(NamedTuple):
@@ -69,12 +113,12 @@ class Pair:
 
     def __init__(self, first: nn.Module) -> None:
         self.first = first
-        # the first layer's group, and the state of the generators
+        # the first layer's group, the state of the generators, and its rotary table
         self.kept: Any = None
 
-    def second_input(self, rope: Rope, plan: Any) -> Tensor:
+    def second_input(self, plan: Any) -> Tensor:
         """Return the first layer's output, computed again."""
-        group, random = self.kept
+        group, random, rope = self.kept
         # ZeRO-3 counts inputs that need a gradient, and there is no graph here
         with torch.no_grad(), replay(random):
             return self.first(group.tensors()[0].detach(), rope, plan)
@@ -102,26 +146,26 @@ class LayerNode(torch.autograd.Function):
         group = Group(None if is_second else layer.offloader)
         if not is_second:
             group.keep(hidden)
-        attention = layer.self_attn.attention
+        mixer = layer.mixer
         random = [random_state()]
-        query, key, value, _ = layer.project(hidden, rope)
-        shards = exchange_qkv_forward(query, key, value, plan)
-        del query, key, value
-        out, lse = attention.attend_forward(*shards, plan)
+        *heads, _ = layer.project(hidden, rope)
+        shards = mixer.to_heads(heads, plan)
+        del heads, _
+        results = mixer.mix_forward(shards, plan)
         del shards
         if layer.recompute == "keep_attention":
-            group.keep(out)
-            group.keep(lse)
-        attended = exchange_out_forward(out, plan)
-        del out, lse
+            for result in results:
+                group.keep(result)
+        mixed = mixer.to_tokens(results[0], plan)
+        del results
         random.append(random_state())
-        middle = layer.output(hidden, attended)
-        del attended
+        middle = layer.output(hidden, mixed)
+        del mixed
         random.append(random_state())
         result = layer.feed_forward_tiles(middle)
         group.close()
         if pair is not None and not is_second:
-            pair.kept = group, random[0]
+            pair.kept = group, random[0], rope
         ctx.call = layer, rope, plan, pair
         ctx.kept = group, random
         return result
@@ -132,47 +176,41 @@ class LayerNode(torch.autograd.Function):
         layer, rope, plan, pair = ctx.call
         group, random = ctx.kept
         ctx.kept = None
-        hidden, *kept = group.tensors() or [pair.second_input(rope, plan)]
+        hidden, *results = group.tensors() or [pair.second_input(plan)]
         if pair is not None:
             pair.kept = None
         del group
-        attention = layer.self_attn.attention
-        in_project, in_output, _ = layer.stage_parameters()
+        mixer = layer.mixer
+        in_project, _, in_output, _ = layer.stage_parameters()
 
         def exchanged() -> tuple[tuple[Tensor, ...], Callable[..., Any]]:
-            (query, key, value, _), gradients = _again(
+            (*heads, _), gradients = _again(
                 layer.project, in_project, random[0], [hidden], rope
             )
-            return exchange_qkv_forward(query, key, value, plan), gradients
+            return mixer.to_heads(heads, plan), gradients
 
-        attention_was_kept = bool(kept)
-        if attention_was_kept:
-            out, lse = kept
-            del kept
-        else:
+        mix_was_kept = bool(results)
+        if not mix_was_kept:
             shards, through_project = exchanged()
-            out, lse = attention.attend_forward(*shards, plan)
-        inputs = [hidden, exchange_out_forward(out, plan)]
+            results = mixer.mix_forward(shards, plan)
+        inputs = [hidden, mixer.to_tokens(results[0], plan)]
         (middle,), through_output = _again(layer.output, in_output, random[1], inputs)
         del inputs
         with replay(random[2]):
             grad, grads_feed_forward = layer.feed_forward_gradients(middle, grad)
         del middle
-        (grad_hidden, grad_attended), grads_output = through_output(grad)
+        (grad_hidden, grad_mixed), grads_output = through_output(grad)
         del grad
-        grad_out = exchange_out_backward(grad_attended, plan)
-        del grad_attended
-        if attention_was_kept:
+        grad_out = mixer.to_tokens_backward(grad_mixed, plan)
+        del grad_mixed
+        if mix_was_kept:
             shards, through_project = exchanged()
-        query, key, value = attention.attend_backward(grad_out, *shards, out, lse, plan)
-        del shards, grad_out, out, lse
-        grads = exchange_qkv_backward(
-            query, key, value, plan, attention.num_heads, attention.num_kv_heads
-        )
-        del query, key, value
+        grads, grads_mix = mixer.mix_backward(grad_out, shards, results, plan)
+        del shards, grad_out, results
+        grads = mixer.to_heads_backward(grads, plan)
         (grad_hidden,), grads_project = through_project(*grads, grad_hidden)
-        grads_of_parameters = *grads_project, *grads_output, *grads_feed_forward
-        return None, None, None, None, grad_hidden, *grads_of_parameters
+        of_parameters = *grads_project, *grads_mix, *grads_output, *grads_feed_forward
+        return None, None, None, None, grad_hidden, *of_parameters
 
 
 def _again(

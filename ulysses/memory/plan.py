@@ -22,13 +22,12 @@ from typing import NamedTuple
 
 from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
 from ulysses.memory.levels import LEVELS
+from ulysses.memory.model_size import BITS, Model
 from ulysses.memory.offload import CHUNK_BYTES
-from ulysses.memory.tiling import tile_rows
-from ulysses.parallel.layout import head_layout
+from ulysses.memory.tiling import EXPERT_TILES, TILE_ROWS, tile_rows
+from ulysses.parallel.layout import head_layout, squares
 
 GIB = 1 << 30
-# of an element of a quantised matrix (models/quantized.py): its code, and its share of scales and their tables
-BITS = {"nf4": 4 + 8 / 64 + 32 / 64 / 256, "fp8": 8.01}
 H200_FLOPS = 989e12  # in bfloat16
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 HOST_FILL = 0.9  # share of a node's free memory that training may take
@@ -60,67 +59,6 @@ STEP_SECONDS = 0.005  # per micro-batch: metadata, the first gather, the last re
 LAUNCH, LAUNCH_RESIDENT = 7e-3, 3e-3
 GRAPH_SECONDS = 5e-3
 UPDATE_BYTES = 34  # read and written per trained parameter: norm and zero/update.py
-
-
-class Model(NamedTuple):
-    """A model's shape; `parameters` and `trained` count all and the trained ones."""
-
-    width: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    layers: int
-    parameters: int
-    trained: int
-    has_head: bool = True  # False: a score per token instead of the vocabulary
-    qk_norm: bool = False  # queries and keys are also kept as they were before their norms
-    quantize: str = "none"  # how the layers' matrices are kept (models/quantized.py)
-
-    @property
-    def query_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
-    def normalised_width(self) -> int:
-        """The width of the queries and keys that have norms."""
-        return (self.query_width + self.kv_width) * self.qk_norm
-
-    @property
-    def attention_parameters(self) -> int:
-        return 2 * self.width * (self.query_width + self.kv_width)
-
-    @property
-    def layer_parameters(self) -> int:
-        return self.attention_parameters + 3 * self.width * self.intermediate
-
-    def layer_bytes(self, element_size: int) -> float:
-        """Return the bytes of a layer's matrices."""
-        return self.layer_parameters * BITS.get(self.quantize, 8 * element_size) / 8
-
-    def weight_bytes(self, element_size: int) -> float:
-        """Return the bytes of all weights."""
-        others = self.parameters - self.layers * self.layer_parameters
-        return element_size * others + self.layers * self.layer_bytes(element_size)
-
-    @property
-    def vocabulary_parameters(self) -> int:
-        return self.vocabulary * self.width
-
-    @property
-    def forward_parameters(self) -> int:
-        """The matrices that a forward pass multiplies each token with."""
-        return self.layers * self.layer_parameters + self.vocabulary_parameters * self.has_head
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the matrices themselves are trained, rather than adapters."""
-        return 2 * self.trained > self.parameters
 
 
 class Machine(NamedTuple):
@@ -219,7 +157,8 @@ class Workload(NamedTuple):
     @property
     def graphs(self) -> bool:
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
-        if {*self.levels} != {"none"} or not self.resident or self.sp > 1:
+        alone = self.resident and self.sp == 1 and not self.model.experts
+        if {*self.levels} != {"none"} or not alone:
             return False
         flops = 6 * self.local * self.model.layer_parameters
         is_short = flops < GRAPH_SECONDS * MATRICES * self.machine.peak_flops
@@ -332,9 +271,16 @@ def kept_bytes(case: Workload, level: str) -> float:
         kept, lse = kept + out, 4 * model.heads
     if level == "none":  # q', k', v', out if it is exchanged, middle, gate and up
         kept += out * (1 + (case.sp > 1)) + 2 * _held(case)
-        kept += model.width + 2 * model.intermediate + model.normalised_width
+        kept += model.width * (1 + model.norms_after)
+        kept += 2 * model.inner_width + model.normalised_width
+        # normalised rows, for a trained router in float32 too, its probabilities, what it chose
+        if model.experts:
+            kept += model.width
+            lse += 4 * (model.experts + 4 * model.active_experts)
+            lse += 4 * model.width * (case.element_size < 4) * model.is_full
         if not model.is_full:  # adapters keep the inputs of the projections as well
-            kept += 2 * model.width + model.intermediate
+            kept += model.width
+            kept += 0 if model.experts else model.width + model.inner_width
     return float(kept * case.element_size + lse) * case.local
 
 
@@ -389,13 +335,13 @@ def _head_moment(case: Workload) -> float:
 
 def _layer_moment(case: Workload, level: str) -> float:
     model, size, S = case.model, case.element_size, case.local
-    D, F, q, held = model.width, model.intermediate, model.query_width, _held(case)
-    rows = S if level == "none" else tile_rows(S)
+    D, q, held = model.width, model.query_width, _held(case)
+    rows = S if level == "none" else _tile_rows(model, S)
     fixed, travels = _base(case), case.machine.gpus > 1 or case.offload_optimizer
     if model.is_full:
         # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's on its way elsewhere
         fixed += size * (model.layer_parameters + model.vocabulary_parameters * travels)
-        fixed += 4 * 3 * D * F * (rows < S)
+        fixed += 4 * model.feed_forward_parameters * (rows < S)
     # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and as measured one
     # more where gradients travel; before and after them: what the exchanges pack
     attention = max((5 + travels) * q + 8 * held, _packed(case))
@@ -403,13 +349,22 @@ def _layer_moment(case: Workload, level: str) -> float:
     attention += 2 * D + q * (level in ("block", "pair"))
     if level != "none":
         attention += model.normalised_width
-    return fixed + size * max(4 * S * D + 4 * rows * F, S * attention)
+    if model.experts and model.quantize != "none":  # gate and up of all experts, dequantised
+        fixed += size * 2 * model.feed_forward_parameters // 3
+    # of experts: two kinds of copies, and gate and up with their gradients, both twice as wide
+    inner = 2 * (model.copied_width + model.inner_width) if model.experts else 0
+    return fixed + size * max(4 * S * D + rows * (4 * model.inner_width + inner), S * attention)
+
+
+def _tile_rows(model: Model, rows: int) -> int:
+    """Return the rows of a feed-forward's tile."""
+    return tile_rows(rows, TILE_ROWS * (EXPERT_TILES if model.experts else 1))
 
 
 def _forward_moment(case: Workload) -> float:
     """Return the bytes of a pass without gradient: two gathered layers and one's work, or the head."""
     model, size, S = case.model, case.element_size, case.local
-    mlp = 3 * tile_rows(S) * model.intermediate
+    mlp = _tile_rows(model, S) * (3 * model.inner_width + model.copied_width)
     work = max(size * mlp, size * S * _packed(case), model.has_head * sum(_head(case)))
     return _base(case) + 2 * size * model.width * S + work
 
@@ -419,16 +374,17 @@ def _rollout_bytes(case: Workload) -> float:
     model, size, rollout = case.model, case.element_size, case.rollout
     if rollout is None:
         return 0.0
-    layers, words = model.layers * model.layer_parameters, model.vocabulary_parameters
+    layers, words = model.matrices, model.vocabulary_parameters
     count = min(rollout.answers, rollout.batch)
     length = rollout.prompt_tokens + rollout.new_tokens
     cache = 2 * size * model.layers * model.kv_width  # of one token
     prompts = min(count * rollout.prompt_tokens, rollout.prefill_tokens)
-    prefill = size * prompts * (3 * model.intermediate + 4 * model.width)
+    prefill = size * prompts * (3 * model.inner_width + model.copied_width + 4 * model.width)
     # float64 logits, log-probabilities, what top_p keeps, their sums: in the CUDA graphs' memory and outside
     drawing = 2 * 4 * 8 * count * model.vocabulary
     weights = size * (layers + 2 * words) * rollout.merged
-    weights += (model.layers * model.layer_bytes(size) + 2 * size * words) * (not case.resident)
+    held = layers * BITS.get(model.quantize, 8 * size) / 8
+    weights += (held + 2 * size * words) * (not case.resident)
     return weights + cache * count * length + prefill + drawing
 
 
@@ -439,9 +395,11 @@ def step_flops(case: Workload) -> tuple[float, float]:
     counts half of the square.
     """
     model, passes = case.model, case.forwards
-    S, N, F = case.tokens / case.sp, model.layer_parameters, model.width * model.intermediate
-    squares = case.squares or case.tokens**2 / case.documents
-    forward = 2.0 * squares * model.query_width / case.sp
+    length = case.tokens / case.documents
+    pairs = case.squares or case.documents * squares(length, windows=model.windows)
+    forward = 2.0 * pairs * model.query_width / case.sp
+    S, N = case.tokens / case.sp, model.active_matrices / model.layers
+    F = (N - model.attention_parameters) / 3
     again = model.attention_parameters + (2 if model.is_full else 3) * F
     directions = 3 if model.is_full else 2
     matrices = attention = 0.0
@@ -462,7 +420,8 @@ def step_seconds(case: Workload) -> float:
     matrices *= FP8_PRODUCTS if model.quantize == "fp8" and machine.is_gpu else 1
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
     layers = model.layers * (1 + case.forwards / 3)  # that run forward and backward
-    seconds += case.local * ELEMENTWISE * (model.width + model.intermediate) * layers
+    width = model.width + model.copied_width + model.inner_width
+    seconds += case.local * ELEMENTWISE * width * layers
     launches = (LAUNCH_RESIDENT if case.resident else LAUNCH) * (not case.graphs)
     launches *= layers * machine.is_gpu
     # exchanges: forward, backward and again

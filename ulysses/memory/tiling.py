@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from losses.precision import at_least_float32
 
 TILE_ROWS = 8192
+EXPERT_TILES = 4  # so many times as many rows where there are experts: every tile makes the gradient of all of them
 
 RowFunction = Callable[[Tensor], Tensor]
 

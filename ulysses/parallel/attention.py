@@ -4,14 +4,16 @@
        my tokens                             my heads                                                my tokens
 
 The kernel's forward and backward are separate methods, so that recomputation can keep (out', lse) and run neither the
-kernel's forward nor an all-to-all again.
+kernel's forward nor an all-to-all again. An attention sink, a key of every head without a value, needs no kernel: with
+its logit in lse the output is scaled by exp(lse without it - lse), and the backward is that of any further keys.
 
 Letters: T packed tokens, S tokens on this rank, B sequences of a dense batch, P sequence-parallel ranks, H query heads,
 K kv heads, E head dim, U head-parallel and R row-parallel size.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from copy import copy
 from typing import Any
 
 import torch
@@ -37,16 +39,21 @@ from .layout import (
 from .mesh import ParallelMesh
 
 # Lengths of prove_kernel's documents: several tiles, none of them full, and a single token; and of a short pack's
-PROOF = (LONGEST + 88, 1, 129)
+PROOF: tuple[int, ...] = (LONGEST + 88, 1, 129)
 SHORT_PROOF = (300, 1, 129)
+PROOF_WINDOW = (
+    100  # tokens of their windows: kernels are compiled for a window, not for its size
+)
 PROOF_ERROR = 2e-2  # of a tensor's norm; half-precision kernels reach 2e-3 to 4e-3
 
 
 class UlyssesAttention(nn.Module):
     """Attend to whole documents while every rank holds only its tokens. The module has no parameters.
 
-    `kernel` is "auto" or a name from kernels.py. `mesh=None` is plain attention in this process.
-    Raises ValueError for an unknown kernel, and if the heads do not fit the mesh.
+    `kernel` is "auto" or a name from kernels.py. `mesh=None` is plain attention in this process. Scores are multiplied
+    by `softmax_scale`, head_dim^-0.5 by default; with a `window` a token attends to itself and the window - 1 tokens
+    before it in its document. A call may say otherwise.
+    Raises ValueError for an unknown kernel, and if the heads do not fit the mesh or the window has no token.
     """
 
     # what nn.Module would call Any
@@ -59,9 +66,18 @@ class UlyssesAttention(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         kernel: str = "auto",
+        *,
+        window: int | None = None,
+        softmax_scale: float | None = None,
     ):
         super().__init__()
         check_name(kernel)
+        if window is not None and window < 1:
+            raise ValueError(
+                f"window is {window} but a token sees at least itself; set it to 1 or more, or to None"
+            )
+        self.window = window
+        self.softmax_scale = softmax_scale or 1 / math.sqrt(head_dim)
         self.mesh = mesh or ParallelMesh()
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -79,6 +95,8 @@ class UlyssesAttention(nn.Module):
         *,
         causal: bool = True,
         softmax_scale: float | None = None,
+        window: int | None = None,
+        sink: Tensor | None = None,
         plan: AttentionPlan | None = None,
     ) -> Tensor:
         """Attend; returns the shape of `query`. All ranks of the sequence-parallel group call it together.
@@ -88,8 +106,15 @@ class UlyssesAttention(nn.Module):
         GPU does.
         Dense: [B, S/P, heads, E] in contiguous shards, without plan and cu_seqlens. The sequences of the batch are
         computed one by one.
+        `sink` [H] holds a logit of every query head, which takes its part of the softmax and adds nothing; on a rank
+        its gradient is that of the rank's heads and rows, zero elsewhere.
         """
         self._check_shapes(query, key, value)
+        window = window or self.window
+        if window and not causal:
+            raise ValueError(
+                f"window is {window} but causal is False; a window is for causal attention, leave one of them out"
+            )
         is_dense = query.dim() == 4
         if is_dense == (plan is not None or cu_seqlens is not None):
             raise ValueError(
@@ -102,7 +127,9 @@ class UlyssesAttention(nn.Module):
             raise ValueError(
                 f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}"
             )
-        arguments = self, plan if causal else plan.unmasked, softmax_scale
+        attention = copy(self)
+        attention.window, attention.softmax_scale = window, softmax_scale or self.softmax_scale
+        arguments = sink, attention, plan if causal else plan.unmasked
         if not is_dense:
             return _Attend.apply(query, key, value, *arguments)
         return torch.stack([_Attend.apply(*one, *arguments) for one in zip(query, key, value)])
@@ -123,7 +150,8 @@ class UlyssesAttention(nn.Module):
                 f"cu_seqlens ends at {int(bounds[-1])} but the {ranks} ranks hold {total} tokens; "
                 "it must describe the whole pack, with an entry for padding"
             )
-        return packed_plan(bounds, row_sets(bounds, mesh.row_parallel_size), mesh, device)
+        sets = row_sets(bounds, mesh.row_parallel_size, windows=mesh.windows)
+        return packed_plan(bounds, sets, mesh, device)
 
     def attend_forward(
         self,
@@ -131,26 +159,30 @@ class UlyssesAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         plan: AttentionPlan,
-        softmax_scale: float | None = None,
+        sink: Tensor | None = None,
     ) -> Results:
         """Run the kernel on every arc of this rank's rows, without communicating and without recording a graph.
 
         query [T/R, H/U, E], key and value [T, kv, E] -> out like query, lse [H/U, T/R].
         """
-        kernel, scale = self._resolve(query, plan, softmax_scale)
+        plan, kernel, inputs = self._calls(query, key, value, plan)
 
         def run(call: VarlenCall) -> Results:
-            rows, keys, segments, causal = call
-            inputs = Inputs(query[rows], key[keys], value[keys], causal, scale)
-            return kernel.forward(inputs, segments)
+            return kernel.forward(inputs(call), call.segments)
 
-        results = [run(call) for call in plan.calls]
-        out, lse = results[0]
-        if len(results) > 1:
-            outs, lses = zip(*results)
-            out, lse = torch.cat(outs), torch.cat(lses, 1)
+        out, lse = run(plan.calls[0])
+        if len(plan.calls) > 1:
+            results = [(out, lse), *map(run, plan.calls[1:])]
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
+            lse = lse.new_empty(query.shape[1], len(query))
+            for call, (of_call, lse_of_call) in zip(plan.calls, results):
+                out[call.rows], lse[:, call.rows] = of_call, lse_of_call
         for call in plan.prefix_calls:
             join(out, lse, call.rows, *run(call))
+        if sink is not None:
+            total = torch.logaddexp(lse, sink[self._my_heads, None].to(lse.dtype))
+            out *= (lse - total).exp().T[..., None]
+            lse = total
         return out, lse
 
     def attend_backward(
@@ -162,17 +194,15 @@ class UlyssesAttention(nn.Module):
         out: Tensor,
         lse: Tensor,
         plan: AttentionPlan,
-        softmax_scale: float | None = None,
     ) -> Gradients:
         """Compute dq, dk, dv from what `attend_forward` returned."""
-        kernel, scale = self._resolve(query, plan, softmax_scale)
+        plan, kernel, inputs = self._calls(query, key, value, plan)
 
         def gradients(call: VarlenCall) -> Gradients:
             """Return one call's share of the gradients, which the joint out and lse make exact."""
-            rows, keys, segments, causal = call
-            inputs = Inputs(query[rows], key[keys], value[keys], causal, scale)
+            rows, _, segments, _ = call
             row_lse = lse[:, rows].contiguous()
-            return kernel.backward(dout[rows], inputs, out[rows], row_lse, segments)
+            return kernel.backward(dout[rows], inputs(call), out[rows], row_lse, segments)
 
         if len(plan.calls) == 1 and plan.calls[0].keys == slice(0, key.shape[0]):
             dquery, dkey, dvalue = gradients(plan.calls[0])
@@ -193,13 +223,37 @@ class UlyssesAttention(nn.Module):
             dvalue[call.keys] += dv
         return dquery, dkey.to(key.dtype), dvalue.to(key.dtype)
 
-    def _resolve(
-        self, query: Tensor, plan: AttentionPlan, softmax_scale: float | None
-    ) -> tuple[Kernel, float]:
-        """Choose the kernel and the scale of this call."""
-        scale = 1 / math.sqrt(self.head_dim) if softmax_scale is None else softmax_scale
+    def sink_gradient(self, dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+        """Compute the gradient of `sink` [H], in lse's dtype, from what `attend_forward` returned with it."""
+        grad = lse.new_zeros(sink.shape)
+        weights = (sink[self._my_heads, None].to(lse.dtype) - lse).exp()
+        grad[self._my_heads] = -((dout * out).sum(-1, dtype=lse.dtype).T * weights).sum(1)
+        return grad
+
+    @property
+    def _my_heads(self) -> slice:
+        """The query heads that this rank attends with."""
+        mesh = self.mesh
+        count = self.num_heads // mesh.head_parallel_size
+        first = mesh.sp_rank % mesh.head_parallel_size * count
+        return slice(first, first + count)
+
+    def _calls(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
+    ) -> tuple[AttentionPlan, Kernel, Callable[[VarlenCall], Inputs]]:
+        """Return the plan under the window, the kernel for it, and what the kernel gets for one of its calls."""
+        # what cuts nothing is no window
+        window = self.window if plan.longest > (self.window or plan.longest) else None
         case = query.device, query.dtype, self.head_dim
-        return KERNELS[resolve_kernel(self.kernel, *case, documents=plan.documents).name], scale
+        name = resolve_kernel(self.kernel, *case, documents=plan.documents, window=window).name
+
+        def inputs(call: VarlenCall) -> Inputs:
+            rows, keys, _, causal = call
+            return Inputs(
+                query[rows], key[keys], value[keys], causal, self.softmax_scale, window
+            )
+
+        return plan.windowed(window), KERNELS[name], inputs
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         given = query, key, value
@@ -224,25 +278,27 @@ class _Attend(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sink: Tensor | None,
         attention: UlyssesAttention,
-        *arguments: Any,
+        plan: AttentionPlan,
     ) -> Tensor:
-        plan = arguments[0]
         shards = exchange_qkv_forward(query, key, value, plan)
-        out, lse = attention.attend_forward(*shards, *arguments)
-        ctx.save_for_backward(*shards, out, lse)
-        ctx.attention, ctx.arguments = attention, arguments
+        out, lse = attention.attend_forward(*shards, plan, sink)
+        ctx.save_for_backward(*shards, out, lse, sink)
+        ctx.attention, ctx.plan = attention, plan
         return exchange_out_forward(out, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        attention, plan = ctx.attention, ctx.arguments[0]
-        dq, dk, dv = attention.attend_backward(
-            exchange_out_backward(grad, plan), *ctx.saved_tensors, *ctx.arguments
-        )
+        attention, plan = ctx.attention, ctx.plan
+        *kept, sink = ctx.saved_tensors
+        dout = exchange_out_backward(grad, plan)
+        dq, dk, dv = attention.attend_backward(dout, *kept, plan)
         heads = attention.num_heads, attention.num_kv_heads
-        return *exchange_qkv_backward(dq, dk, dv, plan, *heads), None, None, None
+        if sink is not None:
+            sink = attention.sink_gradient(dout, *kept[-2:], sink).to(sink.dtype)
+        return *exchange_qkv_backward(dq, dk, dv, plan, *heads), sink, None, None
 
 
 def prove_kernel(
@@ -253,26 +309,31 @@ def prove_kernel(
     kv_heads: int,
     head_dim: int,
     longest: int = ONE_DOCUMENT,
+    windows: Collection[int | None] = (None,),
 ) -> None:
     """Compare the values and gradients of a requested kernel on small packs with plain attention in float64.
 
     Kernels are other projects' code, compiled for this GPU by this driver, and a wrong gradient gives no error message.
     What runs for a single document or for short ones may be another kernel and is compared too, the one for documents
-    of ONE_DOCUMENT tokens only if there are as long ones: compiling takes seconds. Raises
-    FloatingPointError, which names the wrong tensor and the size of its error.
+    of ONE_DOCUMENT tokens only if there are as long ones: compiling takes seconds. `windows` are those of the layers.
+    Raises FloatingPointError, which names the wrong tensor and the size of its error.
     """
     draw, widths = torch.Generator().manual_seed(0), (heads, kv_heads, kv_heads)
     what = ("output", "query gradient", "key gradient", "value gradient")
-    proofs = {
-        resolve_kernel(requested, device, dtype, head_dim, documents=len(lengths)).name: lengths
-        for lengths in (PROOF[:1], PROOF)
-    }
-    cases = list(proofs.items())
-    if device.type == "cuda":
-        cases += [(name, SHORT_PROOF) for name in proofs if name in VARLEN]
-    if "flash4" in proofs and longest >= ONE_DOCUMENT:
-        cases.append(("flash4", (ONE_DOCUMENT,)))
-    for name, lengths in cases:
+    cases: list[tuple[str, tuple[int, ...], int | None]] = []
+    for window in {size and min(size, PROOF_WINDOW) for size in windows}:
+        proofs = {}
+        for lengths in (PROOF[:1], PROOF):
+            choice = resolve_kernel(
+                requested, device, dtype, head_dim, documents=len(lengths), window=window
+            )
+            proofs[choice.name] = lengths
+        cases += [(*proof, window) for proof in proofs.items()]
+        if device.type == "cuda":
+            cases += [(name, SHORT_PROOF, window) for name in proofs if name in VARLEN]
+        if "flash4" in proofs and longest >= ONE_DOCUMENT:
+            cases.append(("flash4", (ONE_DOCUMENT,), window))
+    for name, lengths, window in cases:
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
         # q, k and v are strided views of one buffer, as the exchange leaves them
         packed, upstream = (
@@ -282,7 +343,7 @@ def prove_kernel(
         results = []
         for kernel, precision in ((name, dtype), ("reference", torch.float64)):
             inputs = packed.to(precision).requires_grad_()
-            attention = UlyssesAttention(None, heads, kv_heads, head_dim, kernel)
+            attention = UlyssesAttention(None, heads, kv_heads, head_dim, kernel, window=window)
             out = attention(*inputs.split(widths, 1), cu_seqlens)
             (grad,) = torch.autograd.grad(out, inputs, upstream.to(precision))
             results.append((out, *grad.split(widths, 1)))

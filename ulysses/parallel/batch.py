@@ -36,6 +36,7 @@ from .layout import (
     rows_of,
     sequence_parts,
     shard_ranges,
+    squares,
     to_device,
 )
 from .mesh import ParallelMesh
@@ -136,8 +137,8 @@ class ShardedBatch:
     target is -100 exactly where its weight is 0. is_last [S] marks the last token of each sequence.
     cu_seqlens [N + 1] int32 describes the whole pack, with one more entry if there is a tail.
     num_sequences is N; num_tokens counts the whole pack without its tail, num_tokens_shared what was left out of it,
-    and num_squares twice the pairs of a query and a key that it sees; num_valid counts this rank's targets of
-    nonzero weight, which are at valid_index [num_valid].
+    and num_squares twice the pairs of a query and a key that it sees, in the mean of the layers; num_valid counts this
+    rank's targets of nonzero weight, which are at valid_index [num_valid].
     attention_plan says how attention is computed (layout.py). Row i of this rank is of the sequence whose
     sequence_starts [N + 1] are at most i and then above it, or of the tail.
     """
@@ -154,7 +155,7 @@ class ShardedBatch:
     num_sequences: int
     num_tokens: int
     num_tokens_shared: int
-    num_squares: int
+    num_squares: float
     num_valid: int
     valid_index: Tensor
     mesh: ParallelMesh
@@ -188,7 +189,7 @@ def pack_shard(
     before = torch.tensor(
         [*(sequence.prefix_length for sequence in sequences), *[0] * len(tail)]
     )
-    sets = row_sets(cu, mesh.row_parallel_size, before)
+    sets = row_sets(cu, mesh.row_parallel_size, before, mesh.windows)
     ranges = shard_ranges(sets, mesh.sp_rank, mesh.head_parallel_size)
     # an empty pack reads no token of any sequence either
     tokens, targets, loss_weights, token_columns = _read_rows(
@@ -223,7 +224,9 @@ def pack_shard(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         num_tokens_shared=sum(s.prefix_length for s in sequences),
-        num_squares=sum(n * (n + 2 * s.prefix_length) for n, s in zip(lengths, sequences)),
+        num_squares=sum(
+            squares(n, s.prefix_length, mesh.windows) for n, s in zip(lengths, sequences)
+        ),
         num_valid=valid.numel(),
         mesh=mesh,
         attention_plan=packed_plan(

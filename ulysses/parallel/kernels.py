@@ -11,7 +11,8 @@
 On a GPU, torch and flash4 leave packs of short documents to the kernels of kernels_short.py.
 
 Forward and backward are separate, so that a caller may keep (out, lse) and never run the forward kernel again. Causal
-masks are aligned bottom-right: the last query of a document sees its last key.
+masks are aligned bottom-right: the last query of a document sees its last key. With a sliding window a query sees
+itself and the window - 1 tokens before it, as transformers counts it.
 
 Letters: T packed tokens, H query heads, K kv heads, E head dim.
 """
@@ -42,8 +43,12 @@ from .kernels_document import (
 from .layout import Segments
 
 VARLEN = ("flash4", "torch")  # on a GPU; the others take document by document
+HOPPER = 9  # its major compute capability
 HALF = (torch.float16, torch.bfloat16)
 ONE_DOCUMENT = 8192  # rows of a document from which on flash4 has kernels for it alone
+# The head dim for which cuDNN's backward of one long document is faster than flash4's: 57 and 66 ms (H100, 32k tokens,
+# 16 query and 2 kv heads), although its forward takes 12.2 ms and flash4's 10.7.
+CUDNN_BACKWARD = 256
 
 
 class KernelChoice(NamedTuple):
@@ -60,11 +65,13 @@ def resolve_kernel(
     head_dim: int,
     *,
     documents: int | None = None,
+    window: int | None = None,
 ) -> KernelChoice:
     """Check a requested kernel, or find the fastest one for "auto"; every rank decides the same.
 
     Under torch.use_deterministic_algorithms the kernel is one that repeats its results bit for bit. "auto" takes cuDNN
-    only if `documents` says that the pack has a single one (and perhaps a tail).
+    only if `documents` says that the pack has a single one (and perhaps a tail). `window` is a sliding window that cuts
+    a document.
     Raises ValueError if the kernel is unknown or cannot compute this case here.
     """
     device = torch.device(device)
@@ -74,7 +81,7 @@ def resolve_kernel(
     reasons = [f"{why} for {case}"]
     for candidate in KERNELS if name == "auto" else [name]:
         objection = why_missing(candidate, device) or _why_unfit(
-            candidate, device, dtype, head_dim
+            candidate, device, dtype, head_dim, window
         )
         if name == "auto" and candidate == "cudnn" and documents not in (1, 2):
             objection = objection or "cudnn is for packs of one document"
@@ -111,14 +118,19 @@ def why_missing(name: str, device: torch.device) -> str | None:
 
 
 def _why_unfit(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None
 ) -> str | None:
     """Tell why the kernel cannot compute this case; None if it can."""
-    head_dims = KERNELS[name].head_dims
-    if not head_dims or device.type != "cuda":
+    kernel = KERNELS[name]
+    if not kernel.head_dims or device.type != "cuda":
         return None
     if dtype not in HALF:
         return f"{name} needs float16 or bfloat16"
+    if name == "cudnn" and window:
+        return f"cudnn has no sliding window, and the model has one of {window} tokens"
+    head_dims = [*kernel.head_dims]
+    if torch.cuda.get_device_capability(device)[0] == HOPPER:
+        head_dims += kernel.hopper_head_dims
     if head_dim not in head_dims:
         if name == "flash4":
             dims = ", ".join(map(str, head_dims))
@@ -161,34 +173,44 @@ def _varlen(segments: Segments) -> dict[str, Any]:
 
 
 def _torch_forward(inputs: Inputs, segments: Segments) -> Results:
-    q, k, v, causal, scale = inputs
-    if not q.is_cuda:
+    if not inputs.q.is_cuda:
         return run_forward(CPU, inputs, segments)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *_varlen(segments).values(), 0.0, causal, False, scale=scale
-    )
+    window, qkv = _window(inputs), inputs[:3]
+    given = *qkv, *_varlen(segments).values(), 0.0, inputs.causal and not window, False
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(*given, scale=inputs.scale, **window)
     return out, lse
 
 
 def _torch_backward(
     dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, segments: Segments
 ) -> Gradients:
-    q, k, v, causal, scale = inputs
-    if not q.is_cuda:
+    if not dout.is_cuda:
         return run_backward(CPU, dout, inputs, out, lse, segments)
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    unused = torch.empty(0, device=q.device)
-    given = dout.contiguous(), q, k, v, out, lse, *_varlen(segments).values()
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=dout.device)
+    unused, window = torch.empty(0, device=dout.device), _window(inputs)
+    given = dout.contiguous(), *inputs[:3], out, lse, *_varlen(segments).values()
+    options = 0.0, inputs.causal and not window, no_dropout, unused
     return torch.ops.aten._flash_attention_backward(
-        *given, 0.0, causal, no_dropout, unused, scale=scale
+        *given, *options, scale=inputs.scale, **window
     )
 
 
+def _window(inputs: Inputs) -> dict[str, int]:
+    """Return a window's arguments, in which a row's own key does not count; no arguments without one."""
+    if inputs.window is None:
+        return {}
+    return {"window_size_left": inputs.window - 1, "window_size_right": 0}
+
+
 def _flash4_forward(inputs: Inputs, segments: Segments) -> Results:
-    *qkv, causal, scale = inputs
     at, documents = _flash4_form(segments)
     out, lse, *_ = flash4()._flash_attn_fwd(
-        *(x[at] for x in qkv), **documents, softmax_scale=scale, causal=causal, return_lse=True
+        *(x[at] for x in inputs[:3]),
+        **documents,
+        **_window(inputs),
+        softmax_scale=inputs.scale,
+        causal=inputs.causal,
+        return_lse=True,
     )
     return out.flatten(0, -3), lse.flatten(0, -2)
 
@@ -196,14 +218,16 @@ def _flash4_forward(inputs: Inputs, segments: Segments) -> Results:
 def _flash4_backward(
     dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, segments: Segments
 ) -> Gradients:
-    *qkv, causal, scale = inputs
-    grads = empty_gradients(inputs)
-    at, documents = _flash4_form(segments)
-    given = [x[at] for x in (*qkv, out, dout.contiguous(), lse)]
-    dq, dk, dv = (grad[at] for grad in grads)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    options = {"dq": dq, "dk": dk, "dv": dv, "deterministic": deterministic}
-    flash4()._flash_attn_bwd(*given, scale, causal, **documents, **options)
+    at, documents = _flash4_form(segments)
+    is_plain = not (documents or inputs.window or deterministic)
+    if inputs.q.shape[-1] == CUDNN_BACKWARD and is_plain:
+        return run_backward(CUDNN, dout, inputs, out, lse, segments)
+    grads = empty_gradients(inputs)
+    given = [x[at] for x in (*inputs[:3], out, dout.contiguous(), lse)]
+    dq, dk, dv = (grad[at] for grad in grads)
+    options = {"dq": dq, "dk": dk, "dv": dv, "deterministic": deterministic, **_window(inputs)}
+    flash4()._flash_attn_bwd(*given, inputs.scale, inputs.causal, **documents, **options)
     return tuple(grads)
 
 
@@ -222,12 +246,14 @@ class Kernel(NamedTuple):
     forward(inputs, segments) -> out, lse; backward(dout, inputs, out, lse, segments) -> dq, dk, dv.
     capabilities: the major compute capabilities of the GPUs that it needs; empty if it needs none.
     head_dims: those that it computes on a GPU, in half precision; empty if it computes anything.
+    hopper_head_dims: those that it computes on Hopper besides.
     """
 
     forward: Callable[..., Results]
     backward: Callable[..., Gradients]
     capabilities: Collection[int] = ()
     head_dims: Collection[int] = ()
+    hopper_head_dims: Collection[int] = ()
 
 
 def _or_short(kernel: Kernel) -> Kernel:
@@ -258,12 +284,15 @@ def _or_short(kernel: Kernel) -> Kernel:
 # cudnn 560-656 / 530-552 (one long document), torch 330-357 / 315-324.
 # flash4 4.0.0b36 on H200: gradients right for these head dims (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16.
 KERNELS = {
-    "flash4": _or_short(Kernel(_flash4_forward, _flash4_backward, range(9, 12), (32, 64, 128))),
+    "flash4": _or_short(
+        Kernel(_flash4_forward, _flash4_backward, range(9, 12), (32, 64, 128), (192, 256))
+    ),
     "cudnn": Kernel(
         partial(run_forward, CUDNN),
         partial(run_backward, CUDNN),
         range(9, 100),
         range(8, 129, 8),
+        range(136, 257, 8),
     ),
     "torch": _or_short(Kernel(_torch_forward, _torch_backward, head_dims=range(8, 257, 8))),
     "reference": Kernel(partial(run_forward, REFERENCE), partial(run_backward, REFERENCE)),

@@ -11,7 +11,8 @@ top-left such a document becomes two calls, which are joined by their log-sum-ex
            +-----------+-----------+
                nk - nq      nq
 
-The backward of each part uses the joint out and lse, which makes it the exact gradient of the whole.
+The backward of each part uses the joint out and lse, which makes it the exact gradient of the whole. Documents that a
+sliding window cuts are left to the plain products, which compute the scores inside it.
 
 Letters: T packed tokens, H query heads, K kv heads, G = H / K, E head dim, n rows of one document.
 """
@@ -26,6 +27,7 @@ from torch import Tensor
 from .layout import Segments
 
 TILE_SCORES = 1 << 24  # attention scores that the plain kernel holds at once
+LEAST_ROWS = 64  # of a tile under a window
 JOINED_ROWS = 8192  # whose float32 sums `join` holds at once
 
 Results = tuple[Tensor, Tensor]  # out, lse
@@ -33,13 +35,17 @@ Gradients = tuple[Tensor, ...]  # dq, dk, dv
 
 
 class Inputs(NamedTuple):
-    """What a kernel computes: q [Tq, H, E] attends to k and v [Tk, K, E], whose scores are multiplied by `scale`."""
+    """What a kernel computes: q [Tq, H, E] attends to k and v [Tk, K, E], whose scores are multiplied by `scale`.
+
+    With a `window`, which is for causal calls, a row sees its own key and the window - 1 keys before it.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     causal: bool
     scale: float
+    window: int | None = None
 
 
 class DocumentKernel(NamedTuple):
@@ -125,16 +131,18 @@ def _document_calls(
         if not count:
             continue
         own = end - count  # the first row's own key, if the mask is causal
+        window = packed.window if end - first > (packed.window or end) else None
+        chosen = REFERENCE if window else kernel
         parts = [(first, end, packed.causal)]
-        if packed.causal and own > first and not kernel.bottom_right:
+        if packed.causal and own > first and not chosen.bottom_right:
             parts = [(first, own, False), (own, end, True)]
         for low, high, causal in parts:
             keys = slice(low, high)
-            is_short = min(count, high - low) < kernel.shortest
+            is_short = min(count, high - low) < chosen.shortest
             q = _heads_first(packed.q[rows])
             k, v = (_heads_first(x[keys]) for x in (packed.k, packed.v))
-            inputs = Inputs(q, k, v, causal, packed.scale)
-            yield REFERENCE if is_short else kernel, inputs, rows, keys, low == first
+            inputs = Inputs(q, k, v, causal, packed.scale, window)
+            yield REFERENCE if is_short else chosen, inputs, rows, keys, low == first
 
 
 def _heads_first(rows: Tensor) -> Tensor:
@@ -150,41 +158,49 @@ def _plain_forward(inputs: Inputs) -> Results:
     wide = torch.promote_types(q.dtype, torch.float32)
     key, value = inputs.k.to(wide), inputs.v.to(wide)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=wide, device=q.device)
-    for rows, seen, scores in _score_tiles(inputs, key):
+    for rows, keys, scores in _score_tiles(inputs, key):
         total = scores.logsumexp(-1, keepdim=True)
         weights = scores.sub_(total).exp_()
-        out[:, :, rows] = (weights @ value[:, :, None, :seen]).flatten(1, 2).to(q.dtype)
+        out[:, :, rows] = (weights @ value[:, :, None, keys]).flatten(1, 2).to(q.dtype)
         lse[:, :, rows] = total.flatten(1, 2).squeeze(-1)
     return out, lse
 
 
 def _plain_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> Gradients:
-    q, k, v, _, scale = inputs
+    q, k, v = inputs[:3]
     key, value = k.to(lse.dtype), v.to(lse.dtype)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(key), torch.zeros_like(value)
-    for rows, seen, scores in _score_tiles(inputs, key):
+    for rows, keys, scores in _score_tiles(inputs, key):
         upstream, output, query = (_to_groups(x[:, :, rows], key) for x in (dout, out, q))
         weights = scores.sub_(_to_groups(lse[:, :, rows, None], key)).exp_()
         delta = (upstream * output).sum(-1, keepdim=True)
-        dscores = weights * (upstream @ value[:, :, None, :seen].mT - delta) * scale
-        dq[:, :, rows] = (dscores @ key[:, :, None, :seen]).flatten(1, 2).to(q.dtype)
-        dk[:, :, :seen] += dscores.flatten(2, 3).mT @ query.flatten(2, 3)
-        dv[:, :, :seen] += weights.flatten(2, 3).mT @ upstream.flatten(2, 3)
+        dscores = weights * (upstream @ value[:, :, None, keys].mT - delta) * inputs.scale
+        dq[:, :, rows] = (dscores @ key[:, :, None, keys]).flatten(1, 2).to(q.dtype)
+        dk[:, :, keys] += dscores.flatten(2, 3).mT @ query.flatten(2, 3)
+        dv[:, :, keys] += weights.flatten(2, 3).mT @ upstream.flatten(2, 3)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _score_tiles(inputs: Inputs, key: Tensor) -> Iterator[tuple[slice, int, Tensor]]:
-    """Yield query rows, the number of keys that they see, and their scores [1, K, G, rows, keys]."""
+def _score_tiles(inputs: Inputs, key: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield query rows, the keys that they see, and their scores [1, K, G, rows, keys]."""
     q, nq, nk = inputs.q, inputs.q.shape[2], key.shape[2]
+    window = inputs.window or nk
     step = max(1, TILE_SCORES // (nk * q.shape[1]))
+    if inputs.window:  # a tile's rows all meet the keys of its first row's window
+        step = min(step, max(window, LEAST_ROWS))
     for start in range(0, nq, step):
-        rows = slice(start, min(start + step, nq))
-        seen = nk - nq + rows.stop if inputs.causal else nk
-        scores = _to_groups(q[:, :, rows], key) @ key[:, :, None, :seen].mT * inputs.scale
+        rows, keys = slice(start, min(start + step, nq)), slice(0, nk)
+        first, end = start + nk - nq, rows.stop + nk - nq  # the rows' own keys
         if inputs.causal:
-            after = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-            scores.masked_fill_(after.triu(seen - scores.shape[-2] + 1), -torch.inf)
-        yield rows, seen, scores
+            keys = slice(max(0, first + 1 - window), end)
+        scores = _to_groups(q[:, :, rows], key) @ key[:, :, None, keys].mT * inputs.scale
+        if inputs.causal:
+            own, others = (
+                torch.arange(*x, device=q.device) for x in ((first, end), (keys.start, end))
+            )
+            age = own[:, None] - others
+            scores.masked_fill_((age < 0) | (age >= window), -torch.inf)
+        yield rows, keys, scores
 
 
 def _to_groups(values: Tensor, key: Tensor) -> Tensor:
@@ -213,27 +229,26 @@ def _cpu_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> Gra
 
 def _with_all_heads(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v with a kv head for every query head, for a kernel that knows no groups."""
-    q, k, v, *_ = inputs
+    q, k, v = inputs[:3]
     group = q.shape[1] // k.shape[1]
     return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
 
 def _cudnn_forward(inputs: Inputs) -> Results:
     """Run cuDNN's fused attention: GPU, float16 or bfloat16."""
-    q, k, v, causal, scale = inputs
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
+        *inputs[:3], None, True, 0.0, inputs.causal, False, scale=inputs.scale
     )
-    return out, lse.view(q.shape[:3])
+    return out, lse.view(out.shape[:3])
 
 
 def _cudnn_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> Gradients:
-    q, k, v, causal, scale = inputs
+    q, k, v = inputs[:3]
     # the state of a dropout generator, which is not used without dropout
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     given = dout, q, k, v, out, lse[..., None], unused, unused, None, None, None
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *given, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+        *given, q.shape[2], k.shape[2], 0.0, inputs.causal, scale=inputs.scale
     )
 
 

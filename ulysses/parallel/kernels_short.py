@@ -165,14 +165,15 @@ if triton is not None:
 
 def usable(inputs: Inputs, segments: Segments) -> bool:
     """Tell whether the kernels can compute this case and are the fastest for it; it does not wait for the device."""
-    q, *_, causal, _ = inputs
+    q = inputs.q
     head_dim = q.shape[-1]
     return (
         triton is not None
         and q.is_cuda
         and q.dtype in (torch.float16, torch.bfloat16)
         and head_dim in (32, 64)
-        and causal
+        and inputs.causal
+        and inputs.window is None
         # every row sees its own document's rows, and no prefix
         and segments.cu_q is segments.cu_k
         and segments.max_q <= LONGEST
@@ -183,7 +184,7 @@ def usable(inputs: Inputs, segments: Segments) -> bool:
 
 def forward(inputs: Inputs, cu: Tensor, longest: int) -> Results:
     """Attend within the documents cu[i]:cu[i + 1], none of which has more than `longest` rows."""
-    q, k, v, _, _ = inputs
+    q, k, v = inputs[:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     _launch(_forward, q.shape[1], longest, (q, k, v, out, lse, cu), inputs)
@@ -194,7 +195,7 @@ def backward(
     dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, cu: Tensor, longest: int
 ) -> Gradients:
     """Compute dq, dk, dv from what `forward` returned; out and lse may be joint ones of further keys."""
-    q, k, v, _, _ = inputs
+    q, k, v = inputs[:3]
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
     dq, dk, dv = empty_gradients(inputs)
     # the sum of dout * out over a head, which is the mean of dp under p; the second kernel reads it from the first
@@ -209,11 +210,11 @@ def _launch(
     kernel: Any, heads: int, longest: int, tensors: tuple[Tensor, ...], inputs: Inputs
 ) -> None:
     """Run a program for each of `heads`, each tile and each document."""
-    q, k, v, _, scale = inputs
+    q, k, v = inputs[:3]
     total, query_heads, head_dim = q.shape
     documents = len(tensors[-1]) - 1
     sizes = {"H": query_heads, "G": query_heads // k.shape[1], "E": head_dim, "BLOCK": _BLOCK}
-    numbers = q.stride(0), k.stride(0), v.stride(0), total, scale
+    numbers = q.stride(0), k.stride(0), v.stride(0), total, inputs.scale
     with torch.cuda.device(q.device):
         kernel[(heads, triton.cdiv(longest, _BLOCK), documents)](
             *tensors, *numbers, **sizes, num_warps=4, num_stages=3

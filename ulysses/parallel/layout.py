@@ -30,12 +30,12 @@ and R row-parallel size.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,13 +95,34 @@ def head_layout(num_heads: int, num_kv_heads: int, head_parallel_size: int) -> H
 # --- tokens and query rows ---------------------------------------------------------------------------------------
 
 
+def squares(length: Any, prefix_length: Any = 0, windows: Sequence[int | None] = ()) -> Any:
+    """Return twice the pairs of a query and a key in the causal attention of documents, the mean over a model's layers.
+
+    `windows` has an entry for every layer, None where a query sees all before it, and may be empty if all of them do.
+    A document's rows come after `prefix_length` others, which they see too. Numbers, arrays and tensors are taken
+    alike. The diagonal counts half, so that a whole document without a window has length^2.
+    """
+    whole, kinds = length + prefix_length, Counter(windows)
+    found = length * (length + 2 * prefix_length)
+    for window in filter(None, kinds):
+        # what a window leaves out is a triangle of queries and keys; a prefix's own rows have the tip of it
+        left_out, of_prefix = (
+            (rows - window) * (rows > window) for rows in (whole, prefix_length)
+        )
+        found = found - (left_out**2 - of_prefix**2) * (kinds[window] / len(windows))
+    return found
+
+
 def row_sets(
-    cu_seqlens: Tensor, row_parallel_size: int, prefix_lengths: Tensor | int = 0
+    cu_seqlens: Tensor,
+    row_parallel_size: int,
+    prefix_lengths: Tensor | int = 0,
+    windows: Sequence[int | None] = (),
 ) -> list[list[Range]]:
     """Deal the packed rows to R row sets of equal length and equal causal cost, each a list of sorted arcs.
 
     `cu_seqlens` [N + 1] is on the host and covers the tail; its last entry is a multiple of R * U. The rows of
-    sequence i see `prefix_lengths[i]` rows of another one too.
+    sequence i see `prefix_lengths[i]` rows of another one too. `windows` are those of the layers.
     """
     total = int(cu_seqlens[-1])
     if row_parallel_size == 1:
@@ -110,7 +131,7 @@ def row_sets(
     starts = (cu_seqlens[:-1] - prefix_lengths).long()
     starts = starts.repeat_interleave(cu_seqlens.diff().long())
     left = torch.arange(total)  # the rows that are not dealt yet, as a circle
-    costs = left - starts + 1  # keys that each of them sees
+    costs = squares(1, left - starts, windows).long()
     sets = []
     for remaining in range(row_parallel_size, 1, -1):
         begin = _balanced_window(costs[left], size, remaining)
@@ -250,6 +271,32 @@ class AttentionPlan:
         return self.total // self.mesh.sequence_parallel_size
 
     @cached_property
+    def longest(self) -> int:
+        """The most tokens that a row sees without a window."""
+        bounds = enumerate(pairwise(self.cu_seqlens))
+        return max(b - a + count_rows([self.prefixes.get(i, (0, 0))]) for i, (a, b) in bounds)
+
+    def windowed(self, window: int | None) -> "AttentionPlan":
+        """Return the plan of layers whose window cuts documents; another one if there are shared prefixes.
+
+        There a branch's rows see the end of the prefix and their own document's rows in one call, because the window
+        reaches further back from an early row than from a late one.
+        """
+        if not (self.prefixes and window):
+            return self
+        if window not in self._windowed:
+            arcs = sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
+            device = self.calls[0].segments.cu_q.device
+            calls = _causal_calls(arcs, self.prefixes, window, device)
+            self._windowed[window] = replace(self, calls=calls, prefix_calls=[])
+        return self._windowed[window]
+
+    @cached_property
+    def _windowed(self) -> dict[int, "AttentionPlan"]:
+        """The plans that `windowed` has made."""
+        return {}
+
+    @cached_property
     def unmasked(self) -> "AttentionPlan":
         """The plan with calls without a mask: every row attends to its whole sequence."""
         if self.prefixes:
@@ -279,17 +326,13 @@ def packed_plan(
     cu = cu_seqlens.tolist()
     documents = [0, cu[-1]] if tail and len(cu) == 3 else cu
     arcs = sequence_parts(documents, sets[mesh.row_set])
-    calls = []
-    for parts in arcs:
-        causal = [Document([part.rows], [(part.whole[0], part.end)]) for part in parts]
-        calls.append(varlen_call(causal, device, causal=True))
     prefixes = prefixes or {}
     return AttentionPlan(
         mesh=mesh,
         cu_seqlens=cu,
         documents=len(documents) - 1,
         pieces=sets,
-        calls=calls,
+        calls=_causal_calls(arcs, {}, cu[-1], device),
         prefix_calls=_prefix_calls(list(chain(*arcs)), prefixes, device),
         prefixes=prefixes,
     )
@@ -317,6 +360,27 @@ def _prefix_calls(
             rows = [part.rows for end, part in branches if end >= high]
             calls[number].append(Document(rows, [(low, high)]))
     return [varlen_call(documents, device, causal=False) for documents in calls.values()]
+
+
+def _causal_calls(
+    arcs: list[list[Part]], prefixes: dict[int, Range], window: int, device: Device
+) -> list[VarlenCall]:
+    """Return the calls of every arc: first what sees no prefix, then one branch of each owner at a time.
+
+    A document's keys are those of its part's rows and what the first of them sees through the window.
+    """
+    calls: dict[Range, list[Document]] = defaultdict(list)
+    for arc, parts in enumerate(arcs):
+        readers: Counter[int] = Counter()  # of every owner's rows
+        for part in parts:
+            begin, reach = part.whole[0], part.start + 1 - window
+            start, stop = prefixes.get(part.sequence, (0, 0))
+            shared = max(start, stop + reach - begin), stop
+            sees = shared[0] < stop
+            readers[start] += sees
+            keys = [shared] * sees + [(max(begin, reach), part.end)]
+            calls[arc, readers[start] * sees].append(Document([part.rows], keys))
+    return [varlen_call(calls[key], device, causal=True) for key in sorted(calls)]
 
 
 def varlen_call(documents: list[Document], device: Device, *, causal: bool) -> VarlenCall:

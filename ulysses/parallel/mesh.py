@@ -43,6 +43,8 @@ class ParallelMesh:
         sequence_parallel_size: the degree sp: how many processes share each packed batch.
         num_heads: the query head counts of all models that will run on this mesh. A degree that does not divide them
             works too: some ranks then split query rows (layout.py). If it is left out, the degree must divide them.
+        windows: the sliding window of every layer of the model that is trained, None where it sees all; empty if all
+            of them do. Ranks that split query rows get equal work under them.
 
     Attributes:
         world_size, rank: the number of processes, and this one's number.
@@ -57,7 +59,11 @@ class ParallelMesh:
     """
 
     def __init__(
-        self, sequence_parallel_size: int = 1, *, num_heads: int | Sequence[int] | None = None
+        self,
+        sequence_parallel_size: int = 1,
+        *,
+        num_heads: int | Sequence[int] | None = None,
+        windows: Sequence[int | None] = (),
     ):
         distributed = dist.is_initialized()
         self.world_size = dist.get_world_size() if distributed else 1
@@ -76,6 +82,7 @@ class ParallelMesh:
         self.head_parallel_size = math.gcd(sp, *heads)
         self.row_parallel_size = sp // self.head_parallel_size
         self.row_set = self.sp_rank // self.head_parallel_size
+        self.windows = tuple(windows)
         self.is_main = self.rank == 0
         self.sp_group: dist.ProcessGroup | None = dist.new_subgroups(sp)[0] if sp > 1 else None
 

@@ -1,4 +1,4 @@
-"""Batched sampling with a KV cache, from plain weights: no modules, no hooks, no communication.
+"""Batched sampling with a KV cache, from whole weights in layers of their own: no hooks, no communication.
 
     waiting answers      slots [B]                        one step, captured as a CUDA graph
     key 7: p p p    -->  [ p p p a a . . . ]   tokens -> decoder, keys and values written into the cache -> logits
@@ -27,8 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
-from models.fused import activate, rms_norm, rotate_pair
-from models.rope import rotary_table
+from models.decoder import empty_model
+from models.rope import rotary_tables
+from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 
 LOOK = 16  # steps
@@ -40,7 +41,7 @@ DRAWING_BYTES = 128
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Prompt = tuple[int, ...]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, UlyssesAttention, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ class State(NamedTuple):
 def fitting_slots(config: ModelConfig, longest: int, dtype: torch.dtype, free: float) -> int:
     """Return how many slots of `longest` tokens fit into `free` bytes, graphs and prefill included."""
     widths = 3 * config.intermediate_size + 4 * config.hidden_size
+    if moe := config.moe:
+        each = 3 * moe.moe_intermediate_size + config.hidden_size
+        widths = max(widths, moe.num_experts_per_tok * each + 4 * config.hidden_size)
     cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     each = longest * cached * dtype.itemsize + DRAWING_BYTES * config.vocab_size
     return int((free - PREFILL_TOKENS * widths * dtype.itemsize) // each)
@@ -118,6 +122,7 @@ class Sampler:
         prefill: tokens of prompts that are computed together; it bounds the memory.
 
     Attributes:
+        decoder: the layers, whose parameters are the weights.
         waiting: what has not begun, the next one last.
         held: a prompt that is in the cache, and its slot.
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
@@ -140,11 +145,14 @@ class Sampler:
 
     def __post_init__(self) -> None:
         c, options = self.config, self.options
-        embedding = self.weights["model.embed_tokens.weight"]
+        model = empty_model(c)
+        model.load_state_dict(self.weights, assign=True, strict=False)
+        self.decoder = model.model.eval()
+        embedding = self.decoder.embed_tokens.weight
         self.head = embedding if c.tie_word_embeddings else self.weights["lm_head.weight"]
         self.device = embedding.device
         on_gpu = self.device.type == "cuda"
-        self.graphs = self.graphs and on_gpu
+        self.graphs = self.graphs and on_gpu and self.decoder.is_capturable
         self.look = self.look or (LOOK if on_gpu else 1)
         prompts = {k: tuple(torch.as_tensor(p).tolist()) for k, p in self.prompts.items()}
         # equal prompts one after the other, and those of like length: they share the work, or its padding
@@ -263,14 +271,22 @@ class Sampler:
 
         last = first + tokens.shape[1]
 
-        def attend(cache: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        positions = torch.arange(first, last, device=self.device)
+
+        def attend(
+            cache: Tensor, how: UlyssesAttention, query: Tensor, key: Tensor, value: Tensor
+        ) -> Tensor:
             cache[:, slots, :, first:last] = both = torch.stack([key, value])
             keys, values = cache[:, slots, :, :last] if first else both
-            mask = causal_lower_right(last - first, last)
-            return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+            mask: Any = causal_lower_right(last - first, last)
+            if how.window and how.window < last:
+                age = positions[:, None] - torch.arange(last, device=self.device)
+                mask = (age >= 0) & (age < how.window)
+            return F.scaled_dot_product_attention(
+                query, keys, values, mask, scale=how.softmax_scale, enable_gqa=True
+            )
 
-        positions = torch.arange(first, last, device=self.device).expand_as(tokens)
-        self._forward(tokens, positions, self.cache, attend)
+        self._forward(tokens, positions.expand_as(tokens), self.cache, attend)
 
     # ---------------------------------------------------------------- a step
 
@@ -299,18 +315,23 @@ class Sampler:
         """
         token, place, drawn, key = (part[:rows] for part in self.state)
         each = torch.arange(rows, device=self.device)
-        future = torch.arange(seen, device=self.device) > place[:, None]
-        mask = self.head.new_zeros(rows, 1, 1, seen).masked_fill(
-            future[:, None, None], -math.inf
-        )
+        age = (place[:, None] - torch.arange(seen, device=self.device))[:, None, None]
+        nothing = self.head.new_zeros(rows, 1, 1, seen)
+        masks = {
+            window: nothing.masked_fill((age < 0) | (age >= (window or seen)), -math.inf)
+            for window in {*self.config.windows, None}
+        }
 
-        def attend(cache: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(
+            cache: Tensor, how: UlyssesAttention, query: Tensor, key: Tensor, value: Tensor
+        ) -> Tensor:
+            mask, scale = masks[how.window], how.softmax_scale
             for kept, new in zip(cache, (key, value)):
                 kept[each, :, place] = new[:, :, 0]
             keys, values = cache[:, :, :, :seen]
             # heads that share keys stand where a longer query's tokens would: no key is repeated
             grouped = query.view(rows, keys.shape[1], -1, query.shape[-1])
-            attended = F.scaled_dot_product_attention(grouped, keys, values, mask)
+            attended = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
             return attended.reshape(query.shape)
 
         hidden = self._forward(token[:, None], place[:, None], self.cache[:, :, :rows], attend)
@@ -329,7 +350,8 @@ class Sampler:
         has no such running sum of floats. Of what top_k and top_p leave out, ties at the edge stay.
         """
         options = self.options
-        logits = F.linear(hidden, self.head).double().div_(options.temperature)
+        scaling = options.temperature * self.config.multipliers.logits_scaling
+        logits = F.linear(hidden, self.head).double().div_(scaling)
         logps = logits.log_softmax(-1)
         kept = logps.exp().mul_(2.0**52).long()
         if options.top_k:
@@ -354,36 +376,19 @@ class Sampler:
     ) -> Tensor:
         """Return normalised hidden states [n L, D] of tokens [n, L] at `positions`.
 
-        `attend` gets a layer's cache with query, key and value [n, heads, L, E]; it stores the latter two and returns
-        the query's attention.
+        `attend` gets a layer's cache and attention with query, key and value [n, heads, L, E]; it stores the latter two
+        and returns the query's attention.
         """
-        c, w = self.config, self.weights
-        shape = tokens.shape
-
-        def norm(x: Tensor, name: str) -> Tensor:
-            return rms_norm(x, w[f"{name}.weight"], c.rms_norm_eps)
-
-        def linear(x: Tensor, name: str) -> Tensor:
-            return F.linear(x, w[f"{name}_proj.weight"], w.get(f"{name}_proj.bias"))
-
-        rope = rotary_table(positions.reshape(-1), c)
-        hidden = F.embedding(tokens.reshape(-1), w["model.embed_tokens.weight"])
-        for number, kept in enumerate(cache):
-            layer = f"model.layers.{number}"
-            x = norm(hidden, f"{layer}.input_layernorm")
-            query, key, value = (
-                linear(x, f"{layer}.self_attn.{p}").unflatten(1, (-1, c.head_dim))
-                for p in "qkv"
-            )
-            norms = [w[f"{layer}.self_attn.{p}_norm.weight"] for p in "qk" if c.qk_norm]
-            query, key = rotate_pair(query, key, *rope, c.rms_norm_eps, *norms)
-            heads = (a.unflatten(0, shape).transpose(1, 2) for a in (query, key, value))
-            attended = attend(kept, *heads).transpose(1, 2).flatten(2).flatten(0, 1)
-            hidden = hidden + linear(attended, f"{layer}.self_attn.o")
-            x = norm(hidden, f"{layer}.post_attention_layernorm")
-            gate, up = (linear(x, f"{layer}.mlp.{p}") for p in ("gate", "up"))
-            hidden = hidden + linear(activate(gate, up), f"{layer}.mlp.down")
-        return norm(hidden, "model.norm")
+        shape, decoder = tokens.shape, self.decoder
+        ropes = rotary_tables(positions.reshape(-1), self.config)
+        hidden = decoder.embed(tokens.reshape(-1))
+        layers: Any = decoder.layers
+        for layer, kept in zip(layers, cache):
+            *projected, hidden = layer.project(hidden, ropes[layer.kind.rotary])
+            heads = (a.unflatten(0, shape).transpose(1, 2) for a in projected)
+            attended = attend(kept, layer.mixer.attention, *heads).transpose(1, 2).flatten(0, 1)
+            hidden = layer.feed_forward_tiles(layer.output(hidden, attended))
+        return decoder.norm(hidden)
 
 
 def _mixed(state: Tensor, part: Tensor) -> Tensor:

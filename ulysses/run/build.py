@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from models.arch import ModelConfig
 from models.decoder import CausalLM, PolicyValue, RewardModel, empty_model, init_parameter
 from models.hf_format import WeightFiles
-from models.layers import DecoderLayer, Linear
-from models.quantized import QuantizedLinear, dense, pack
+from models.layers import DecoderLayer
+from models.moe import Router
+from models.quantized import dense, pack
 from ulysses.config.schema import Config
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.plan import Workload
@@ -61,7 +62,7 @@ class InitialWeights:
         elif ".lora_" in name:
             whole = torch.zeros(shape, device=device)
             if ".lora_A." in name:
-                bound = 1 / math.sqrt(shape[1])
+                bound = 1 / math.sqrt(shape[-1])
                 generator = keyed_generator(device, self.seed, name)
                 whole.uniform_(-bound, bound, generator=generator)
         else:
@@ -143,11 +144,8 @@ def build_engine(
         raw=config.deepspeed.zero_optimization,
     )
     kept = layer_memory(memory) if memory else LayerMemory()
-    linear: Any = Linear
     if memory:
         resident, reward = memory.resident, stage.reward
-        if config.model.quantize != "none":
-            linear = partial(QuantizedLinear, kind=config.model.quantize)
     kind: Any = RewardModel if reward else CausalLM
     if trained and stage.requirements.value:
         kind = PolicyValue
@@ -157,8 +155,12 @@ def build_engine(
         from models.lora import add_adapters
 
     def create() -> nn.Module:
-        given = {"attention": config.model.attention, "memory": kept, "linear": linear}
-        model = kind(shape, mesh, **given)
+        given = {"attention": config.model.attention, "memory": kept}
+        quantize = config.model.quantize if trained else "none"
+        model = kind(shape, mesh, quantize=quantize, **given)
+        if config.model.freeze_router:
+            for module in filter(lambda m: isinstance(m, Router), model.modules()):
+                module.requires_grad_(False)
         return add_adapters(model, lora) if adapted else model
 
     model, optimizer = build_partitioned(create, settings, weights.fill).train(trained), None

@@ -12,6 +12,7 @@ import torch
 
 from models.arch import ModelConfig
 from models.decoder import count_parameters, empty_model
+from models.expert_files import adapted_experts
 from models.folders import read_config, resolve_model
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
@@ -38,7 +39,8 @@ ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not give
 
 def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
     """Return the planner's view of a model that trains all its weights."""
-    parameters = count_parameters(shape, reward=reward)
+    parameters, moe = count_parameters(shape, reward=reward), shape.moe
+    sparse = [kind.feed_forward for kind in shape.layers].count("experts")
     return Model(
         shape.hidden_size,
         shape.intermediate_size,
@@ -50,7 +52,13 @@ def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
         parameters,
         trained=parameters,
         has_head=not reward,
-        qk_norm=shape.qk_norm,
+        qk_norm=shape.family.qk_norm != "none",
+        windows=shape.windows,
+        norms_after=sum(map(bool, shape.family.norms[1::2])),
+        sparse_layers=sparse,
+        experts=moe.num_experts if moe else 0,
+        active_experts=moe.num_experts_per_tok if moe else 0,
+        expert_width=moe.moe_intermediate_size if moe else 0,
     )
 
 
@@ -61,12 +69,16 @@ def planner_model(config: Config, shape: ModelConfig) -> Model:
     score = shape.hidden_size * stage.requirements.value
     parameters = trained = model.parameters + score
     if lora.rank:
-        sides = (
-            sum(module.weight.shape)
-            for name, module in empty_model(shape).named_modules()
-            if name.rpartition(".")[2] in lora.targets
-        )
-        adapters = lora.rank * sum(sides)
+        matrices = empty_model(shape).named_parameters()
+        own = adapted_experts(lora.targets)
+        sides = 0
+        for name, matrix in matrices:
+            stem = name.removesuffix(".weight").rpartition(".")[2]
+            if matrix.dim() == 3:  # of all experts
+                sides += len(matrix) * sum(matrix.shape[1:]) * (stem in own)
+            elif matrix.dim() == 2 and stem in lora.targets:
+                sides += sum(matrix.shape)
+        adapters = lora.rank * sides
         parameters += adapters
         trained = adapters + (score or shape.hidden_size * stage.reward)
     return model._replace(

@@ -45,7 +45,9 @@ def model_flops(model: Model, tokens: float, squared_lengths: float, projected: 
     """
     head = model.vocabulary_parameters * model.has_head
     adapters = 0 if model.is_full else model.trained
-    weights = (model.parameters - adapters - head) * tokens + head * projected
+    # of its layer's experts a token meets a few
+    met = model.parameters - adapters - (model.matrices - model.active_matrices)
+    weights = (met - head) * tokens + head * projected
     linear = (6.0 if model.is_full else 4.0) * weights + 6.0 * adapters * tokens
     return linear + 6.0 * model.layers * model.query_width * squared_lengths
 

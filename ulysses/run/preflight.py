@@ -34,13 +34,14 @@ from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import lies_in
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
+from ulysses.parallel.layout import squares
 from ulysses.rl.rewards import load_function
 from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import is_older
 from ulysses.run.continuation import find_checkpoint
 from ulysses.run.disk_space import check_disk, check_folders
 from ulysses.run.registry import stage_of
-from ulysses.run.setting_checks import check_settings
+from ulysses.run.setting_checks import check_settings, expert_adapter_errors, router_errors
 from ulysses.stages.base import AuxiliaryModel, Stage
 
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
@@ -134,8 +135,8 @@ class Prepared:
         """
         longest = data.lengths.argmax()
         lengths, prefixes = data.sequence_lengths[longest], data.prefix_lengths[longest]
-        squares = lengths * (lengths + 2 * prefixes) * (data.kind != "prompt")
-        return float(squares.sum() * tokens / lengths.sum())
+        found = squares(lengths, prefixes, self.shape.windows) * (data.kind != "prompt")
+        return float(found.sum() * tokens / lengths.sum())
 
     def remarks(self, loader: StepLoader) -> Iterator[str]:
         """Yield a line for every setting that has no effect, or not the one that its number promises."""
@@ -196,6 +197,7 @@ class Prepared:
                 dp_rank=group,
                 shuffle=not evaluation,
                 attention_length=12.0 * self.shape.hidden_size,
+                windows=self.shape.windows,
                 launched_tokens=launched_tokens,
             )
 
@@ -245,12 +247,16 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         return plan
     with collect():
         plan.shape = _fit_window(config, plan.shape, "data.max_length" if pretrained else "")
+    with collect(""):  # whether an export can be loaded
+        plan.shape.to_hf(reward=stage.reward)
     with collect("model.lora.rank"):
         if model.lora.rank > plan.shape.hidden_size:
             raise ValueError(
                 f"is {model.lora.rank} but the model's matrices are {plan.shape.hidden_size} wide; set a smaller one "
                 "(8 to 64 are usual), or 0 to train all weights"
             )
+    errors += router_errors(config, plan.shape)
+    errors += expert_adapter_errors(config, plan.shape)
     # otherwise it is absent with the model
     if plan.folder or model.tokenizer or not model.path:
         with collect():
@@ -265,12 +271,12 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     if strict:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with collect("model.attention"):
-            plan.kernel = resolve_kernel(
-                model.attention,
-                device,
-                getattr(torch, config.model.dtype),
-                plan.shape.head_dim,
-            )
+            case = device, getattr(torch, config.model.dtype), plan.shape.head_dim
+            for window in (
+                *plan.shape.windows,
+                None,
+            ):  # the whole attention's is the one to report
+                plan.kernel = resolve_kernel(model.attention, *case, window=window)
         if model.quantize == "fp8" and device == "cuda":
             if torch.cuda.get_device_capability() < (8, 9):
                 errors.append(
@@ -326,7 +332,7 @@ def read_shape(config: Config, *, need_weights: bool = True) -> tuple[ModelConfi
 
 def published_shape(model: ModelSection) -> ModelConfig | None:
     """Return the shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None."""
-    name = Path(model.path or "").name.lower().replace("llama-", "llama")
+    name = re.sub(r"^([a-z-]+)-(\d)", r"\1\2", Path(model.path or "").name.lower())
     shape = next((shape for key, shape in ARCHITECTURES.items() if key in name), None)
     if shape is None:
         return None

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from models.arch import ModelConfig
+from models.expert_files import MLP_TARGETS
 from ulysses import environment
 from ulysses.config.schema import Config
 from ulysses.config.section import CREDENTIALS, error_context, refuse
@@ -62,6 +64,47 @@ def require_determinism() -> None:
     """
     environment.preset({CUBLAS: ":4096:8"})
     torch.use_deterministic_algorithms(True)
+
+
+def router_errors(config: Config, shape: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with settings of experts, once the model's shape is known."""
+    model = config.model
+    given = model.model_dump(
+        include={"router_aux_loss_coefficient", "freeze_router"}, exclude_defaults=True
+    )
+    for key in given if not shape.moe else ():
+        yield f"model.{key} is {given[key]} but a {shape.model_type} model has no experts; remove it"
+    if "router_aux_loss_coefficient" in given and shape.moe:
+        if model.freeze_router or model.lora.rank:
+            why = "model.freeze_router" if model.freeze_router else "model.lora.rank"
+            yield (
+                f"model.router_aux_loss_coefficient is {model.router_aux_loss_coefficient:g} but {why} is set, which "
+                "trains no router; set it to 0"
+            )
+
+
+def expert_adapter_errors(config: Config, shape: ModelConfig) -> Iterator[str]:
+    """Yield why adapters of a model with experts cannot be trained as asked, or not be exported for PEFT."""
+    lora = config.model.lora
+    of_mlp = sorted({*lora.targets} & {*MLP_TARGETS})
+    if not lora.rank or not shape.moe or not of_mlp:
+        return
+    if ("gate_proj" in of_mlp) != ("up_proj" in of_mlp):
+        yield (
+            f"model.lora.targets has {' and '.join(of_mlp)}, but experts hold gate_proj and up_proj in one matrix; "
+            "name both or none"
+        )
+    dense = [i for i, kind in enumerate(shape.layers) if kind.feed_forward == "mlp"]
+    if dense:
+        yield (
+            f"model.lora.targets has {', '.join(of_mlp)}, but PEFT loads no adapters of the MLP in layer {dense[0]} "
+            "beside those of experts in others; name q_proj, k_proj, v_proj and o_proj only"
+        )
+    if lora.dropout:
+        yield (
+            f"model.lora.dropout is {lora.dropout:g} but adapters of experts have none; set it to 0, or take "
+            f"{', '.join(of_mlp)} out of model.lora.targets"
+        )
 
 
 def contradictions(config: Config) -> Iterator[str]:

@@ -70,6 +70,13 @@ class Trainer:
         self.stop_requested = self.save_due = False
         self._saved = time.monotonic()
         self._next = None  # what `_prepare` returned for the coming step
+        self.routers: Any = None  # of a model with experts
+        if self.engine.module.config.moe:
+            from ulysses.run.routers import Routers
+
+            self.routers = Routers(
+                self.engine, self.stage.config.model.router_aux_loss_coefficient
+            )
         # shares of the last steps in which the host waited for the device
         self._waits: deque[float] = deque(maxlen=LOOK_AT // 2)
 
@@ -157,6 +164,8 @@ class Trainer:
         of_step = self.stage.before_step(read)
         normalisers = self._normalisers(batches)
         metrics = MetricSums(self.engine.device)
+        if self.routers:
+            self.routers.begin(batches)
         for batch, known in zip(batches, of_step, strict=True):
             self.watch.phase("forward")
             terms = self.stage.losses(batch, metrics, **known)
@@ -179,6 +188,8 @@ class Trainer:
         if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
             self._next = self._prepare(self.loader, step + 1)
         self.watch.phase("optimizer step")
+        if self.routers:
+            self.routers.add(metrics)
         gradients = self.engine.gradients()
         metrics.add("stop", float(self.watch.stop_wanted))
         late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0

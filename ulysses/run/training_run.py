@@ -114,7 +114,9 @@ class TrainingRun:
         case = planner_case(config, shape, machine, tokens)
         if config.parallel.sequence_parallel_size == "auto":
             self.say(f"parallel.sequence_parallel_size is auto: {case.sp}")
-        mesh = self.mesh = ParallelMesh(case.sp, num_heads=case.common_heads)
+        mesh = self.mesh = ParallelMesh(
+            case.sp, num_heads=case.common_heads, windows=shape.windows
+        )
         self.loader = partial(
             prepared.loader, groups=mesh.data_parallel_size, group=mesh.dp_rank
         )
@@ -130,6 +132,7 @@ class TrainingRun:
             heads.key,
             shape.head_dim,
             stage.requirements.longest_example,
+            shape.windows or (None,),
         )
         check_deepspeed(self.device)
         if restarts(config.run):

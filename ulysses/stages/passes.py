@@ -29,7 +29,7 @@ def packed_batches(
         sequences: returns the sequences of one micro-batch by the numbers of its items.
         budget: tokens of a micro-batch, which the longest item may exceed.
     """
-    costs = [sequence_cost(length) for length in lengths]
+    costs = [sequence_cost(length, windows=mesh.windows) for length in lengths]
     budget = max([budget, *lengths])
     groups = pack_step(lengths, costs, budget, mesh.data_parallel_size)
     for numbers in groups[mesh.dp_rank]:

@@ -10,14 +10,12 @@ their sequences, [1024, 2048), [2048, 4096) and so on, which shows how much a mo
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import torch
 
 from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
-from ulysses.parallel.batch import Sequence, ShardedBatch
-from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
+from ulysses.parallel.batch import ShardedBatch
+from ulysses.stages.base import MetricSums, Stage, Term
 
 LARGEST_EXPONENT = 700.0  # e^700 is still finite
 # of positions, each twice as long as all before it
@@ -25,10 +23,7 @@ OCTAVES = ["0-1k", *(f"{2**i}k-{2 ** (i + 1)}k" for i in range(13))]
 
 
 class SftStage(Stage):
-    """Supervised fine-tuning on the tokens with nonzero weight; reports perplexity = exp(nll).
-
-    NEFTune's noise depends on (seed, step, example, position) and on no topology.
-    """
+    """Supervised fine-tuning on the tokens with nonzero weight; reports perplexity = exp(nll)."""
 
     name, dataset_type = "sft", "sequence"
 
@@ -39,34 +34,13 @@ class SftStage(Stage):
                 'or use "nll"'
             )
 
-    def sequences(self, example: Any) -> list[Sequence]:
-        if not self.table.neftune_alpha:
-            return super().sequences(example)
-        return [
-            replace(s, columns={"noise_key": int(example.index)}) for s in example.sequences
-        ]
-
-    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
-        noise_seed = (self.config.run.seed * 1_000_003 + read.step) % (1 << 30)
-        return [{"noise_seed": noise_seed}] * len(read.batches)
-
-    def losses(
-        self, batch: ShardedBatch, metrics: MetricSums, noise_seed: int = 0
-    ) -> list[Term]:
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.table, batch.loss_weights
         smoothing = config.label_smoothing
         needs_lse = bool(smoothing or config.z_loss)
         # the loss needs nothing of the head but its nll
         plain = config.loss_type == "nll" and not needs_lse
-        out = self.model(
-            batch,
-            nll=plain,
-            lse=needs_lse,
-            mean_logit=bool(smoothing),
-            # no noise in evaluation
-            noise_alpha=config.neftune_alpha if torch.is_grad_enabled() else 0.0,
-            noise_seed=noise_seed,
-        )
+        out = self.model(batch, nll=plain, lse=needs_lse, mean_logit=bool(smoothing))
         loss, count = token_nll(out.logps, weights)
         metrics.add("nll", loss, count)
         if not torch.is_grad_enabled():

@@ -11,12 +11,14 @@ rank computes the whole plan and takes its own part of it.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 
 from ulysses.data.serve.encode import Example
+from ulysses.parallel.layout import squares
 from ulysses.parallel.random_keys import STEP, scatter_bits, wrapped
 
 # At this many tokens attention costs as much as the rest of the model; it is about 12 times the model's width.
@@ -33,6 +35,7 @@ class StepLoader:
         tokens_per_microbatch: the most tokens that one packed micro-batch may hold.
         shuffle: False takes every example once, in the dataset's order, which is what evaluation needs.
         attention_length: number of tokens at which attention costs as much as the rest of the model.
+        windows: the sliding window of every layer (parallel/layout.py).
         launched_tokens: the tokens that the GPU computes while its host launches the kernels of a micro-batch with
             shared prompts, if CUDA graphs launch those of one without them; a step whose prompts are computed again
             in less time than that shares none.
@@ -53,6 +56,7 @@ class StepLoader:
     dp_rank: int = 0
     shuffle: bool = True
     attention_length: float = ATTENTION_LENGTH
+    windows: Sequence[int | None] = ()
     launched_tokens: float = 0.0
     holds = "the data"  # what its examples are numbered in
 
@@ -103,7 +107,8 @@ class StepLoader:
 
     def _pack(self, lengths: np.ndarray, prefixes: np.ndarray) -> list[list[list[int]]]:
         """Deal examples of these sequences to groups and micro-batches."""
-        costs = sequence_cost(lengths, prefixes, self.attention_length).sum(axis=1)
+        how = self.attention_length, self.windows
+        costs = sequence_cost(lengths, prefixes, *how).sum(axis=1)
         tokens = lengths.sum(axis=1)
         return pack_step(
             tokens.tolist(), costs.tolist(), self.tokens_per_microbatch, self.data_parallel_size
@@ -133,10 +138,13 @@ def check_fits(longest: int, budget: int) -> None:
 
 
 def sequence_cost(
-    length: Any, prefix_length: Any = 0, attention_length: float = ATTENTION_LENGTH
+    length: Any,
+    prefix_length: Any = 0,
+    attention_length: float = ATTENTION_LENGTH,
+    windows: Sequence[int | None] = (),
 ) -> Any:
     """Estimate the relative work of sequences: linear in their tokens, and in what each of these attends to."""
-    return length * (1 + (length + 2 * prefix_length) / attention_length)
+    return length + squares(length, prefix_length, windows) / attention_length
 
 
 def pack_step(

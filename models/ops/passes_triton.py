@@ -1,5 +1,5 @@
 # ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
-"""Triton kernels of fused.py: one pass over memory each, float32 inside, rounded once.
+"""Triton kernels of the elementwise operations: one pass over memory each, float32 inside, rounded once.
 
 Row offsets are 64-bit: a tensor may hold more than 2^31 elements. No atomics: every result is the same on every run.
 Triton launches on the current device, so every launch makes that of its tensors current.
@@ -132,22 +132,76 @@ if triton is not None:
         )
 
     @triton.jit
-    def _swiglu_kernel(
-        gate, up, out, grad, both, count, gap, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-    ):
+    def _value_and_slope(g, GELU: tl.constexpr):
+        if GELU:  # tanh(z) = 2 sigmoid(2 z) - 1, z = sqrt(2 / pi) (g + 0.044715 g^3)
+            s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+            inner = 1.5957691216057308 * (1 + 0.134145 * g * g)
+        else:
+            s = tl.sigmoid(g)
+            inner = 1.0
+        value = g * s
+        return value, s + value * (1 - s) * inner
+
+    @triton.jit
+    def _gated_kernel(
+        gate, up, out, grad, both, count, gap,
+        GELU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row = at // WIDTH
         mask = at < count
         g = _load(gate + at + row * gap, mask)
         u = _load(up + at + row * gap, mask)
-        s = tl.sigmoid(g)
-        silu = g * s
+        value, slope = _value_and_slope(g, GELU)
         if grad is not None:
             d = _load(grad + at, mask)
             target = both + at + row * WIDTH
-            _store(target, d * u * (s + silu * (1 - s)), mask)
-            _store(target + WIDTH, d * silu, mask)
-        _store(out + at, silu * u, mask)
+            _store(target, d * u * slope, mask)
+            _store(target + WIDTH, d * value, mask)
+        _store(out + at, value * u, mask)
+
+    @triton.jit
+    def _weighted_swiglu_kernel(
+        both,
+        weights,
+        out,
+        grad,
+        to_both,
+        to_weights,
+        rows,
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, BLOCK)[None, :]
+        mask = (row < rows) & (column < WIDTH)
+        at, gate = row * WIDTH + column, both + row * 2 * WIDTH + column
+        g = _load(gate, mask)
+        u = _load(gate + WIDTH, mask)
+        w = tl.load(weights + row, mask=row < rows, other=0.0)
+        value, slope = _value_and_slope(g, False)
+        if grad is not None:
+            d = _load(grad + at, mask)
+            sums = tl.sum(d * value * u, axis=1)[:, None]
+            tl.store(to_weights + row, sums, mask=row < rows)
+            target, d = to_both + row * 2 * WIDTH + column, d * w
+            _store(target, d * u * slope, mask)
+            _store(target + WIDTH, d * value, mask)
+        _store(out + at, value * u * w, mask)
+
+    @triton.jit
+    def _sum_parts_kernel(
+        parts, places, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < WIDTH
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for i in tl.static_range(COUNT):
+            place = tl.load(places + row * COUNT + i)
+            total += _load(parts + place * WIDTH + column, mask)
+        _store(out + row * WIDTH + column, total, mask)
 
     @triton.jit
     def _rms_norm_kernel(
@@ -261,20 +315,64 @@ def rotate(
         )
 
 
-def swiglu(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> tuple[Tensor, Any]:
-    """Return silu(gate) * up of dense rows [S, F], and for a contiguous `grad` the gradients side by side [S, 2F].
+def gated(
+    gate: Tensor, up: Tensor, grad: Tensor | None = None, *, gelu: bool = False
+) -> tuple[Tensor, Any]:
+    """Return act(gate) * up of dense rows [S, F], and for a contiguous `grad` the gradients side by side [S, 2F].
 
-    gate and up have the same strides.
+    act is silu, or gelu's tanh form. gate and up have the same strides.
     """
     (rows, width), count = gate.shape, gate.numel()
     out = gate.new_empty(rows, width)
     both = None if grad is None else gate.new_empty(rows, 2 * width)
     gap = gate.stride(0) - width
     with torch.cuda.device(gate.device):
-        _swiglu_kernel[(triton.cdiv(count, _BLOCK),)](
-            gate, up, out, grad, both, count, gap, WIDTH=width, BLOCK=_BLOCK
+        _gated_kernel[(triton.cdiv(count, _BLOCK),)](
+            gate, up, out, grad, both, count, gap, GELU=gelu, WIDTH=width, BLOCK=_BLOCK
         )
     return out, both
+
+
+def weighted_swiglu(
+    both: Tensor, weights: Tensor, grad: Tensor | None = None
+) -> tuple[Tensor, Any, Any]:
+    """Return silu(gate) * up * weight of dense rows [M, 2F], and for a contiguous `grad` [M, F] the gradients.
+
+    weights [M] are float32, and so is their gradient.
+    """
+    rows, width = len(both), both.shape[1] // 2
+    out, to_both, to_weights = both.new_empty(rows, width), None, None
+    if grad is not None:
+        to_both, to_weights = torch.empty_like(both), torch.empty_like(weights)
+    block = triton.next_power_of_2(width)
+    at_once = max(1, 4096 // block)
+    with torch.cuda.device(both.device):
+        _weighted_swiglu_kernel[(triton.cdiv(rows, at_once),)](
+            both,
+            weights,
+            out,
+            grad,
+            to_both,
+            to_weights,
+            rows,
+            WIDTH=width,
+            BLOCK=block,
+            ROWS=at_once,
+            num_warps=8,
+        )
+    return out, to_both, to_weights
+
+
+def sum_parts(parts: Tensor, places: Tensor, count: int) -> Tensor:
+    """Return [S, D]: each row is the sum of `count` dense rows of parts [M, D], which stand at places [S * count]."""
+    rows, width = len(places) // count, parts.shape[1]
+    out = parts.new_empty(rows, width)
+    block = min(2048, triton.next_power_of_2(width))
+    with torch.cuda.device(parts.device):
+        _sum_parts_kernel[(rows, triton.cdiv(width, block))](
+            parts, places, out, WIDTH=width, BLOCK=block, COUNT=count
+        )
+    return out
 
 
 def rms_norm(

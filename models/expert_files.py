@@ -1,0 +1,129 @@
+"""Experts in weight files: transformers saves the matrices of each one by itself, the model holds them in one tensor.
+
+    ...mlp.experts.0.gate_proj.weight, ...experts.0.up_proj.weight, ...1.gate_proj...    ...mlp.experts.gate_up_proj
+    ...mlp.experts.0.down_proj.weight, ...experts.1.down_proj.weight, ...                ...mlp.experts.down_proj
+
+Those on the right, which some folders hold, are read as they are.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+
+class JoinedTensor(NamedTuple):
+    """One tensor whose parts, one after the other, are tensors of their own in the files: every expert's matrices."""
+
+    parts: list[Any]  # StoredTensors of models/hf_format.py
+    shape: torch.Size
+    state: Mapping[str, Any] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the flat elements [start, stop), row-major; only the parts that hold them are touched."""
+        found, files, before = [torch.empty(0, dtype=self.dtype)], {}, 0
+        with ExitStack() as stack:
+            for part in self.parts:
+                size = part.shape.numel()
+                low, high = max(start - before, 0), min(stop - before, size)
+                before += size
+                if low < high:
+                    if part.file not in files:
+                        files[part.file] = stack.enter_context(safe_open(part.file, "pt"))
+                    found.append(part.part(files[part.file], low, high))
+            return torch.cat(found)
+
+
+# What files hold in place of a parameter with all experts' matrices: a matrix of each expert, or two.
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+
+
+def join_experts(found: dict[str, Any]) -> None:
+    """Make one tensor of the matrices of a layer's experts, where files hold them one by one and all of them."""
+    each: dict[str, dict[tuple[int, str], str]] = {}
+    for name in found:
+        if match := _EXPERT.fullmatch(name):
+            stem, number, matrix = match.groups()
+            each.setdefault(stem, {})[int(number), matrix] = name
+    for stem, names in each.items():
+        count = 1 + max(number for number, _ in names)
+        for joined, matrices in EXPERT_PARTS.items():
+            wanted = [names.get((i, matrix), "") for i in range(count) for matrix in matrices]
+            shapes = {found[name].shape if name else None for name in wanted}
+            if len(shapes) == 1 and None not in shapes:
+                rows, width = found[wanted[0]].shape
+                shape = torch.Size([count, rows * len(matrices), width])
+                parts = [found.pop(name) for name in wanted]
+                found[f"{stem}.{joined}"] = JoinedTensor(parts, shape)
+
+
+def as_stored(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's weights as transformers saves them: the matrices of experts one by one."""
+    for name, tensor in weights:
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            yield name, tensor
+            continue
+        matrices = EXPERT_PARTS[last]
+        for number, own in enumerate(tensor):
+            for matrix, part in zip(matrices, own.chunk(len(matrices))):
+                yield f"{stem}.{number}.{matrix}.weight", part
+
+
+# --- adapters as PEFT's target_parameters: A [N * r, inputs], and B [outputs, r * N], the expert's number last -------
+
+MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
+
+
+def adapted_experts(targets: Iterable[str]) -> list[str]:
+    """Return which of the experts' parameters the targets of LoRA mean."""
+    return [name for name, matrices in EXPERT_PARTS.items() if {*matrices} <= {*targets}]
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a parameter is an adapter of experts' matrices."""
+    return ".experts.lora_" in name
+
+
+def peft_tensor(name: str, tensor: Tensor, adapted: list[str]) -> tuple[str, Tensor]:
+    """Return an adapter's name and tensor as PEFT saves them, which wraps one of two parameters inside the other."""
+    if not is_of_experts(name):
+        return name, tensor
+    stem, _, last = name.rpartition(".")
+    inner = ".base_layer" if last != adapted[-1] else ""
+    flat = tensor.flatten(0, 1) if ".lora_A" in stem else tensor.permute(1, 2, 0).flatten(1)
+    return stem.replace(".experts.", f".experts{inner}.") + ".weight", flat
+
+
+def adapted_name(stem: str, parameters: Iterable[str]) -> str:
+    """Return the name of what an adapter belongs to, from that of PEFT without its `.lora_`."""
+    inner = stem.removesuffix(".base_layer")
+    if not inner.endswith(".experts"):
+        return f"{stem}.weight"
+    names = [name for name in EXPERT_PARTS if f"experts.{name}" in parameters]
+    return f"{inner}.{names[0 if inner != stem else -1]}"
+
+
+def add_expert_adapters(
+    flat: Tensor, shape: torch.Size, a: Tensor, b: Tensor, scale: float, start: int = 0
+) -> Tensor:
+    """Return elements of flattened matrices [N, O, K], which begin at `start`, with PEFT's adapters; in float32."""
+    number, outputs, inputs = shape
+    size = outputs * inputs
+    own = slice(start // size, -(-(start + len(flat)) // size))
+    a, b = (
+        a.float().view(number, -1, inputs)[own],
+        b.float().view(outputs, -1, number)[..., own],
+    )
+    update = scale * torch.einsum("orn,nri->noi", b, a).flatten()
+    begin = start - own.start * size
+    return flat.float() + update[begin : begin + len(flat)]

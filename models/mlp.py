@@ -1,0 +1,46 @@
+"""The dense MLP as the feed-forward of a layer.
+
+Shapes: S rows, D width, F feed-forward width.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from models.arch import ModelConfig
+from models.modules import MakeLinear, RMSNorm
+from models.ops.activation import ActivateNode
+from models.ops.gated_mlp import GatedMLP
+from models.ops.norm import NormRule
+from models.ops.plain import is_plain, is_watched
+
+
+class MLP(nn.Module):
+    """Compute down(act(gate(x)) * up(x)) for rows [S, D]."""
+
+    tile_factor, is_capturable = 1, True
+
+    def __init__(self, config: ModelConfig, linear: MakeLinear) -> None:
+        super().__init__()
+        D = config.hidden_size
+        F = config.intermediate_size
+        self.gate_proj = linear(D, F, bias=False)
+        self.up_proj = linear(D, F, bias=False)
+        self.down_proj = linear(F, D, bias=False)
+        self.activation = config.family.activation
+        self.rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(
+            ActivateNode.apply(self.gate_proj(x), self.up_proj(x), self.activation)
+        )
+
+    def fused(
+        self, norm: RMSNorm | None, after: RMSNorm | None, factor: float
+    ) -> GatedMLP | None:
+        """Return the operation that may stand in for this module, the norms around it and the factor, if one may."""
+        modules = norm, self.gate_proj, self.up_proj, self.down_proj, after
+        if is_watched(self) or not is_plain(*filter(None, modules)):
+            return None
+        weights: list[Any] = [module and module.weight for module in modules]
+        return GatedMLP._make((*weights, self.rule, self.activation, factor))

@@ -1,0 +1,53 @@
+"""The modules that layers are made of; their weights are uninitialised memory until somebody fills them.
+
+Shapes: S local tokens, D width.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from models.ops.linear import LinearNode
+from models.ops.norm import NormNode, NormRule
+
+
+class Unfilled(nn.Module):
+    """Leave a module of torch without its random start: a file or `init_parameter` fills the weights."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Linear(Unfilled, nn.Linear):
+    """Multiply rows [S, D] by a matrix; unlike torch's, the graph keeps no view of it."""
+
+    plain = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LinearNode.apply(x, self.weight, self.bias)
+
+
+MakeLinear = Callable[..., Linear]
+
+
+class Embedding(Unfilled, nn.Embedding):
+    """Look up the rows of token ids [S]."""
+
+    weight: nn.Parameter
+
+
+class RMSNorm(Unfilled, nn.RMSNorm):
+    """Scale every row of [..., D] to unit mean square, times what the rule makes of `weight`."""
+
+    plain = True
+
+    def __init__(self, width: int, rule: NormRule) -> None:
+        super().__init__(width, rule.eps)
+        self.rule = rule
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            NormNode.apply(x, self.weight, self.rule)
+            if self.rule.centred
+            else super().forward(x)
+        )

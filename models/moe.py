@@ -1,0 +1,238 @@
+"""Experts as the feed-forward of a layer: a router chooses a few of many MLPs for every row.
+
+All experts of a layer are two parameters, which ZeRO-3 gathers with the layer: experts travel to tokens.
+
+Shapes: S rows, D width, N experts, F an expert's width, k experts of a row.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from models.arch import ModelConfig
+from models.modules import RMSNorm
+from models.ops.experts import (
+    ExpertsNode,
+    ExpertStacks,
+    SparseMLP,
+    Stack,
+    is_grouped,
+    route,
+)
+from models.ops.norm import NormRule
+from models.ops.plain import is_plain, is_watched
+from ulysses.memory.tiling import EXPERT_TILES
+from ulysses.parallel.batch import ShardedBatch
+
+
+def times_counted(batch: ShardedBatch) -> Tensor:
+    """Return for each local row [S] how many sequences it is of: none in the tail, several where a prompt is shared."""
+    ids, plan = batch.sequence_ids, batch.attention_plan
+    times = (ids < batch.num_sequences).long()
+    for start, end in plan.prefixes.values():
+        owner = plan.cu_seqlens.index(start)
+        times += (ids == owner) & (batch.positions < end - start)
+    return times
+
+
+class RouterRecord:
+    """What the routers of a model choose in an optimizer step.
+
+    The decoder opens it for a pass forward whose gradient is wanted, and closes it: what backward computes again is not
+    noted again. Each row counts as often as `times_counted` says.
+
+    counts: rows of every layer's experts, [layers, N] int64. probabilities: summed over rows and layers [N] float64, if
+    they are wanted. balance: what the balance loss adds to the gradient of every row's probabilities [N], or None.
+    counts_all: passes without gradient are noted too. on_close: is called at the end of a pass.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        layers = [kind.feed_forward for kind in config.layers].count("experts")
+        self.shape = layers, config.moe.num_experts if config.moe else 0
+        self.counts_all = self.is_open = False
+        self.on_close: Callable[[], None] | None = None
+        self.times: Tensor | None = None  # [S], of the newest pass
+        self.restart()
+
+    def restart(
+        self, *, with_probabilities: bool = False, balance: Tensor | None = None
+    ) -> None:
+        """Forget everything but what the balance loss adds."""
+        self.counts: Tensor | None = None
+        self.probabilities: Tensor | None = None
+        self.with_probabilities, self.balance = with_probabilities, balance
+
+    def open(self, batch: ShardedBatch) -> None:
+        """Begin a pass, if it is to be noted."""
+        self.is_open = self.counts_all or torch.is_grad_enabled()
+        if not self.is_open or not self.shape[0]:
+            return
+        self.times = times_counted(batch)
+        if self.counts is None:
+            self.counts = self.times.new_zeros(self.shape)
+            if self.with_probabilities:
+                self.probabilities = self.counts.new_zeros(self.shape[1], dtype=torch.float64)
+
+    def close(self) -> None:
+        """End the pass."""
+        if self.is_open and self.on_close is not None:
+            self.on_close()
+        self.is_open = False
+
+    def note(self, place: int, chosen: Tensor, probabilities: Tensor, part: slice) -> None:
+        """Note the experts chosen [n, k] for a part of the rows by one layer, of all probabilities [n, N].
+
+        Where these have a gradient, the balance loss adds its own.
+        """
+        if self.times is None:
+            return
+        times = self.times[part]
+        if probabilities.requires_grad:
+            probabilities.register_hook(partial(self._add_balance, times))
+        if self.is_open and self.counts is not None:
+            every = times.repeat_interleave(chosen.shape[1])
+            self.counts[place].index_add_(0, chosen.flatten(), every)
+            if self.probabilities is not None:
+                self.probabilities += times.double() @ probabilities.detach().double()
+
+    def _add_balance(self, times: Tensor, grad: Tensor) -> Tensor:
+        return grad if self.balance is None else grad + times[:, None] * self.balance
+
+
+class Router(nn.Module):
+    """Choose k experts for every row, by a softmax in float32."""
+
+    plain = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.count, self.normalise = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(config.moe.num_experts, config.hidden_size))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the weights and the numbers [S, k] of the experts of rows x, and all probabilities [S, N]."""
+        return route(x, self.weight, self.count, self.normalise)
+
+
+class AdapterMatrices(nn.Module):
+    """Hold one side of adapters by the names of what they adapt; ZeRO-3 partitions what a new module holds."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+
+class ExpertMatrices(nn.Module):
+    """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F].
+
+    kind: "none", or to what they are quantised: then each is a frozen parameter of bytes, of a matrix [N * 2F, D] or
+    [N * D, F]. Adapters are lora_A [N, r, inputs] and lora_B [N, outputs, r] by the names of the matrices.
+    """
+
+    def __init__(self, config: ModelConfig, kind: str = "none") -> None:
+        super().__init__()
+        assert config.moe is not None
+        N, F, D = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
+        self.number, self.activation, self.kind = N, config.family.activation, kind
+        self.shapes: dict[str, tuple[int, ...]]
+        self.shapes = {"gate_up_proj": (N, 2 * F, D), "down_proj": (N, D, F)}
+        self.scale, self.adapted = 1.0, True
+        for name, shape in self.shapes.items():
+            if kind == "none":
+                matrices = nn.Parameter(torch.empty(shape))
+            else:
+                from models.quantized import empty_packed  # which knows this package's modules
+
+                matrices = nn.Parameter(empty_packed(kind, shape), requires_grad=False)
+            self.register_parameter(name, matrices)
+        self.lora_A: nn.Module | None = None
+        self.lora_B: nn.Module | None = None
+
+    def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
+        """Give matrices adapters, whose values somebody fills."""
+        self.scale, shapes = scale, {name: self.shapes[name] for name in names}
+        if shapes:
+            self.lora_A = AdapterMatrices({n: (s[0], rank, s[2]) for n, s in shapes.items()})
+            self.lora_B = AdapterMatrices({n: (*s[:2], rank) for n, s in shapes.items()})
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch the adapters on or off."""
+        self.adapted = enabled
+
+    def _stack(self, name: str) -> Stack:
+        unpack = None
+        if self.kind != "none":
+            from models.quantized import unpack as dense
+
+            unpack = partial(dense, self.kind, shape=self.shapes[name])
+        if self.adapted and hasattr(self.lora_A, name):
+            a, b = getattr(self.lora_A, name), getattr(self.lora_B, name)
+            return Stack(getattr(self, name), unpack, a, b, self.scale)
+        return Stack(getattr(self, name), unpack)
+
+    @property
+    def stacks(self) -> ExpertStacks:
+        """The operations' view of the matrices."""
+        gate_up, down = self._stack("gate_up_proj"), self._stack("down_proj")
+        trained = [p for p in self.parameters() if p.requires_grad] if self.adapted else []
+        return ExpertStacks(gate_up, down, self.number, trained, self.activation)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weighted sum [S, D] of the experts chosen for rows x."""
+        experts = self.stacks
+        return ExpertsNode.apply(x, weights, chosen, experts, *experts.trained)
+
+
+class MoE(nn.Module):
+    """Compute the sum of the MLPs that a router chooses for each of rows [S, D], times its weights."""
+
+    tile_factor = EXPERT_TILES
+
+    def __init__(
+        self, config: ModelConfig, record: RouterRecord, place: int, kind: str = "none"
+    ) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = ExpertMatrices(config, kind)
+        self.rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
+        self.record, self.place = record, place
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen, probabilities = self.gate(x)
+        self.record.note(self.place, chosen, probabilities, slice(0, len(x)))
+        return self.experts(x, weights, chosen)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether the host does not wait for the sizes of groups, in the dtype of the router."""
+        matrices = self.gate.weight.new_empty(
+            1, *self.experts.shapes["gate_up_proj"][1:], device="meta"
+        )
+        return is_grouped(matrices, matrices.mT.contiguous())
+
+    def fused(
+        self, norm: RMSNorm | None, after: RMSNorm | None, factor: float
+    ) -> SparseMLP | None:
+        """Return the operation that may stand in for the norm and this module, if one may."""
+        first = [] if norm is None else [norm]
+        if (
+            after
+            or factor != 1
+            or any(map(is_watched, (self, self.experts)))
+            or not is_plain(*first, self.gate)
+        ):
+            return None
+        return SparseMLP(
+            None if norm is None else norm.weight,
+            self.gate.weight,
+            self.experts.stacks,
+            self.rule,
+            self.gate.count,
+            self.gate.normalise,
+            self.record,
+            self.place,
+        )

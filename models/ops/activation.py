@@ -1,0 +1,92 @@
+"""The gated activation of a feed-forward, act(gate) * up, in one pass over memory in each direction.
+
+Shapes: S local tokens, F feed-forward width.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from losses.precision import at_least_float32
+from models.ops import passes_triton
+from models.ops.norm import on_gpu
+
+# transformers' names
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def activate(gate: Tensor, up: Tensor, kind: str = "silu") -> Tensor:
+    """Return act(gate) * up of rows [S, F], without a graph; both have the same strides."""
+    if on_gpu(gate):
+        return passes_triton.gated(gate, up, gelu=kind != "silu")[0]
+    return (ACTIVATIONS[kind](at_least_float32(gate)) * up).to(gate.dtype)
+
+
+def activate_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, kind: str = "silu"
+) -> tuple[Tensor, Tensor]:
+    """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F]."""
+    if on_gpu(gate):
+        return passes_triton.gated(gate, up, grad.contiguous(), gelu=kind != "silu")
+    d = at_least_float32(grad)
+    value, slope = _value_and_slope(at_least_float32(gate), kind)
+    both = torch.cat((d * up * slope, d * value), -1)
+    return (value * up).to(gate.dtype), both.to(gate.dtype)
+
+
+def activate_weighted(both: Tensor, weights: Tensor, kind: str = "silu") -> Tensor:
+    """Return act(gate) * up * weight of rows [M, 2F], gate and up side by side, and weights [M], without a graph."""
+    if kind == "silu" and on_gpu(both):
+        return passes_triton.weighted_swiglu(both, weights)[0]
+    gate, up = at_least_float32(both).chunk(2, 1)
+    return (ACTIVATIONS[kind](gate) * up * weights[:, None]).to(both.dtype)
+
+
+def activate_weighted_backward(
+    grad: Tensor, both: Tensor, weights: Tensor, kind: str = "silu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weighted activation, and the gradients of `both` and of the weights; those in float32 or better."""
+    if kind == "silu" and on_gpu(both):
+        return passes_triton.weighted_swiglu(both, weights, grad.contiguous())
+    d = at_least_float32(grad)
+    gate, up = at_least_float32(both).chunk(2, 1)
+    value, slope = _value_and_slope(gate, kind)
+    active, wide = value * up, d * weights[:, None]
+    to_both = torch.cat((wide * up * slope, wide * value), -1).to(both.dtype)
+    return (active * weights[:, None]).to(both.dtype), to_both, (d * active).sum(1)
+
+
+def _value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return act(x) and its derivative."""
+    if kind == "silu":
+        s = torch.sigmoid(x)
+        value = x * s
+        return value, s + value * (1 - s)
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        value = ACTIVATIONS[kind](x)
+    (slope,) = torch.autograd.grad(value, x, torch.ones_like(value))
+    return value.detach(), slope
+
+
+class ActivateNode(torch.autograd.Function):
+    """Return act(gate) * up; backward keeps the two inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        return activate(gate, up, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        return *activate_backward(grad, gate, up, ctx.kind)[1].chunk(2, 1), None

@@ -1,0 +1,314 @@
+"""A layer's second half with experts: every row goes through a few of many MLPs, those that a router chooses for it.
+
+    x [S, D] -router-> k experts and weights of each row
+    x -copies, sorted by expert-> [M, D] -gate, up-> -activation * weight-> -down-> [M, D] -sum of a row's k-> [S, D]
+
+Products with all experts are one call, which takes the bounds of their rows on the device: the host does not wait.
+
+Shapes: S rows, k experts of a row, M = S k sorted copies, N experts, D width, F an expert's width.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from losses.precision import at_least_float32
+from models.ops import passes_triton
+from models.ops.activation import activate_weighted, activate_weighted_backward
+from models.ops.norm import NormRule, on_gpu, rms_norm, rms_norm_backward
+from ulysses.memory.tiling import tiles
+
+
+def route(
+    x: Tensor, router: Tensor, count: int, normalise: bool, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights [S, k] and the numbers of every row's experts, and all probabilities [S, N]; with a graph.
+
+    Probabilities are a softmax in float32 or better; `normalise` makes the weights sum to 1. `chosen` are the numbers
+    if they are known.
+    """
+    probabilities = F.linear(at_least_float32(x), at_least_float32(router)).softmax(-1)
+    if chosen is None:
+        chosen = probabilities.topk(count, dim=-1).indices
+    weights = probabilities.gather(1, chosen)
+    return (
+        weights / weights.sum(-1, keepdim=True) if normalise else weights,
+        chosen,
+        probabilities,
+    )
+
+
+class Order(NamedTuple):
+    """How copies of the rows are sorted by expert.
+
+    source [M]: the row that a copy is of, k times over. places [M]: where the copies of each row stand, the first row's
+    first. ends [N] int32: the copies of each expert end before. each: k.
+    """
+
+    source: Tensor
+    places: Tensor
+    ends: Tensor
+    each: int
+
+    @classmethod
+    def of(cls, chosen: Tensor, experts: int) -> "Order":
+        """Sort the copies of rows whose experts are chosen [S, k]."""
+        numbers, source = chosen.flatten().sort(stable=True)
+        places = torch.empty_like(source)
+        places.scatter_(0, source, torch.arange(len(source), device=source.device))
+        every = torch.arange(experts, device=source.device)
+        ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
+        return cls(source, places, ends, chosen.shape[1])
+
+    def copies(self, rows: Tensor) -> Tensor:
+        """Return rows [S, D] as sorted copies [M, D]."""
+        return rows.index_select(0, self.source // self.each)
+
+    def sums(self, parts: Tensor) -> Tensor:
+        """Return the sums [S, D] of the rows' sorted parts [M, D], in float32 or better and rounded once."""
+        if on_gpu(parts):
+            return passes_triton.sum_parts(parts, self.places, self.each)
+        found = parts.index_select(0, self.places).unflatten(0, (-1, self.each))
+        return at_least_float32(found).sum(1).to(parts.dtype)
+
+
+def is_grouped(*tensors: Tensor) -> bool:
+    """Tell whether torch multiplies all groups in one call without waiting for their sizes."""
+    aligned = all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
+    return aligned and tensors[0].dtype == torch.bfloat16 and not tensors[0].is_cpu
+
+
+def _groups(ends: Tensor) -> Sequence[tuple[int, int, int]]:
+    bounds = [0, *ends.tolist()]
+    return [(i, a, b) for i, (a, b) in enumerate(pairwise(bounds))]
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Return rows [M, K] times the matrices [N, K, O] of their groups."""
+    if is_grouped(rows, matrices if matrices.stride(-1) == 1 else matrices.mT):
+        return F.grouped_mm(rows, matrices, offs=ends)
+    out = rows.new_empty(len(rows), matrices.shape[2])
+    for i, first, last in _groups(ends):
+        torch.mm(rows[first:last], matrices[i], out=out[first:last])
+    return out
+
+
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Return left^T right [N, O, K] of every group's rows [M, O] and [M, K]; zeros for a group without rows."""
+    if is_grouped(left, right):
+        return F.grouped_mm(left.t(), right, offs=ends)
+    out = left.new_empty(len(ends), left.shape[1], right.shape[1])
+    for i, first, last in _groups(ends):
+        torch.mm(left[first:last].t(), right[first:last], out=out[i])
+    return out
+
+
+Found = list[tuple[Tensor, Tensor]]  # trained tensors with their gradients
+
+
+class Stack(NamedTuple):
+    """A matrix [O, K] of every expert, all in one tensor [N, O, K], and perhaps adapters.
+
+    unpack: returns the matrices of packed ones in a dtype. a [N, r, K], b [N, O, r]: scale * b a is added to each.
+    """
+
+    matrices: Tensor
+    unpack: Callable[..., Tensor] | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+
+    def _dense(self, dtype: torch.dtype) -> Tensor:
+        return self.unpack(self.matrices, dtype=dtype) if self.unpack else self.matrices
+
+    def _adapters(self) -> tuple[Tensor, Tensor] | None:
+        """Return a and b, of a rank that one call for all groups can multiply."""
+        if self.a is None or self.b is None:
+            return None
+        more = -self.a.shape[1] % 8
+        return F.pad(self.a, (0, 0, 0, more)), F.pad(self.b, (0, more))
+
+    def product(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return the product [M, O] of sorted rows [M, K]."""
+        out = grouped_product(rows, self._dense(rows.dtype).mT, ends)
+        if adapters := self._adapters():
+            a, b = adapters
+            inner = grouped_product(rows, a.mT, ends)
+            out.add_(grouped_product(inner, b.mT, ends), alpha=self.scale)
+        return out
+
+    def back(self, grad: Tensor, ends: Tensor) -> Tensor:
+        """Return the gradient of `product`'s rows."""
+        out = grouped_product(grad, self._dense(grad.dtype), ends)
+        if adapters := self._adapters():
+            a, b = adapters
+            out.add_(grouped_product(grouped_product(grad, b, ends), a, ends), alpha=self.scale)
+        return out
+
+    def gradients(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Found:
+        """Return the gradients of what is trained."""
+        found: Found = []
+        if self.matrices.requires_grad:
+            found.append((self.matrices, grouped_outer(grad, rows, ends)))
+        if (adapters := self._adapters()) and self.a is not None and self.b is not None:
+            (a, b), rank = adapters, self.a.shape[1]
+            of_a = grouped_outer(grouped_product(grad, b, ends), rows, ends)
+            of_b = grouped_outer(grad, grouped_product(rows, a.mT, ends), ends)
+            found.append((self.a, of_a[:, :rank].mul(self.scale)))
+            found.append((self.b, of_b[..., :rank].mul(self.scale)))
+        return found
+
+
+class ExpertStacks(NamedTuple):
+    """The matrices of so many experts, their activation, and what of them is trained, in the module's order."""
+
+    gate_up: Stack
+    down: Stack
+    number: int
+    trained: Sequence[Tensor]
+    activation: str = "silu"
+
+    def forward(self, x: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+        """Return gate and up [M, 2F] of the sorted copies of x [S, D], and the experts' weighted sum [S, D]."""
+        both = self.gate_up.product(order.copies(x), order.ends)
+        active = activate_weighted(both, weights.flatten()[order.source], self.activation)
+        return both, order.sums(self.down.product(active, order.ends))
+
+    def backward(
+        self, grad: Tensor, x: Tensor, weights: Tensor, order: Order, both: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Found]:
+        """Return the gradients of x, of the weights and of what is trained; `both` is gate and up if they were kept."""
+        copies, ends = order.copies(x), order.ends
+        if both is None:
+            both = self.gate_up.product(copies, ends)
+        to_out = order.copies(grad)
+        active, to_both, to_weights = activate_weighted_backward(
+            self.down.back(to_out, ends), both, weights.flatten()[order.source], self.activation
+        )
+        del both
+        found = self.down.gradients(to_out, active, ends)
+        del to_out, active
+        found += self.gate_up.gradients(to_both, copies, ends)
+        del copies
+        to_x = order.sums(self.gate_up.back(to_both, ends))
+        return to_x, to_weights[order.places].view_as(weights), found
+
+
+class ExpertsNode(torch.autograd.Function):
+    """Return the weighted sum of the experts that are chosen [S, k] for x; `trained` are theirs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        experts: ExpertStacks,
+        *trained: Tensor,
+    ) -> Tensor:
+        order = Order.of(chosen, experts.number)
+        both, out = experts.forward(x, weights, order)
+        ctx.save_for_backward(x, weights, chosen, both)
+        ctx.experts = experts
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, chosen, both = ctx.saved_tensors
+        order = Order.of(chosen, ctx.experts.number)
+        to_x, to_weights, found = ctx.experts.backward(grad, x, weights, order, both)
+        return to_x, to_weights, None, None, *in_order(found, ctx.experts.trained)
+
+
+def in_order(found: Found, trained: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients that were found in the order of what is trained, in its dtypes."""
+    by_tensor = {id(tensor): grad for tensor, grad in found}
+    return [by_tensor[id(tensor)].to(tensor.dtype) for tensor in trained]
+
+
+class SparseMLP(NamedTuple):
+    """The weights of a norm, which may be None, of a router and of its experts, and what these compute.
+
+    It runs in tiles; without them, where everything is kept, the modules run one by one. record: notes which experts
+    were chosen, as a models.moe.RouterRecord does. place: of the layer among those with experts.
+    """
+
+    norm: Tensor | None
+    router: Tensor
+    experts: ExpertStacks
+    rule: NormRule
+    each: int
+    normalise: bool
+    record: Any
+    place: int
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The tensors that are trained, as modules list them."""
+        own = [t for t in (self.norm, self.router) if t is not None and t.requires_grad]
+        return [*own, *self.experts.trained]
+
+    def _normalised(self, rows: Tensor) -> Tensor:
+        return rows if self.norm is None else rms_norm(rows, self.norm, self.rule)
+
+    def _product(self, rows: Tensor, part: slice) -> Tensor:
+        x = self._normalised(rows)
+        weights, chosen, p = route(x, self.router, self.each, self.normalise)
+        self.record.note(self.place, chosen, p, part)
+        return self.experts.forward(x, weights, Order.of(chosen, len(self.router)))[-1]
+
+    def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
+        """Return rows + the experts' sum, in tiles and without a graph."""
+        out = torch.empty_like(rows)
+        for part in tiles(len(rows), tile):
+            torch.add(rows[part], self._product(rows[part], part), out=out[part])
+        return out
+
+    @torch.no_grad()
+    def gradients(self, rows: Tensor, grad: Tensor, tile: int) -> tuple[Tensor, list[Tensor]]:
+        """Run forward and backward of each tile; return the gradients of rows and of the trained tensors.
+
+        Several tiles' sums are float32 or better.
+        """
+        whole, grad = tile >= len(rows), grad.contiguous()
+        grad_rows = torch.empty_like(rows)
+        totals: dict[int, tuple[Tensor, Tensor]] = {}
+        for part in tiles(len(rows), tile):
+            to_rows, found = self._gradients(rows[part], grad[part], part)
+            if whole:
+                return to_rows, in_order(found, self.trained)
+            grad_rows[part] = to_rows
+            for tensor, g in found:
+                if id(tensor) in totals:
+                    totals[id(tensor)][1].add_(g)
+                else:
+                    totals[id(tensor)] = tensor, at_least_float32(g)
+            del found
+        return grad_rows, in_order([*totals.values()], self.trained)
+
+    def _gradients(self, rows: Tensor, grad: Tensor, part: slice) -> tuple[Tensor, Found]:
+        x = self._normalised(rows)
+        row, router = (at_least_float32(t).detach().requires_grad_() for t in (x, self.router))
+        with torch.enable_grad():
+            weights, chosen, p = route(row, router, self.each, self.normalise)
+            self.record.note(self.place, chosen, p, part)
+        order = Order.of(chosen, len(self.router))
+        to_x, to_weights, found = self.experts.backward(grad, x, weights.detach(), order)
+        through_router, to_router = torch.autograd.grad(
+            weights, (row, router), to_weights.to(weights.dtype)
+        )
+        to_x = through_router.add_(to_x).to(x.dtype)
+        if self.router.requires_grad:
+            found.append((self.router, to_router))
+        if self.norm is None:
+            return to_x.add_(grad), found
+        to_x, to_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
+        if self.norm.requires_grad:
+            found.append((self.norm, to_norm))
+        return to_x, found

@@ -1,0 +1,132 @@
+"""A layer's second half with an MLP as one node.
+
+    hidden + factor * after(down(act(gate(norm(hidden))) * up(norm(hidden))))
+
+Shapes: S local tokens, D width, F feed-forward width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from models.ops.activation import activate, activate_backward
+from models.ops.linear import add_product, products, products_backward
+from models.ops.norm import NormRule, rms_norm, rms_norm_backward
+from ulysses.memory.tiling import add_by_tiles, tiles
+
+
+class GatedMLP(NamedTuple):
+    """The weights of a plain MLP and of the norms before and after it, which may be None, and what these compute."""
+
+    norm: Tensor | None
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    after: Tensor | None
+    rule: NormRule
+    activation: str = "silu"
+    factor: float = 1.0
+
+    def normalised(self, rows: Tensor) -> Tensor:
+        """Return the MLP's input."""
+        return rows if self.norm is None else rms_norm(rows, self.norm, self.rule)
+
+    def parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gate and up of the normalised rows [S, F], and the MLP's product [S, D], without a graph."""
+        gate, up = products(self.normalised(rows), (self.gate, self.up))
+        return gate, up, F.linear(activate(gate, up, self.activation), self.down)
+
+    def finished(self, product: Tensor) -> Tensor:
+        """Return what is added to the rows."""
+        if self.after is not None:
+            product = rms_norm(product, self.after, self.rule)
+        return product if self.factor == 1 else product * self.factor
+
+    def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
+        """Return rows + the finished product of the normalised rows, in tiles and without a graph."""
+        return add_by_tiles(lambda part: self.finished(self.parts(part)[-1]), rows, tile)
+
+    def add(self, rows: Tensor) -> Tensor:
+        """Return the same with a graph that keeps rows, gate and up, and the product if a norm comes after it."""
+        return _GatedMLPNode.apply(rows, *self)
+
+    def gradients(self, rows: Tensor, grad: Tensor, tile: int) -> tuple[Tensor, list[Tensor]]:
+        """Run forward and backward of each tile of `add`; return the gradients of rows and of the trained weights."""
+        grad_rows, *found = gradients(self, rows, grad, tile)
+        return grad_rows, [g for g in found if g is not None]
+
+
+class _GatedMLPNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *weights: Any) -> Tensor:
+        mlp = GatedMLP(*weights)
+        gate, up, product = mlp.parts(rows)
+        kept = None if mlp.after is None else product
+        ctx.save_for_backward(rows, gate, up, kept, *mlp[:5])
+        ctx.rules = mlp[5:]
+        return mlp.finished(product).add_(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *kept = ctx.saved_tensors
+        mlp = GatedMLP(*kept[3:], *ctx.rules)
+        return *gradients(mlp, rows, grad, len(rows), kept[:3]), None, None, None
+
+
+@torch.no_grad()
+def gradients(
+    mlp: GatedMLP,
+    hidden: Tensor,
+    grad: Tensor,
+    tile: int,
+    kept: list[Any] | None = None,
+) -> tuple[Any, ...]:
+    """Return the gradients of hidden, norm, gate, up, down and after, None for a frozen one.
+
+    Several tiles' sums are float32 or better. `kept` holds gate, up and the product if all rows are one tile.
+    """
+    norm, *pair, of_down, after = mlp[:5]
+    whole = tile >= len(hidden)
+    grad = grad.contiguous()
+    grad_hidden = None if whole else torch.empty_like(hidden)
+    grad_norm = grad_pair = grad_down = grad_after = None
+    for part in tiles(len(hidden), tile):
+        rows, grad_rows = hidden[part], grad[part]
+        x = mlp.normalised(rows)
+        gate, up, product = kept or [*products(x, pair), None]
+        inner = grad_rows if mlp.factor == 1 else grad_rows * mlp.factor
+        if after is not None:
+            if product is None:
+                product = F.linear(activate(gate, up, mlp.activation), of_down)
+            inner, part_after = rms_norm_backward(inner.clone(), product, after, mlp.rule)
+            if after.requires_grad:
+                grad_after = part_after if grad_after is None else grad_after.add_(part_after)
+        active, to_pair = activate_backward(inner @ of_down, gate, up, mlp.activation)
+        del gate, up, product
+        if of_down.requires_grad:
+            grad_down = add_product(grad_down, inner, active, whole)
+        del active
+        if any(p.requires_grad for p in pair):
+            grad_pair = add_product(grad_pair, to_pair, x, whole)
+        del x
+        done = products_backward(to_pair, pair)
+        del to_pair
+        if norm is None:
+            done += grad_rows
+        else:
+            done, part_norm = rms_norm_backward(done, rows, norm, mlp.rule, grad_rows)
+            if norm.requires_grad:
+                grad_norm = part_norm if grad_norm is None else grad_norm.add_(part_norm)
+        if grad_hidden is None:
+            grad_hidden = done
+        else:
+            grad_hidden[part] = done
+    halves = (None, None) if grad_pair is None else grad_pair.chunk(2)
+    weights: Any = mlp[:5]
+    sums = zip((grad_norm, *halves, grad_down, grad_after), weights)
+    found = [None if s is None or not p.requires_grad else s.to(p.dtype) for s, p in sums]
+    return grad_hidden, *found

@@ -1,0 +1,89 @@
+"""RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last axis, in one pass over memory in each direction.
+
+On CUDA with Triton the passes of all elementwise operations are the kernels of passes_triton.py; elsewhere the same
+arithmetic in plain torch. Both compute in float32 (float64 for float64 inputs) and round once at the end. Only the
+nodes, here and in the files beside this one, record a graph; their `apply` takes what `forward` does, except ctx.
+
+Shapes: S local tokens, D width, H heads.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from losses.precision import at_least_float32
+from models.ops import passes_triton
+
+
+class NormRule(NamedTuple):
+    """What a norm computes; `centred` ones multiply by 1 + weight, in float32."""
+
+    eps: float
+    centred: bool = False
+
+    def scale(self, weight: Tensor) -> Tensor:
+        """Return what the normalised row is multiplied by."""
+        return 1 + at_least_float32(weight) if self.centred else weight
+
+
+def rms_norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
+    """Return the normalised x, without a graph."""
+    weight = rule.scale(weight)
+    if on_gpu(x):
+        passes_triton.rms_norm(x, weight, rule.eps, out := torch.empty_like(x))
+        return out
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, rule.eps)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, rule.eps).to(x.dtype)
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rule: NormRule, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Turn grad into the gradient of x [S, D] or [S, H, D], and return weight's too, in float32 or better.
+
+    `residual` is contiguous and added to the former.
+    """
+    weight = rule.scale(weight)
+    if on_gpu(x):
+        return grad, passes_triton.rms_norm(x, weight, rule.eps, grad, residual, back=True)
+    v, w = (at_least_float32(t).detach().requires_grad_() for t in (x, weight))
+    with torch.enable_grad():
+        normal = F.rms_norm(v, w.shape, w, rule.eps)
+    grad_x, grad_weight = torch.autograd.grad(normal, (v, w), at_least_float32(grad))
+    if residual is not None:
+        grad_x = grad_x.add_(residual)
+    return grad.copy_(grad_x), grad_weight
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Return whether the Triton kernels take the tensor."""
+    return (
+        x.is_cuda
+        and passes_triton.triton is not None
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and x.numel() > 0
+        and x.stride(-1) == 1
+    )
+
+
+class NormNode(torch.autograd.Function):
+    """Normalise x [S, D] or [S, H, D]; keeps x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rule = rule
+        return rms_norm(x, weight, rule)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        # in the gradient's place, which may be somebody else's
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        grad, grad_weight = rms_norm_backward(grad, x, weight, ctx.rule)
+        return grad, grad_weight.to(weight.dtype), None

@@ -1,0 +1,139 @@
+"""Softmax attention as the mixer of a layer.
+
+Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.arch import ModelConfig
+from models.modules import MakeLinear, RMSNorm
+from models.ops.norm import NormRule
+from models.ops.plain import is_plain, is_watched
+from models.ops.project import ProjectNode
+from models.ops.rotary import RotateNode
+from ulysses.memory.levels import Rope
+from ulysses.parallel.attention import UlyssesAttention
+from ulysses.parallel.exchange import (
+    exchange_out_backward,
+    exchange_out_forward,
+    exchange_qkv_backward,
+    exchange_qkv_forward,
+)
+from ulysses.parallel.kernels import VARLEN, resolve_kernel
+
+
+class SelfAttention(nn.Module):
+    """Hold the four projections, and in some families the norms of queries and keys.
+
+    `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on are
+    those of ulysses/memory/levels.py's Mixer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: UlyssesAttention,
+        linear: MakeLinear,
+    ) -> None:
+        super().__init__()
+        D, family = config.hidden_size, config.family
+        self.head_dim = E = config.head_dim
+        heads, kv_heads = config.num_attention_heads * E, config.num_key_value_heads * E
+        self.q_proj = linear(D, heads, bias=config.attention_bias)
+        self.k_proj = linear(D, kv_heads, bias=config.attention_bias)
+        self.v_proj = linear(D, kv_heads, bias=config.attention_bias)
+        self.o_proj = linear(heads, D, bias=config.output_bias)
+        self.rule = NormRule(config.rms_norm_eps, family.centred_norms)
+        self.norms: list[RMSNorm] = []  # of queries and of keys, or none
+        if family.qk_norm != "none":
+            whole = family.qk_norm == "row"
+            self.q_norm = RMSNorm(heads if whole else E, self.rule)
+            self.k_norm = RMSNorm(kv_heads if whole else E, self.rule)
+            self.norms = [self.q_norm, self.k_norm]
+        self.attention = attention
+
+    def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
+        """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
+        return self.output(self.mix(*self._heads(x, rope), plan=plan))
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether only a call of the whole module runs somebody's hook."""
+        return is_watched(self) or is_watched(self.attention)
+
+    def project(self, hidden: Tensor, norm: RMSNorm | None, rope: Rope) -> tuple[Tensor, ...]:
+        """Return query [S, H, E], key and value [S, K, E] of the layer's input, and the input, for `output`."""
+        projections = self.q_proj, self.k_proj, self.v_proj
+        first = [] if norm is None else [norm]
+        if not is_plain(*first, *projections, *self.norms):
+            return *self._heads(hidden if norm is None else norm(hidden), rope), hidden
+        weights = [module.weight for module in projections]
+        weights += [*(p.bias for p in projections), *(n.weight for n in self.norms)]
+        given = self.head_dim, self.rule, None if norm is None else norm.weight
+        return ProjectNode.apply(hidden, *rope, *given, *weights)
+
+    def _heads(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value of normalised x [S, D], positions rotated in."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        norms = self.norms
+        by_row = bool(norms) and norms[0].weight.numel() != self.head_dim
+        if by_row:
+            q, k = (norm(x) for norm, x in zip(norms, (q, k)))
+            norms = []
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        if not is_plain(*norms):
+            q, k = (norm(x) for norm, x in zip(norms, (q, k)))
+            norms = []  # done
+        return *RotateNode.apply(q, k, *rope, self.rule, *(norm.weight for norm in norms)), v
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
+        """Attend; with a graph."""
+        return self.attention(query, key, value, plan=plan)
+
+    def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+        query, key, value = heads
+        return exchange_qkv_forward(query, key, value, plan)
+
+    def to_heads_backward(self, grads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+        dquery, dkey, dvalue = grads
+        heads = self.attention.num_heads, self.attention.num_kv_heads
+        return exchange_qkv_backward(dquery, dkey, dvalue, plan, *heads)
+
+    def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+        query, key, value = shards
+        return self.attention.attend_forward(query, key, value, plan)
+
+    def mix_backward(
+        self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        given: Any = grad, *shards, *results, plan
+        return self.attention.attend_backward(*given), ()
+
+    def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
+        return exchange_out_forward(out, plan)
+
+    def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
+        return exchange_out_backward(grad, plan)
+
+    def output(self, attended: Tensor) -> Tensor:
+        """Return what the layer adds of the attention's output [S, H, E]."""
+        return self.o_proj(attended.flatten(1))
+
+    @property
+    def output_is_fresh(self) -> bool:
+        """Whether nobody else may hold what `output` returns, as a hook or an adapter might."""
+        return is_plain(self.o_proj)
+
+    def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether the kernel reads the documents' bounds on the device."""
+        case = self.attention.kernel, device, dtype, self.head_dim
+        return resolve_kernel(*case, window=self.attention.window).name in VARLEN
+
+    @property
+    def stages(self) -> tuple[Sequence[nn.Module], ...]:
+        """The modules of project, of the mix itself and of output."""
+        return (self.q_proj, self.k_proj, self.v_proj, *self.norms), (), (self.o_proj,)

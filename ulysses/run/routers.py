@@ -1,0 +1,78 @@
+"""What a step's routers choose: metrics of every layer with experts, and the balance loss over the whole step.
+
+    balance loss   N * sum_n f_n P_n     f_n: choices of expert n per row, P_n: mean probability; over all layers' rows
+
+Its gradient is f's constant times that of P, a sum over rows: an ordinary term of the step. f must be known before the
+first backward pass. With one micro-batch it is, once that has run forward; with more, all run forward once more before.
+The same as transformers' load_balancing_loss_func (Fedus et al. 2021, 2101.03961) of one batch that holds the step.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ulysses.parallel.batch import ShardedBatch
+from ulysses.stages.base import MetricSums
+
+
+class Routers:
+    """Follow the routers of an engine's model through its steps; all ranks call every method together.
+
+    Args:
+        coefficient: of the balance loss; 0 has none.
+    """
+
+    def __init__(self, engine: Any, coefficient: float) -> None:
+        self.engine, self.coefficient = engine, coefficient
+        self.record, self.config = engine.module.model.record, engine.module.config
+        self.shares: Tensor | None = None  # f, and what it is a mean over
+
+    def begin(self, batches: list[ShardedBatch]) -> None:
+        """Forget the step before; for the balance loss, find how often the coming step's rows choose each expert."""
+        record = self.record
+        record.restart(with_probabilities=bool(self.coefficient))
+        if self.coefficient and len(batches) == 1:
+            record.on_close = self._balance
+        elif self.coefficient:
+            record.counts_all = True
+            with self.engine.inference():
+                for batch in batches:
+                    self.engine(batch)
+            record.counts_all = False
+            self._balance()
+            record.restart(with_probabilities=True, balance=record.balance)
+
+    def _balance(self) -> None:
+        """Let backward add the balance loss, by the experts that were chosen so far on all ranks."""
+        record, moe = self.record, self.config.moe
+        counts = record.counts.double()
+        _add_ranks(counts)
+        rows = counts.sum() / moe.num_experts_per_tok  # of all layers
+        self.shares = moe.num_experts * counts.sum(0) / rows.square().clamp(min=1)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        record.balance = (world * self.coefficient * self.shares).float()
+        record.on_close = None
+
+    def add(self, metrics: MetricSums) -> None:
+        """Add the metrics of the step: for each layer the busiest expert's rows over the mean, and idle experts."""
+        counts = self.record.counts.double()
+        _add_ranks(counts)
+        busiest = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
+        idle = (counts == 0).sum(1)
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        kinds = enumerate(kind.feed_forward for kind in self.config.layers)
+        sparse = [number for number, kind in kinds if kind == "experts"]
+        for place, number in enumerate(sparse):
+            metrics.add(f"experts/busiest/{number}", busiest[place] * first)
+            metrics.add(f"experts/idle/{number}", idle[place] * first)
+        if self.shares is not None and self.coefficient:
+            loss = torch.dot(self.shares, self.record.probabilities)
+            metrics.add("aux_loss", loss)
+            metrics.add("loss", self.coefficient * loss)
+
+
+def _add_ranks(counts: Tensor) -> None:
+    if dist.is_initialized():
+        dist.all_reduce(counts)
