@@ -69,29 +69,17 @@ class Family:
     classifier: str = ""
 
 
-_TABLES = json.loads(_FOLDER.joinpath("families.json").read_text())
-FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in _TABLES["families"].items()}
+TABLES: Mapping[str, Any] = json.loads(_FOLDER.joinpath("families.json").read_text())
+FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in TABLES["families"].items()}
 # Fields that change what transformers' classes of these families compute, with the one value that is computed here.
-_NEUTRAL: Mapping[str, Any] = _TABLES["neutral"]
+_NEUTRAL: Mapping[str, Any] = TABLES["neutral"]
 # The fields of every type of rotary scaling; yarn needs the first two only.
-_ROPE_TYPES: Mapping[str, list[str]] = _TABLES["rope_types"]
+_ROPE_TYPES: Mapping[str, list[str]] = TABLES["rope_types"]
 
 # Below which a number is taken for a mistake; others must be below 2^31.
-MOST = {
-    "num_hidden_layers": 2000,
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 20,
-    "rms_norm_eps": 1,
-}
-# Fields that are no plain numbers.
-_KINDS: Mapping[str, tuple[type, str]] = {
-    "a table": (
-        dict,
-        "rope_parameters rope_scaling quantization_config dual_chunk_attention_config",
-    ),
-    "true or false": (bool, "tie_word_embeddings attention_bias"),
-    "the number of a token": (int, "bos_token_id eos_token_id pad_token_id"),
-}
+MOST: Mapping[str, float] = TABLES["most"]
+# What fields that are no plain numbers must be, each with an example.
+_KINDS: Mapping[str, tuple[str, Any]] = TABLES["kinds"]
 
 
 @dataclass(frozen=True)
@@ -236,16 +224,13 @@ class ModelConfig:
                 "model of these families"
             )
         family = FAMILIES[model_type]
-        for wanted, (kind, names) in _KINDS.items():
-            for name in names.split():
-                given = raw.get(name)
-                parts: Any = [given]
-                if name == "eos_token_id" and isinstance(given, list):
-                    parts = given
-                if {*map(type, parts)} - {kind, type(None)}:
-                    raise ValueError(
-                        f"config.json has {name} = {given!r:.60} but it must be {wanted}; correct the file or setting"
-                    )
+        for name, (wanted, example) in _KINDS.items():
+            given: Any = raw.get(name)
+            several = name == "eos_token_id" and isinstance(given, list)
+            if {*map(type, given if several else [given])} - {type(example), type(None)}:
+                raise ValueError(
+                    f"config.json has {name} = {given!r:.60} but it must be {wanted}; correct the file or setting"
+                )
         if quantised := raw.get("quantization_config"):
             method = quantised.get("quant_method")
             if method != "bitsandbytes" or quantised.get("bnb_4bit_quant_type") != "nf4":

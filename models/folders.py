@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.arch import ModelConfig
+from models.arch import TABLES, ModelConfig
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 # "*.safetensors" comes with them where weights are needed
@@ -90,23 +90,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 # Fields of adapter_config.json that change what an adapter computes, and the values of a plain LoRA. Others, such as
 # trained biases, show in the tensors' names.
-_PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (None, False),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),
-}
-
-
-# The types of what else is read there; numbers are at least the first entry.
-_LORA_KINDS: Mapping[str, tuple[Any, ...]] = {
-    "r": (1, int),
-    "lora_alpha": (1e-9, int, float, type(None)),
-    "use_rslora": (0, bool, type(None)),
-    "base_model_name_or_path": (0, str, type(None)),
-    "revision": (0, str, type(None)),
-}
+_PLAIN_LORA: Mapping[str, list[Any]] = TABLES["plain_lora"]
+# What else is read there: the least number, and values of the kinds that it may have.
+_LORA_KINDS: Mapping[str, list[Any]] = TABLES["lora_kinds"]
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -122,9 +108,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
                 f"{path.absolute()} has {field} = {raw.get(field)!r} but only plain LoRA is read; merge the adapter "
                 "into its base with PEFT"
             )
-    for field, (least, *kinds) in _LORA_KINDS.items():
+    for field, (least, *examples) in _LORA_KINDS.items():
         value = raw.get(field)
-        if type(value) not in kinds or (
+        if type(value) not in map(type, examples) or (
             least and value is not None and not least <= value <= 1e9
         ):
             raise ValueError(

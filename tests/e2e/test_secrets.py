@@ -20,12 +20,8 @@ def with_keys(rank: int) -> None:
 
 def assert_no_secret(outcome: Any, folder: Path) -> None:
     assert SECRET not in outcome.stdout + outcome.stderr
-    found = [
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and SECRET.encode() in path.read_bytes()
-    ]
-    assert not found, found
+    for path in filter(Path.is_file, folder.rglob("*")):
+        assert SECRET.encode() not in path.read_bytes(), path
 
 
 @pytest.mark.parametrize("fault", ["", "refuse", "garbage"])
@@ -40,15 +36,11 @@ def test_servers_get_the_key_and_the_run_folder_does_not(tmp_path, fault):
     if fault:
         outcome.refused(f"the reward {server.address}/score failed: ")
     else:
-        names = {path.name for path in tmp_path.rglob("*")}
-        assert {
-            "config.json",
-            "metrics.jsonl",
-            "run.json",
-            "README.md",
-            "rollout.safetensors",
-        } <= names
-        assert any("tfevents" in name for name in names)
+        names = " ".join(path.name for path in tmp_path.rglob("*"))
+        for name in (
+            "config.json metrics.jsonl run.json README.md rollout.safetensors tfevents".split()
+        ):
+            assert name in names
     assert_no_secret(outcome, tmp_path)
 
 
@@ -62,17 +54,17 @@ def test_a_key_that_no_header_takes_is_not_printed(tmp_path):
     assert_no_secret(outcome, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        f"--ppo.reward http://host/score?api_key={SECRET}",
-        f"--ppo.reward http://user:{SECRET}@host/score",
-        f"--ppo.sampler vllm+http://host/v1?key={SECRET}",
-        f"--ppo.rewrad http://host/score?key={SECRET}",
-        f"--run.seed http://host/score?key={SECRET}",
-        f"http://host/score?key={SECRET}",
-    ],
-)  # fmt: skip
+REFUSED = f"""
+--ppo.reward http://host/score?api_key={SECRET}
+--ppo.reward http://user:{SECRET}@host/score
+--ppo.sampler vllm+http://host/v1?key={SECRET}
+--ppo.rewrad http://host/score?key={SECRET}
+--run.seed http://host/score?key={SECRET}
+http://host/score?key={SECRET}
+"""
+
+
+@pytest.mark.parametrize("setting", REFUSED.split("\n")[1:-1])
 def test_a_refused_run_shows_no_secret_and_leaves_nothing(tmp_path, setting):
     outcome = ranks(tiny("ppo", tmp_path / "run", setting), 1, code=2)
     assert_no_secret(outcome, tmp_path)

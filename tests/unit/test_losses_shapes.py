@@ -9,44 +9,32 @@ import torch
 import losses
 from losses.distill import divergence
 
-# the tensors of each function by their shapes, then its other arguments
-CASES: dict[str, tuple[dict[str, list[int]], dict[str, Any]]] = {
-    "dpo_loss": (
-        {
-            "policy_chosen_logps": [4], "policy_rejected_logps": [4], "reference_chosen_logps": [4],
-            "reference_rejected_logps": [4], "chosen_lengths": [4], "rejected_lengths": [4],
-            "aot_reference_margins": [4], "bco_delta": [],
-        },
-        {"loss_type": ["ipo", "bco_pair", "aot"]},
-    ),
-    "aot_margins": ({"policy": [4], "reference": [4]}, {}),
-    "kto_loss": (
-        {
-            "policy_chosen_logps": [4], "reference_chosen_logps": [4], "policy_rejected_logps": [3],
-            "reference_rejected_logps": [3], "policy_KL_logps": [5], "reference_KL_logps": [5], "kl": [],
-        },
-        {},
-    ),
-    "reward_loss": ({"chosen_rewards": [4], "rejected_rewards": [4], "margin": [4]}, {}),
-    "ld_dpo_weights": ({"token_index": [4], "public_lengths": [4]}, {"alpha": 0.5}),
-    "token_nll": ({"logps": [2, 3], "weights": [2, 3]}, {}),
-    "weighted_sum": ({"values": [2, 3], "weights": [2, 3]}, {}),
-    "label_smoothed_nll": (
-        {"logps": [4], "lse": [4], "mean_logit": [4]}, {"label_smoothing": 0.1},
-    ),
-    "group_advantages": ({"scores": [4]}, {"group_size": 2}),
-    "packed_gae": ({"rewards": [4], "values": [4]}, {"cu_seqlens": torch.tensor([0, 4])}),
-    "gae": ({"rewards": [2, 3], "values": [2, 3], "mask": [2, 3]}, {}),
-    "ppo_policy_loss": ({"logps": [4], "old_logps": [4], "advantages": [4]}, {}),
-    "ppo_value_loss": ({"values": [3], "old_values": [3], "returns": [3]}, {}),
-    "kl_estimate": ({"logps": [4], "reference_logps": [4]}, {}),
-    "whiten": ({"values": [2, 3], "mask": [2, 3]}, {}),
-    "token_rewards": (
-        {"kl": [4], "scores": [2], "has_eos": [2]},
-        {"last_index": torch.tensor([1, 3]), "kl_coefficient": 0.1, "missing_eos_penalty": 1.0},
-    ),
-    "divergence": ({"student": [2, 3], "teacher": [2, 3]}, {"beta": 0.5}),
-}  # fmt: skip
+# function | its tensors by their shapes | its other arguments
+TABLE = """
+aot_margins | policy=[4], reference=[4] |
+reward_loss | chosen_rewards=[4], rejected_rewards=[4], margin=[4] |
+ld_dpo_weights | token_index=[4], public_lengths=[4] | alpha=0.5
+token_nll | logps=[2, 3], weights=[2, 3] |
+weighted_sum | values=[2, 3], weights=[2, 3] |
+label_smoothed_nll | logps=[4], lse=[4], mean_logit=[4] | label_smoothing=0.1
+group_advantages | scores=[4] | group_size=2
+packed_gae | rewards=[4], values=[4] | cu_seqlens=torch.tensor([0, 4])
+gae | rewards=[2, 3], values=[2, 3], mask=[2, 3] |
+ppo_policy_loss | logps=[4], old_logps=[4], advantages=[4] |
+ppo_value_loss | values=[3], old_values=[3], returns=[3] |
+kl_estimate | logps=[4], reference_logps=[4] |
+whiten | values=[2, 3], mask=[2, 3] |
+token_rewards | kl=[4], scores=[2], has_eos=[2] | \
+    last_index=torch.tensor([1, 3]), kl_coefficient=0.1, missing_eos_penalty=1.0
+divergence | student=[2, 3], teacher=[2, 3] | beta=0.5
+kto_loss | policy_chosen_logps=[4], reference_chosen_logps=[4], policy_rejected_logps=[3], \
+    reference_rejected_logps=[3], policy_KL_logps=[5], reference_KL_logps=[5], kl=[] |
+dpo_loss | policy_chosen_logps=[4], policy_rejected_logps=[4], reference_chosen_logps=[4], \
+    reference_rejected_logps=[4], chosen_lengths=[4], rejected_lengths=[4], aot_reference_margins=[4], bco_delta=[] | \
+    loss_type=["ipo", "bco_pair", "aot"]
+"""
+ROWS = [line.split("|") for line in TABLE.strip().splitlines()]
+CASES = {name.strip(): [eval(f"dict({x})") for x in arguments] for name, *arguments in ROWS}
 ANY_LENGTH = {"group_advantages": "scores", "token_rewards": "kl"}
 FUNCTIONS = {
     name: value for name, value in vars(losses).items() if inspect.isfunction(value)
@@ -75,27 +63,26 @@ def test_a_tensor_of_another_shape_is_refused(name):
 
 def test_the_shapes_that_broadcast_silently():
     three, four, five = torch.randn(3), torch.randn(4), torch.randn(5)
-    sentence = r"^values, old_values and returns with shapes \[\[3\], \[3\], \[3, 1\]\] will not do: they must have"
-    with pytest.raises(ValueError, match=sentence):
-        losses.ppo_value_loss(three, three, torch.randn(3, 1))
-    with pytest.raises(
-        ValueError, match=r"shapes \[\[4\], \[4, 1\]\] will not do: they must have one"
-    ):
-        losses.kl_estimate(four, torch.randn(4, 1))
-    with pytest.raises(
-        ValueError, match=r"shapes \[\[5\], \[1\]\] will not do: both must be sums"
-    ):
-        losses.kto_loss(three, three, five, three, three, torch.randn(1))
+    for name, given, sentence in (
+        (
+            "ppo_value_loss",
+            (three, three, torch.randn(3, 1)),
+            r"^values, old_values and returns with shapes \[\[3\], \[3\], \[3, 1\]\] will not do: they must have",
+        ),
+        ("kl_estimate", (four, torch.randn(4, 1)), r"shapes \[\[4\], \[4, 1\]\] will not do: they must have one"),
+        (
+            "kto_loss",
+            (three, three, five, three, three, torch.randn(1)),
+            r"shapes \[\[5\], \[1\]\] will not do: both must be sums",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=sentence):
+            FUNCTIONS[name](*given)
 
 
 def test_every_function_has_its_shapes_in_its_docstring():
     for name, function in FUNCTIONS.items():
         said = inspect.getdoc(function) or ""
         assert "[" in said or "shape" in said, name
-    known = {
-        *CASES,
-        "linear_logprobs",
-        "dft_nll",
-        "z_loss",
-    }  # the last two take one tensor of any shape
-    assert {*FUNCTIONS} == known
+    # the last two take one tensor of any shape
+    assert FUNCTIONS.keys() == {*CASES, "linear_logprobs", "dft_nll", "z_loss"}

@@ -273,96 +273,88 @@ def test_rewards_in_workers():
         scores(HALF, 1, sleep=3600, workers=1, timeout=0.2)
 
 
-@pytest.mark.parametrize(
-    "returned",
-    ["[1, 2.0]", "(True, 2)", "np.array([1, 2])", "pd.Series([1.0, 2.0], index=[7, 8])", "torch.tensor([1, 2])",
-     "[np.float32(1), torch.tensor(2.0)]"],
-)  # fmt: skip
-def test_a_batch_reward_may_return_any_row_of_numbers(returned):
-    assert batch_scores(returned) == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    "returned, sentence",
-    [
-        (
-            "{'a': 1, 'b': 2}",
-            r"returned {.a.: 1, .b.: 2} for 2 answers; return one number for each, in a list, tuple, array or",
-        ),
-        ("{1, 2}", "returned {1, 2} for 2 answers"),
-        ("b'12'", "returned b'12' for 2"),
-        ("bytearray(b'12')", r"returned bytearray\(b.12.\) for 2"),
-        ("'12'", "returned '12' for 2"),
-        ("(x for x in [1, 2])", "returned <generator .* for 2"),
-        ("None", "returned None for 2"),
-        ("np.float32(1)", "returned 1.0 for 2"),
-        ("np.ones((2, 1))", "TypeError"),
-        ("[1, '2']", "TypeError: must be real number, not str"),
-        ("[1, None]", "TypeError: must be real number, not NoneType"),
-        ("[1]", r"returned \[1\] for 2 answers"),
-        ("np.ones(3)", r"returned \[1.0, 1.0, 1.0\] for 2 answers"),
-        ("[1, float('inf')]", "on example 5 returned inf; return a finite number"),
-    ],
-)
-def test_what_is_no_row_of_numbers_is_refused(returned, sentence):
-    with pytest.raises(UserCodeError, match=f"the reward .*answers_with.*{sentence}") as caught:
-        batch_scores(returned)
-    assert "\n" not in str(caught.value)
-
-
-def batch_scores(returned):
-    name = "tests.reward_functions:answers_with"
-    rewards = Rewards([name], Letters())
-    found = rewards([[97]] * 2, [[98]] * 2, [{"returns": returned}] * 2, [4, 5])
+def called(function, rows, workers=0):
+    """What a function of the tests gives for a prompt "a" with an answer "b" for each row, from number 4 on."""
+    name, count = f"tests.reward_functions:{function}", len(rows)
+    with closing(Rewards([name], Letters(), workers, timeout=PATIENCE)) as rewards:
+        found = rewards([[97]] * count, [[98]] * count, rows, [*range(4, 4 + count)])
     return [each[name] for each in found]
+
+
+# what a function of all answers returns for two of them | what is said of it
+BATCHES = r"""
+[1, 2.0]|
+(True, 2)|
+np.array([1, 2])|
+pd.Series([1.0, 2.0], index=[7, 8])|
+torch.tensor([1, 2])|
+[np.float32(1), torch.tensor(2.0)]|
+{'a': 1, 'b': 2}|returned {.a.: 1, .b.: 2} for 2 answers; return one number for each, in a list, tuple, array or
+{1, 2}|returned {1, 2} for 2 answers
+b'12'|returned b'12' for 2
+bytearray(b'12')|returned bytearray\(b.12.\) for 2
+'12'|returned '12' for 2
+(x for x in [1, 2])|returned <generator .* for 2
+None|returned None for 2
+np.float32(1)|returned 1.0 for 2
+np.ones((2, 1))|TypeError
+[1, '2']|TypeError: must be real number, not str
+[1, None]|TypeError: must be real number, not NoneType
+[1]|returned \[1\] for 2 answers
+np.ones(3)|returned \[1.0, 1.0, 1.0\] for 2 answers
+[1, float('inf')]|on example 5 returned inf; return a finite number
+"""
+
+
+@pytest.mark.parametrize("line", BATCHES.strip().splitlines())
+def test_a_batch_reward_returns_a_row_of_numbers(line):
+    returned, sentence = line.split("|")
+    rows = [{"returns": returned}] * 2
+    if not sentence:
+        assert called("answers_with", rows) == [1.0, 2.0]
+        return
+    with pytest.raises(UserCodeError, match=f"the reward .*answers_with.*{sentence}") as caught:
+        called("answers_with", rows)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_every_function_gets_its_own_copy_of_the_row(workers):
-    names = [
-        f"tests.reward_functions:{name}"
-        for name in ("spoils_all", "spoils", "spoils_all", "spoils")
-    ]
+    names = [f"tests.reward_functions:{name}" for name in ("spoils_all", "spoils")]
     row = {"tests": ["one"]}
-    with closing(Rewards(names, Letters(), workers)) as rewards:
+    with closing(Rewards(names * 2, Letters(), workers)) as rewards:
         found = rewards([[97]] * 2, [[98]] * 2, [row, row], [4, 5])
-    assert row == {"tests": ["one"]}
-    assert found == [dict.fromkeys(names[:1], 0.0) | dict.fromkeys(names[1:2], 4.0)] * 2
+    assert row == {"tests": ["one"]} and found == [dict(zip(names, (0.0, 4.0)))] * 2
 
 
-WAYS = {
-    "leaves": "failed: SystemExit: enough",
-    "interrupts": "failed: KeyboardInterrupt",
-    "unpicklable": r"failed: tests.reward_functions.UnpicklableError: this and that \(reward_functions.py, line \d+\)",
-    "rude": "failed: tests.reward_functions.RudeError: <exception str",
-    "lambda": "failed: TypeError: must be real number, not function",
-    "text": "failed: TypeError: must be real number, not str",
-    "exits": "has ended its process with exit code 7",
-    "killed": "has ended its process with exit code -9",
-}
+# the way in which a reward goes wrong | what is said of it
+WAYS = r"""
+leaves|failed: SystemExit: enough
+interrupts|failed: KeyboardInterrupt
+unpicklable|failed: tests.reward_functions.UnpicklableError: this and that \(reward_functions.py, line \d+\)
+rude|failed: tests.reward_functions.RudeError: <exception str
+lambda|failed: TypeError: must be real number, not function
+text|failed: TypeError: must be real number, not str
+exits|has ended its process with exit code 7
+killed|has ended its process with exit code -9
+"""
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_reward_that_fails_is_told_at_once_with_what_it_was(way, workers):
-    if not workers and way in ("exits", "killed"):
+@pytest.mark.parametrize("line", WAYS.strip().splitlines())
+def test_a_reward_that_fails_is_told_at_once_with_what_it_was(line, workers):
+    way, sentence = line.split("|")
+    if not workers and "ended" in sentence:
         return  # the witness of the run tells of it
-    name = "tests.reward_functions:fails"
-    with closing(Rewards([name], Letters(), workers, timeout=PATIENCE)) as rewards:
-        rows = [{}, {}, {}, {"way": way}, {}]
-        with pytest.raises(
-            UserCodeError, match=f"^the reward {name} on example 7 {WAYS[way]}"
-        ) as caught:
-            rewards([[97]] * 5, [[98]] * 5, rows, [*range(4, 9)])
+    sentence = f"^the reward tests.reward_functions:fails on example 7 {sentence}"
+    with pytest.raises(UserCodeError, match=sentence) as caught:
+        called("fails", [{}, {}, {}, {"way": way}, {}], workers)
     assert "\n" not in str(caught.value)
 
 
 def test_a_failure_waits_for_no_slower_answer():
-    name = "tests.reward_functions:half"
-    rows = [{"scale": 1, "sleep": STUCK}, {"scale": 0}]
-    with closing(Rewards([name], Letters(), 2, timeout=PATIENCE)) as rewards:
-        with pytest.raises(UserCodeError, match="on example 5 failed: ZeroDivisionError"):
-            rewards([[97]] * 2, [[98]] * 2, rows, [4, 5])
+    with pytest.raises(UserCodeError, match="on example 5 failed: ZeroDivisionError"):
+        called("half", [{"scale": 1, "sleep": STUCK}, {"scale": 0}], workers=2)
 
 
 def test_rewards_of_a_server(monkeypatch):

@@ -16,12 +16,12 @@ import multiprocessing
 import pkgutil
 import re
 import signal
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from queue import Queue
 from traceback import extract_tb, format_exception_only
@@ -83,21 +83,20 @@ class Rewards:
     def __post_init__(self) -> None:
         # a forked copy of this process would hold its locks without the threads that release them
         context = multiprocessing.get_context("spawn")
-        self.threads = ThreadPoolExecutor(self.workers or 1)
-        self.processes: list[Any] = []
-        self.idle: Queue[Any] = Queue()  # workers with our ends of their pipes
+        self.processes: dict[Any, Any] = {}  # by our ends of their pipes
+        self.idle: Queue[Any] = Queue()
         for _ in range(self.workers):
-            ours, theirs = context.Pipe()
+            pipe, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
-            self.processes.append(process)
-            self.idle.put((process, ours))
+            self.processes[pipe] = process
+            self.idle.put(pipe)
+        self.map: Any = ThreadPool(self.workers).imap_unordered if self.workers else map
 
     def close(self) -> None:
         """Stop the workers."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
-        for process in self.processes:
+        for process in self.processes.values():
             process.kill()
 
     def __call__(
@@ -124,44 +123,42 @@ class Rewards:
 
     def _scores(self, name: str, asked: Any, indices: list[int]) -> list[float]:
         """Return the scores by one function; `asked` holds prompts, completions and rows."""
-        # a function may change its row, which is the next one's too
-        calls = [(prompt, answer, deepcopy(row)) for prompt, answer, row in zip(*asked)]
-        results: Iterable[Any]
-        if takes_all(load_function(name, self.timeout)):
-            results = [(None, outcome(name, [*map(list, zip(*calls))], self.timeout))]
-        elif self.workers:
-            ask = partial(self.threads.submit, self._in_worker, name)
-            places = {ask(call): n for n, call in enumerate(calls)}
-            results = ((places[done], done.result()) for done in as_completed(places))
-        else:  # in this thread, which alone may set timers and handle signals
-            results = ((n, outcome(name, call)) for n, call in enumerate(calls))
-        found: dict[int, float] = {}
+        batch, where, found = takes_all(load_function(name)), "", {}
+        results = (
+            [(0, outcome(name, asked, self.timeout))]
+            if batch
+            else self.map(partial(self._score, name), enumerate(zip(*asked)))
+        )
         for place, result in results:
             self.renew()
             if isinstance(result, str):
-                where = "" if place is None else f" on example {indices[place]}"
+                where = "" if batch else f" on example {indices[place]}"
                 raise UserCodeError(f"the reward {name}{where} {result}")
-            found |= enumerate(result, place or 0)
-        for place, score in found.items():
+            found |= enumerate(result, place)
+        scores = [found[place] for place in range(len(indices))]
+        for index, score in zip(indices, scores):
             if not math.isfinite(score):
                 raise UserCodeError(
-                    f"the reward {name} on example {indices[place]} returned {score}; return a finite number"
+                    f"the reward {name} on example {index} returned {score}; return a finite number"
                 )
-        return [found[place] for place in range(len(calls))]
+        return scores
 
-    def _in_worker(self, name: str, call: Any) -> list[float] | str:
-        """Return the outcome of a call in one of the workers, or what became of that."""
-        process, pipe = self.idle.get()
+    def _score(self, name: str, numbered: Any) -> tuple[int, list[float] | str]:
+        """Return an answer's place, and the outcome of its call, or what became of the worker that was asked for it."""
+        place, call = numbered
+        if not self.workers:  # in this thread, which alone may set timers and handle signals
+            return place, outcome(name, call)
+        pipe = self.idle.get()
         try:
             pipe.send((name, call))
-            if not pipe.poll(self.timeout):
-                return f"took longer than ppo.reward_timeout, {self.timeout:g} s"
-            found = pipe.recv()
+            found = f"took longer than ppo.reward_timeout, {self.timeout:g} s"
+            if pipe.poll(self.timeout):
+                found = pipe.recv()
         except (EOFError, OSError):
-            process.join()
-            return f"has ended its process with exit code {process.exitcode}"
-        self.idle.put((process, pipe))
-        return found
+            self.processes[pipe].join()
+            found = f"has ended its process with exit code {self.processes[pipe].exitcode}"
+        self.idle.put(pipe)
+        return place, found
 
 
 def serve(pipe: Any) -> None:
@@ -182,22 +179,23 @@ def takes_all(function: Callable[..., Any]) -> bool:
 def outcome(name: str, call: Any, timeout: float = 0.0) -> list[float] | str:
     """Call a reward function, and return its numbers or, whatever went wrong, the end of a sentence about it."""
     try:
-        function, count = load_function(name, timeout), len(call[0])
-        found = function(*call)
-        if takes_all(function):
+        function = load_function(name, timeout)
+        found = function(*deepcopy(call))  # it may change its row, which is the next one's too
+        if not takes_all(function):
+            found = [found]
+        else:
             found = found.tolist() if hasattr(found, "tolist") else found
+            count = len(call[0])
             if not isinstance(found, list | tuple) or len(found) != count:
                 return (
                     f"returned {visible(repr(found)):.200} for {count} answers; return one number for each, in "
                     "a list, tuple, array or Series"
                 )
-        else:
-            found = [found]
         return [math.fsum([score]) for score in found]  # float() would take texts
     except BaseException as error:
         said = visible(format_exception_only(error)[-1].strip())
-        place = extract_tb(error.__traceback__)[-1]
-        where = "" if "//" in name else f" ({Path(place.filename).name}, line {place.lineno})"
+        file, line, *_ = extract_tb(error.__traceback__)[-1]
+        where = "" if "//" in name else f" ({Path(file).name}, line {line})"
         return f"failed: {said}{where}"
 
 

@@ -188,9 +188,11 @@ class Watch:
 
         A second SIGINT ends the process, even in a stuck collective.
         """
-        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        numbers = STOPPING[:-1] if ignored else STOPPING
-        before = {n: signal.signal(n, self.ask_to_stop) for n in numbers}
+        before = {
+            number: signal.signal(number, self.ask_to_stop)
+            for number in STOPPING
+            if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
+        }
         # their numbers reach the watch thread even while the main thread is stuck in a collective
         descriptor = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 

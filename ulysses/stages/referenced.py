@@ -267,9 +267,8 @@ def read_reference(
             if local_rank() == 0:
                 digest = write_digested(temporary, chunks, 4 * sum(sizes))
                 with lock_file(path.with_suffix(".lock")):
-                    if (
-                        not seal.exists()
-                    ):  # otherwise another run came first, which reads its own
+                    # another run that came first reads its own
+                    if not seal.exists():
                         os.replace(temporary, path)
                         write_json(seal, {path.name: digest})
                 temporary.unlink(missing_ok=True)
