@@ -314,6 +314,7 @@ def chat(row=(), **more):
         ("message 2 has (a tool call without a name|tool_calls that are not JSON)",
          [chat(tool_calls=calls) for calls in (5, True, "{", "x", {"a": 1}, [5])]),
         ("'tools' must be a list of tool descriptions", [chat({"tools": t}) for t in (5, "5", [5], True, '"f"', "[1")]),
+        ("has both 'tools' and 'functions', which mean the same", [chat({"tools": TOOLS, "functions": [FUNCTION]})]),
         ("message 2 has the role", [chat(role=role) for role in (None, [], {}, 5)]),
     ],
 )  # fmt: skip

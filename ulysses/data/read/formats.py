@@ -169,7 +169,13 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
     """Return what the row has under our keys, without nulls; BadRowError if it lacks a key that `columns` names."""
     renamed = {key: value for key, value in row.items() if key not in columns.values()}
     renamed |= {ours: _column(row, theirs) for ours, theirs in columns.items()}
-    renamed |= {ours: renamed.get(ours) or renamed.get(key) for key, ours in ALIASES.items()}
+    for theirs, ours in ALIASES.items():
+        if renamed.get(ours) and renamed.get(theirs):
+            raise BadRowError(
+                f"has both {ours!r} and {theirs!r}, which mean the same; to ignore one set "
+                f'columns = {{unused = "{theirs}"}}'
+            )
+        renamed[ours] = renamed.get(ours) or renamed.get(theirs)
     if media := next((key for key in MEDIA_KEYS if renamed.get(key)), None):
         raise BadRowError(
             f"has the column {media!r}, but only text is supported; to train on the text alone set "
