@@ -26,7 +26,6 @@ from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.layers import DecoderLayer
 from models.modules import Embedding, RMSNorm
-from models.moe import RouterRecord
 from models.ops.norm import NormRule
 from models.rope import rotary_tables
 from ulysses.memory.graphs import LayerGraphs
@@ -61,7 +60,11 @@ class Decoder(nn.Module):
             for window in (None, config.sliding_window)
         }
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.record = RouterRecord(config)
+        self.record: Any = None  # of what routers choose
+        if config.moe:
+            from models.moe import RouterRecord
+
+            self.record = RouterRecord(config)
         self.layers = nn.ModuleList(
             [
                 DecoderLayer(
@@ -84,7 +87,8 @@ class Decoder(nn.Module):
             done = self.graphs(hidden, ropes, batch.attention_plan)
             if done is not None:
                 return done
-        self.record.open(batch)
+        if self.record is not None:
+            self.record.open(batch)
         pair: Pair | None = None
         layers: Any = self.layers
         for layer in layers:
@@ -92,7 +96,8 @@ class Decoder(nn.Module):
             hidden = layer(hidden, ropes[layer.kind.rotary], batch.attention_plan, pair)
             if pair is not None and pair.first is not layer:
                 pair = None  # complete
-        self.record.close()
+        if self.record is not None:
+            self.record.close()
         return hidden
 
     def embed(self, tokens: Tensor) -> Tensor:

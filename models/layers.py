@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from models.arch import ModelConfig
 from models.mlp import MLP
 from models.modules import Linear, MakeLinear, RMSNorm
-from models.moe import MoE, RouterRecord
 from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
@@ -47,7 +46,7 @@ class DecoderLayer(nn.Module):
         number: int,
         attention: UlyssesAttention,
         quantize: str,
-        record: RouterRecord,
+        record: Any,
     ) -> None:
         super().__init__()
         family = config.family
@@ -67,6 +66,8 @@ class DecoderLayer(nn.Module):
             case "mlp":
                 self.mlp: Any = MLP(config, linear)
             case "experts":
+                from models.moe import MoE
+
                 before = [kind.feed_forward for kind in config.layers[:number]]
                 self.mlp = MoE(config, record, before.count("experts"), quantize)
         for name in filter(None, family.norms):

@@ -13,7 +13,6 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, PolicyValue, RewardModel, empty_model, init_parameter
 from models.hf_format import WeightFiles
 from models.layers import DecoderLayer
-from models.moe import Router
 from models.quantized import dense, pack
 from ulysses.config.schema import Config
 from ulysses.data.cache import content_digest
@@ -152,6 +151,8 @@ def build_engine(
         quantize = config.model.quantize if trained else "none"
         model = kind(shape, mesh, quantize=quantize, **given)
         if config.model.freeze_router:
+            from models.moe import Router
+
             for module in filter(lambda m: isinstance(m, Router), model.modules()):
                 module.requires_grad_(False)
         return add_adapters(model, lora) if adapted else model
