@@ -50,8 +50,8 @@ class RouterRecord:
 
     def __init__(self, config: ModelConfig) -> None:
         layers = [kind.feed_forward for kind in config.layers].count("experts")
-        moe: Any = config.moe
-        self.shape = layers, moe.num_experts
+        assert config.moe is not None
+        self.shape = layers, config.moe.num_experts
         self.counts_all = self.is_open = False
         self.on_close: Callable[[], None] | None = None
         self.times: Tensor | None = None  # [S], of the newest pass
