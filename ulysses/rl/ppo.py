@@ -25,6 +25,7 @@ from ulysses.config.stage_sections import is_function
 from ulysses.data.serve.steps import PlannedStep
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
+from ulysses.parallel.layout import squares
 from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.engine_sampler import EngineSampler
@@ -150,7 +151,13 @@ class PpoStage(ReferencedStage):
             rollout=None if ppo.sampler else sampled,
         )
 
-    def planned_step(self, data: Any, indices: list[int], launched: float) -> PlannedStep:
+    def planned_step(
+        self,
+        data: Any,
+        indices: list[int],
+        launched: float,
+        windows: tuple[int | None, ...] = (),
+    ) -> PlannedStep:
         """Return one optimizer step's share of the answers, all of them as long as they may be."""
         ppo, K = self.table, self.table.answers_per_prompt
         wholes = data.lengths[indices] + ppo.max_new_tokens
@@ -159,9 +166,9 @@ class PpoStage(ReferencedStage):
         )
         # a prompt that is shared counts once, and its last token with every answer
         own = wholes - (data.lengths[indices] - 1) * (1 - 1 / K) * shares
-        found = np.stack([own.round(), own * (2 * wholes - own)]).repeat(K, axis=1)
-        tokens, squares = found[:, : self.requirements.examples_per_step].tolist()
-        return PlannedStep([*map(int, tokens)], squares)
+        found = np.stack([own.round(), squares(own, wholes - own, windows)]).repeat(K, axis=1)
+        tokens, pairs = found[:, : self.requirements.examples_per_step].tolist()
+        return PlannedStep([*map(int, tokens)], pairs)
 
     def arguments(self, run: Run) -> dict[str, Any]:
         found = super().arguments(run)

@@ -37,6 +37,7 @@ from ulysses.memory.plan import (
     step_flops,
     step_seconds,
 )
+from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors, gather
 from ulysses.run.metrics import device_peaks
 from ulysses.run.registry import stage_of
@@ -139,17 +140,21 @@ def planner_run(prepared: Any, machine: Machine, train: Any) -> Workload:
         prepared: what the checks found (ulysses.run.preflight.Prepared).
         train: the training data; None plans with examples of the greatest length that the settings allow.
     """
-    stage, tokens = prepared.stage, prepared.budget(train)
+    stage, tokens, windows = prepared.stage, prepared.budget(train), prepared.shape.windows
     case = planner_case(prepared.config, prepared.shape, machine, tokens)
     if train:
         steps = prepared.loader(train, tokens).planned_steps()
         launched = choose(case).launched_tokens * machine.gpus / case.sp
-        typical, largest = (stage.planned_step(train, found, launched) for found in steps)
+        typical, largest = (
+            stage.planned_step(train, found, launched, windows) for found in steps
+        )
     else:
         facts, sides = stage.requirements, stage.sequences_per_example
         longest = min(tokens, sides * facts.longest_example)
         examples = [longest] * facts.examples_per_step
-        typical = largest = PlannedStep(examples, [n * n / sides for n in examples])
+        typical = largest = PlannedStep(
+            examples, [sides * squares(n / sides, windows=windows) for n in examples]
+        )
     auto = prepared.config.batch.tokens_per_microbatch == "auto"
     return cut_steps(case, typical, largest, auto)
 
@@ -207,7 +212,7 @@ def cut_steps(
     in the smallest, which hold the longest example, is recomputed or moved to the host for it.
     """
     groups = case.machine.gpus // case.sp
-    tokens, squares = sum(typical.tokens) / groups, sum(typical.squares) / groups
+    tokens, pairs = sum(typical.tokens) / groups, sum(typical.squares) / groups
 
     costs = [t + q / (ATTENTION_WIDTHS * case.model.width) for t, q in zip(*typical)]
 
@@ -218,7 +223,7 @@ def cut_steps(
             documents=max(1, case.documents * budget // case.tokens),
             micro_batches=counted,
             mean_tokens=tokens / counted,
-            squares=squares / counted,
+            squares=pairs / counted,
         )
 
     if not auto:

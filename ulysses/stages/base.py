@@ -25,6 +25,7 @@ from ulysses.config.schema import Config
 from ulysses.data.serve.steps import PlannedStep
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import ParallelMesh
 
 
@@ -234,16 +235,23 @@ class Stage:
         examples = self.config.batch.examples
         return Requirements(self.config.data.max_length, examples, examples)
 
-    def planned_step(self, data: Any, indices: list[int], launched: float) -> PlannedStep:
+    def planned_step(
+        self,
+        data: Any,
+        indices: list[int],
+        launched: float,
+        windows: tuple[int | None, ...] = (),
+    ) -> PlannedStep:
         """Return what a step of the data loader with these examples trains, as far as that is known.
 
-        `launched` is the number of tokens up to which a step shares no prompts (StepLoader).
+        `launched` is the number of tokens up to which a step shares no prompts (StepLoader), `windows` those of the
+        model's layers.
         """
         lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
         if (lengths + prefixes).sum() <= launched:
             lengths, prefixes = lengths + prefixes, 0 * prefixes
-        squares = lengths * (lengths + 2.0 * prefixes)
-        return PlannedStep(lengths.sum(1).tolist(), squares.sum(1).tolist())
+        pairs = squares(1.0 * lengths, prefixes, windows)
+        return PlannedStep(lengths.sum(1).tolist(), pairs.sum(1).tolist())
 
     def total_steps(self, loader: Any) -> int:
         """Return the optimizer steps of the whole run."""
