@@ -104,7 +104,7 @@ def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     assert torch.equal(found.read(MATRIX), whole.read(MATRIX))
     query = MATRIX.replace("mlp.up", "self_attn.q")
     assert_close(found.read(query), whole.read(query) + lora.alpha)
-    assert "differ by at most 0 " in capsys.readouterr().out
+    assert "differ" not in capsys.readouterr().out, "nothing was rounded"
 
 
 @torch.no_grad()
