@@ -27,9 +27,9 @@ class JoinedTensor(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int, device: Any = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; only the parts that hold them are touched."""
-        found, files, before = [torch.empty(0, dtype=self.dtype)], {}, 0
+        found, files, before = [torch.empty(0, dtype=self.dtype, device=device)], {}, 0
         with ExitStack() as stack:
             for part in self.parts:
                 size = part.shape.numel()
@@ -38,7 +38,7 @@ class JoinedTensor(NamedTuple):
                 if low < high:
                     if part.file not in files:
                         files[part.file] = stack.enter_context(safe_open(part.file, "pt"))
-                    found.append(part.part(files[part.file], low, high))
+                    found.append(part.part(files[part.file], low, high, device))
             return torch.cat(found)
 
 

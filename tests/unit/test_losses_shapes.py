@@ -37,7 +37,9 @@ ROWS = [line.split("|") for line in TABLE.strip().splitlines()]
 CASES = {name.strip(): [eval(f"dict({x})") for x in arguments] for name, *arguments in ROWS}
 ANY_LENGTH = {"group_advantages": "scores", "token_rewards": "kl"}
 FUNCTIONS = {
-    name: value for name, value in vars(losses).items() if inspect.isfunction(value)
+    name: getattr(losses, name)
+    for name in losses.__all__
+    if inspect.isfunction(getattr(losses, name))
 } | {"divergence": divergence}
 
 

@@ -140,7 +140,7 @@ MISTAKES = {
         "PEFT loads no adapters of the MLP in layer 1 beside those of experts in others",
     "MOE --model.config.num_experts_per_tok 9": "num_experts_per_tok is 9 but there are only num_experts = 4",
     "SFT --sft.neftune_alpha 5": "sft.neftune_alpha: not supported; NEFTune's noise is not drawn here; leave it out",
-    "SFT --model.config.layer_types [\"full_attention\",\"sliding_attention\"]":
+    "SFT --model.config.layer_types [\"full_attention\",\"full_attention\",\"sliding_attention\"]":
         "layer_types of sliding_attention but llama has layers of full_attention here",
     "SFT --model.config.attention_dropout 0.1": "attention_dropout = 0.1",
     "SFT --model.config.num_key_value_heads 3": "num_key_value_heads = 3",
@@ -223,7 +223,7 @@ MISTAKES = {
     "SFT --data.train {\"path\":\"s3://key:secret@bucket/a\"}": "data.train holds a key, a name or parameters",
     "SFT --data.eval [\"https://h/a.jsonl?token=secret\"]": "data.eval holds a key, a name or parameters",
     "SFT --model.revision hf_secretsecretsecretsecret": "model.revision holds a key",
-    "SFT --run.output s3://user:secret@bucket/x": "run.output holds a key",
+    "SFT --run.output s3://user:secret@bucket/x": "is an address, but a path on this machine is needed",
     "SFT --run.seed https://user:secret@wandb.host": "run.seed is 'https***'",
     "https://user:secret@host": "has no key before it",
     "PPO --ppo.reward ulysses.training.rewards:gsm8k_reward": "it has moved: write ulysses.rl.rewards:gsm8k_reward",

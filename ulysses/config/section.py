@@ -79,6 +79,8 @@ def refuse(errors: list[Any], findings: list[str] | None = None) -> None:
 
 def absolute(path: str) -> str:
     """Return a path that stays right wherever the process goes, and means the same on every command line."""
+    if "://" in path:
+        raise ConfigError(f"{path} is an address, but a path on this machine is needed")
     return os.path.abspath(os.path.expanduser(path))
 
 
