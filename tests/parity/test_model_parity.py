@@ -139,6 +139,15 @@ def test_logprobs_and_gradients(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in RAW if kind not in NO_CLASSIFIER])
 def test_reward_scores(kind: str) -> None:
+    import transformers
+    from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification
+
+    classes = AutoModelForSequenceClassification._model_mapping
+    known = CONFIG_MAPPING[RAW[kind]["model_type"]] in classes.keys()
+    # the oldest transformers lacks some of the newest one's classes
+    assert known or transformers.__version__ < "5"
+    if not known:
+        return
     model = filled(RewardModel(ModelConfig.from_hf(RAW[kind])))
     model.score.weight.data.normal_(generator=torch.Generator().manual_seed(2))
     twin = hf_twin(model, RAW[kind], reward=True)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,14 @@ def test_a_command_speaks_at_once_and_ends_in_one_line(line, tmp_path):
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(60)\n")
     command, path = [sys.executable, "-m", *line.split()], f"{tmp_path}:{ROOT}"
     process = subprocess.Popen(
-        command, text=True, stdout=-1, stderr=-2, env=os.environ | {"PYTHONPATH": path}
+        command,
+        text=True,
+        stdout=-1,
+        stderr=-2,
+        env=os.environ | {"PYTHONPATH": path},
+        preexec_fn=partial(
+            signal.signal, signal.SIGINT, signal.SIG_DFL
+        ),  # a background job of a shell ignores it
     )
     assert process.stdout.readline() == "loading the libraries ...\n"
     time.sleep(2)
