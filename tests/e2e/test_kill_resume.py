@@ -39,7 +39,6 @@ def kill_at(place: str, step: int):
     """Plant a kill of rank 0 inside the saving of checkpoint `step` or the export, or let every save take longer."""
 
     def before(rank: int) -> None:
-        import ulysses.run.checkpoint as checkpoint
         import ulysses.zero.state as state
 
         def die(*_: object, **__: object) -> None:
@@ -65,7 +64,7 @@ def kill_at(place: str, step: int):
                 die()
 
         state.write_digested = slow
-        checkpoint.os.rename = rename
+        os.rename = rename
 
     return before
 

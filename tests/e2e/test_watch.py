@@ -200,6 +200,7 @@ def test_a_terminal_that_closes_lets_the_run_save(tmp_path):
 
     def before(rank: int) -> None:
         os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
         ours, its = pty.openpty()
         fcntl.ioctl(its, termios.TIOCSCTTY, 0)
         for number in (0, 1, 2):
