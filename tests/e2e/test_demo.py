@@ -65,11 +65,6 @@ def test_printed_commands_run_as_they_are(demo, tmp_path, monkeypatch, capfd):
     """Checked by dry runs, in the order in which they are printed, with a model and data of the user's names."""
     folder, text = demo
     shutil.copytree(folder.parents[1] / "configs", tmp_path / "configs")
-    for model in (tmp_path / "YOUR_MODEL", tmp_path / "runs/sft/export"):
-        shutil.copytree(folder / "sft/export", model)
-        config = json.loads((model / "config.json").read_text())
-        config["max_position_embeddings"] = 1 << 17  # a window like that of models people train
-        (model / "config.json").write_text(json.dumps(config))
     for name, stage in (("chats", "sft"), ("pairs", "dpo")):
         rows = tmp_path / f"configs/demo/data/{stage}_eval.jsonl"
         shutil.copy(rows, tmp_path / f"{name}.jsonl")
@@ -77,7 +72,11 @@ def test_printed_commands_run_as_they_are(demo, tmp_path, monkeypatch, capfd):
     activate, *lines = re.findall(printed, text.partition("next, with")[2], re.M)
     assert Path(activate.split()[1]).parent == Path(sys.executable).parent and len(lines) == 2
     monkeypatch.chdir(tmp_path)
-    for line in lines:
+    for line, model in zip(lines, (tmp_path / "YOUR_MODEL", tmp_path / "runs/sft/export")):
+        shutil.copytree(folder / "sft/export", model)
+        config = json.loads((model / "config.json").read_text())
+        config["max_position_embeddings"] = 1 << 17  # a window like that of models people train
+        (model / "config.json").write_text(json.dumps(config))
         torchrun, arguments = line.replace("\\\n", "").split("-m ulysses.train")
         assert re.fullmatch(r"torchrun --standalone \S+ *", torchrun)
         again = [*shlex.split(arguments), "--data.cache", "cache", "--dry-run"]
