@@ -8,14 +8,16 @@ parts of these tensors, so nothing is held twice, and on one process nothing is 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ulysses.zero.deepspeed_internals import own_slice, stay_whole
 
+BUCKET = 1 << 22  # elements that CPUs gather in one call
 ALIGNMENT = 64  # elements between the starts of parameters: kernels read aligned ones faster
 
 
@@ -68,13 +70,42 @@ class ResidentWeights:
         """Begin to bring every rank's slices of these to all ranks; whoever reads them waits for them first."""
         if self.world == 1:
             return
-        # gloo takes the first tensor's memory for each of those that it gathers together
-        alone = self.device.type == "cpu"
-        for together in zip(parameters) if alone else [tuple(parameters)]:
-            with dist._coalescing_manager(async_ops=True) as coming:
-                for parameter in together:
-                    dist.all_gather_into_tensor(*self._wholes[parameter])
-            self._coming |= dict.fromkeys(together, coming)
+        if self.device.type == "cpu":
+            for few in self._buckets(parameters):
+                self._gather_flat(few)
+            return
+        parameters = list(parameters)
+        with dist._coalescing_manager(async_ops=True) as coming:
+            for parameter in parameters:
+                dist.all_gather_into_tensor(*self._wholes[parameter])
+        self._coming |= dict.fromkeys(parameters, coming)
+
+    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Yield parameters of one dtype, together at most as large as BUCKET unless one alone is larger."""
+        few: list[nn.Parameter] = []
+        for parameter in parameters:
+            size = sum(p.numel() for p in (*few, parameter))
+            if few and (size > BUCKET or parameter.dtype != few[0].dtype):
+                yield few
+                few = []
+            few.append(parameter)
+        if few:
+            yield few
+
+    def _gather_flat(self, parameters: list[nn.Parameter]) -> None:
+        """Gather slices side by side, because gloo takes the first tensor's memory for each of those gathered together.
+
+        One call for many small tensors is also quicker.
+        """
+        wholes, owns = zip(*(self._wholes[p] for p in parameters))
+        if len(owns) == 1:
+            dist.all_gather_into_tensor(wholes[0], owns[0])
+            return
+        own = torch.cat(owns)
+        everyone = own.new_empty(self.world, len(own))
+        dist.all_gather_into_tensor(everyone.view(-1), own)
+        for whole, part in zip(wholes, everyone.split([len(x) for x in owns], 1)):
+            whole.view(self.world, -1).copy_(part)
 
     def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Wait for those of these parameters, or of all, that are still on their way."""
