@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.e2e.launch import ROOT, ranks
+from tests.e2e.launch import ROOT, environment
 from tests.harness import run_distributed
 from tests.model_folder import demo_model
 
@@ -19,7 +19,6 @@ SHAPE = """
 """
 
 
-TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=1 -m ulysses.train"
 OPTIONS = """{"arch": "qwen2.5-0.5b", "layers": 2, "sp": 0, "seq": [48, 48, 48], "documents": 2,
 "recompute": ["none", "block", "block"], "offload": ["none", "none", "checkpoints"], "steps": 1, "warm": 0,
 "skip_attention": false, "out": "", "watch": 0, "micro_batches": 2, "gpu_memory": 0}"""
@@ -54,18 +53,10 @@ def test_preferences_of_a_model_are_judged_before_and_after(tmp_path):
     rows = (ROOT / "configs/demo/data/dpo_train.jsonl").read_text().splitlines()[:200]
     pairs.write_text("\n".join(rows))
     toy = "--batch.examples 8 --model.dtype float32 --optimizer.lr 1e-2 --optimizer.warmup 2 --run.seed 0"
-    study = f"dpo {model} {pairs} --out {tmp_path} {toy}"
-
-    def before(_: int) -> None:
-        """Fork what it starts under torchrun, too."""
-
-        def forked(line: list[str], **_: Any) -> None:
-            assert line[1:7] == TORCHRUN.split()
-            ranks(line[7:], 1)
-
-        subprocess.run = forked
-
-    ranks(study.split(), 1, script="benchmarks/real_model.py", before=before)
+    study = (
+        f"{sys.executable} benchmarks/real_model.py dpo {model} {pairs} --out {tmp_path} {toy}"
+    )
+    subprocess.run(study.split(), cwd=ROOT, env=environment(), check=True)
     header, _, *lines = (tmp_path / "dpo/table.md").read_text().splitlines()
     assert "pairs ranked right (%)" in header and "gain in log-odds" in header
     names = [re.split(r" *\| *", line)[1] for line in lines]
