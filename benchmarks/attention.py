@@ -26,7 +26,7 @@ from ulysses.parallel.exchange import (
     exchange_qkv_backward,
     exchange_qkv_forward,
 )
-from ulysses.parallel.kernels import KERNELS, resolve_kernel
+from ulysses.parallel.kernels.choice import KERNELS, resolve_kernel
 from ulysses.zero.construct import initialize_distributed
 
 CHECKED_HEADS = [(14, 2), (12, 2), (28, 4), (24, 8), (40, 8), (32, 8), (16, 2)]

@@ -34,7 +34,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.rewards import gsm8k_reward
 from ulysses.rl.sampler import Sampler, SamplingOptions
 from ulysses.run.build import InitialWeights
-from ulysses.run.preflight import prepare
+from ulysses.check.preflight import prepare
 
 ROOT = Path(__file__).parents[1]
 HELD_OUT = 473

@@ -27,7 +27,7 @@ from common import (
     timed_steps,
 )
 
-from ulysses.memory.plan import GIB
+from ulysses.plan.planner import GIB
 from ulysses.parallel.batch import ShardedBatch, share_prefix
 from ulysses.zero.construct import initialize_distributed
 

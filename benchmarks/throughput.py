@@ -40,9 +40,9 @@ from common import (
 from torch import Tensor
 
 from ulysses.config.section import ConfigError
-from ulysses.memory.plan import GIB
+from ulysses.plan.planner import GIB
 from ulysses.parallel.attention import UlyssesAttention
-from ulysses.run.watch import Watch
+from ulysses.watch.watch import Watch
 from ulysses.zero.construct import common_store, initialize_distributed
 
 COLUMNS = (

@@ -23,7 +23,7 @@ from ulysses.parallel.exchange import (
     exchange_qkv_backward,
     exchange_qkv_forward,
 )
-from ulysses.parallel.kernels import VARLEN, resolve_kernel
+from ulysses.parallel.kernels.choice import VARLEN, resolve_kernel
 
 
 class SelfAttention(nn.Module):

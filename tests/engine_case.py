@@ -24,7 +24,7 @@ from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.registry import stage_class, stage_of
+from ulysses.registry import stage_class, stage_of
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import initialize_distributed

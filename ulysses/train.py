@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
 
         if not debug:
             quiet()  # before the imports below: libraries speak while they are imported
-        from ulysses.run.failure import report_config_error, report_failure
+        from ulysses.watch.failure import report_config_error, report_failure
         from ulysses.run.training_run import TrainingRun
 
     try:

@@ -20,7 +20,7 @@ from tests.model_folder import demo_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.run.checkpoint import write_run_state
-from ulysses.run.preflight import prepare
+from ulysses.check.preflight import prepare
 
 DATA = ROOT / "configs/demo/data"
 UP = "model.layers.1.mlp.up_proj.weight"

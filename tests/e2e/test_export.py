@@ -21,7 +21,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.checkpoint import write_run_state
 from ulysses.run.export_model import export_checkpoint, export_model
-from ulysses.run.preflight import read_shape
+from ulysses.check.preflight import read_shape
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import full_parameters
 

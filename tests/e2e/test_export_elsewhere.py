@@ -19,7 +19,7 @@ from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.export import main
 from ulysses.run.export_model import whole_folder
-from ulysses.run.preflight import read_other
+from ulysses.check.preflight import read_other
 from ulysses.stages.base import AuxiliaryModel
 
 SHAPE = ModelConfig.from_hf(

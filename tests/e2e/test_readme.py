@@ -20,7 +20,7 @@ from ulysses.cli import HELP
 from ulysses.config.command_line import check, known_keys, parse_command_line
 from ulysses.gradients.chain import build_chain
 from ulysses.gradients.policies import GRADIENT_POLICIES
-from ulysses.run.registry import STAGES
+from ulysses.registry import STAGES
 from ulysses.train import main
 
 ROOT = Path(__file__).resolve().parents[2]

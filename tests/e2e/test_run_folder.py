@@ -38,7 +38,7 @@ def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path):
     """The second node's own disk stands where the first one's folder is."""
 
     def before(rank: int) -> None:
-        import ulysses.run.agreement as agreement
+        import ulysses.check.agreement as agreement
 
         if rank:
             agreement.HOLDER = "../elsewhere"

@@ -26,8 +26,8 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.run.build import InitialWeights
-from ulysses.run.memory_choice import planner_model
-from ulysses.run.preflight import prepare
+from ulysses.plan.memory_choice import planner_model
+from ulysses.check.preflight import prepare
 from ulysses.run.training_run import TrainingRun
 from ulysses.zero.engine import full_parameters
 

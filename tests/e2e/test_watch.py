@@ -25,8 +25,8 @@ from tests.e2e.launch import ROOT, Ranks, plant_in_losses, tiny
 from tests.harness import PATIENCE, STUCK, until
 from ulysses.config.schema import RunSection
 from ulysses.run.checkpoint import resume_point
-from ulysses.run.failure import grace_note, report_failure
-from ulysses.run.watch import Watch
+from ulysses.watch.failure import grace_note, report_failure
+from ulysses.watch.watch import Watch
 
 # where it happens: the rank, what becomes of it, and the phase; what is said of it
 IS_GONE = r"rank 1 on \S+ has not moved since {}, \d+ s ago: .* gone"
@@ -142,7 +142,7 @@ def test_no_process_group_gives_up_before_the_watch(tmp_path):
 
 def test_what_the_watch_reads_itself_is_no_progress(monkeypatch):
     """As many beats as a stuck save may take pass in a second or two: it reads its own counters in each."""
-    monkeypatch.setattr("ulysses.run.watch.BEAT_SECONDS", 0.005)
+    monkeypatch.setattr("ulysses.watch.watch.BEAT_SECONDS", 0.005)
     store, alive = dist.HashStore(), "ulysses/alive/0"
     watch = Watch()
     watch.phase("save")
@@ -158,7 +158,7 @@ def test_an_error_is_told_on_its_own_line_although_the_store_does_not_answer(
         raise dist.DistStoreError
 
     mute = SimpleNamespace(add=refuse, set=refuse, get=refuse)
-    monkeypatch.setattr("ulysses.run.failure.common_store", lambda: mute)
+    monkeypatch.setattr("ulysses.watch.failure.common_store", lambda: mute)
     report_failure(MemoryError(), debug=False)
     told = "error: rank 0, MemoryError: no reason is given; has this process no memory left?"
     assert capsys.readouterr().err.endswith(f"\n\n{told}\n")
@@ -294,7 +294,7 @@ def test_a_reward_that_ends_all_processes_is_told_of(tmp_path):
 def test_the_witness_speaks_if_nobody_else_can(word, lives, says):
     """Nobody has told the reason, and the launcher has ended before the other processes could."""
     launcher = subprocess.Popen(["sleep", str(lives)])
-    line = f"{sys.executable} -IS {ROOT}/ulysses/run/witness.py {launcher.pid} 1 gone"
+    line = f"{sys.executable} -IS {ROOT}/ulysses/watch/witness.py {launcher.pid} 1 gone"
     done = subprocess.run(line.split(), input=word, capture_output=True, text=True, check=True)
     launcher.kill()
     launcher.wait()

@@ -7,7 +7,7 @@ from tests.model_folder import demo_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.run.dry_run import dry_run
-from ulysses.run.preflight import prepare
+from ulysses.check.preflight import prepare
 
 
 @pytest.fixture

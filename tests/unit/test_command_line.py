@@ -11,7 +11,7 @@ from ulysses.config.foreign_names import foreign_names
 from ulysses.config.schema import Config
 from ulysses.gradients import build_chain
 from ulysses.rl.advantages import ADVANTAGES
-from ulysses.run.registry import STAGES
+from ulysses.registry import STAGES
 from ulysses.train import main
 
 BASE = "--stage dpo --model.path m --run.steps 3"

@@ -21,8 +21,8 @@ from ulysses.config.section import ConfigError
 from ulysses.data.cache import build_once
 from ulysses.disk import check_replaceable, whole_folder, write_json
 from ulysses.run.checkpoint import resume_point, saved_checkpoints, write_run_state
-from ulysses.run.continuation import digests_of_inputs
-from ulysses.run.preflight import prepare
+from ulysses.check.continuation import digests_of_inputs
+from ulysses.check.preflight import prepare
 
 DEMO = os.path.abspath("configs/demo")
 

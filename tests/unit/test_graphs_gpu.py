@@ -13,7 +13,7 @@ from tests.model_folder import init_weights
 from ulysses.memory.graphs import padded
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence, pack_shard
-from ulysses.parallel.kernels import resolve_kernel
+from ulysses.parallel.kernels.choice import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
 
 SHAPE = ModelConfig.from_hf(

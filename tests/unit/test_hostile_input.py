@@ -25,7 +25,7 @@ from ulysses.data.read import templates
 from ulysses.data.read.chat import TextEncoder
 from ulysses.data.serve.preview import preview_examples
 from ulysses.disk import write_json
-from ulysses.run.preflight import check_weights
+from ulysses.check.preflight import check_weights
 
 
 def chat(answer, question="q"):

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ulysses.run import kernel_proof
+from ulysses.check import kernel_proof
 
 CASE = torch.float32, 4, 2, 16, 64
 

@@ -101,7 +101,7 @@ def test_exchange_brings_every_row_and_key_where_it_is_needed(heads, sp, monkeyp
 
 @pytest.mark.parametrize("ranks, shared", [(1, {True}), (4, {True, False})])
 def test_documents_that_are_whole_have_one_tensor_of_bounds(ranks, shared):
-    """kernels_short.py is chosen by it."""
+    """kernels/short.py is chosen by it."""
     cu = with_tail(RAGGED, ranks)
     sets = row_sets(cu, ranks)
     plans = [packed_plan(cu, sets, simulated_mesh(ranks, r, 1), "cpu") for r in range(ranks)]

@@ -23,9 +23,9 @@ from tests.memory_case import (
 )
 from ulysses.config.schema import LoraSection as Adapters
 from ulysses.memory.levels import LEVELS
-from ulysses.memory.model_size import Model
+from ulysses.plan.model_size import Model
 from ulysses.memory.offload import Offloader
-from ulysses.memory.plan import GIB, Machine, Workload, kept_bytes
+from ulysses.plan.planner import GIB, Machine, Workload, kept_bytes
 from ulysses.memory.tiling import TILE_ROWS, add_by_tiles, tile_gradients
 from ulysses.parallel.attention import UlyssesAttention
 

@@ -17,10 +17,10 @@ from ulysses.config.schema import Options
 from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
 from ulysses.memory.levels import LayerMemory
-from ulysses.memory.plan import GIB, Machine, predict
+from ulysses.plan.planner import GIB, Machine, predict
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine
-from ulysses.run.memory_choice import (
+from ulysses.plan.memory_choice import (
     choose,
     choose_memory,
     layer_memory,

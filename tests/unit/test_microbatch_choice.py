@@ -9,8 +9,8 @@ import torch
 from models.arch import ModelConfig, architecture
 from ulysses.config.command_line import check
 from ulysses.data.serve.steps import PlannedStep, StepLoader
-from ulysses.memory.plan import GIB, Machine, predict, step_flops, step_seconds
-from ulysses.run.memory_choice import (
+from ulysses.plan.planner import GIB, Machine, predict, step_flops, step_seconds
+from ulysses.plan.memory_choice import (
     choose_memory,
     cut_steps,
     micro_batch_line,

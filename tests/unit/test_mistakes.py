@@ -8,7 +8,7 @@ from tests.tiny_tokenizer import write_rows
 from ulysses.config.command_line import check, parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.run.dry_run import dry_run, inspect
-from ulysses.run.preflight import prepare
+from ulysses.check.preflight import prepare
 
 BASE = "--stage dpo --model.path m --run.steps 3"
 

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine_case import Case, build_trainer, dataset
 from tests.harness import run_distributed
-from ulysses.memory.model_size import Model
-from ulysses.memory.plan import Machine, Workload, step_flops
+from ulysses.plan.model_size import Model
+from ulysses.plan.planner import Machine, Workload, step_flops
 from ulysses.parallel import ParallelMesh, Sequence, pack_shard
 from ulysses.run.metrics import model_flops
 

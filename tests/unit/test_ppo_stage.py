@@ -28,8 +28,8 @@ from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rewards import Rewards, gsm8k_reward
 from ulysses.rl.rollout import Rollout, RolloutMaker
 from ulysses.rl.sampler import Completion
-from ulysses.run.preflight import prepare
-from ulysses.run.watch import Watch
+from ulysses.check.preflight import prepare
+from ulysses.watch.watch import Watch
 from ulysses.stages.base import MetricSums
 
 EOS = 2

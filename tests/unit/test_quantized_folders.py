@@ -25,7 +25,7 @@ from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights
-from ulysses.run.preflight import prepare
+from ulysses.check.preflight import prepare
 
 SHAPE = ModelConfig.from_hf(tiny_config())
 MATRIX = "model.layers.1.mlp.up_proj.weight"

@@ -10,7 +10,7 @@ from ulysses.config.section import ConfigError
 from ulysses.disk import digest_of, write_json
 from ulysses.run.checkpoint import FORMAT, write_run_state
 from ulysses.run.optim import gradient_policies
-from ulysses.run.preflight import prepare
+from ulysses.check.preflight import prepare
 
 
 def config(output, changes=""):

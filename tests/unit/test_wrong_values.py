@@ -17,8 +17,8 @@ from tests.model_folder import demo_model, tiny_config, write_model
 from ulysses.config.command_line import check, known_keys, parse_command_line, put
 from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
-from ulysses.run.preflight import prepare
-from ulysses.run.setting_checks import check_settings
+from ulysses.check.preflight import prepare
+from ulysses.check.settings import check_settings
 
 # as Python and as JSON write them
 WRONG = [

@@ -26,9 +26,9 @@ from .exchange import (
     exchange_qkv_backward,
     exchange_qkv_forward,
 )
-from .kernels import KERNELS, ONE_DOCUMENT, VARLEN, Kernel, check_name, resolve_kernel
-from .kernels_document import Gradients, Inputs, Results, join
-from .kernels_short import LONGEST
+from .kernels.choice import KERNELS, ONE_DOCUMENT, VARLEN, Kernel, check_name, resolve_kernel
+from .kernels.document import Gradients, Inputs, Results, join
+from .kernels.short import LONGEST
 from .layout import (
     AttentionPlan,
     VarlenCall,
@@ -50,7 +50,7 @@ PROOF_ERROR = 2e-2  # of a tensor's norm; half-precision kernels reach 2e-3 to 4
 class UlyssesAttention(nn.Module):
     """Attend to whole documents while every rank holds only its tokens. The module has no parameters.
 
-    `kernel` is "auto" or a name from kernels.py. `mesh=None` is plain attention in this process. Scores are multiplied
+    `kernel` is "auto" or a name from kernels/choice.py. `mesh=None` is plain attention in this process. Scores are multiplied
     by `softmax_scale`, head_dim^-0.5 by default; with a `window` a token attends to itself and the window - 1 tokens
     before it in its document. A call may say otherwise.
     Raises ValueError for an unknown kernel, and if the heads do not fit the mesh or the window has no token.

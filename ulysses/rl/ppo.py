@@ -23,7 +23,6 @@ from torch import Tensor
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from ulysses.config.stage_sections import is_function
 from ulysses.data.serve.steps import PlannedStep
-from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.layout import squares
 from ulysses.parallel.sums import segment_sums
@@ -33,7 +32,7 @@ from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
 from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
-from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Run, Term
+from ulysses.stages.base import AuxiliaryModel, MetricSums, PlannedRollout, Requirements, Run, Term
 from ulysses.stages.referenced import ReferencedStage
 
 ROLLOUT = "rollout.safetensors"

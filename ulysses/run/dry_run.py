@@ -13,7 +13,7 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
-from ulysses.memory.plan import (
+from ulysses.plan.planner import (
     CPU_FLOPS,
     GIB,
     Machine,
@@ -23,7 +23,7 @@ from ulysses.memory.plan import (
     step_seconds,
 )
 from ulysses.run.checkpoint import resume_point
-from ulysses.run.memory_choice import (
+from ulysses.plan.memory_choice import (
     ASSUMED_GIB,
     choose_memory,
     first_fit,
@@ -34,7 +34,7 @@ from ulysses.run.memory_choice import (
     planner_run,
 )
 from ulysses.run.metrics import cpu_flops, slow_products
-from ulysses.run.preflight import Prepared, prepare
+from ulysses.check.preflight import Prepared, prepare
 
 # exit code of a right configuration that names something which is not on this machine
 ABSENT = 3

@@ -41,11 +41,11 @@ from ulysses.data.read.sources import parse_sources
 from ulysses.disk import check_apart, check_files, check_replaceable, whole_folder
 from ulysses.run.checkpoint import read_run_state
 from ulysses.run.metrics import logged
-from ulysses.run.registry import stage_of
+from ulysses.registry import stage_of
 from ulysses.zero.state import SavedSlices
 
 if TYPE_CHECKING:
-    from ulysses.run.preflight import Prepared
+    from ulysses.check.preflight import Prepared
 
 CARD = "README.md"
 

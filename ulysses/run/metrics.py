@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ulysses.disk import DiskError, replace_file, writing
-from ulysses.memory.model_size import Model
+from ulysses.plan.model_size import Model
 from ulysses.progress import progress
 
 SHOWN = {  # by the progress bar, of those that a stage has

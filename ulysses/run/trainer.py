@@ -24,10 +24,10 @@ from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.random_keys import seed_of
 from ulysses.run.checkpoint import check_share, read_run_state, save_checkpoint
-from ulysses.run.failure import grace_note
+from ulysses.watch.failure import grace_note
 from ulysses.run.metrics import MetricsLog, device_peaks
 from ulysses.run.optim import learning_rate
-from ulysses.run.watch import Watch
+from ulysses.watch.watch import Watch
 from ulysses.stages.base import MetricSums, Stage, StepBatches
 from ulysses.zero.state import load_state
 

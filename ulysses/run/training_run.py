@@ -18,13 +18,13 @@ from ulysses.config.schema import Config
 from ulysses.disk import replace_file
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.agreement import agree, facts_of, hold_output
+from ulysses.check.agreement import agree, facts_of, hold_output
 from ulysses.run.build import build_engine
 from ulysses.run.checkpoint import clear_run_folder, restarts
-from ulysses.run.continuation import changes, digests_of_inputs
+from ulysses.check.continuation import changes, digests_of_inputs
 from ulysses.run.export_model import export_model, save_tokenizer
-from ulysses.run.kernel_proof import prove_once
-from ulysses.run.memory_choice import (
+from ulysses.check.kernel_proof import prove_once
+from ulysses.plan.memory_choice import (
     choose_memory,
     memory_line,
     micro_batch_line,
@@ -33,9 +33,9 @@ from ulysses.run.memory_choice import (
 )
 from ulysses.run.metrics import MetricsLog, model_flops, slow_products
 from ulysses.run.optim import gradient_policies
-from ulysses.run.preflight import prepare
+from ulysses.check.preflight import prepare
 from ulysses.run.trainer import Trainer
-from ulysses.run.watch import Watch
+from ulysses.watch.watch import Watch
 from ulysses.stages.base import AuxiliaryModel
 from ulysses.zero.construct import (
     end_distributed,

@@ -1,7 +1,7 @@
 """What a stage is: everything that one training algorithm decides, and nothing about the loop.
 
 A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
-ulysses/config/stage_sections.py. The rest asks ulysses/run/registry.py and never compares `config.stage` with a name.
+ulysses/config/stage_sections.py. The rest asks ulysses/registry.py and never compares `config.stage` with a name.
 
 before the run     check, check_models, requirements, ...
 construction       build, extend_data
@@ -23,10 +23,20 @@ from torch import Tensor
 from models.arch import ModelConfig
 from ulysses.config.schema import Config
 from ulysses.data.serve.steps import PlannedStep
-from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import ParallelMesh
+
+
+class PlannedRollout(NamedTuple):
+    """What one process decodes before it trains: PPO's answers, `batch` of them at a time."""
+
+    answers: int
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    prefill_tokens: int  # of prompts that the sampler computes together
+    merged: bool = False  # adapters are added into a copy of the matrices first
 
 
 class Term(NamedTuple):
@@ -160,9 +170,9 @@ class Run(Protocol):
     """What a stage reads of the run that it is built for (ulysses.run.training_run.TrainingRun).
 
     prepared: what the checks found: the model's shape, the tokenizer, the initial weights, the kernel, the tokens of a
-        micro-batch, the checkpoint to resume (ulysses.run.preflight.Prepared).
+        micro-batch, the checkpoint to resume (ulysses.check.preflight.Prepared).
     engine: of the trained model.
-    memory: what its layers keep, and how they run (ulysses.memory.plan.Workload).
+    memory: what its layers keep, and how they run (ulysses.plan.planner.Workload).
     train_data, eval_data: TokenizedDatasets; the latter None without held-out data.
     loader: (dataset, evaluation=False) -> the StepLoader of this data-parallel group.
     watch: is told of every phase, and that this process still works.

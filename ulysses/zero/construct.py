@@ -30,7 +30,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 STREAMING = 1 << 20
 USUAL = 32 << 20  # where glibc's own rule ends up
 START_SECONDS = 1800.0  # that processes wait for each other to come
-# Collectives never give up by themselves: the watch (ulysses/run/watch.py) ends a run that does not move.
+# Collectives never give up by themselves: the watch (ulysses/watch/watch.py) ends a run that does not move.
 FOR_EVER = timedelta(days=1)
 
 

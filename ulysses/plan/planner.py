@@ -1,4 +1,4 @@
-"""Predict a training step's bytes and seconds from plain numbers; ulysses/run/memory_choice.py decides by them.
+"""Predict a training step's bytes and seconds from plain numbers; ulysses/plan/memory_choice.py decides by them.
 
     allocated = states + the largest moment
         head:    all that the layers keep; gathered vocabulary weights, their gradient and its reduction
@@ -22,10 +22,11 @@ from typing import NamedTuple
 
 from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
 from ulysses.memory.levels import LEVELS
-from ulysses.memory.model_size import BITS, Model
+from ulysses.plan.model_size import BITS, Model
 from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.tiling import EXPERT_TILES, TILE_ROWS, tile_rows
 from ulysses.parallel.layout import head_layout, squares
+from ulysses.stages.base import PlannedRollout
 
 GIB = 1 << 30
 H200_FLOPS, H200_RATE = 989e12, 4.8e12  # in bfloat16; bytes/s of its memory
@@ -94,17 +95,6 @@ class Machine(NamedTuple):
     def link(self, ranks: int) -> float:
         """Return the speed of the slowest link between this many neighbouring ranks."""
         return LINK if ranks <= self.gpus_per_node else NODE_LINK
-
-
-class PlannedRollout(NamedTuple):
-    """What one process decodes before it trains: PPO's answers, `batch` of them at a time."""
-
-    answers: int
-    batch: int
-    prompt_tokens: int
-    new_tokens: int
-    prefill_tokens: int  # of prompts that the sampler computes together
-    merged: bool = False  # adapters are added into a copy of the matrices first
 
 
 class Workload(NamedTuple):

@@ -15,7 +15,7 @@ from ulysses.data.read.chat import tokenizer_digest
 from ulysses.disk import HOLDER, DiskError, digest_of, held, sampled_digest
 from ulysses.environment import NODE, local_rank
 from ulysses.parallel.mesh import gather
-from ulysses.run.preflight import Prepared
+from ulysses.check.preflight import Prepared
 
 PACKAGES = Path(__file__).parents[2]
 

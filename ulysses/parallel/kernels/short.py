@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels_document import Gradients, Inputs, Results, empty_gradients
-from .layout import Segments
+from .document import Gradients, Inputs, Results, empty_gradients
+from ..layout import Segments
 
 try:
     import triton

@@ -21,9 +21,9 @@ from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, PlannedStep, pack_step
 from ulysses.environment import local_world_size
 from ulysses.memory.levels import LayerMemory
-from ulysses.memory.model_size import Model
+from ulysses.plan.model_size import Model
 from ulysses.memory.offload import Offloader
-from ulysses.memory.plan import (
+from ulysses.plan.planner import (
     CPU_FLOPS,
     GAIN,
     GIB,
@@ -40,7 +40,7 @@ from ulysses.memory.plan import (
 from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors, gather
 from ulysses.run.metrics import device_peaks
-from ulysses.run.registry import stage_of
+from ulysses.registry import stage_of
 from ulysses.stages.base import AuxiliaryModel
 
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
@@ -137,7 +137,7 @@ def planner_run(prepared: Any, machine: Machine, train: Any) -> Workload:
     """Return the planner's view of a run and of the micro-batches of its typical step.
 
     Args:
-        prepared: what the checks found (ulysses.run.preflight.Prepared).
+        prepared: what the checks found (ulysses.check.preflight.Prepared).
         train: the training data; None plans with examples of the greatest length that the settings allow.
     """
     stage, tokens, windows = prepared.stage, prepared.budget(train), prepared.shape.windows

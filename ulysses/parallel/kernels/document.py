@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import Segments
+from ..layout import Segments
 
 TILE_SCORES = 1 << 24  # attention scores that the plain kernel holds at once
 LEAST_ROWS = 64  # of a tile under a window

@@ -8,7 +8,7 @@
     cudnn       cuDNN's fused attention, document by document: for packs of few long documents (Hopper and newer)
     flash4      flash-attn 4 (`flash_attn.cute`; Hopper and Blackwell)
 
-On a GPU, torch and flash4 leave packs of short documents to the kernels of kernels_short.py.
+On a GPU, torch and flash4 leave packs of short documents to the kernels of short.py.
 
 Forward and backward are separate, so that a caller may keep (out, lse) and never run the forward kernel again. Causal
 masks are aligned bottom-right: the last query of a document sees its last key. With a sliding window a query sees
@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels_short
-from .kernels_document import (
+from . import short
+from .document import (
     CPU,
     CUDNN,
     REFERENCE,
@@ -40,7 +40,7 @@ from .kernels_document import (
     run_backward,
     run_forward,
 )
-from .layout import Segments
+from ..layout import Segments
 
 VARLEN = ("flash4", "torch")  # on a GPU; the others take document by document
 HOPPER = 9  # its major compute capability
@@ -257,7 +257,7 @@ class Kernel(NamedTuple):
 
 
 def _or_short(kernel: Kernel) -> Kernel:
-    """Return the kernel with packs of short documents left to kernels_short.py.
+    """Return the kernel with packs of short documents left to short.py.
 
     Milliseconds forward / backward (H200, head dim 64): 256 documents of 256 tokens, 9 query and 3 kv heads, take
     0.133 / 0.363 there and 0.247 / 0.671 with flash4; 16 of 512, 14 and 2 heads, 0.047 / 0.168 and 0.146 / 0.225.
@@ -265,16 +265,16 @@ def _or_short(kernel: Kernel) -> Kernel:
     """
 
     def forward(inputs: Inputs, segments: Segments) -> Results:
-        if kernels_short.usable(inputs, segments):
-            return kernels_short.forward(inputs, segments.cu_q, segments.max_q)
+        if short.usable(inputs, segments):
+            return short.forward(inputs, segments.cu_q, segments.max_q)
         return kernel.forward(inputs, segments)
 
     def backward(
         dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, segments: Segments
     ) -> Gradients:
         given = dout, inputs, out, lse
-        if kernels_short.usable(inputs, segments):
-            return kernels_short.backward(*given, segments.cu_q, segments.max_q)
+        if short.usable(inputs, segments):
+            return short.backward(*given, segments.cu_q, segments.max_q)
         return kernel.backward(*given, segments)
 
     return kernel._replace(forward=forward, backward=backward)

@@ -30,7 +30,7 @@ import psutil
 
 from ulysses import environment
 from ulysses.environment import NODE
-from ulysses.run.failure import (
+from ulysses.watch.failure import (
     POLL_SECONDS,
     PRINTED,
     breaks_off,

@@ -32,12 +32,12 @@ from ulysses.data.read.sources import (
 )
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
-from ulysses.parallel.kernels import KernelChoice, resolve_kernel
+from ulysses.parallel.kernels.choice import KernelChoice, resolve_kernel
 from ulysses.run.build import InitialWeights
-from ulysses.run.continuation import find_checkpoint
-from ulysses.run.disk_space import check_disk, check_folders
-from ulysses.run.registry import stage_of
-from ulysses.run.setting_checks import check_settings, expert_adapter_errors, router_errors
+from ulysses.check.continuation import find_checkpoint
+from ulysses.check.disk_space import check_disk, check_folders
+from ulysses.registry import stage_of
+from ulysses.check.settings import check_settings, expert_adapter_errors, router_errors
 from ulysses.stages.base import AuxiliaryModel, Stage
 from ulysses.zero.deepspeed_internals import wrong_version
 
