@@ -9,6 +9,7 @@ adapter or watched by a hook is called as a module, and sees every use.
 Shapes: S local tokens, D width.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,11 @@ class DecoderLayer(nn.Module):
             case "full_attention" | "sliding_attention":
                 self.mixer_name = "self_attn"
                 self.self_attn = SelfAttention(config, attention, linear)
+            case "linear_attention":
+                from models.delta import GatedDelta
+
+                self.mixer_name = "linear_attn"
+                self.linear_attn = GatedDelta(config, attention.kernel, linear)
         match self.kind.feed_forward:
             case "mlp":
                 self.mlp: Any = MLP(config, linear)
@@ -104,8 +110,8 @@ class DecoderLayer(nn.Module):
 
     def output(self, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Add what the mixer makes of its rows to the layer's input."""
-        after, mixer = self.norms[1], self.mixer
-        out = mixer.output(mixed)
+        (before, after, *_), mixer = self.norms, self.mixer
+        out = mixer.output(mixed, hidden, before)
         if after is None and self.multiplier == 1 and mixer.output_is_fresh:
             return out.add_(hidden)
         return self._add(hidden, out, after)
@@ -152,11 +158,24 @@ class DecoderLayer(nn.Module):
         return self.mlp.fused(*self.norms[2:], self.multiplier)
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], ...]:
-        """Return the trained parameters of project, mix, output and feed_forward, adapters included."""
+        """Return the trained parameters of project, mix, output and feed_forward, adapters included.
+
+        What two of them use, because `output` makes a gate of the layer's input, is in both.
+        """
         before, after, *around = self.norms
         project, mix, output = self.mixer.stages
-        stages = (before, *project), mix, (*output, after), (around[0], self.mlp, around[1])
+        gated = before if self.mixer.has_gate else None
+        stages = (
+            (before, *project),
+            mix,
+            (gated, *output, after),
+            (around[0], self.mlp, around[1]),
+        )
         return tuple(
-            [p for m in stage if m is not None for p in m.parameters() if p.requires_grad]
+            [p for m in stage if m is not None for p in _parameters(m) if p.requires_grad]
             for stage in stages
         )
+
+
+def _parameters(part: nn.Module | nn.Parameter) -> Iterable[nn.Parameter]:
+    return part.parameters() if isinstance(part, nn.Module) else [part]

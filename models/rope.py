@@ -4,7 +4,7 @@ Angles in float32 are off by 0.03 rad at one million tokens. The frequencies are
 transformers computes (a trained model has seen those), and angle, cosine and sine are taken in float64 once per batch.
 All scaling happens in the table of cosines and sines, so that whoever rotates by it has it.
 
-Shapes: S local tokens, E head dim.
+Shapes: S local tokens, E columns of a head that are rotated.
 """
 
 import functools
@@ -27,7 +27,7 @@ def rope_parameters(
     Computed on the CPU whatever `device` is, so that every device rotates by the same values, and moved once: a copy
     makes the host wait.
     """
-    dim = config.head_dim
+    dim = config.rotary_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     theta: float = config.rope_theta
     s: Any = config.rope_scaling

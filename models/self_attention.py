@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.modules import MakeLinear, RMSNorm
+from models.ops.linear import HalfNode
 from models.ops.norm import NormRule
 from models.ops.plain import is_plain, is_watched
 from models.ops.project import ProjectNode
@@ -41,9 +42,10 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         D, family = config.hidden_size, config.family
-        self.head_dim = E = config.head_dim
+        self.head_dim, self.has_gate = (E := config.head_dim), family.output_gate
         heads, kv_heads = config.num_attention_heads * E, config.num_key_value_heads * E
-        self.q_proj = linear(D, heads, bias=config.attention_bias)
+        # with a gate, the rows of every head's query are followed by those of its gate
+        self.q_proj = linear(D, heads * (1 + self.has_gate), bias=config.attention_bias)
         self.k_proj = linear(D, kv_heads, bias=config.attention_bias)
         self.v_proj = linear(D, kv_heads, bias=config.attention_bias)
         self.o_proj = linear(heads, D, bias=config.output_bias)
@@ -58,7 +60,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
         """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
-        return self.output(self.mix(*self._heads(x, rope), plan=plan))
+        return self.output(self.mix(*self._heads(x, rope), plan=plan), x, None)
 
     @property
     def is_watched(self) -> bool:
@@ -69,7 +71,7 @@ class SelfAttention(nn.Module):
         """Return query [S, H, E], key and value [S, K, E] of the layer's input, and the input, for `output`."""
         projections = self.q_proj, self.k_proj, self.v_proj
         first = [] if norm is None else [norm]
-        if not is_plain(*first, *projections, *self.norms):
+        if self.has_gate or not is_plain(*first, *projections, *self.norms):
             return *self._heads(hidden if norm is None else norm(hidden), rope), hidden
         weights = [module.weight for module in projections]
         weights += [*(p.bias for p in projections), *(n.weight for n in self.norms)]
@@ -78,7 +80,8 @@ class SelfAttention(nn.Module):
 
     def _heads(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value of normalised x [S, D], positions rotated in."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q = self._half(x, 0).flatten(1) if self.has_gate else self.q_proj(x)
+        k, v = self.k_proj(x), self.v_proj(x)
         norms = self.norms
         by_row = bool(norms) and norms[0].weight.numel() != self.head_dim
         if by_row:
@@ -89,6 +92,12 @@ class SelfAttention(nn.Module):
             q, k = (norm(x) for norm, x in zip(norms, (q, k)))
             norms = []  # done
         return *RotateNode.apply(q, k, *rope, self.rule, *(norm.weight for norm in norms)), v
+
+    def _half(self, x: Tensor, half: int) -> Tensor:
+        """Return the queries, or the gates, of normalised x: [S, H, E]."""
+        if is_plain(self.q_proj) and self.q_proj.bias is None:
+            return HalfNode.apply(x, self.q_proj.weight, self.head_dim, half)
+        return self.q_proj(x).unflatten(1, (-1, 2, self.head_dim))[:, :, half]
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
         """Attend; with a graph."""
@@ -119,8 +128,11 @@ class SelfAttention(nn.Module):
     def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
         return exchange_out_backward(grad, plan)
 
-    def output(self, attended: Tensor) -> Tensor:
-        """Return what the layer adds of the attention's output [S, H, E]."""
+    def output(self, attended: Tensor, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Return what the layer adds of the attention's output [S, H, E] and of the layer's input."""
+        if self.has_gate:
+            gate = self._half(hidden if norm is None else norm(hidden), 1)
+            attended = attended * gate.sigmoid()
         return self.o_proj(attended.flatten(1))
 
     @property
@@ -134,6 +146,8 @@ class SelfAttention(nn.Module):
         return resolve_kernel(*case, window=self.attention.window).name in VARLEN
 
     @property
-    def stages(self) -> tuple[Sequence[nn.Module], ...]:
-        """The modules of project, of the mix itself and of output."""
-        return (self.q_proj, self.k_proj, self.v_proj, *self.norms), (), (self.o_proj,)
+    def stages(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
+        """The modules and parameters of project, of the mix itself and of output."""
+        gate = [self.q_proj] * self.has_gate
+        project = self.q_proj, self.k_proj, self.v_proj, *self.norms
+        return project, (), (*gate, self.o_proj)

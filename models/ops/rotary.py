@@ -38,6 +38,12 @@ def rotate_pair(
         )
         norms = ()
     out = out or (query.new_empty(query.shape), key.new_empty(key.shape))
+    if 2 * cos.shape[-1] < query.shape[-1]:  # the other columns of a head do not turn
+        for x, norm, target in zip((query, key), norms or (None, None), out):
+            target.copy_(x if norm is None else rms_norm(x, norm, rule))
+        parts = [x[..., : 2 * cos.shape[-1]] for x in out]
+        rotate_pair(*parts, cos, sin, back=back, out=parts)
+        return out
     if on_gpu(query) and on_gpu(key):
         scales = [rule.scale(norm) for norm in norms] or (None, None)
         passes_triton.rotate(
@@ -79,6 +85,8 @@ def rotate_backward(
 
 class RotateNode(torch.autograd.Function):
     """Rotate query [S, H, E] and key [S, K, E] by (cos, sin) [S, E/2], halves paired.
+
+    Narrower tables turn the first columns of every head only.
 
     `norms` are the weights of RMSNorms that query and key pass through first: [E] for those of every head, [H E] and
     [K E] for those of whole rows. Backward then keeps query and key, and computes their norms again.

@@ -43,14 +43,16 @@ class Mixer(Protocol):
     A step and its `_backward` communicate alike on all ranks of the sequence-parallel group, and record no graph;
     `project`, `mix`, which is the three steps in between in one, and `output` record one.
 
+    has_gate: `output` makes a gate of the layer's input.
     is_watched: only a call of the whole module, forward(normalised rows, rope, plan), runs somebody's hook.
     output_is_fresh: nobody else may hold what `output` returns.
-    stages: the modules of project, of the mix itself and of output.
+    stages: the modules and parameters of project, of the mix itself and of output.
     """
 
+    has_gate: bool
     is_watched: bool
     output_is_fresh: bool
-    stages: tuple[Sequence[nn.Module], ...]
+    stages: tuple[Sequence[nn.Module | nn.Parameter], ...]
 
     def __call__(self, x: Tensor, rope: Rope, plan: Any) -> Tensor: ...
 
@@ -80,8 +82,8 @@ class Mixer(Protocol):
     def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
         """Send the gradients of local rows where the output came from."""
 
-    def output(self, mixed: Tensor) -> Tensor:
-        """Return what the layer adds to its input [S, D], of the mix's local rows."""
+    def output(self, mixed: Tensor, hidden: Tensor, norm: Any) -> Tensor:
+        """Return what the layer adds to its input [S, D], of the mix's local rows and of that input."""
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether a CUDA graph may run the mix for packs of other documents than those it was recorded with."""

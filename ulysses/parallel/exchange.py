@@ -105,8 +105,8 @@ def exchange_qkv_forward(
     send = _Buffer(plan, heads, query)
     copy(send.query, _by_rank(query, plan))
     for part in send.keys:
-        _write_heads(part[:, :, : heads.key], key, heads)
-        _write_heads(part[:, :, heads.key :], value, heads)
+        write_heads(part[:, :, : heads.key], key, heads)
+        write_heads(part[:, :, heads.key :], value, heads)
     received = send.exchange()
     del send, part  # and with them the buffer
     query = received.query.flatten(0, 1)
@@ -148,8 +148,8 @@ def exchange_qkv_backward(
         total += part
     return (
         dense(received.query.transpose(0, 1)).flatten(1, 2),
-        _sum_heads(total[..., : heads.key, :], heads, num_kv_heads).to(dquery.dtype),
-        _sum_heads(total[..., heads.key :, :], heads, num_kv_heads).to(dquery.dtype),
+        sum_heads(total[..., : heads.key, :], heads, num_kv_heads).to(dquery.dtype),
+        sum_heads(total[..., heads.key :, :], heads, num_kv_heads).to(dquery.dtype),
     )
 
 
@@ -204,7 +204,7 @@ def _by_rank(values: Tensor, plan: AttentionPlan) -> Tensor:
     return values.unflatten(1, (plan.mesh.head_parallel_size, -1)).transpose(0, 1)
 
 
-def _write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
+def write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
     """Write kv heads [S, K, E] for U ranks: part [U, S, key, E], slot j of the U * key gets head j // repeat."""
     if heads.repeat == 1:
         copy(part, values.unflatten(1, (-1, heads.key)).transpose(0, 1))
@@ -215,7 +215,7 @@ def _write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
             copy(part[slot // heads.key, :, slot % heads.key], values[:, slot // heads.repeat])
 
 
-def _sum_heads(grads: Tensor, heads: HeadLayout, num_kv_heads: int) -> Tensor:
+def sum_heads(grads: Tensor, heads: HeadLayout, num_kv_heads: int) -> Tensor:
     """Sum the copies of every kv head: [U, S, key, E] -> [S, K, E]."""
     slots = dense(grads.transpose(0, 1)).flatten(1, 2)
     return (

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from .mesh import ParallelMesh
+from .waves import Recurrence
 
 Range = tuple[int, int]
 Device = torch.device | str
@@ -295,6 +296,13 @@ class AttentionPlan:
     def _windowed(self) -> dict[int, "AttentionPlan"]:
         """The plans that `windowed` has made."""
         return {}
+
+    @cached_property
+    def recurrence(self) -> Recurrence:
+        """What layers of linear attention need of the pack."""
+        return Recurrence(
+            self.cu_seqlens, self.prefixes, self.calls[0].segments.cu_q.device
+        )
 
     @cached_property
     def unmasked(self) -> "AttentionPlan":

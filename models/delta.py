@@ -1,0 +1,193 @@
+"""The gated delta rule as the mixer of a layer: linear attention, whose memory of a document is a matrix of every head.
+
+    normalised rows -> q | k | v, b, a -> to heads -> convolution, rule -> to tokens -> norm, times silu(z) -> out_proj
+
+Convolution and rule run on whole documents of a rank's heads. The gate z is projected after the rule, so that nothing
+keeps it.
+
+Shapes: S local tokens, T packed tokens, D width, K key heads of width E, H value heads of width V.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from losses.precision import at_least_float32
+from models.arch import ModelConfig
+from models.modules import Linear, MakeLinear, RMSNorm
+from models.ops.activation import ActivateNode
+from models.ops.delta_rule import Heads, Rule, convolve, decays, delta_rule, run_waves
+from models.ops.norm import NormRule
+from models.ops.plain import is_plain, is_watched
+from ulysses.memory.levels import Rope
+from ulysses.parallel.whole_rows import RowHeads
+
+
+class Filters(nn.Module):
+    """Hold the convolution's filter of every column of q | k | v, [F, 1, W]."""
+
+    def __init__(self, columns: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(columns, 1, width))
+
+
+class GatedDelta(nn.Module):
+    """Hold the projections, the filters and each value head's decay; its methods are those of levels.py's Mixer."""
+
+    has_gate = True
+
+    def __init__(self, config: ModelConfig, kernel: str, linear: MakeLinear) -> None:
+        super().__init__()
+        assert config.delta is not None
+        D, self.heads, self.kernel = config.hidden_size, Heads(*config.delta[:4]), kernel
+        widths = self.heads.widths
+        self.in_proj_qkv = linear(D, sum(widths), bias=False)
+        self.in_proj_z = linear(D, widths[-1], bias=False)
+        # as many columns as heads: too few for the blocks of a quantised matrix
+        self.in_proj_b = Linear(D, self.heads.values, bias=False)
+        self.in_proj_a = Linear(D, self.heads.values, bias=False)
+        self.conv1d = Filters(sum(widths), config.delta.linear_conv_kernel_dim)
+        self.A_log = nn.Parameter(torch.empty(self.heads.values))
+        self.dt_bias = nn.Parameter(torch.empty(self.heads.values))
+        self.norm = RMSNorm(self.heads.value_dim, NormRule(config.rms_norm_eps))
+        self.out_proj = linear(widths[-1], D, bias=False)
+
+    def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
+        """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
+        *heads, _ = self.project(x, None, rope)
+        return self.output(self.mix(*heads, plan=plan), x, None)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether only a call of the whole module runs somebody's hook."""
+        return is_watched(self) or is_watched(self.conv1d)
+
+    def project(self, hidden: Tensor, norm: RMSNorm | None, rope: Rope) -> tuple[Tensor, ...]:
+        """Return q | k | v [S, F], b and a [S, H] of the layer's input, and the input, for `output`."""
+        x = hidden if norm is None else norm(hidden)
+        return self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x), hidden
+
+    def mix(self, *heads: Tensor, plan: Any) -> Tensor:
+        """Run the rule; with a graph, which keeps the shards and runs the rule again in backward."""
+        return _Mix.apply(self, plan, *heads, *self._trained)
+
+    def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+        if plan.mesh.sequence_parallel_size == 1:
+            return tuple(heads)
+        return self._joined(self._layout(plan).to_heads(self._parts(heads), 2))
+
+    def to_heads_backward(self, grads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+        if plan.mesh.sequence_parallel_size == 1:
+            return tuple(grads)
+        return self._joined(self._layout(plan).to_heads_backward(self._parts(grads), 2))
+
+    def _layout(self, plan: Any) -> RowHeads:
+        return RowHeads(self.heads.keys, self.heads.values, plan)
+
+    def _parts(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """View q | k | v, b and a, of all heads or of a rank's, as five tensors [..., heads, width]."""
+        qkv, *others = rows
+        E, V = self.heads[2:]
+        values = others[0].shape[1] * V
+        q, k, v = qkv.split([*2 * [(qkv.shape[1] - values) // 2], values], 1)
+        heads = [x.unflatten(1, (-1, width)) for x, width in ((q, E), (k, E), (v, V))]
+        return [*heads, *(x[..., None] for x in others)]
+
+    @staticmethod
+    def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Do the opposite of `_parts`."""
+        qkv, others = parts[:3], parts[3:]
+        return torch.cat([x.flatten(1) for x in qkv], 1), *(x[..., 0] for x in others)
+
+    def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (self._mixed(*shards, plan),)
+
+    def mix_backward(
+        self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        wanted = [x.detach().requires_grad_() for x in shards] + self._trained
+        with torch.enable_grad():
+            out = self._mixed(*wanted[: len(shards)], plan)
+        grads = torch.autograd.grad(out, wanted, grad)
+        return grads[: len(shards)], grads[len(shards) :]
+
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in (self.conv1d.weight, self.A_log, self.dt_bias) if p.requires_grad]
+
+    def _mixed(self, qkv: Tensor, b: Tensor, a: Tensor, plan: Any) -> Tensor:
+        """Convolve, and run the rule, over all documents with a rank's heads: [T, own H, V]."""
+        filters, A_log, dt_bias = self.conv1d.weight[:, 0], self.A_log, self.dt_bias
+        if plan.mesh.sequence_parallel_size > 1:
+            own, (E, V) = self._layout(plan).own, self.heads[2:]
+            A_log, dt_bias = own(A_log), own(dt_bias)
+            q, k, v = filters.split(self.heads.widths)
+            of_keys = [own(x.unflatten(0, (-1, E)), keys=True) for x in (q, k)]
+            of_values = own(v.unflatten(0, (-1, V)))
+            filters = torch.cat([x.flatten(0, 1) for x in (*of_keys, of_values)])
+        rule: Rule = delta_rule
+        convolution: Any = convolve
+        if qkv.is_cuda and qkv.dtype.itemsize == 2 and self.kernel != "reference":
+            from models.ops import delta_kernels  # which needs optional packages
+
+            rule, convolution = delta_kernels.delta_rule, delta_kernels.convolve
+        mixed = convolution(qkv, filters, plan.recurrence)
+        q, k, v, *_ = self._parts([mixed, b])
+        g, beta = decays(a, A_log, dt_bias), at_least_float32(b).sigmoid()
+        return run_waves(q, k, v, g, beta, plan.recurrence.waves, rule)
+
+    def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
+        return out if plan.mesh.sequence_parallel_size == 1 else self._layout(plan).to_tokens(out)
+
+    def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
+        if plan.mesh.sequence_parallel_size == 1:
+            return grad
+        return self._layout(plan).to_tokens_backward(grad)
+
+    def output(self, mixed: Tensor, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Return what the layer adds of the rule's output [S, H, V] and of the layer's input."""
+        gate = self.in_proj_z(hidden if norm is None else norm(hidden))
+        normal = self.norm(mixed).flatten(1)
+        return self.out_proj(ActivateNode.apply(gate, normal, "silu"))
+
+    @property
+    def output_is_fresh(self) -> bool:
+        """Whether nobody else may hold what `output` returns, as a hook or an adapter might."""
+        return is_plain(self.out_proj)
+
+    def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return False: the rule's chunks are counted on the host."""
+        return False
+
+    @property
+    def stages(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
+        """The modules and parameters of project, of the mix itself and of output."""
+        mix = self.conv1d, self.A_log, self.dt_bias
+        return (
+            (self.in_proj_qkv, self.in_proj_b, self.in_proj_a),
+            mix,
+            (self.in_proj_z, self.norm, self.out_proj),
+        )
+
+
+class _Mix(torch.autograd.Function):
+    """Exchange, run the rule and exchange; keeps the shards."""
+
+    @staticmethod
+    def forward(ctx: Any, mixer: GatedDelta, plan: Any, *heads: Tensor) -> Tensor:
+        shards = mixer.to_heads(heads[:3], plan)
+        ctx.save_for_backward(*shards)
+        ctx.mixer, ctx.plan = mixer, plan
+        return mixer.to_tokens(*mixer.mix_forward(shards, plan), plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        mixer, plan = ctx.mixer, ctx.plan
+        grad = mixer.to_tokens_backward(grad, plan)
+        grads, of_parameters = mixer.mix_backward(grad, ctx.saved_tensors, (), plan)
+        return None, None, *mixer.to_heads_backward(grads, plan), *of_parameters

@@ -1,0 +1,159 @@
+"""The gated delta rule and the short convolution before it, over whole documents, in plain torch.
+
+    S_t = exp(g_t) S_{t-1} + k_t (x) beta_t (v_t - exp(g_t) S_{t-1}^T k_t)        out_t = S_t^T q_t / sqrt(K)
+
+A chunk of C tokens is one step: with G the sums of g from the chunk's beginning on, which are float64, and
+D_ij = exp(G_i - G_j) for i >= j, what the tokens write into the state S before them is
+
+    U = (1 + tril(beta k k^T * D, -1))^-1 beta (v - exp(G) k S)
+    out = (exp(G) q S + (q k^T * D) U) / sqrt(K)          S' = exp(G_C) S + (exp(G_C - G) k)^T U
+
+Source: Yang et al. 2024 (2412.06464). On GPUs the kernels of delta_kernels.py do the same.
+
+Shapes: T packed tokens, n chunks of C tokens, K key heads of width E, H value heads of width V, P parts of documents.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from losses.precision import at_least_float32
+from ulysses.parallel.waves import Recurrence, Wave
+
+CHUNK = 64
+EPSILON = 1e-6  # beside the sum of squares of a query and of a key
+
+
+class Heads(NamedTuple):
+    """How many key heads and value heads there are, and how wide they are."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The widths of queries, keys and values."""
+        key = self.keys * self.key_dim
+        return key, key, self.values * self.value_dim
+
+
+def convolve(x: Tensor, weight: Tensor, recurrence: Recurrence) -> Tensor:
+    """Return silu of the causal convolution of packed rows x [T, F] with a filter of each column [F, W]."""
+    before = recurrence.rows_before(weight.shape[1] - 1)
+    wide, taps = at_least_float32(x), at_least_float32(weight)
+    padded = F.pad(wide, (0, 0, 0, 1))
+    total = wide * taps[:, -1]
+    for age in range(before.shape[1]):
+        total = total + padded[before[:, age]] * taps[:, -2 - age]
+    return F.silu(total).to(x.dtype)
+
+
+def decays(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """Return g [T, H], the logarithms of what is left of a state, from the projection a [T, H]."""
+    return -at_least_float32(A_log).exp() * F.softplus(at_least_float32(a) + dt_bias)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Scale heads to unit length."""
+    return x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    wave: Wave,
+    start: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the rule over the parts of a wave.
+
+    query and key [T, K, E], of any length, value [T, H, V], g and beta [T, H], start [P, H, E, V] the states before the
+    parts, zeros by default -> out [T, H, V] and the states after them [P, H, E, V], in float32 or better.
+    """
+    dtype, device = value.dtype, value.device
+    query, key, value, beta = map(at_least_float32, (query, key, value, beta))
+    group = value.shape[1] // key.shape[1]
+    query, key = (unit(x).repeat_interleave(group, 1) for x in (query, key))
+    # steps run over the first chunks of all parts, the second ones, ...; the longest parts come first
+    spans = [*pairwise(wave.bounds)]
+    order = sorted(range(len(spans)), key=lambda i: spans[i][0] - spans[i][1])
+    counts = [-(-(spans[i][1] - spans[i][0]) // CHUNK) for i in order]
+    steps = [sum(count > step for count in counts) for step in range(counts[0])]
+    rows = torch.full((sum(counts), CHUNK), len(value))
+    chunk = 0
+    for step, count in enumerate(steps):
+        for begin, end in (spans[i] for i in order[:count]):
+            own = range(begin + step * CHUNK, min(begin + (step + 1) * CHUNK, end))
+            rows[chunk, : len(own)] = torch.arange(own.start, own.stop)
+            chunk += 1
+    rows = rows.to(device)
+
+    def chunked(x: Tensor) -> Tensor:
+        """Lay rows [T, H, ...] out as [n, H, C, ...], with zeros behind a part's end."""
+        return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[rows].transpose(1, 2)
+
+    q, k, v, beta = map(chunked, (query / key.shape[-1] ** 0.5, key, value, beta[..., None]))
+    sums = chunked(g.double()).cumsum(-1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu(1)
+    between = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf)
+    between, since, until = (
+        x.exp().to(v.dtype)
+        for x in (between, sums[..., None], (sums[..., -1:] - sums)[..., None])
+    )
+    system, scores = beta * (k @ k.mT) * between, (q @ k.mT) * between
+    # its diagonal counts as ones
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat([beta * v, beta * since * k], -1), upper=False, unitriangular=True
+    )
+    new, old = solved.split([v.shape[-1], k.shape[-1]], -1)
+    q, k = since * q, until * k
+    state = value.new_zeros(len(spans), value.shape[1], key.shape[-1], value.shape[-1])
+    if start is not None:
+        state = start[order].to(state.dtype)
+    done, last, chunk = [], [], 0
+    for count in steps:
+        last.append(state[count:])
+        now, state = slice(chunk, chunk + count), state[:count]
+        written = new[now] - old[now] @ state
+        done.append(q[now] @ state + scores[now] @ written)
+        state = since[now, :, -1:] * state + k[now].mT @ written
+        chunk += count
+    out = torch.cat(done).transpose(1, 2).flatten(0, 1)
+    out = out[rows.flatten().argsort()[: len(value)]]
+    states = torch.cat([state, *reversed(last)])
+    return out.to(dtype), states[torch.tensor(order, device=device).argsort()]
+
+
+Rule = Callable[..., tuple[Tensor, Tensor]]
+
+
+def run_waves(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    waves: Sequence[Wave],
+    rule: Rule = delta_rule,
+) -> Tensor:
+    """Run the rule over a pack, whose shared prompts run before what comes after them: out [T, H, V]."""
+    given, done = (query, key, value, g, beta), []
+    handed = g.new_zeros(1, value.shape[1], key.shape[-1], value.shape[-1])
+    for wave in waves:
+        start = None if wave.starts is None else handed[wave.starts]
+        out, last = rule(*(x[wave.rows] for x in given), wave, start)
+        done.append(out)
+        if wave.hands_on is not None:
+            handed = torch.cat([handed, last[wave.hands_on]])
+    if len(waves) == 1:
+        return done[0]
+    rows: Any = torch.cat([torch.as_tensor(wave.rows) for wave in waves])
+    return torch.cat(done)[rows.argsort()]

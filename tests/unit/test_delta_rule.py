@@ -1,0 +1,128 @@
+"""The gated delta rule in chunks against the recurrence step by step in float64, with decays as trained models have them.
+
+Documents of 1 to 300 tokens cross chunks; answers start from the state of a prompt that they share.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.ops.delta_rule import convolve, decays, delta_rule, run_waves, unit
+from ulysses.parallel.waves import Recurrence, make_waves
+
+CPU = torch.device("cpu")
+K, H, E, V = 2, 6, 8, 12
+LENGTHS = (1, 300, 63, 64, 65, 2)
+# whole documents, the packed rows that branches leave out, by their place: cuts at 70, 300, 70 and 1 of the second one
+SHARING = {2: (1, 71), 3: (1, 301), 4: (1, 71), 5: (1, 2)}
+
+
+def drawn(total: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Decays of trained models: from hardly any to nearly all in one token, some far below float32's smallest number."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    given = {
+        "query": 3 * normal(total, K, E),
+        "key": normal(total, K, E) + 1,  # keys of trained models point the same way
+        "value": normal(total, H, V),
+        "a": 3 * normal(total, H),
+        "b": 2 * normal(total, H),
+        "A_log": torch.tensor([-6.0, -2.0, 0.0, 1.0, 2.5, 4.0], dtype=torch.float64),
+        "dt_bias": torch.tensor([-4.0, -2.0, 0.0, 1.0, 3.0, 20.0], dtype=torch.float64),
+    }
+    return {name: x.to(dtype).requires_grad_() for name, x in given.items()}
+
+
+def bounds_of(lengths) -> list[int]:
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+def step_by_step(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tensor:
+    """One token after the other, each document by itself after the whole of what it shares."""
+    group, out = H // K, []
+    q, k = (unit(given[x]).repeat_interleave(group, 1) for x in ("query", "key"))
+    left = decays(given["a"], given["A_log"], given["dt_bias"]).exp()
+    beta = given["b"].sigmoid()
+    for place in range(len(bounds) - 1):
+        state = q.new_zeros(H, E, V)
+        first, last = prefixes.get(place, (0, 0))
+        own = range(bounds[place], bounds[place + 1])
+        for t in (*range(first, last), *own):
+            state = left[t][:, None, None] * state
+            new = beta[t][:, None] * (given["value"][t] - torch.einsum("hev,he->hv", state, k[t]))
+            state = state + k[t][..., None] * new[:, None]
+            if t in own:
+                out.append(torch.einsum("hev,he->hv", state, q[t]) / E**0.5)
+    return torch.stack(out)
+
+
+def in_chunks(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tensor:
+    g = decays(given["a"], given["A_log"], given["dt_bias"])
+    waves = make_waves(bounds, prefixes, CPU)
+    names = given["query"], given["key"], given["value"]
+    return run_waves(*names, g, given["b"].sigmoid(), waves)
+
+
+def with_gradients(out: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grads = torch.autograd.grad((out * weights.to(out.dtype)).sum(), list(given.values()))
+    return {"out": out.detach(), **dict(zip(given, grads))}
+
+
+@pytest.mark.parametrize("prefixes", [{}, SHARING], ids=["whole", "shared"])
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 3e-6)])
+def test_chunks_equal_the_recurrence(dtype, bound, prefixes) -> None:
+    bounds = bounds_of(LENGTHS)
+    exact, given = drawn(bounds[-1], torch.float64), drawn(bounds[-1], dtype)
+    exact = {name: x.detach().to(dtype).double().requires_grad_() for name, x in exact.items()}
+    wanted = with_gradients(step_by_step(exact, bounds, prefixes), exact)
+    found = with_gradients(in_chunks(given, bounds, prefixes), given)
+    for name, x in wanted.items():
+        error = float((found[name].double() - x).norm() / x.norm())
+        assert error < bound, (name, error)
+
+
+def test_the_convolution_sees_its_own_document_and_what_it_shares() -> None:
+    bounds, F_, W = bounds_of(LENGTHS), 5, 4
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(bounds[-1], F_, generator=draw, dtype=torch.float64)
+    weight = torch.randn(F_, W, generator=draw, dtype=torch.float64)
+    for prefixes in ({}, SHARING):
+        found = convolve(x, weight, Recurrence(bounds, prefixes, CPU))
+        for place, length in enumerate(LENGTHS):
+            first, last = prefixes.get(place, (0, 0))
+            own = slice(bounds[place], bounds[place + 1])
+            whole = torch.cat([x[first:last], x[own]])
+            wanted = F.conv1d(whole.T, weight[:, None], padding=W - 1, groups=F_)
+            wanted = F.silu(wanted[:, : len(whole)].T)[-length:]
+            torch.testing.assert_close(found[own], wanted)
+        # as the kernels get it: a pack in which copies of the prompt's last rows come before an answer
+        cu_seqlens, rows, kept = Recurrence(bounds, prefixes, CPU).with_copies(W - 1)
+        with_copies = convolve(x[rows], weight, Recurrence(cu_seqlens.tolist(), {}, CPU))
+        torch.testing.assert_close(with_copies[kept], found)
+
+
+def test_a_state_that_is_handed_on_gives_the_same_as_one_document() -> None:
+    """Two calls, with the state between them, against one; the gradient flows back through the state."""
+    total = 150
+    given = drawn(total, torch.float64)
+    g, beta = decays(given["a"], given["A_log"], given["dt_bias"]), given["b"].sigmoid()
+    rows = given["query"], given["key"], given["value"], g, beta
+    whole = make_waves([0, total], {}, CPU)[0]
+    wanted = with_gradients(delta_rule(*rows, whole)[0], given)
+    parts = [slice(0, 70), slice(70, total)]
+    waves = [make_waves([0, part.stop - part.start], {}, CPU)[0] for part in parts]
+    rows = (
+        *rows[:3],
+        decays(given["a"], given["A_log"], given["dt_bias"]),
+        given["b"].sigmoid(),
+    )
+    first, state = delta_rule(*(x[parts[0]] for x in rows), waves[0])
+    second, _ = delta_rule(*(x[parts[1]] for x in rows), waves[1], state)
+    found = with_gradients(torch.cat([first, second]), given)
+    for name, x in wanted.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-12)
