@@ -1,146 +1,28 @@
 """The shape of a model: from and to Hugging Face's config.json, or one of the published sizes by name.
 
-A family of models is one entry of families.json. The decoder reads ModelConfig, its family's row and the kinds of its
-layers, and knows no family by name.
+The decoder reads ModelConfig, its family's row (families.py) and the kinds of its layers, and knows no family by name.
 """
 
 import difflib
-import json
-import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-_FOLDER = Path(__file__).parent
+from models.config_fields import (
+    KINDS,
+    NEUTRAL,
+    number,
+    numbers,
+    read_experts,
+    read_layers,
+    read_scaling,
+)
+from models.families import FAMILIES, Experts, Family, LayerKind, Multipliers, RopeScaling
 
-
-class LayerKind(NamedTuple):
-    """Say of which kinds a layer's parts are; the names of mixers are transformers' layer_types.
-
-    rotary: "main" has the model's base and scaling, "local" no scaling and rope_local_theta, "none" no rotation.
-    """
-
-    mixer: str = "full_attention"
-    feed_forward: str = "mlp"  # or "experts"
-    rotary: str = "main"
-
-
-@dataclass(frozen=True)
-class Family:
-    """What sets one `model_type` apart, as families.json says.
-
-    Args:
-        class_name: what transformers' classes of the family begin with.
-        classifier: the same for the class of reward models where it is another; "none" if there is no such class.
-        fixed: fields of config.json that must have this value, and are written so.
-        defaults: what transformers assumes for a field that config.json leaves out.
-        aliases: other names that files have for a field.
-        qkv_bias: q_proj, k_proj and v_proj have a bias and o_proj has none, whatever config.json says; elsewhere its
-            `attention_bias` gives a bias to all four.
-        qk_norm: queries and keys are normalised before they are rotated: "none", each "head", or the whole "row".
-        norms: the names of a layer's norms before and after the mixer and before and after the feed-forward; "" where
-            there is none.
-        centred_norms: norms multiply by 1 + weight, in float32.
-        activation: of the feed-forward, by transformers' name.
-        mixers: of the layers, repeated from the first layer on; config.json's layer_types may arrange them otherwise.
-        rotary: the kind of rotary positions by mixer, where it is not "main".
-        experts: layers may have experts in place of the MLP.
-        multipliers: the fields of Multipliers that config.json has.
-        scaled_embeddings: embeddings are multiplied by the square root of their width.
-    """
-
-    class_name: str
-    fixed: dict[str, Any]
-    defaults: dict[str, Any]
-    aliases: dict[str, str] = field(default_factory=dict)
-    qkv_bias: bool = False
-    qk_norm: str = "none"
-    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    centred_norms: bool = False
-    activation: str = "silu"
-    mixers: tuple[str, ...] = ("full_attention",)
-    rotary: dict[str, str] = field(default_factory=dict)
-    experts: bool = False
-    multipliers: tuple[str, ...] = ()
-    scaled_embeddings: bool = False
-    classifier: str = ""
-
-
-TABLES: Mapping[str, Any] = json.loads(_FOLDER.joinpath("families.json").read_text())
-FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in TABLES["families"].items()}
-# Fields that change what transformers' classes of these families compute, with the one value that is computed here.
-_NEUTRAL: Mapping[str, Any] = TABLES["neutral"]
-# The fields of every type of rotary scaling; yarn needs the first two only.
-_ROPE_TYPES: Mapping[str, list[str]] = TABLES["rope_types"]
-
-# Below which a number is taken for a mistake; others must be below 2^31.
-MOST: Mapping[str, float] = TABLES["most"]
-# What fields that are no plain numbers must be, each with an example.
-_KINDS: Mapping[str, tuple[str, Any]] = TABLES["kinds"]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Hold how rotary positions reach beyond the original window, which is in tokens; names are those of config.json.
-
-    What a type does not use, or leaves to its default, is None.
-    """
-
-    rope_type: str
-    factor: float
-    original_max_position_embeddings: int
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool | None = None
-
-    def __post_init__(self) -> None:
-        fast, slow = self.beta_fast or 32, self.beta_slow or 1
-        low, high = self.low_freq_factor or 1, self.high_freq_factor or 4
-        if self.factor < 1 or fast <= slow or high <= low:
-            raise ValueError(
-                f"rotary scaling is {self.to_hf()} but needs a factor of at least 1, beta_fast above beta_slow and "
-                "high_freq_factor above low_freq_factor; correct it"
-            )
-
-    def to_hf(self) -> dict[str, Any]:
-        """Return what transformers calls rope_scaling."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
-@dataclass(frozen=True)
-class Multipliers:
-    """Constants that some families multiply by; names are those of config.json."""
-
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what a layer's halves add
-    attention_multiplier: float | None = None  # of query and key; None is E^-1/2
-    query_pre_attn_scalar: float | None = None  # the same is this number's ^-1/2
-    logits_scaling: float = 1.0  # the logits are divided by it
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Describe the layers whose rows each go through a few of many MLPs; names are those of config.json."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    norm_topk_prob: bool = False  # the chosen experts' weights sum to 1
-
-    def __post_init__(self) -> None:
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok is {self.num_experts_per_tok} but there are only num_experts = "
-                f"{self.num_experts}; correct the config"
-            )
+_NO_MULTIPLIERS = Multipliers()
 
 
 @dataclass(frozen=True)
@@ -168,7 +50,7 @@ class ModelConfig:
     pattern: tuple[LayerKind, ...] = (LayerKind(),)  # repeated over the layers
     rope_local_theta: float | None = None
     sliding_window: int | None = None  # of "sliding_attention" layers
-    multipliers: Multipliers = Multipliers()
+    multipliers: Multipliers = _NO_MULTIPLIERS
     moe: Experts | None = None
 
     def __post_init__(self) -> None:
@@ -224,7 +106,7 @@ class ModelConfig:
                 "model of these families"
             )
         family = FAMILIES[model_type]
-        for name, (wanted, example) in _KINDS.items():
+        for name, (wanted, example) in KINDS.items():
             given: Any = raw.get(name)
             several = name == "eos_token_id" and isinstance(given, list)
             if {*map(type, given if several else [given])} - {type(example), type(None)}:
@@ -257,7 +139,7 @@ class ModelConfig:
                 f"config.json has rope_theta = {theta!r:.60} and {stated['rope_theta']!r:.60} in rope_parameters or "
                 "rope_scaling; correct one of them"
             )
-        fixed = {**_NEUTRAL, "hidden_act": family.activation, **family.fixed}
+        fixed = {**NEUTRAL, "hidden_act": family.activation, **family.fixed}
         for name, value in fixed.items():
             if stated.get(name) not in (None, value):
                 raise ValueError(
@@ -268,25 +150,25 @@ class ModelConfig:
         # Qwen2.5-1M was trained on this many tokens; only a server computes the chunks that reach further
         if chunks := known.get("dual_chunk_attention_config"):
             known["max_position_embeddings"] = chunks.get("original_max_position_embeddings")
-        heads = _number(known, "num_attention_heads", int)
+        heads = number(known, "num_attention_heads", int)
         known.setdefault("num_key_value_heads", heads)
-        known.setdefault("head_dim", _number(known, "hidden_size", int) // heads)
-        pattern = _read_layers(known, family)
+        known.setdefault("head_dim", number(known, "hidden_size", int) // heads)
+        pattern = read_layers(known, family)
         kinds = {kind.rotary for kind in pattern} | {kind.mixer for kind in pattern}
         local_theta = window = None
         if "local" in kinds:  # the default is the model's own, whatever `rope` changes
             known.setdefault("rope_local_base_freq", known["rope_theta"])
-            local_theta = _number(known, "rope_local_base_freq", float)
+            local_theta = number(known, "rope_local_base_freq", float)
         if "sliding_attention" in kinds and stated.get("sliding_window") is not None:
-            window = _number(known, "sliding_window", int)
-        multipliers = {name: _number(known, name, float) for name in family.multipliers}
+            window = number(known, "sliding_window", int)
+        multipliers = {name: number(known, name, float) for name in family.multipliers}
         if family.scaled_embeddings:
             multipliers["embedding_multiplier"] = known["hidden_size"] ** 0.5
-        scaling = _read_scaling(known, rope)
+        scaling = read_scaling(known, rope)
         eos = known.get("eos_token_id", [])
         return cls(
             model_type=model_type,
-            **_numbers(cls, known),
+            **numbers(cls, known),
             rope_scaling=scaling,
             tie_word_embeddings=bool(known["tie_word_embeddings"]),
             attention_bias=family.qkv_bias or bool(known.get("attention_bias")),
@@ -297,7 +179,7 @@ class ModelConfig:
             rope_local_theta=local_theta,
             sliding_window=window,
             multipliers=Multipliers(**multipliers),
-            moe=_read_experts(known) if family.experts else None,
+            moe=read_experts(known) if family.experts else None,
         )
 
     def to_hf(self, *, dtype: str = "bfloat16", reward: bool = False) -> dict[str, Any]:
@@ -366,108 +248,7 @@ class ModelConfig:
 _INNER = ("pattern", "rope_local_theta", "sliding_window", "multipliers", "moe")
 
 
-def _read_experts(known: Mapping[str, Any]) -> Experts:
-    """Read the fields of Experts, all of them positive numbers but for the last."""
-    return Experts(**_numbers(Experts, known), norm_topk_prob=bool(known.get("norm_topk_prob")))
-
-
-def _read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
-    """Read the kinds of all layers; the shortest pattern that repeats to them."""
-    count = _number(known, "num_hidden_layers", int)
-
-    def of_layers(name: str, kind: type, default: list[Any]) -> list[Any]:
-        """Return the entries of a list that has one for every layer."""
-        given = known.get(name) or default
-        if type(given) is not list or {*map(type, given)} != {kind} or len(given) < count:
-            raise ValueError(
-                f"config.json has {name} = {given!r:.60} but it must be a list of {kind.__name__} with an entry for "
-                f"each of num_hidden_layers = {count} layers; correct the file"
-            )
-        return given[:count]
-
-    mixers = of_layers("layer_types", str, [*islice(cycle(family.mixers), count)])
-    rotated = [1] * count
-    if "no_rope_layer_interval" in family.defaults:
-        interval = _number(known, "no_rope_layer_interval", int)
-        every = [(i + 1) % interval for i in range(count)]
-        rotated = of_layers("no_rope_layers", int, every)
-    dense, step = known.get("mlp_only_layers") or [], known.get("decoder_sparse_step", 1)
-    if strange := {*mixers} - {*family.mixers}:
-        raise ValueError(
-            f"config.json has layer_types of {', '.join(sorted(strange))} but {known['model_type']} has layers of "
-            f"{', '.join(family.mixers)} here; use a model of these"
-        )
-    kinds = [
-        LayerKind(
-            mixer,
-            "experts" if family.experts and i not in dense and not (i + 1) % step else "mlp",
-            family.rotary.get(mixer, "main") if rotates else "none",
-        )
-        for i, (mixer, rotates) in enumerate(zip(mixers, rotated))
-    ]
-    sizes = range(1, count + 1)
-    short = next(n for n in sizes if [*islice(cycle(kinds[:n]), count)] == kinds)
-    return tuple(kinds[:short])
-
-
-def _number(known: Mapping[str, Any], name: str, kind: Any) -> Any:
-    """Return a positive number; ValueError names the field that holds none."""
-    value: Any = known.get(name)
-    most = MOST.get(name, 1 << 31 if kind is int else math.inf)
-    if type(value) not in (int, float) or not 0 < value < most or kind(value) != value:
-        wanted = f"a {'whole ' * (kind is int)}number above 0"
-        if most < math.inf:
-            wanted += f" and below {most:,}"
-        raise ValueError(
-            f"config.json has {name} = {value!r} but it must be {wanted}; correct the file or the setting"
-        )
-    return kind(value)
-
-
-def _numbers(table: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Read every number that a dataclass declares."""
-    return {
-        f.name: _number(known, f.name, f.type) for f in fields(table) if f.type in (int, float)
-    }
-
-
-def _read_scaling(known: dict[str, Any], changes: Mapping[str, Any]) -> RopeScaling | None:
-    """Lay `changes` over the rotary settings in `known`, read the scaling and put the window right.
-
-    The window is max_position_embeddings, and for yarn and linear at least factor x the original one. Without an
-    original one, max_position_embeddings counts as such, as in transformers.
-    """
-    window = _number(known, "max_position_embeddings", int)
-    known.setdefault("original_max_position_embeddings", window)
-    known |= changes
-    kind = str(known.get("rope_type", known.get("type", "default")))
-    if kind not in _ROPE_TYPES:
-        raise ValueError(
-            f"config.json has rope type {kind!r} but only {', '.join(_ROPE_TYPES)} are computed; set model.rope.type "
-            '= "yarn" and model.rope.factor, or use another model'
-        )
-    own = _ROPE_TYPES[kind]
-    for name in changes.keys() - {"rope_type", "rope_theta", *own}:
-        raise ValueError(
-            f"model.rope.{name} is set but rope type {kind!r} does not use it; remove it, or set model.rope.type"
-        )
-    if changes and kind != "llama3":
-        window = known["original_max_position_embeddings"]
-    scaling = None
-    if kind != "default":
-        values = {
-            name: known[name] if name == "truncate" else _number(known, name, float)
-            for name in own[2:]
-            if name in known or kind != "yarn"
-        }
-        scaling = RopeScaling(kind, **_numbers(RopeScaling, known), **values)
-        if kind != "llama3":
-            window = max(window, int(scaling.factor * scaling.original_max_position_embeddings))
-    known["max_position_embeddings"] = window
-    return scaling
-
-
-_PUBLISHED = tomllib.loads(_FOLDER.joinpath("published.toml").read_text())
+_PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text())
 ARCHITECTURES: Mapping[str, ModelConfig] = {
     name: ModelConfig.from_hf(shared | dict(zip(_PUBLISHED["order"], sizes)))
     for shared in _PUBLISHED["series"]

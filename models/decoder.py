@@ -185,7 +185,7 @@ class _Score(torch.autograd.Function):
 
 
 class HeadedDecoder(nn.Module):
-    """A decoder of a family of models/arch.py and a head; the weights are uninitialised memory until filled.
+    """A decoder of a family of models/families.py and a head; the weights are uninitialised memory until filled.
 
     config: the shape. mesh: None is one process. attention: the kernel's name. memory: what is kept
     for backward. quantize: how the layers' matrices are kept (models/quantized.py).

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.arch import TABLES, ModelConfig
+from models.arch import ModelConfig
+from models.families import TABLES
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 # "*.safetensors" comes with them where weights are needed

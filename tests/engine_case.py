@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models.arch import Experts, LayerKind, ModelConfig
+from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
+from models.families import Experts, LayerKind
 from models.lora import add_adapters
 from models.quantized import packed_parts, unpack
 from tests.harness import run_distributed

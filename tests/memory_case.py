@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.arch import Experts, LayerKind, ModelConfig
+from models.arch import ModelConfig
 from models.decoder import CausalLM
+from models.families import Experts, LayerKind
 from tests.model_folder import init_weights
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.offload import Offloader

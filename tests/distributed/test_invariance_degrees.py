@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.arch import RopeScaling
+from models.families import RopeScaling
 from tests.distributed.test_invariance_stages import check
 from tests.engine_case import MOE, QWEN3, SHAPE, Case
 from tests.harness import device, full, run_distributed

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.arch import ModelConfig, RopeScaling
+from models.arch import ModelConfig
+from models.families import RopeScaling
 from tests.distributed.test_invariance import SAMPLED
 from tests.engine_case import SHAPE, Case, evaluated, run_case, trained
 from tests.family_case import FAMILIES

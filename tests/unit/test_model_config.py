@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from models.arch import ARCHITECTURES, ModelConfig, RopeScaling
+from models.arch import ARCHITECTURES, ModelConfig
+from models.families import RopeScaling
 from tests.model_folder import tiny_config
 
 LLAMA = tiny_config()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.arch import RopeScaling
+from models.families import RopeScaling
 from tests.engine_case import MOE, QWEN3, SHAPE
 from tests.memory_case import build
 from ulysses.parallel.batch import Sequence, pack_shard

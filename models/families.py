@@ -1,0 +1,124 @@
+"""The families of models as data: a row of families.json each, and the records of what their layers may have."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class LayerKind(NamedTuple):
+    """Say of which kinds a layer's parts are; the names of mixers are transformers' layer_types.
+
+    rotary: "main" has the model's base and scaling, "local" no scaling and rope_local_theta, "none" no rotation.
+    """
+
+    mixer: str = "full_attention"
+    feed_forward: str = "mlp"  # or "experts"
+    rotary: str = "main"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets one `model_type` apart, as families.json says.
+
+    Args:
+        class_name: what transformers' classes of the family begin with.
+        classifier: the same for the class of reward models where it is another; "none" if there is no such class.
+        fixed: fields of config.json that must have this value, and are written so.
+        defaults: what transformers assumes for a field that config.json leaves out.
+        aliases: other names that files have for a field.
+        qkv_bias: q_proj, k_proj and v_proj have a bias and o_proj has none, whatever config.json says; elsewhere its
+            `attention_bias` gives a bias to all four.
+        qk_norm: queries and keys are normalised before they are rotated: "none", each "head", or the whole "row".
+        norms: the names of a layer's norms before and after the mixer and before and after the feed-forward; "" where
+            there is none.
+        centred_norms: norms multiply by 1 + weight, in float32.
+        activation: of the feed-forward, by transformers' name.
+        mixers: of the layers, repeated from the first layer on; config.json's layer_types may arrange them otherwise.
+        rotary: the kind of rotary positions by mixer, where it is not "main".
+        experts: layers may have experts in place of the MLP.
+        multipliers: the fields of Multipliers that config.json has.
+        scaled_embeddings: embeddings are multiplied by the square root of their width.
+    """
+
+    class_name: str
+    fixed: dict[str, Any]
+    defaults: dict[str, Any]
+    aliases: dict[str, str] = field(default_factory=dict)
+    qkv_bias: bool = False
+    qk_norm: str = "none"
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    centred_norms: bool = False
+    activation: str = "silu"
+    mixers: tuple[str, ...] = ("full_attention",)
+    rotary: dict[str, str] = field(default_factory=dict)
+    experts: bool = False
+    multipliers: tuple[str, ...] = ()
+    scaled_embeddings: bool = False
+    classifier: str = ""
+
+
+TABLES: Mapping[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text())
+FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in TABLES["families"].items()}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Hold how rotary positions reach beyond the original window, which is in tokens; names are those of config.json.
+
+    What a type does not use, or leaves to its default, is None.
+    """
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+    def __post_init__(self) -> None:
+        fast, slow = self.beta_fast or 32, self.beta_slow or 1
+        low, high = self.low_freq_factor or 1, self.high_freq_factor or 4
+        if self.factor < 1 or fast <= slow or high <= low:
+            raise ValueError(
+                f"rotary scaling is {self.to_hf()} but needs a factor of at least 1, beta_fast above beta_slow and "
+                "high_freq_factor above low_freq_factor; correct it"
+            )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return what transformers calls rope_scaling."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Constants that some families multiply by; names are those of config.json."""
+
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what a layer's halves add
+    attention_multiplier: float | None = None  # of query and key; None is E^-1/2
+    query_pre_attn_scalar: float | None = None  # the same is this number's ^-1/2
+    logits_scaling: float = 1.0  # the logits are divided by it
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Describe the layers whose rows each go through a few of many MLPs; names are those of config.json."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = False  # the chosen experts' weights sum to 1
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok} but there are only num_experts = "
+                f"{self.num_experts}; correct the config"
+            )
