@@ -20,7 +20,15 @@ from models.config_fields import (
     read_layers,
     read_scaling,
 )
-from models.families import FAMILIES, Experts, Family, LayerKind, Multipliers, RopeScaling
+from models.families import (
+    FAMILIES,
+    Delta,
+    Experts,
+    Family,
+    LayerKind,
+    Multipliers,
+    RopeScaling,
+)
 
 _NO_MULTIPLIERS = Multipliers()
 
@@ -52,6 +60,8 @@ class ModelConfig:
     sliding_window: int | None = None  # of "sliding_attention" layers
     multipliers: Multipliers = _NO_MULTIPLIERS
     moe: Experts | None = None
+    delta: Delta | None = None  # of "linear_attention" layers
+    partial_rotary_factor: float = 1.0  # the part of a head's columns that turn
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -69,6 +79,11 @@ class ModelConfig:
     def layers(self) -> tuple[LayerKind, ...]:
         """The kinds of every layer, the first layer's first."""
         return tuple(islice(cycle(self.pattern), self.num_hidden_layers))
+
+    @property
+    def rotary_dim(self) -> int:
+        """The columns of a head that turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def output_bias(self) -> bool:
@@ -140,6 +155,7 @@ class ModelConfig:
                 "rope_scaling; correct one of them"
             )
         fixed = {**NEUTRAL, "hidden_act": family.activation, **family.fixed}
+        fixed = {name: x for name, x in fixed.items() if name not in family.defaults}
         for name, value in fixed.items():
             if stated.get(name) not in (None, value):
                 raise ValueError(
@@ -151,6 +167,7 @@ class ModelConfig:
         if chunks := known.get("dual_chunk_attention_config"):
             known["max_position_embeddings"] = chunks.get("original_max_position_embeddings")
         heads = number(known, "num_attention_heads", int)
+        known.setdefault("partial_rotary_factor", 1.0)
         known.setdefault("num_key_value_heads", heads)
         known.setdefault("head_dim", number(known, "hidden_size", int) // heads)
         pattern = read_layers(known, family)
@@ -179,7 +196,8 @@ class ModelConfig:
             rope_local_theta=local_theta,
             sliding_window=window,
             multipliers=Multipliers(**multipliers),
-            moe=read_experts(known) if family.experts else None,
+            moe=read_experts(known, family) if family.experts else None,
+            delta=Delta(**numbers(Delta, known)) if "linear_attention" in kinds else None,
         )
 
     def to_hf(self, *, dtype: str = "bfloat16", reward: bool = False) -> dict[str, Any]:
@@ -224,7 +242,13 @@ class ModelConfig:
             written[name] = int(value) if value % 1 == 0 else value
         if self.moe:
             dense = [i for i, kind in enumerate(self.layers) if kind.feed_forward == "mlp"]
-            written |= asdict(self.moe) | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+            written |= {name: x for name, x in asdict(self.moe).items() if x is not None}
+            written |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+        if self.delta:
+            written |= asdict(self.delta)
+        if "partial_rotary_factor" in family.defaults:
+            written["partial_rotary_factor"] = self.partial_rotary_factor
+            rope["partial_rotary_factor"] = self.partial_rotary_factor
         if family.qkv_bias:  # implied by model_type
             del written["attention_bias"]
         if reward:
@@ -245,7 +269,10 @@ class ModelConfig:
 
 
 # Fields of ModelConfig that config.json says in other words.
-_INNER = ("pattern", "rope_local_theta", "sliding_window", "multipliers", "moe")
+_INNER = (
+    *("pattern", "rope_local_theta", "sliding_window", "multipliers", "moe", "delta"),
+    "partial_rotary_factor",
+)
 
 
 _PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text())

@@ -19,9 +19,16 @@ MOST: Mapping[str, float] = TABLES["most"]
 KINDS: Mapping[str, tuple[str, Any]] = TABLES["kinds"]
 
 
-def read_experts(known: Mapping[str, Any]) -> Experts:
-    """Read the fields of Experts, all of them positive numbers but for the last."""
-    return Experts(**numbers(Experts, known), norm_topk_prob=bool(known.get("norm_topk_prob")))
+def read_experts(known: Mapping[str, Any], family: Family) -> Experts:
+    """Read the fields of Experts, all of them positive numbers but for norm_topk_prob."""
+    name = "shared_expert_intermediate_size"
+    return Experts(
+        **numbers(Experts, known),
+        norm_topk_prob=bool(known.get("norm_topk_prob")),
+        shared_expert_intermediate_size=number(known, name, int)
+        if family.shared_expert
+        else None,
+    )
 
 
 def read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
@@ -38,7 +45,12 @@ def read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, ..
             )
         return given[:count]
 
-    mixers = of_layers("layer_types", str, [*islice(cycle(family.mixers), count)])
+    default = [*islice(cycle(family.mixers), count)]
+    if "full_attention_interval" in family.defaults:
+        interval = number(known, "full_attention_interval", int)
+        period = [*[family.mixers[0]] * (interval - 1), family.mixers[-1]]
+        default = [*islice(cycle(period), count)]
+    mixers = of_layers("layer_types", str, default)
     rotated = [1] * count
     if "no_rope_layer_interval" in family.defaults:
         interval = number(known, "no_rope_layer_interval", int)

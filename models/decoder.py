@@ -328,7 +328,13 @@ def init_parameter(
     """
     values = torch.zeros(tuple(shape), device=device)
     if name.endswith("norm.weight"):
-        values.fill_(not config.family.centred_norms)
+        values.fill_(
+            not config.family.centred_norms or name.endswith("linear_attn.norm.weight")
+        )
+    elif name.endswith("linear_attn.A_log"):
+        values.uniform_(0.01, 16, generator=keyed_generator(device, seed, name)).log_()
+    elif name.endswith("linear_attn.dt_bias"):
+        values.fill_(1)
     elif not name.endswith(".bias"):
         std = (
             1 / (config.hidden_size + 1) if name == "score.weight" else config.initializer_range

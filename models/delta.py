@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
-from models.modules import Linear, MakeLinear, RMSNorm
+from models.modules import Linear, MakeLinear, RMSNorm, some_columns
 from models.ops.activation import ActivateNode
 from models.ops.delta_rule import Heads, Rule, convolve, decays, delta_rule, run_waves
 from models.ops.norm import NormRule
@@ -42,16 +42,27 @@ class GatedDelta(nn.Module):
     def __init__(self, config: ModelConfig, kernel: str, linear: MakeLinear) -> None:
         super().__init__()
         assert config.delta is not None
-        D, self.heads, self.kernel = config.hidden_size, Heads(*config.delta[:4]), kernel
-        widths = self.heads.widths
-        self.in_proj_qkv = linear(D, sum(widths), bias=False)
-        self.in_proj_z = linear(D, widths[-1], bias=False)
-        # as many columns as heads: too few for the blocks of a quantised matrix
-        self.in_proj_b = Linear(D, self.heads.values, bias=False)
-        self.in_proj_a = Linear(D, self.heads.values, bias=False)
-        self.conv1d = Filters(sum(widths), config.delta.linear_conv_kernel_dim)
-        self.A_log = nn.Parameter(torch.empty(self.heads.values))
-        self.dt_bias = nn.Parameter(torch.empty(self.heads.values))
+        D, c = config.hidden_size, config.delta
+        self.kernel, self.fused = kernel, config.family.fused_projections
+        self.heads = Heads(
+            c.linear_num_key_heads,
+            c.linear_num_value_heads,
+            c.linear_key_head_dim,
+            c.linear_value_head_dim,
+        )
+        widths, H = self.heads.widths, self.heads.values
+        # as many columns as heads are too few for the blocks of a quantised matrix
+        if self.fused:
+            self.in_proj_qkvz = linear(D, sum(widths) + widths[-1], bias=False)
+            self.in_proj_ba = Linear(D, 2 * H, bias=False)
+        else:
+            self.in_proj_qkv = linear(D, sum(widths), bias=False)
+            self.in_proj_z = linear(D, widths[-1], bias=False)
+            self.in_proj_b = Linear(D, H, bias=False)
+            self.in_proj_a = Linear(D, H, bias=False)
+        self.conv1d = Filters(sum(widths), c.linear_conv_kernel_dim)
+        self.A_log = nn.Parameter(torch.empty(H))
+        self.dt_bias = nn.Parameter(torch.empty(H))
         self.norm = RMSNorm(self.heads.value_dim, NormRule(config.rms_norm_eps))
         self.out_proj = linear(widths[-1], D, bias=False)
 
@@ -68,7 +79,24 @@ class GatedDelta(nn.Module):
     def project(self, hidden: Tensor, norm: RMSNorm | None, rope: Rope) -> tuple[Tensor, ...]:
         """Return q | k | v [S, F], b and a [S, H] of the layer's input, and the input, for `output`."""
         x = hidden if norm is None else norm(hidden)
-        return self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x), hidden
+        if not self.fused:
+            return self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x), hidden
+        qkv = torch.cat(self._columns(x)[:3])
+        both = self.in_proj_ba(x).unflatten(1, (self.heads.keys, 2, -1))
+        b, a = (part.flatten(1) for part in both.unbind(2))
+        return some_columns(self.in_proj_qkvz, x, qkv), b, a, hidden
+
+    def _columns(self, x: Tensor) -> list[Tensor]:
+        """Return the columns of q, k, v and z in the fused projection, where those of a key head stand together."""
+        each = [width // self.heads.keys for width in self.heads.widths]
+        count = self.in_proj_qkvz.out_features
+        columns = torch.arange(count, device=x.device).view(self.heads.keys, -1)
+        return [part.flatten() for part in columns.split([*each, each[-1]], 1)]
+
+    def _gate(self, x: Tensor) -> Tensor:
+        if not self.fused:
+            return self.in_proj_z(x)
+        return some_columns(self.in_proj_qkvz, x, self._columns(x)[3])
 
     def mix(self, *heads: Tensor, plan: Any) -> Tensor:
         """Run the rule; with a graph, which keeps the shards and runs the rule again in backward."""
@@ -141,7 +169,9 @@ class GatedDelta(nn.Module):
         return run_waves(q, k, v, g, beta, plan.recurrence.waves, rule)
 
     def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
-        return out if plan.mesh.sequence_parallel_size == 1 else self._layout(plan).to_tokens(out)
+        return (
+            out if plan.mesh.sequence_parallel_size == 1 else self._layout(plan).to_tokens(out)
+        )
 
     def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
         if plan.mesh.sequence_parallel_size == 1:
@@ -150,7 +180,7 @@ class GatedDelta(nn.Module):
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
         """Return what the layer adds of the rule's output [S, H, V] and of the layer's input."""
-        gate = self.in_proj_z(hidden if norm is None else norm(hidden))
+        gate = self._gate(hidden if norm is None else norm(hidden))
         normal = self.norm(mixed).flatten(1)
         return self.out_proj(ActivateNode.apply(gate, normal, "silu"))
 
@@ -167,11 +197,12 @@ class GatedDelta(nn.Module):
     def stages(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
         """The modules and parameters of project, of the mix itself and of output."""
         mix = self.conv1d, self.A_log, self.dt_bias
-        return (
-            (self.in_proj_qkv, self.in_proj_b, self.in_proj_a),
-            mix,
-            (self.in_proj_z, self.norm, self.out_proj),
-        )
+        if self.fused:
+            project, gate = (self.in_proj_qkvz, self.in_proj_ba), self.in_proj_qkvz
+        else:
+            project = self.in_proj_qkv, self.in_proj_b, self.in_proj_a
+            gate = self.in_proj_z
+        return project, mix, (gate, self.norm, self.out_proj)
 
 
 class _Mix(torch.autograd.Function):

@@ -38,6 +38,9 @@ class Family:
         mixers: of the layers, repeated from the first layer on; config.json's layer_types may arrange them otherwise.
         rotary: the kind of rotary positions by mixer, where it is not "main".
         experts: layers may have experts in place of the MLP.
+        shared_expert: beside the experts there is one for all rows, times the sigmoid of a gate.
+        output_gate: attention's output is multiplied by the sigmoid of a gate, whose rows stand in q_proj.
+        fused_projections: those of linear attention are two matrices, in which the rows of a key head stand together.
         multipliers: the fields of Multipliers that config.json has.
         scaled_embeddings: embeddings are multiplied by the square root of their width.
     """
@@ -54,6 +57,9 @@ class Family:
     mixers: tuple[str, ...] = ("full_attention",)
     rotary: dict[str, str] = field(default_factory=dict)
     experts: bool = False
+    shared_expert: bool = False
+    output_gate: bool = False
+    fused_projections: bool = False
     multipliers: tuple[str, ...] = ()
     scaled_embeddings: bool = False
     classifier: str = ""
@@ -115,10 +121,29 @@ class Experts:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool = False  # the chosen experts' weights sum to 1
+    shared_expert_intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok is {self.num_experts_per_tok} but there are only num_experts = "
                 f"{self.num_experts}; correct the config"
+            )
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Describe the layers of linear attention; names are those of config.json."""
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+
+    def __post_init__(self) -> None:
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads is {self.linear_num_value_heads} but must be a multiple of "
+                f"linear_num_key_heads = {self.linear_num_key_heads}; correct the config"
             )

@@ -75,7 +75,7 @@ class DecoderLayer(nn.Module):
                 from models.moe import MoE
 
                 before = [kind.feed_forward for kind in config.layers[:number]]
-                self.mlp = MoE(config, record, before.count("experts"), quantize)
+                self.mlp = MoE(config, record, before.count("experts"), linear, quantize)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, rule))
 

@@ -20,10 +20,11 @@ class MLP(nn.Module):
 
     tile_factor, is_capturable = 1, True
 
-    def __init__(self, config: ModelConfig, linear: MakeLinear) -> None:
+    def __init__(
+        self, config: ModelConfig, linear: MakeLinear, width: int | None = None
+    ) -> None:
         super().__init__()
-        D = config.hidden_size
-        F = config.intermediate_size
+        D, F = config.hidden_size, width or config.intermediate_size
         self.gate_proj = linear(D, F, bias=False)
         self.up_proj = linear(D, F, bias=False)
         self.down_proj = linear(F, D, bias=False)

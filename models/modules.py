@@ -4,11 +4,13 @@ Shapes: S local tokens, D width.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
-from models.ops.linear import LinearNode
+from models.ops.linear import LinearNode, RowsNode
 from models.ops.norm import NormNode, NormRule
+from models.ops.plain import is_plain
 
 
 class Unfilled(nn.Module):
@@ -25,6 +27,13 @@ class Linear(Unfilled, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return LinearNode.apply(x, self.weight, self.bias)
+
+
+def some_columns(module: Any, x: Tensor, columns: Tensor) -> Tensor:
+    """Return some columns of what a linear module makes of rows x, and compute no others if it is a plain one."""
+    if is_plain(module) and module.bias is None:
+        return RowsNode.apply(x, module.weight, columns)
+    return module(x)[:, columns]
 
 
 MakeLinear = Callable[..., Linear]

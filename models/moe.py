@@ -7,13 +7,16 @@ Shapes: S rows, D width, N experts, F an expert's width, k experts of a row.
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import RMSNorm
+from models.mlp import MLP
+from models.modules import Linear, MakeLinear, RMSNorm
 from models.ops.experts import (
+    Beside,
     ExpertsNode,
     ExpertStacks,
     SparseMLP,
@@ -194,18 +197,33 @@ class MoE(nn.Module):
     tile_factor = EXPERT_TILES
 
     def __init__(
-        self, config: ModelConfig, record: RouterRecord, place: int, kind: str = "none"
+        self,
+        config: ModelConfig,
+        record: RouterRecord,
+        place: int,
+        linear: MakeLinear,
+        kind: str = "none",
     ) -> None:
         super().__init__()
         self.gate = Router(config)
         self.experts = ExpertMatrices(config, kind)
         self.rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
         self.record, self.place = record, place
+        self.shared_expert: Any = None
+        if config.family.shared_expert:
+            width = config.moe and config.moe.shared_expert_intermediate_size
+            self.shared_expert = MLP(config, linear, width)
+            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen, probabilities = self.gate(x)
         self.record.note(self.place, chosen, probabilities, slice(0, len(x)))
-        return self.experts(x, weights, chosen)
+        out = self.experts(x, weights, chosen)
+        return out if self.shared_expert is None else out + self.shared(x)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """Return what the expert for all rows adds."""
+        return self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
     @property
     def is_capturable(self) -> bool:
@@ -236,4 +254,13 @@ class MoE(nn.Module):
             self.gate.normalise,
             self.record,
             self.place,
+            self._beside(),
+        )
+
+    def _beside(self) -> Beside | None:
+        if self.shared_expert is None:
+            return None
+        parts = self.shared_expert, self.shared_expert_gate
+        return Beside(
+            self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]
         )

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import MakeLinear, RMSNorm
-from models.ops.linear import HalfNode
+from models.modules import MakeLinear, RMSNorm, some_columns
 from models.ops.norm import NormRule
 from models.ops.plain import is_plain, is_watched
 from models.ops.project import ProjectNode
@@ -80,7 +79,7 @@ class SelfAttention(nn.Module):
 
     def _heads(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value of normalised x [S, D], positions rotated in."""
-        q = self._half(x, 0).flatten(1) if self.has_gate else self.q_proj(x)
+        q = self._half(x, 0) if self.has_gate else self.q_proj(x)
         k, v = self.k_proj(x), self.v_proj(x)
         norms = self.norms
         by_row = bool(norms) and norms[0].weight.numel() != self.head_dim
@@ -94,10 +93,10 @@ class SelfAttention(nn.Module):
         return *RotateNode.apply(q, k, *rope, self.rule, *(norm.weight for norm in norms)), v
 
     def _half(self, x: Tensor, half: int) -> Tensor:
-        """Return the queries, or the gates, of normalised x: [S, H, E]."""
-        if is_plain(self.q_proj) and self.q_proj.bias is None:
-            return HalfNode.apply(x, self.q_proj.weight, self.head_dim, half)
-        return self.q_proj(x).unflatten(1, (-1, 2, self.head_dim))[:, :, half]
+        """Return the queries, or the gates, of normalised x: [S, H E]."""
+        columns = torch.arange(self.q_proj.out_features, device=x.device)
+        columns = columns.view(-1, 2, self.head_dim)[:, half].flatten()
+        return some_columns(self.q_proj, x, columns)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
         """Attend; with a graph."""
@@ -132,7 +131,7 @@ class SelfAttention(nn.Module):
         """Return what the layer adds of the attention's output [S, H, E] and of the layer's input."""
         if self.has_gate:
             gate = self._half(hidden if norm is None else norm(hidden), 1)
-            attended = attended * gate.sigmoid()
+            return self.o_proj(attended.flatten(1) * gate.sigmoid())
         return self.o_proj(attended.flatten(1))
 
     @property

@@ -28,6 +28,25 @@ def raw(model_type: str, **changes: Any) -> dict[str, Any]:
     return {**SIZE, "model_type": model_type, **changes}
 
 
+# Decays of a document that is 40 tokens long forget some of it; the widths of keys and values differ.
+LINEAR: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 # Windows are shorter than the sequences of the tests. The layers of a family have every kind that it knows.
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": raw("olmo2", rope_theta=5e5),
@@ -71,9 +90,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         rope_scaling={"rope_type": "linear", "factor": 8.0},
         layer_types=["full_attention", "sliding_attention", "full_attention"],
     ),
+    "qwen3_5": raw("qwen3_5_text", num_hidden_layers=4, **LINEAR),
+    "qwen3_5_moe": raw(
+        "qwen3_5_moe_text", num_hidden_layers=3, full_attention_interval=2, **LINEAR, **EXPERTS
+    ),
+    "qwen3_next": raw(
+        "qwen3_next",
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mlp_only_layers=[1],
+        **LINEAR,
+        **EXPERTS,
+    ),
 }
 # families of which transformers has no class for reward models
-NO_CLASSIFIER = ("granite",)
+NO_CLASSIFIER = ("granite", "qwen3_5_moe")
 
 
 def family_model(name: str, dtype: torch.dtype = torch.float32, **memory: Any) -> CausalLM:

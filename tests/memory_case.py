@@ -43,6 +43,8 @@ def build(
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.data.uniform_(0.5, 2, generator=torch.Generator().manual_seed(len(name)))
             parameter.data -= float(config.family.centred_norms)
+        elif name.endswith(("A_log", "dt_bias")):  # some heads forget slowly, as trained ones do
+            parameter.data.uniform_(-5, 2, generator=torch.Generator().manual_seed(len(name)))
     return model
 
 

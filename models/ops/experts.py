@@ -232,6 +232,21 @@ def in_order(found: Found, trained: Sequence[Tensor]) -> list[Tensor]:
     return [by_tensor[id(tensor)].to(tensor.dtype) for tensor in trained]
 
 
+class Beside(NamedTuple):
+    """What is added to the experts' sum of normalised rows, and which tensors of it are trained."""
+
+    run: Callable[[Tensor], Tensor]
+    trained: Sequence[Tensor]
+
+    def gradients(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Found]:
+        """Return the gradients of rows x and of what is trained."""
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = self.run(leaf)
+        to_x, *grads = torch.autograd.grad(out, (leaf, *self.trained), grad)
+        return to_x, [*zip(self.trained, grads)]
+
+
 class SparseMLP(NamedTuple):
     """The weights of a norm, which may be None, of a router and of its experts, and what these compute.
 
@@ -247,12 +262,13 @@ class SparseMLP(NamedTuple):
     normalise: bool
     record: Any
     place: int
+    beside: Beside | None = None
 
     @property
     def trained(self) -> list[Tensor]:
         """The tensors that are trained, as modules list them."""
         own = [t for t in (self.norm, self.router) if t is not None and t.requires_grad]
-        return [*own, *self.experts.trained]
+        return [*own, *self.experts.trained, *(self.beside.trained if self.beside else ())]
 
     def _normalised(self, rows: Tensor) -> Tensor:
         return rows if self.norm is None else rms_norm(rows, self.norm, self.rule)
@@ -261,7 +277,8 @@ class SparseMLP(NamedTuple):
         x = self._normalised(rows)
         weights, chosen, p = route(x, self.router, self.each, self.normalise)
         self.record.note(self.place, chosen, p, part)
-        return self.experts.forward(x, weights, Order.of(chosen, len(self.router)))[-1]
+        out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))[-1]
+        return out if self.beside is None else out.add_(self.beside.run(x))
 
     def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
         """Return rows + the experts' sum, in tiles and without a graph."""
@@ -304,6 +321,9 @@ class SparseMLP(NamedTuple):
             weights, (row, router), to_weights.to(weights.dtype)
         )
         to_x = through_router.add_(to_x).to(x.dtype)
+        if self.beside is not None:
+            from_beside, of_beside = self.beside.gradients(x, grad)
+            to_x, found = to_x.add_(from_beside), found + of_beside
         if self.router.requires_grad:
             found.append((self.router, to_router))
         if self.norm is None:

@@ -67,34 +67,22 @@ class LinearNode(torch.autograd.Function):
         )
 
 
-class HalfNode(torch.autograd.Function):
-    """Multiply rows x [S, D] by the first or the second half of every head's rows of a matrix [H 2 E, D]: [S, H, E].
-
-    It keeps x and the whole matrix.
-    """
+class RowsNode(torch.autograd.Function):
+    """Multiply rows x [S, D] by some of the rows of a matrix, which are numbered in `rows`; keeps the whole matrix."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, head_dim: int, half: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.place = head_dim, half
-        own = HalfNode.own(weight, head_dim, half)
-        return F.linear(x, own.flatten(0, 1)).unflatten(1, (-1, head_dim))
-
-    @staticmethod
-    def own(weight: Tensor, head_dim: int, half: int) -> Tensor:
-        """View those rows as [H, E, D]."""
-        return weight.unflatten(0, (-1, 2, head_dim))[:, half]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, rows)
+        return F.linear(x, weight[rows])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        flat, for_weight = grad.flatten(1), None
+        x, weight, rows = ctx.saved_tensors
+        for_weight = None
         if ctx.needs_input_grad[1]:
-            for_weight = torch.zeros_like(weight)
-            own = HalfNode.own(for_weight, *ctx.place)
-            own.copy_((flat.t() @ x).view_as(own))
-        return flat @ HalfNode.own(weight, *ctx.place).flatten(0, 1), for_weight, None, None
+            for_weight = torch.zeros_like(weight).index_copy_(0, rows, grad.t() @ x)
+        return grad @ weight[rows], for_weight, None
 
 
 def column_sums(x: Tensor) -> Tensor:

@@ -53,7 +53,9 @@ def step_by_step(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tenso
         own = range(bounds[place], bounds[place + 1])
         for t in (*range(first, last), *own):
             state = left[t][:, None, None] * state
-            new = beta[t][:, None] * (given["value"][t] - torch.einsum("hev,he->hv", state, k[t]))
+            new = beta[t][:, None] * (
+                given["value"][t] - torch.einsum("hev,he->hv", state, k[t])
+            )
             state = state + k[t][..., None] * new[:, None]
             if t in own:
                 out.append(torch.einsum("hev,he->hv", state, q[t]) / E**0.5)
@@ -68,7 +70,9 @@ def in_chunks(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tensor:
 
 
 def with_gradients(out: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     grads = torch.autograd.grad((out * weights.to(out.dtype)).sum(), list(given.values()))
     return {"out": out.detach(), **dict(zip(given, grads))}
 

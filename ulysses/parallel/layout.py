@@ -300,9 +300,7 @@ class AttentionPlan:
     @cached_property
     def recurrence(self) -> Recurrence:
         """What layers of linear attention need of the pack."""
-        return Recurrence(
-            self.cu_seqlens, self.prefixes, self.calls[0].segments.cu_q.device
-        )
+        return Recurrence(self.cu_seqlens, self.prefixes, self.calls[0].segments.cu_q.device)
 
     @cached_property
     def unmasked(self) -> "AttentionPlan":

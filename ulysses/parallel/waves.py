@@ -43,7 +43,9 @@ def make_waves(
     if not prefixes:
         bounds = torch.tensor(cu_seqlens, device=device)
         return [Wave(slice(0, cu_seqlens[-1]), [*cu_seqlens], bounds, None, None)]
-    cuts: dict[int, set[int]] = {}  # of documents that others share the beginning of, by their first row
+    cuts: dict[
+        int, set[int]
+    ] = {}  # of documents that others share the beginning of, by their first row
     for start, end in prefixes.values():
         cuts.setdefault(start, set()).add(end)
     levels: list[list[tuple[Range, int]]] = [[] for _ in range(2 + len(prefixes))]
