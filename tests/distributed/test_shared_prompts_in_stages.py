@@ -5,11 +5,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from models.arch import ModelConfig
 from tests.engine_case import SHAPE, Case, ListDataset, evaluated
+from tests.family_case import FAMILIES
 from tests.stage_case import STAGE_CASES, Formula, compared
 from ulysses.parallel.batch import Sequence, share_prefix
 
 ODD = replace(SHAPE, num_attention_heads=3, num_key_value_heads=1, head_dim=8)
+HYBRID = ModelConfig.from_hf(
+    FAMILIES["qwen3_5"] | {"vocab_size": SHAPE.vocab_size, "initializer_range": 0.1}
+)
 
 
 @dataclass
@@ -52,6 +57,11 @@ CASES = [
     ("rm", 3, 3, "pair", {"shape": ODD}),
     ("kto", 4, 2, "keep_attention", {"packing_seed": 1}),
     ("kto", 3, 3, "pair", {"shape": ODD, "budget": 1000}),
+    # answers start from the state that a prompt leaves; 6 heads of linear attention at degree 4 are two sets of ranks
+    ("dpo", 2, 1, "none", {"shape": HYBRID}),
+    ("dpo", 4, 4, "keep_attention", {"shape": HYBRID, "packing_seed": 1}),
+    ("rm", 3, 3, "pair", {"shape": HYBRID}),
+    ("kto", 4, 2, "block", {"shape": HYBRID, "budget": 1000}),
 ]
 
 
