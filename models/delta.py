@@ -19,7 +19,15 @@ from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.modules import Linear, MakeLinear, RMSNorm, some_columns
 from models.ops.activation import ActivateNode
-from models.ops.delta_rule import Heads, Rule, convolve, decays, delta_rule, run_waves
+from models.ops.delta_rule import (
+    Convolution,
+    Heads,
+    Rule,
+    convolve,
+    decays,
+    delta_rule,
+    run_waves,
+)
 from models.ops.norm import NormRule
 from models.ops.plain import is_plain, is_watched
 from ulysses.memory.levels import Rope
@@ -44,12 +52,7 @@ class GatedDelta(nn.Module):
         assert config.delta is not None
         D, c = config.hidden_size, config.delta
         self.kernel, self.fused = kernel, config.family.fused_projections
-        self.heads = Heads(
-            c.linear_num_key_heads,
-            c.linear_num_value_heads,
-            c.linear_key_head_dim,
-            c.linear_value_head_dim,
-        )
+        self.heads = self.heads_of(config)
         widths, H = self.heads.widths, self.heads.values
         # as many columns as heads are too few for the blocks of a quantised matrix
         if self.fused:
@@ -65,6 +68,14 @@ class GatedDelta(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(H))
         self.norm = RMSNorm(self.heads.value_dim, NormRule(config.rms_norm_eps))
         self.out_proj = linear(widths[-1], D, bias=False)
+
+    @staticmethod
+    def heads_of(config: ModelConfig) -> Heads:
+        """Return the heads of a model's layers of linear attention."""
+        c = config.delta
+        assert c is not None
+        counts = c.linear_num_key_heads, c.linear_num_value_heads
+        return Heads(*counts, c.linear_key_head_dim, c.linear_value_head_dim)
 
     def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
         """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
@@ -117,12 +128,15 @@ class GatedDelta(nn.Module):
 
     def _parts(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """View q | k | v, b and a, of all heads or of a rank's, as five tensors [..., heads, width]."""
-        qkv, *others = rows
+        qkv, b, a = rows
+        return [*self.heads_in(qkv, b.shape[1]), b[..., None], a[..., None]]
+
+    def heads_in(self, qkv: Tensor, values: int | None = None) -> list[Tensor]:
+        """View q | k | v of so many value heads, by default all, as three tensors [..., heads, width]."""
         E, V = self.heads[2:]
-        values = others[0].shape[1] * V
-        q, k, v = qkv.split([*2 * [(qkv.shape[1] - values) // 2], values], 1)
-        heads = [x.unflatten(1, (-1, width)) for x, width in ((q, E), (k, E), (v, V))]
-        return [*heads, *(x[..., None] for x in others)]
+        width = (values or self.heads.values) * V
+        q, k, v = qkv.split([*2 * [(qkv.shape[1] - width) // 2], width], 1)
+        return [x.unflatten(1, (-1, width)) for x, width in ((q, E), (k, E), (v, V))]
 
     @staticmethod
     def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -157,16 +171,18 @@ class GatedDelta(nn.Module):
             of_keys = [own(x.unflatten(0, (-1, E)), keys=True) for x in (q, k)]
             of_values = own(v.unflatten(0, (-1, V)))
             filters = torch.cat([x.flatten(0, 1) for x in (*of_keys, of_values)])
-        rule: Rule = delta_rule
-        convolution: Any = convolve
-        if qkv.is_cuda and qkv.dtype.itemsize == 2 and self.kernel != "reference":
-            from models.ops import delta_kernels  # which needs optional packages
-
-            rule, convolution = delta_kernels.delta_rule, delta_kernels.convolve
-        mixed = convolution(qkv, filters, plan.recurrence)
-        q, k, v, *_ = self._parts([mixed, b])
+        rule, convolution = self.operations(qkv)
+        heads = self.heads_in(convolution(qkv, filters, plan.recurrence), b.shape[1])
         g, beta = decays(a, A_log, dt_bias), at_least_float32(b).sigmoid()
-        return run_waves(q, k, v, g, beta, plan.recurrence.waves, rule)
+        return run_waves(*heads, g, beta, plan.recurrence.waves, rule)
+
+    def operations(self, rows: Tensor) -> tuple[Rule, Convolution]:
+        """Return the rule and the convolution of such rows: plain torch, or kernels on a GPU in half precision."""
+        if not rows.is_cuda or rows.dtype.itemsize > 2 or self.kernel == "reference":
+            return delta_rule, convolve
+        from models.ops import delta_kernels  # which needs optional packages
+
+        return delta_kernels.delta_rule, delta_kernels.convolve
 
     def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
         return (

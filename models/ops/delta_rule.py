@@ -132,7 +132,21 @@ def delta_rule(
     return out.to(dtype), states[torch.tensor(order, device=device).argsort()]
 
 
+def delta_step(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> Tensor:
+    """Run the rule over one token of each of n documents, whose states [n, H, E, V] it changes: out [n, H, V]."""
+    query, key, value = (x.to(state.dtype) for x in (query, key, value))
+    group = value.shape[1] // key.shape[1]
+    query, key = (unit(x).repeat_interleave(group, 1)[:, :, None] for x in (query, key))
+    state *= g.exp()[..., None, None]
+    written = beta[..., None] * (value - (key @ state)[:, :, 0])
+    state += key.mT * written[:, :, None]
+    return (query @ state)[:, :, 0] / key.shape[-1] ** 0.5
+
+
 Rule = Callable[..., tuple[Tensor, Tensor]]
+Convolution = Callable[[Tensor, Tensor, Recurrence], Tensor]
 
 
 def run_waves(

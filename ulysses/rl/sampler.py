@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +29,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
 from models.decoder import empty_model
+from models.delta import GatedDelta
 from models.rope import rotary_tables
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
+from ulysses.rl.states import States
 
 LOOK = 16  # steps
 GRAPH_COLUMNS = 256  # a graph serves all lengths of so many columns of the cache
@@ -102,8 +105,16 @@ def fitting_slots(config: ModelConfig, longest: int, dtype: torch.dtype, free: f
     if moe := config.moe:
         each = 3 * moe.moe_intermediate_size + config.hidden_size
         widths = max(widths, moe.num_experts_per_tok * each + 4 * config.hidden_size)
-    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    mixers = [kind.mixer for kind in config.layers]
+    recurrent = mixers.count("linear_attention")
+    keys = len(mixers) - recurrent
+    cached = 2 * keys * config.num_key_value_heads * config.head_dim
     each = longest * cached * dtype.itemsize + DRAWING_BYTES * config.vocab_size
+    if recurrent:
+        each += sum(
+            part.nbytes
+            for part in States(config, 1, torch.empty(0, dtype=dtype, device="meta")).parts
+        )
     return int((free - PREFILL_TOKENS * widths * dtype.itemsize) // each)
 
 
@@ -128,7 +139,8 @@ class Sampler:
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
 
     What steps read and write, in tensors whose addresses stay, as CUDA graphs need:
-        cache: keys and values, [layers, 2, B, K, M, E].
+        cache: keys and values of the layers with attention, [layers, 2, B, K, M, E].
+        states: of the layers with linear attention; None if there are none.
         state: a State.
         new: the tokens of the last step and their log-probabilities, [2, B] float64.
     """
@@ -161,9 +173,12 @@ class Sampler:
         count = min(options.batch, len(order))
         longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens
         columns = longest + -longest % 8  # aligned for half-precision kernels
-        shape = (c.num_hidden_layers, 2, count, c.num_key_value_heads, columns, c.head_dim)
+        mixers = [kind.mixer for kind in c.layers]
+        layers = len(mixers) - mixers.count("linear_attention")
+        shape = (layers, 2, count, c.num_key_value_heads, columns, c.head_dim)
         zeros = partial(torch.zeros, device=self.device)  # nothing that is masked may be NaN
         self.cache = zeros(shape, dtype=self.head.dtype)
+        self.states = States(c, count, self.head) if c.delta else None
         self.state = State(*zeros(4, count, dtype=torch.int64))
         self.new = zeros(2, count, dtype=torch.float64)
         self.held: dict[Prompt, int] = {}
@@ -197,6 +212,8 @@ class Sampler:
         if slots[-1] >= count:
             for part in (*self.cache.flatten(0, 1), *self.state):
                 part[:count] = part[slots]
+            if self.states:
+                self.states.move(slots)
         return {place: busy[slot] for place, slot in enumerate(slots)}
 
     def _plan(self, tasks: list[Task]) -> tuple[int, int]:
@@ -233,12 +250,16 @@ class Sampler:
                 if (source := known.get(prompt, slot)) != slot:
                     columns = self.cache[..., : len(prompt), :]
                     columns[:, :, slot] = columns[:, :, source]
+                    if self.states:
+                        self.states.copy(None if known is self.held else source, slot)
 
         share(self.held)
         self._prefill(fresh)
         share(fresh)
         slots = list(prompts)
         self.held = {prompts[slots[-1]]: slots[-1]}
+        if self.states:
+            self.states.hold(slots[-1])
         key = torch.tensor([task.key for task in taken.values()])
         for part in (self.options.seed, self.rollout):
             key = _mixed(key, torch.tensor(wrapped(part)))
@@ -261,11 +282,17 @@ class Sampler:
             # the last token of a shorter prompt is computed too, and again by the first step
             padded = pad_sequence([torch.tensor(p) for p in group], batch_first=True)
             tokens = padded[:, :-1].to(self.device)
+            lengths = torch.tensor([len(p) - 1 for p in group], device=self.device)
+            if self.states:
+                self.states.clear([prompts[p] for p in group])
             for first in range(0, tokens.shape[1], self.prefill):
-                self._chunk(slots, tokens[:, first : first + self.prefill], first)
+                self._chunk(slots, tokens[:, first : first + self.prefill], first, lengths)
 
-    def _chunk(self, slots: Tensor, tokens: Tensor, first: int) -> None:
-        """Write the keys and values of prompts' tokens [n, L], which begin at position `first`."""
+    def _chunk(self, slots: Tensor, tokens: Tensor, first: int, lengths: Tensor) -> None:
+        """Write the keys and values of prompts' tokens [n, L], which begin at position `first`.
+
+        Of a prompt the first `lengths` [n] tokens count.
+        """
         # brings in torch's compiler, which takes seconds
         from torch.nn.attention.bias import causal_lower_right
 
@@ -286,7 +313,12 @@ class Sampler:
                 query, keys, values, mask, scale=how.softmax_scale, enable_gqa=True
             )
 
-        self._forward(tokens, positions.expand_as(tokens), self.cache, attend)
+        def recur(layer: int, mixer: GatedDelta, *rows: Tensor) -> Tensor:
+            assert self.states is not None
+            counted = (lengths - first).clamp(0, last - first)
+            return self.states.read(layer, slots, counted, mixer, *rows)
+
+        self._forward(tokens, positions.expand_as(tokens), self.cache, attend, recur)
 
     # ---------------------------------------------------------------- a step
 
@@ -334,7 +366,9 @@ class Sampler:
             attended = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
             return attended.reshape(query.shape)
 
-        hidden = self._forward(token[:, None], place[:, None], self.cache[:, :, :rows], attend)
+        recur: Any = self.states and self.states.step
+        work = self.cache[:, :, :rows], attend, recur
+        hidden = self._forward(token[:, None], place[:, None], *work)
         u = uniform_bits(scatter_bits(_mixed(key, drawn) + STEP)).double() * 2.0**-53
         tokens, logps = self._draw(hidden, u)
         self.new[:, :rows] = torch.stack([tokens.double(), logps])
@@ -372,22 +406,33 @@ class Sampler:
         return tokens[:, 0], logps.gather(-1, tokens)[:, 0]
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, cache: Tensor, attend: Attend
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Tensor,
+        attend: Attend,
+        recur: Callable[..., Tensor],
     ) -> Tensor:
         """Return normalised hidden states [n L, D] of tokens [n, L] at `positions`.
 
         `attend` gets a layer's cache and attention with query, key and value [n, heads, L, E]; it stores the latter two
-        and returns the query's attention.
+        and returns the query's attention. `recur` gets the place of a layer of linear attention among them, its mixer,
+        and what this sends to the rule.
         """
         shape, decoder = tokens.shape, self.decoder
         ropes = rotary_tables(positions.reshape(-1), self.config)
         hidden = decoder.embed(tokens.reshape(-1))
         layers: Any = decoder.layers
-        for layer, kept in zip(layers, cache):
+        caches, places = iter(cache), count()
+        for layer in layers:
             *projected, hidden = layer.project(hidden, ropes[layer.kind.rotary])
-            heads = (a.unflatten(0, shape).transpose(1, 2) for a in projected)
-            attended = attend(kept, layer.mixer.attention, *heads).transpose(1, 2).flatten(0, 1)
-            hidden = layer.feed_forward_tiles(layer.output(hidden, attended))
+            if layer.kind.mixer == "linear_attention":
+                mixed = recur(next(places), layer.mixer, *projected)
+            else:
+                heads = (a.unflatten(0, shape).transpose(1, 2) for a in projected)
+                mixed = attend(next(caches), layer.mixer.attention, *heads)
+                mixed = mixed.transpose(1, 2).flatten(0, 1)
+            hidden = layer.feed_forward_tiles(layer.output(hidden, mixed))
         return decoder.norm(hidden)
 
 
