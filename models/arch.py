@@ -29,6 +29,7 @@ from models.families import (
     Multipliers,
     RopeScaling,
 )
+from models.multimodal import INSIDE, OUTSIDE, WHOLE, around_text, text_config
 
 _NO_MULTIPLIERS = Multipliers()
 
@@ -62,6 +63,7 @@ class ModelConfig:
     moe: Experts | None = None
     delta: Delta | None = None  # of "linear_attention" layers
     partial_rotary_factor: float = 1.0  # the part of a head's columns that turn
+    around: str = ""  # config.json of the multimodal model that this one is the text model of
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -114,10 +116,11 @@ class ModelConfig:
 
         Raises ValueError, one sentence, for a family, field or value that these models do not compute.
         """
+        raw, around = text_config(raw)
         model_type = str(raw.get("model_type"))
         if model_type not in FAMILIES:
             raise ValueError(
-                f"config.json has model_type {model_type!r} but only {', '.join(FAMILIES)} are built here; use a "
+                f"config.json has model_type {model_type!r} but only {', '.join((*FAMILIES, *WHOLE))} are built here; use a "
                 "model of these families"
             )
         family = FAMILIES[model_type]
@@ -197,6 +200,7 @@ class ModelConfig:
             sliding_window=window,
             multipliers=Multipliers(**multipliers),
             moe=read_experts(known, family) if family.experts else None,
+            around=around,
             delta=Delta(**numbers(Delta, known)) if "linear_attention" in kinds else None,
         )
 
@@ -254,7 +258,14 @@ class ModelConfig:
         if reward:
             written |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
         others = {other: written[name] for other, name in family.aliases.items()}
-        return written | others | family.fixed
+        written |= others | family.fixed
+        return around_text(written, self.around) if self.around and not reward else written
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that a parameter has in files of the whole model."""
+        if not self.around or not name.startswith(INSIDE):
+            return name
+        return OUTSIDE + name.removeprefix(INSIDE)
 
     def describe_window(self) -> str:
         """Return a line about the longest sequence that the positions were made for."""
@@ -271,7 +282,7 @@ class ModelConfig:
 # Fields of ModelConfig that config.json says in other words.
 _INNER = (
     *("pattern", "rope_local_theta", "sliding_window", "multipliers", "moe", "delta"),
-    "partial_rotary_factor",
+    *("partial_rotary_factor", "around"),
 )
 
 

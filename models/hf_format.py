@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from models.expert_files import adapted_name, add_expert_adapters, as_stored, join_experts
 from models.folders import ADAPTER_CONFIG, base_folder, read_adapter_config, read_json
+from models.multimodal import inside, split_text
 from models.quantized import BLOCK, OUTER, join_parts, pack, unpack
 from ulysses.disk import write_json, write_tensors
 
@@ -29,6 +31,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.json",
     "*.jinja",
+    "*processor*.json",  # of multimodal models
 )
 
 NF4_STATE = (
@@ -139,12 +142,14 @@ class WeightFiles:
     adapter: adapter_config.json of an adapter's folder.
     dtype: of the adapters, which is the precision that they were trained in; None without them.
     quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
+    carried: tensors that no model here has, which exports hold as they are: those of vision, and of MTP.
     paths: the files that hold the tensors, and those that say how much of them adapters add.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: dict[str, Any] = {}  # StoredTensor or JoinedTensor
+        self.carried: dict[str, StoredTensor] = {}
         self.adapter: dict[str, Any] | None = None
         self.dtype: torch.dtype | None = None
         self.quantize = "none"
@@ -155,7 +160,9 @@ class WeightFiles:
         else:
             self.paths = _weight_paths(self.folder)
             for path in self.paths:
-                self.tensors |= _stored_tensors(path)
+                text, carried = split_text(_stored_tensors(path))
+                self.tensors |= text
+                self.carried |= carried
             join_experts(self.tensors)
 
     def _read_adapter(self) -> None:
@@ -175,13 +182,14 @@ class WeightFiles:
         )
         base = WeightFiles(base_folder(self.folder))
         self.tensors, self._updates = base.tensors, base._updates
+        self.carried = base.carried
         self.paths = [*base.paths, path, self.folder / ADAPTER_CONFIG]
         pairs: dict[str, dict[str, StoredTensor]] = {}
         with safe_open(path, "pt") as file:
             self.quantize = (file.metadata() or {}).get("quantize", "none")
         for key, tensor in _stored_tensors(path).items():
             self.dtype = tensor.dtype
-            stem, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
+            stem, _, kind = inside(key.removeprefix("base_model.model.")).partition(".lora_")
             if stem == "score.weight":
                 self.tensors[stem] = tensor
             elif kind in ("A.weight", "B.weight"):
@@ -222,7 +230,8 @@ class WeightFiles:
         if stop is None:
             stop = stored.shape.numel()
         flat = stored.read(start, stop, "cpu" if name in self._updates else device)
-        is_matrix = name.removesuffix(".weight").endswith("_proj")
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        is_matrix = last.endswith(("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"))
         if quantize != "none" and is_matrix and not stored.state:
             data = pack(quantize, flat.view(stored.shape))
             flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)
@@ -324,12 +333,16 @@ def _weight_paths(folder: Path) -> list[Path]:
 
 
 def write_weights(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: int = SHARD_BYTES,
+    carried: Mapping[str, StoredTensor] | None = None,
 ) -> None:
     """Write named tensors as transformers does, holding one shard in host memory.
 
     Args:
         folder: an empty folder; the caller moves it into place when all is written.
+        carried: tensors of other files, which are written as they are.
         max_shard_bytes: bounds a file; a larger tensor has a file of its own.
     """
     files: list[list[str]] = []  # the names in each
@@ -342,7 +355,11 @@ def write_weights(
         files.append(list(shard))
         shard.clear()
 
-    for name, tensor in as_stored(tensors):
+    others = (
+        (name, stored.read(0, stored.shape.numel()).view(stored.shape))
+        for name, stored in (carried or {}).items()
+    )
+    for name, tensor in chain(as_stored(tensors), others):
         if shard and size + tensor.nbytes > max_shard_bytes:
             write_shard()
             size = 0

@@ -5,22 +5,24 @@ Only half precision comes here; models/ops/delta_rule.py does the rest, and is w
 
 import functools
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from models.ops import delta_rule as plain
 from ulysses.parallel.waves import Recurrence, Wave
 
 
 @functools.cache
 def load() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the rule and the convolution; RuntimeError, one sentence, where they cannot be imported."""
+    """Return the rule and the convolution; ValueError, one sentence, where they cannot be imported."""
     try:
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except Exception as error:  # of any kind: they compile, and look for a driver
-        raise RuntimeError(
+        raise ValueError(
             f"layers of linear attention need fla-core and flash-qla on a GPU, which cannot be imported ({error}); "
             'install them with pip install -e ".[hybrid]"'
         ) from error
@@ -58,3 +60,56 @@ def convolve(x: Tensor, weight: Tensor, recurrence: Recurrence) -> Tensor:
     cu_seqlens, rows, kept = recurrence.with_copies(weight.shape[1] - 1)
     out, _ = convolution(x[rows][None], weight, activation="silu", cu_seqlens=cu_seqlens)
     return out[0][kept]
+
+
+# Lengths of prove_rule's documents, some of which end inside a chunk, and the rows that the last two share
+PROOF, SHARED = (300, 1, 129, 70), {2: (0, 200), 3: (0, 64)}
+PROOF_ERROR = 2e-2  # of a tensor's norm; half precision reaches 3e-3 to 4e-3
+
+
+def prove_rule(
+    name: str,
+    device: torch.device,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    width: int,
+) -> None:
+    """Compare values and gradients of the kernels with plain torch in float64, on a small pack with shared prompts.
+
+    Decays are those of trained models: some heads forget within a token, others hardly anything.
+    Raises FloatingPointError, which names the wrong tensor and the size of its error; ValueError without kernels.
+    """
+    draw = torch.Generator().manual_seed(0)
+    recurrence = Recurrence([0, *accumulate(PROOF)], SHARED, device)
+    heads = plain.Heads(key_heads, value_heads, key_dim, value_dim)
+    given = {
+        "rows": torch.randn(sum(PROOF), sum(heads.widths), generator=draw),
+        "b": torch.randn(sum(PROOF), value_heads, generator=draw),
+        "a": torch.randn(sum(PROOF), value_heads, generator=draw),
+        "filters": torch.randn(sum(heads.widths), width, generator=draw),
+        "A_log": torch.linspace(-6, 3, value_heads),
+        "dt_bias": torch.linspace(-4, 1, value_heads),
+    }
+    given = {key: x.to(device, torch.bfloat16) for key, x in given.items()}
+    upstream = torch.randn(sum(PROOF), value_heads, value_dim, generator=draw).to(device)
+    results = []
+    for dtype, rule, convolution in (
+        (torch.bfloat16, delta_rule, convolve),
+        (torch.float64, plain.delta_rule, plain.convolve),
+    ):
+        inputs = [x.to(dtype).requires_grad_() for x in given.values()]
+        rows, b, a, filters, A_log, dt_bias = inputs
+        mixed = convolution(rows, filters, recurrence).split(heads.widths, 1)
+        parts = (x.unflatten(1, (-1, n)) for x, n in zip(mixed, (key_dim, key_dim, value_dim)))
+        g, beta = plain.decays(a, A_log, dt_bias), plain.at_least_float32(b).sigmoid()
+        out = plain.run_waves(*parts, g, beta, recurrence.waves, rule)
+        results.append([out, *torch.autograd.grad((out * upstream).sum(), inputs)])
+    for tensor, got, wanted in zip(("output", *given), *results):
+        error = float((got.double() - wanted).norm() / wanted.norm())
+        if not error < PROOF_ERROR:
+            raise FloatingPointError(
+                f"{name}: the kernels of fla-core give a wrong {tensor} on {device}, or its gradient: off by "
+                f"{error:.1%} of its norm; install other versions of fla-core, flash-qla and tilelang"
+            )

@@ -23,7 +23,12 @@ from models.folders import folder_with, read_config, resolve_model
 from models.hf_format import WeightFiles
 from ulysses.check.continuation import find_checkpoint
 from ulysses.check.disk_space import check_disk, check_folders
-from ulysses.check.settings import check_settings, expert_adapter_errors, router_errors
+from ulysses.check.settings import (
+    check_settings,
+    expert_adapter_errors,
+    missing_targets,
+    router_errors,
+)
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context, refuse
 from ulysses.config.stage_sections import is_function
@@ -256,6 +261,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             )
     errors += router_errors(config, plan.shape)
     errors += expert_adapter_errors(config, plan.shape)
+    errors += missing_targets(config, plan.shape)
     # otherwise it is absent with the model
     if plan.folder or model.tokenizer or not model.path:
         with collect():
@@ -326,7 +332,9 @@ def read_shape(config: Config, *, need_weights: bool = True) -> tuple[ModelConfi
         folder = resolve_model(model.path, model.revision, need_weights=need_weights)
     with error_context("model"):
         if folder is not None:
-            raw = read_config(folder, **rope).to_hf()
+            shape = read_config(folder, **rope)
+            # random weights belong to nothing around them
+            raw = (shape if model.init == "pretrained" else replace(shape, around="")).to_hf()
         elif model.arch:
             raw = architecture(model.arch).to_hf()
         raw.pop("rope_parameters", None)  # model.config may have either style

@@ -12,7 +12,7 @@ import torch
 from models.arch import ModelConfig
 from models.expert_files import MLP_TARGETS
 from ulysses import environment
-from ulysses.config.schema import Config
+from ulysses.config.schema import RULE_TARGETS, Config
 from ulysses.config.section import CREDENTIALS, error_context, refuse
 from ulysses.parallel.mesh import divisors
 from ulysses.registry import STAGES, stage_of
@@ -104,6 +104,24 @@ def expert_adapter_errors(config: Config, shape: ModelConfig) -> Iterator[str]:
         yield (
             f"model.lora.dropout is {lora.dropout:g} but adapters of experts have none; set it to 0, or take "
             f"{', '.join(of_mlp)} out of model.lora.targets"
+        )
+
+
+def missing_targets(config: Config, shape: ModelConfig) -> Iterator[str]:
+    """Yield which of the adapters' targets among the projections of linear attention the model does not have."""
+    own: set[str] = set()
+    if shape.delta:
+        fused = shape.family.fused_projections
+        own = {*(RULE_TARGETS[4:] if fused else (*RULE_TARGETS[:4], RULE_TARGETS[-1]))}
+    lacking = sorted({*config.model.lora.targets} & {*RULE_TARGETS} - own)
+    if config.model.lora.rank and lacking:
+        has = (
+            f"of linear attention it has {', '.join(sorted(own))}"
+            if own
+            else "it has no linear attention"
+        )
+        yield (
+            f"model.lora.targets has {', '.join(lacking)}, which this model lacks: {has}; correct the list"
         )
 
 

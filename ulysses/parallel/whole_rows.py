@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .exchange import dense, sum_heads, write_heads
 from .layout import AttentionPlan, HeadLayout, count_rows, head_layout
+from .mesh import ParallelMesh
 
 
 class RowHeads:
@@ -33,6 +34,13 @@ class RowHeads:
         self.keys = head_layout(value_heads, key_heads, self.ranks)
         self.values = HeadLayout(self.keys.query, self.keys.query, 1)
         self.key_heads, self.place = key_heads, plan.mesh.sp_rank % self.ranks
+
+    @staticmethod
+    def own_heads(mesh: ParallelMesh, key_heads: int, value_heads: int) -> tuple[int, int]:
+        """Return how many key and value heads a rank has."""
+        ranks = math.gcd(mesh.sequence_parallel_size, value_heads)
+        layout = head_layout(value_heads, key_heads, ranks)
+        return layout.key, layout.query
 
     def own(self, per_head: Tensor, *, keys: bool = False) -> Tensor:
         """Return this rank's part of a tensor whose first axis counts heads; with a graph."""

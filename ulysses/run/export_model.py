@@ -13,6 +13,7 @@ import shutil
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,7 +67,8 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
     own_template = chat and plan.config.data.chat_template != "tokenizer"
     with whole_folder(target) as new:
         if plan.folder is not None:
-            copy_side_files(folder_with(plan.folder, GENERATION), new, (GENERATION,))
+            of_model = GENERATION, "*processor*.json"
+            copy_side_files(folder_with(plan.folder, GENERATION), new, of_model)
         if source.is_file():
             shutil.copyfile(source, new / "tokenizer.json")
         else:
@@ -85,7 +87,7 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
                 )
                 with _edited(new / GENERATION) as generation:
                     for name in ("bos_token_id", "eos_token_id"):
-                        if (token := plan.shape.to_hf()[name]) is not None:
+                        if (token := replace(plan.shape, around="").to_hf()[name]) is not None:
                             generation[name] = token
         with _edited(new / "tokenizer_config.json") as settings:
             if not settings:  # a bare tokenizer.json
@@ -147,13 +149,18 @@ def export_model(
     if dist.is_initialized() and dist.get_rank():
         deque(weights, maxlen=0)  # this rank only takes part in gathering them
         return ""
-    rounded = rounded or Rounding(getattr(torch, config.model.dtype))
+    rounded, carried = rounded or Rounding(getattr(torch, config.model.dtype)), {}
+    if shape.around and whole and not stage.reward:
+        folder = resolve_model(str(config.model.path), config.model.revision)
+        carried = WeightFiles(folder).carried
     with whole_folder(out, f" after step {step}") as new:
         if not whole:
+            adapters = {shape.stored_name(name): x for name, x in adapters.items()}
             save_adapters(new, adapters, config.model, reward=stage.reward)
         else:
             given = merged(weights, adapters, lora, rounded) if lora.rank else weights
-            write_weights(new, given)
+            given = ((n if stage.reward else shape.stored_name(n), x) for n, x in given)
+            write_weights(new, given, carried=carried)
         write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
         copy_side_files(config.output / "tokenizer", new)
         note = f"\nThe metrics are of the trained weights: {rounded.note}.\n" * bool(
@@ -253,7 +260,8 @@ def merge_adapter(folder: Path, out: Path, dtype: str = "") -> str:
         return rounded(exact, files.base(name), trained).view(sizes[name])
 
     with whole_folder(out) as new:
-        write_weights(new, ((name, weight(name)) for name in sizes))
+        named = ((n if reward else shape.stored_name(n), weight(n)) for n in sizes)
+        write_weights(new, named, carried={} if reward else files.carried)
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
         for pattern in (GENERATION, "tokenizer*"):
             copy_side_files(folder_with(folder, pattern), new)

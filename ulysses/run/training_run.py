@@ -5,6 +5,7 @@ configuration -> checks (no allocation) -> data -> processes and mesh -> engine 
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ulysses.config.schema import Config
 from ulysses.disk import replace_file
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.whole_rows import RowHeads
 from ulysses.plan.memory_choice import (
     choose_memory,
     memory_line,
@@ -131,6 +133,12 @@ class TrainingRun:
             stage.requirements.longest_example,
             shape.windows or (None,),
         )
+        if shape.delta and self.device.type == "cuda" and config.model.dtype == "bfloat16":
+            from models.ops.delta_kernels import prove_rule
+
+            own = RowHeads.own_heads(mesh, *astuple(shape.delta)[:2])
+            rule = "gated delta rule", self.device, *own, *astuple(shape.delta)[2:]
+            prove_once(Path(config.data.cache).expanduser(), *rule, prove=prove_rule)
         if restarts(config.run):
             self.say("torchrun may restart this run, so run.resume is auto")
         self.say(f"attention kernel: {prepared.kernel.name} ({prepared.kernel.reason})")

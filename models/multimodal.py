@@ -1,0 +1,63 @@
+"""Multimodal folders of which the text model trains: what lies around it travels into exports as it is.
+
+config.json        {"model_type": "qwen3_5", "text_config": {...}, "vision_config": {...}, ...}
+weights            model.language_model.*  lm_head.*        trained, here as model.* and lm_head.*
+                   model.visual.*  mtp.*                    carried along
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from models.families import TABLES
+
+# Class of the whole model by its model_type; that of the text model in it is the same with "_text".
+WHOLE: Mapping[str, str] = TABLES["multimodal"]
+CARRIED = ("model.visual.", "mtp.")
+OUTSIDE, INSIDE = "model.language_model.", "model."
+# What config.json may say for the whole model and the text model means too.
+_OF_BOTH = ("tie_word_embeddings", "quantization_config")
+
+
+def text_config(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Return the text model's config.json, and the whole one as JSON, or "" if there is nothing around it.
+
+    Raises ValueError if the text model has no table of its own.
+    """
+    if raw.get("model_type") not in WHOLE:
+        return raw, ""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(
+            f"config.json has text_config = {text!r:.60} but it must be the text model's table; correct the file"
+        )
+    of_both = {name: raw[name] for name in _OF_BOTH if raw.get(name) is not None}
+    named = {"model_type": f"{raw['model_type']}_text", **text, **of_both}
+    return named, json.dumps(raw)
+
+
+def around_text(written: Mapping[str, Any], around: str) -> dict[str, Any]:
+    """Return the whole config.json from the text model's and what was read around it."""
+    whole = json.loads(around)
+    text = dict(whole["text_config"])
+    rope = (text.get("rope_parameters") or {}) | written["rope_parameters"]
+    own = {name: x for name, x in written.items() if name != "architectures"}
+    dtypes = {"torch_dtype": written["torch_dtype"], "dtype": written["torch_dtype"]}
+    return whole | {
+        "architectures": [WHOLE[whole["model_type"]]],
+        "text_config": text | own | dtypes | {"rope_parameters": rope},
+        "tie_word_embeddings": written["tie_word_embeddings"],
+        **dtypes,
+    }
+
+
+def split_text(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a folder's tensors: the text model's by the names that they have here, and the others by their own."""
+    carried = {name: x for name, x in found.items() if name.startswith(CARRIED)}
+    text = {inside(name): x for name, x in found.items() if name not in carried}
+    return text, carried
+
+
+def inside(name: str) -> str:
+    """Return the name that a tensor has here."""
+    return INSIDE + name.removeprefix(OUTSIDE) if name.startswith(OUTSIDE) else name

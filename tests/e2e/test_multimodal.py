@@ -1,0 +1,168 @@
+"""A multimodal folder: its text model trains, and what lies around it is in the export, bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.folders import read_config
+from models.hf_format import WeightFiles
+from tests.e2e.launch import ROOT, ranks, tiny
+from tests.family_case import EXPERTS, LINEAR
+from ulysses.export import main
+from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.run.build import InitialWeights
+
+VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+TEXT = {
+    "vocab_size": 704,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 656,
+    "eos_token_id": 657,
+    "pad_token_id": 658,
+} | LINEAR
+
+
+def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
+    """Save transformers' own tiny model in bfloat16, with tensors of MTP and a processor, as on the hub."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    text = TEXT | changes
+    text["rope_parameters"] = LINEAR["rope_parameters"] | {
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    }
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=VISION)
+    model = AutoModelForImageTextToText.from_config(config).bfloat16()
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["mtp.layers.0.mlp.gate_proj.weight"] = torch.randn(3, 5).bfloat16()
+    weights["mtp.layers.0.mlp.experts.0.gate_proj.weight"] = torch.randn(3, 5).bfloat16()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "preprocessor_config.json").write_text('{"size": 5}')
+    return shutil.copytree(ROOT / "configs/demo/data/tokenizer", folder, dirs_exist_ok=True)
+
+
+def carried(folder: Path) -> dict[str, torch.Tensor]:
+    found = load_file(folder / "model.safetensors")
+    return {n: x for n, x in found.items() if n.startswith(("model.visual.", "mtp."))}
+
+
+def logits_here(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities of a row's tokens by the model as the engine reads it."""
+    from models.decoder import CausalLM
+
+    config = read_config(folder)
+    model, start = CausalLM(config), InitialWeights(config, 0, folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(start.files.read(name).view(parameter.shape).float())
+        batch = pack_shard([Sequence(tokens, torch.ones(len(tokens)))], ParallelMesh())
+        return model(batch).logps[:-1]
+
+
+def logits_there(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logps = model.float()(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+    return logps.gather(1, tokens[1:, None])[:, 0]
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
+def base(request, tmp_path_factory) -> Path:
+    changes = EXPERTS if request.param.endswith("moe") else {}
+    return folder_of(request.param, tmp_path_factory.mktemp("base") / "model", **changes)
+
+
+TOKENS = torch.randint(3, 600, (90,), generator=torch.Generator().manual_seed(2))
+
+
+def test_the_text_model_trains_and_the_rest_travels(base, tmp_path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    out = tmp_path / "run"
+    ranks(
+        tiny(
+            "sft",
+            out,
+            f"--model.path {base} --model.init pretrained --model.dtype bfloat16 --run.steps 2",
+        ),
+        2,
+    )
+    source, export = (
+        json.loads((f / "config.json").read_text()) for f in (base, out / "export")
+    )
+    assert export["architectures"] == source["architectures"]
+    assert export["vision_config"] == source["vision_config"]
+    rope = export["text_config"]["rope_parameters"]
+    assert rope.items() >= source["text_config"]["rope_parameters"].items()
+    before, after = carried(base), carried(out / "export")
+    assert before.keys() == after.keys() and len(before) > 10
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (out / "export/preprocessor_config.json").read_text() == '{"size": 5}'
+    twin, report = AutoModelForImageTextToText.from_pretrained(
+        out / "export", output_loading_info=True
+    )
+    assert type(twin).__name__ == source["architectures"][0]
+    assert not report["missing_keys"] and not report["mismatched_keys"], report
+    name = (
+        "model.layers.0.mlp.experts.down_proj"
+        if "moe" in export["model_type"]
+        else ("model.layers.0.linear_attn.in_proj_qkv.weight")
+    )
+    old, new = (WeightFiles(f).read(name) for f in (base, out / "export"))
+    assert not torch.equal(old, new)  # it was trained
+    torch.testing.assert_close(
+        logits_here(out / "export", TOKENS), logits_there(twin, TOKENS), rtol=1e-5, atol=1e-5
+    )
+    # the same from the checkpoint
+    assert main([str(out / "checkpoints/step-2"), str(tmp_path / "again")]) == 0
+    ours, theirs = (
+        load_file(f / "model.safetensors") for f in (out / "export", tmp_path / "again")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+    assert read_config(tmp_path / "again") == read_config(out / "export")
+
+
+def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path) -> None:
+    """Adapters of every kind of projection give the same logits there, and merged ones carry the rest."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    out = tmp_path / "run"
+    targets = (
+        "q_proj k_proj v_proj o_proj in_proj_qkv in_proj_z in_proj_a in_proj_b out_proj".split()
+    )
+    settings = {"model__lora__targets": [*targets, "gate_proj", "up_proj", "down_proj"]}
+    line = f"--model.path {base} --model.init pretrained --model.lora.rank 3 --run.steps 2 --optimizer.lr 0.01"
+    ranks(tiny("sft", out, line, **settings), 2)
+    whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    plain = logits_there(whole, TOKENS)
+    adapted = PeftModel.from_pretrained(whole, out / "export")
+    theirs = logits_there(adapted, TOKENS)
+    assert not torch.allclose(plain, theirs, atol=1e-3)
+    torch.testing.assert_close(
+        logits_here(out / "export", TOKENS), theirs, rtol=1e-4, atol=1e-4
+    )
+    assert main([str(out / "checkpoints/step-2"), str(tmp_path / "merged"), "--merge"]) == 0
+    before, after = carried(base), carried(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
