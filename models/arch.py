@@ -120,8 +120,8 @@ class ModelConfig:
         model_type = str(raw.get("model_type"))
         if model_type not in FAMILIES:
             raise ValueError(
-                f"config.json has model_type {model_type!r} but only {', '.join((*FAMILIES, *WHOLE))} are built here; use a "
-                "model of these families"
+                f"config.json has model_type {model_type!r} but only {', '.join((*FAMILIES, *WHOLE))} are built here; "
+                "use a model of these families"
             )
         family = FAMILIES[model_type]
         for name, (wanted, example) in KINDS.items():

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from models.arch import ModelConfig
 from models.families import RopeScaling
 from tests.engine_case import MOE, QWEN3, SHAPE
+from tests.family_case import FAMILIES as HYBRIDS
 from tests.memory_case import build
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -16,6 +18,7 @@ from ulysses.rl.sampler import Sampler, SamplingOptions, fitting_slots
 QWEN = replace(
     SHAPE, model_type="qwen2", num_attention_heads=6, head_dim=4, attention_bias=True, tie_word_embeddings=True
 )  # fmt: skip
+HYBRID = ModelConfig.from_hf(HYBRIDS["qwen3_5"] | {"vocab_size": 97})
 YARN = replace(SHAPE, rope_scaling=RopeScaling("yarn", 4.0, 10))
 
 
@@ -111,7 +114,7 @@ DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device, graphs", DEVICES, ids=["plain", "graphs"])
 @pytest.mark.parametrize(
-    "shape", [SHAPE, QWEN, QWEN3, MOE], ids="model_type={0.model_type}".format
+    "shape", [SHAPE, QWEN, QWEN3, MOE, HYBRID], ids="model_type={0.model_type}".format
 )
 def test_slots_shared_prompts_and_chunks_change_nothing(device, graphs, shape):
     """Slots that are refilled, prompts that answers share, chunks of prompts, CUDA graphs: the same as each alone."""

@@ -247,11 +247,12 @@ class Sampler:
 
         def share(known: dict[Prompt, int]) -> None:
             for slot, prompt in prompts.items():
-                if (source := known.get(prompt, slot)) != slot:
+                source = known.get(prompt, slot)
+                if source != slot:
                     columns = self.cache[..., : len(prompt), :]
                     columns[:, :, slot] = columns[:, :, source]
-                    if self.states:
-                        self.states.copy(None if known is self.held else source, slot)
+                if self.states and prompt in known:  # the state in a slot has gone on
+                    self.states.copy(None if known is self.held else source, slot)
 
         share(self.held)
         self._prefill(fresh)
