@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.kernels import choice as kernels
 from ulysses.parallel.kernels import document
 from ulysses.parallel.kernels import short as kernels_short
-from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.kernels.choice import KERNELS, resolve_kernel
 from ulysses.parallel.kernels.document import Inputs
 from ulysses.parallel.layout import Segments
