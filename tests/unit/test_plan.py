@@ -18,11 +18,11 @@ from tests.harness import run_distributed
 from ulysses.config.command_line import check
 from ulysses.config.schema import Options
 from ulysses.config.section import ConfigError
-from ulysses.data.serve.steps import PlannedStep, StepLoader
+from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import write_json
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.case import Case, Plan
+from ulysses.plan.case import Case, Plan, PlannedStep
 from ulysses.plan.footprint import predict
 from ulysses.plan.machine import GIB, Machine, planned_machine, this_machine
 from ulysses.plan.memory_choice import (
@@ -419,7 +419,7 @@ def test_answers_are_planned_as_long_as_they_may_be_and_prompts_once():
     # each of its tokens sees the whole prompt nevertheless
     assert sum(shared.squares) < 4 * 41**2 < 1.1 * sum(shared.squares)
     whole = planned_step(settings, LLAMA, data, [0, 1], 1e9)
-    assert whole == ([41] * 4, [41.0**2] * 4)
+    assert shared.shares and whole == ([41] * 4, [41.0**2] * 4, False)
 
 
 # ---------------------------------------------------------------- one machine, one decision

@@ -67,6 +67,17 @@ class Model(NamedTuple):
         return others + self.matrix_bytes(matrices, element_size)
 
 
+class PlannedStep(NamedTuple):
+    """What a step trains: of each example its tokens, and twice the pairs of a query and a key that it sees.
+
+    shares: sequences share their prompts, so that no CUDA graph runs the layers.
+    """
+
+    tokens: list[int]
+    squares: list[float]
+    shares: bool = False
+
+
 class Case(NamedTuple):
     """What the planner is asked about: a model's step on a machine, and the memory settings.
 
@@ -77,7 +88,7 @@ class Case(NamedTuple):
     shares: sequences of a typical step share their prompts.
     forwards: passes without gradient over the same tokens (live reference, KTO's baseline), counted in passes of the
         trained model.
-    logit_bytes: what the loss reads and writes of each logit, over what the log-likelihood of the targets does.
+    logit_bytes: see ulysses.stages.base.Requirements.
     rollout: with the answers that this process decodes before it trains on them.
     recompute: the level that is asked for, or "auto".
     weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.

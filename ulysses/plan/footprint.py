@@ -133,10 +133,10 @@ def _base(plan: Plan, model: Model, layer: LayerSize) -> int:
     return int(2 * gathered * (not plan.resident))
 
 
-def _head(plan: Plan, model: Model, S: int, tiles: int) -> tuple[int, int]:
-    """Return the bytes of the gathered vocabulary, and of `tiles` tiles of float32 logits and one in the weights' dtype."""
+def _head(plan: Plan, model: Model, rows: int, tiles: int) -> tuple[int, int]:
+    """Return the bytes of the gathered vocabulary, and of so many float32 tiles of logits and one of the weights' dtype."""
     size, V = plan.case.element_size, model.shape.vocab_size
-    rows = equal_tiles(S, 4 * V * tiles, CUDA_TILE_BYTES)
+    rows = equal_tiles(rows, 4 * V * tiles, CUDA_TILE_BYTES)
     words = size * model.vocabulary_parameters * (not plan.resident)
     return words, rows * V * (4 * tiles + size)
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 import torch
 
 from ulysses.config.section import ConfigError
-from ulysses.data.serve.steps import ATTENTION_WIDTHS, PlannedStep, pack_step
+from ulysses.data.serve.steps import ATTENTION_WIDTHS, pack_step
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.offload import Offloader
-from ulysses.plan.case import Case, Plan
+from ulysses.plan.case import Case, Plan, PlannedStep
 from ulysses.plan.footprint import pinned_layer, predict
 from ulysses.plan.machine import GIB
 from ulysses.plan.seconds import pass_tokens, step_flops, step_seconds
@@ -70,7 +70,7 @@ def cut_steps(case: Case, typical: PlannedStep, largest: PlannedStep, auto: bool
     groups = case.machine.gpus // case.sp
     tokens, pairs = sum(typical.tokens) / groups, sum(typical.squares) / groups
     widths = ATTENTION_WIDTHS * case.model.shape.hidden_size
-    costs = [t + q / widths for t, q in zip(*typical)]
+    costs = [t + q / widths for t, q in zip(*typical[:2])]
 
     def cut(budget: int, counted: int = 0) -> Case:
         counted = counted or len(pack_step(typical.tokens, costs, budget, groups)[0])
@@ -80,6 +80,7 @@ def cut_steps(case: Case, typical: PlannedStep, largest: PlannedStep, auto: bool
             micro_batches=counted,
             mean_tokens=tokens / counted,
             squares=pairs / counted,
+            shares=typical.shares,
         )
 
     if not auto:
@@ -96,9 +97,15 @@ def cut_steps(case: Case, typical: PlannedStep, largest: PlannedStep, auto: bool
         at_once = smallest._replace(levels=plan.levels)
         return sum(step_flops(at_once)) <= sum(step_flops(smallest))
 
+    def seconds(plan: Plan) -> float:
+        """Return the seconds that the size decides; passes over a rollout have micro-batches of their own."""
+        passes = 0.0 if case.rollout else case.forwards
+        alone = plan.case._replace(forwards=passes, rollout=None)
+        return step_seconds(plan._replace(case=alone))
+
     allowed = [smallest, *filter(is_free, others)] if predict(smallest).fits else [smallest]
-    enough = (1 + GAIN) * min(map(step_seconds, allowed))
-    return cut(next(plan for plan in allowed if step_seconds(plan) <= enough).case.tokens)
+    enough = (1 + GAIN) * min(map(seconds, allowed))
+    return cut(next(plan for plan in allowed if seconds(plan) <= enough).case.tokens)
 
 
 def longest_sequence(case: Case) -> int:

@@ -11,10 +11,9 @@ from models.decoder import count_parameters, empty_model
 from models.expert_files import adapted_experts
 from models.folders import read_config, resolve_model
 from ulysses.config.schema import Config
-from ulysses.data.serve.steps import PlannedStep
 from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors
-from ulysses.plan.case import Case, Model
+from ulysses.plan.case import Case, Model, PlannedStep
 from ulysses.plan.footprint import predict
 from ulysses.plan.machine import Machine
 from ulysses.plan.memory_choice import choose, cut_steps
@@ -70,6 +69,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         tokens,
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
         forwards=sum(passes, start=facts.extra_forwards),
+        logit_bytes=facts.logit_bytes,
         rollout=rollout,
         element_size=getattr(torch, config.model.dtype).itemsize,
         others=tuple(frozen for model, frozen in auxiliary if not model.shares_weights),
@@ -123,7 +123,8 @@ def planned_step(
     if (lengths + prefixes).sum() <= launched:
         lengths, prefixes = lengths + prefixes, 0 * prefixes
     pairs = squares(1.0 * lengths, prefixes, shape.windows)
-    return PlannedStep(np.rint(lengths.sum(1)).astype(int).tolist(), pairs.sum(1).tolist())
+    tokens = np.rint(lengths.sum(1)).astype(int).tolist()
+    return PlannedStep(tokens, pairs.sum(1).tolist(), bool(prefixes.any()))
 
 
 def _auxiliary_model(model: AuxiliaryModel, shape: ModelConfig) -> Model:

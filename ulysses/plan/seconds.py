@@ -8,7 +8,7 @@ Shapes: S local tokens, W processes.
 
 from ulysses.memory.levels import computed_again, kept_bytes
 from ulysses.parallel.layout import squares
-from ulysses.plan.case import MATRICES, Model, Plan
+from ulysses.plan.case import LAUNCH_RESIDENT, MATRICES, Model, Plan
 from ulysses.plan.footprint import pass_bytes, predict
 
 # Rates measured on H200, as shares of the peaks.
@@ -22,6 +22,10 @@ MEMORY_RATE = 0.6  # GPU memory in the optimizer's update
 HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at once
 # bytes that a layer's elementwise kernels move, for each token and unit of D + the feed-forward's width
 ELEMENTWISE = 48
+# ... and that a pass without gradient moves of every logit: written, and read twice
+LOGIT_BYTES = 12
+# in which the host lays out, packs and takes in an answer of a rollout, while the GPU waits
+ANSWER_SECONDS = 8e-4
 STEP_SECONDS = 0.007  # per micro-batch: metadata, the first gather, the last reduction, metrics
 # read and written per trained parameter: by norm and zero/update.py, and where a micro-batch adds its gradient
 UPDATE_BYTES, ADDITION_BYTES = 34, 10
@@ -84,10 +88,16 @@ def step_seconds(plan: Plan) -> float:
     width = layer.width + layer.feed_forward.copied + layer.feed_forward.inner
     elements = S * width * (model.layers + passes)
     seconds += ELEMENTWISE * elements / machine.memory_rate
+    rate = MEMORY_RATE * machine.memory_rate
+    logits = S * model.shape.vocab_size * model.has_head
+    seconds += logits * (case.logit_bytes + LOGIT_BYTES * case.forwards) / rate
     # those of the passes, which are fuller, at least one a step, and which no graph spares the host
     share = case.work / (plan.pass_tokens or case.work)
-    later = plan.launch * passes * min(1, max(share, 1 / case.micro_batches))
-    launches = plan.launch * model.layers * (not plan.graphs) + later
+    # a shared prompt has launches of its own
+    launch, captured = plan.launch, plan.graphs and not case.shares
+    launch += LAUNCH_RESIDENT * case.shares
+    later = launch * passes * min(1, max(share, 1 / case.micro_batches))
+    launches = launch * model.layers * (not captured) + later
     # exchanges: forward, backward and again
     sent = 3 * model.layers * size * layer.mixer.sent * S
     seconds += sent / (EXCHANGE * machine.link(case.sp))
@@ -100,12 +110,13 @@ def step_seconds(plan: Plan) -> float:
     moved += 2 * model.weight_bytes(size) / W * case.offload_parameters
     kept = kept_bytes(plan.levels[0], layer, size) * case.local
     moved += 2 * plan.offloaded_layers * kept
-    together = seconds + later * plan.graphs, traffic, moved / HOST_LINK, launches
+    together = seconds + later * captured, traffic, moved / HOST_LINK, launches
     seconds = max(together) if machine.is_gpu else seconds + launches
-    rate = MEMORY_RATE * machine.memory_rate
     seconds += STEP_SECONDS + ADDITION_BYTES * model.trained / rate
     seconds += ADAPTER_SECONDS * model.layers * (not model.is_full and machine.is_gpu)
     update = UPDATE_BYTES * model.trained / W / (HOST_LINK if case.offload_optimizer else rate)
+    if case.rollout:
+        update += ANSWER_SECONDS * case.rollout.answers / case.rollout.steps
     return case.micro_batches * seconds + update
 
 

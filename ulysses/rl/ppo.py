@@ -139,6 +139,7 @@ class PpoStage(ReferencedStage):
             0 if ppo.sampler else ppo.planned_batch,
             prompts,
             ppo.max_new_tokens,
+            ppo.epochs * ppo.minibatches,
             merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
@@ -147,6 +148,8 @@ class PpoStage(ReferencedStage):
             steps_per_load=ppo.epochs * ppo.minibatches,
             # every model reads a rollout once, which is trained on `epochs` times
             extra_forwards=1 / ppo.epochs,
+            # entropies take several passes over the logits more
+            logit_bytes=base.logit_bytes + 32,
             value=needs_value,
             scopes={"policy": 1.0, "value": ppo.value_lr_factor} if needs_value else None,
             models=tuple(model._replace(passes=1 / ppo.epochs) for model in models),

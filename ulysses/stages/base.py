@@ -29,13 +29,15 @@ from ulysses.parallel.mesh import ParallelMesh
 class PlannedRollout(NamedTuple):
     """The answers to each prompt that PPO trains on, which a process decodes before, `batch` of them at a time.
 
-    batch: 0 if servers decode. merged: adapters are added into a copy of the matrices first.
+    batch: 0 if servers decode. steps: optimizer steps on them. merged: adapters are added into a copy of the matrices
+    first.
     """
 
     answers: int
     batch: int
     prompt_tokens: int
     new_tokens: int
+    steps: int = 1
     merged: bool = False
 
 
@@ -148,6 +150,8 @@ class Requirements(NamedTuple):
         optimizer steps that are taken on them.
     examples_per_step: examples of one optimizer step over all processes.
     extra_forwards: the trained model's forward passes without gradient over each trained token.
+    logit_bytes: what the loss reads and writes for each logit more than the likelihood of the targets alone, which
+        makes its gradient at once (losses/logprobs.py).
     value: whether the trained model has a value too (models.decoder).
     scopes: the submodules that form parameter groups of their own, with factors of their learning rates; gradient
         policies can be limited to one of them. None leaves all parameters in one group.
@@ -160,6 +164,7 @@ class Requirements(NamedTuple):
     examples_per_step: int
     steps_per_load: int = 1
     extra_forwards: float = 0.0
+    logit_bytes: int = 0
     value: bool = False
     scopes: dict[str, float] | None = None
     models: tuple[AuxiliaryModel, ...] = ()
