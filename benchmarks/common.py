@@ -212,7 +212,7 @@ def measure(
     losses, hosts, allocated, reserved = zip(*gather(own))
     model = choice.case.model
     adapters = 0 if model.is_full else model.trained
-    flops = model_flops(model, tokens, float(length) ** 2 * documents, tokens)
+    flops = model_flops(model, tokens, batch.num_squares, tokens)
     # of each GPU: packs per second
     rate = groups * micro_batches / seconds / mesh.world_size
     # what a rank's step really computes, as the planner counts it

@@ -23,7 +23,7 @@ from models.folders import folder_with, read_config, resolve_model
 from models.hf_format import WeightFiles
 from ulysses.check.continuation import find_checkpoint
 from ulysses.check.disk_space import check_disk, check_folders
-from ulysses.check.settings import check_settings, expert_adapter_errors, router_errors
+from ulysses.check.setting_checks import check_settings, expert_adapter_errors, router_errors
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context, refuse
 from ulysses.config.stage_sections import is_function
