@@ -28,9 +28,10 @@ from models.ops.delta_rule import (
     delta_rule,
     run_waves,
 )
-from models.ops.norm import NormRule
+from models.ops.norm import NormNode, NormRule
 from models.ops.plain import is_plain, is_watched
 from ulysses.memory.levels import Rope
+from ulysses.memory.size import MixerSize, Setting
 from ulysses.parallel.whole_rows import RowHeads
 
 
@@ -197,8 +198,11 @@ class GatedDelta(nn.Module):
     def output(self, mixed: Tensor, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
         """Return what the layer adds of the rule's output [S, H, V] and of the layer's input."""
         gate = self._gate(hidden if norm is None else norm(hidden))
-        normal = self.norm(mixed).flatten(1)
-        return self.out_proj(ActivateNode.apply(gate, normal, "silu"))
+        if is_plain(self.norm):
+            normal = NormNode.apply(mixed, self.norm.weight, self.norm.rule)
+        else:
+            normal = self.norm(mixed)
+        return self.out_proj(ActivateNode.apply(gate, normal.flatten(1), "silu"))
 
     @property
     def output_is_fresh(self) -> bool:
@@ -219,6 +223,36 @@ class GatedDelta(nn.Module):
             project = self.in_proj_qkv, self.in_proj_b, self.in_proj_a
             gate = self.in_proj_z
         return project, mix, (gate, self.norm, self.out_proj)
+
+    @staticmethod
+    def size(config: ModelConfig, setting: Setting) -> MixerSize:
+        """Return what linear attention takes; a rank's heads count for all rows, those of several ranks on each."""
+        heads, width = GatedDelta.heads_of(config), config.hidden_size
+        *_, E, V = heads
+        columns, out = sum(heads.widths), heads.widths[-1]
+        keys, values, ranks = RowHeads.own_heads(setting.ranks, heads.keys, heads.values)
+        own = 2 * keys * E + values * (V + 2)  # q | k | v, b and a
+        taps = config.delta.linear_conv_kernel_dim if config.delta else 0
+        return MixerSize(
+            parameters=width * (columns + 2 * heads.values + 2 * out),
+            out=out,
+            results=out,
+            exact=0,
+            tensors=1,
+            # normalised rows for the projections and for the gate; the shards; the gate, the normalised output, and
+            # their product
+            kept=2 * width + setting.ranks * own + 3 * out,
+            restored=width,
+            # the shards, behind the convolution and at unit length, the gradients of these, the output's
+            work=6 * setting.ranks * own + 2 * out,
+            packed=3 * (columns + 2 * heads.values),
+            sent=own * (setting.ranks - 1) + out * (ranks - 1) / ranks,
+            # a token of a head reads a state twice and writes to it
+            row_flops=6 * heads.values * E * V + 2 * taps * columns,
+            backward=3.8,  # which runs forward once more
+            state=(taps - 1) * columns + heads.values * E * V * 4 / setting.element_size,
+            captured=0,
+        )
 
 
 class _Mix(torch.autograd.Function):

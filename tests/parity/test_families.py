@@ -1,5 +1,6 @@
 """Every family of the table against transformers: numbers at all memory levels, files both ways, adapters, sampling."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,17 +11,17 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
 from models.folders import read_config
 from models.hf_format import WeightFiles
+from models.layers import layer_sizes
 from tests.family_case import FAMILIES, NO_CLASSIFIER, VOCABULARY, family_model
 from tests.model_folder import write_model
 from tests.unit.test_adapter_files import adapter_by_peft
 from tests.unit.test_memory_levels import held_by_autograd, kept_on_the_host
 from tests.unit.test_sampler import exact, sampled
-from ulysses.memory.levels import LEVELS
+from ulysses.memory.levels import LEVELS, kept_bytes
+from ulysses.memory.size import Setting
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.memory_choice import plain_model
-from ulysses.plan.planner import GIB, Machine, Workload, kept_bytes
 
 LENGTHS = (5, 40, 1, 23)
 # of a norm, in float32
@@ -110,15 +111,20 @@ def test_documents_that_cross_chunks_of_linear_attention(name: str, monkeypatch)
 
 
 @families
-def test_the_planner_knows_what_each_level_keeps(name: str) -> None:
+def test_each_level_keeps_what_it_says(name: str) -> None:
     config = ModelConfig.from_hf(FAMILIES[name])
-    case = Workload(plain_model(config), Machine(1, GIB), 26, element_size=4)
+    layer, _ = layer_sizes(config, Setting(element_size=4))
     for level in ("keep_attention", "block"):
-        each = kept_bytes(case, level)
+        each = 26 * kept_bytes(level, layer, 4)
         assert kept_on_the_host(level, config) == config.num_hidden_layers * each
     # torch's norm, which comes after OLMo's attention, keeps a copy of its rows on a CPU
     copies = 0 if config.family.centred_norms else bool(config.family.norms[1])
-    wanted = kept_bytes(case, "none") + copies * 4 * 26 * (config.hidden_size + 1)
+    layer, _ = layer_sizes(replace(config, num_hidden_layers=1), Setting(element_size=4))
+    wanted = 26 * kept_bytes("none", layer, 4) + copies * 4 * 26 * (config.hidden_size + 1)
+    if config.moe:  # the sum of a row's weights
+        wanted += 4 * 26 * config.moe.norm_topk_prob
+    if config.family.fused_projections:  # the numbers of the columns of q, k, v and of z
+        wanted += 8 * sum((24, 24, 72, 72))
     assert held_by_autograd(config) == wanted
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .exchange import dense, sum_heads, write_heads
 from .layout import AttentionPlan, HeadLayout, count_rows, head_layout
-from .mesh import ParallelMesh
 
 
 class RowHeads:
@@ -36,11 +35,11 @@ class RowHeads:
         self.key_heads, self.place = key_heads, plan.mesh.sp_rank % self.ranks
 
     @staticmethod
-    def own_heads(mesh: ParallelMesh, key_heads: int, value_heads: int) -> tuple[int, int]:
-        """Return how many key and value heads a rank has."""
-        ranks = math.gcd(mesh.sequence_parallel_size, value_heads)
+    def own_heads(degree: int, key_heads: int, value_heads: int) -> tuple[int, int, int]:
+        """Return how many key and value heads each of so many ranks has, and how many ranks split them."""
+        ranks = math.gcd(degree, value_heads)
         layout = head_layout(value_heads, key_heads, ranks)
-        return layout.key, layout.query
+        return layout.key, layout.query, ranks
 
     def own(self, per_head: Tensor, *, keys: bool = False) -> Tensor:
         """Return this rank's part of a tensor whose first axis counts heads; with a graph."""

@@ -16,22 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from ulysses.config.stage_sections import is_function
-from ulysses.data.serve.steps import PlannedStep
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.layout import squares
 from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
-from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
+from ulysses.rl.sampler import Completion, SamplingOptions
 from ulysses.stages.base import (
     AuxiliaryModel,
     MetricSums,
@@ -139,10 +136,10 @@ class PpoStage(ReferencedStage):
             models += (AuxiliaryModel("reward", "ppo.reward", ppo.reward_model),)
         sampled = PlannedRollout(
             answers,
-            ppo.planned_batch,
+            0 if ppo.sampler else ppo.planned_batch,
             prompts,
             ppo.max_new_tokens,
-            PREFILL_TOKENS,
+            ppo.epochs * ppo.minibatches,
             merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
@@ -151,30 +148,13 @@ class PpoStage(ReferencedStage):
             steps_per_load=ppo.epochs * ppo.minibatches,
             # every model reads a rollout once, which is trained on `epochs` times
             extra_forwards=1 / ppo.epochs,
+            # entropies take several passes over the logits more
+            logit_bytes=base.logit_bytes + 32,
             value=needs_value,
             scopes={"policy": 1.0, "value": ppo.value_lr_factor} if needs_value else None,
             models=tuple(model._replace(passes=1 / ppo.epochs) for model in models),
-            rollout=None if ppo.sampler else sampled,
+            rollout=sampled,
         )
-
-    def planned_step(
-        self,
-        data: Any,
-        indices: list[int],
-        launched: float,
-        windows: tuple[int | None, ...] = (),
-    ) -> PlannedStep:
-        """Return one optimizer step's share of the answers, all of them as long as they may be."""
-        ppo, K = self.table, self.table.answers_per_prompt
-        wholes = data.lengths[indices] + ppo.max_new_tokens
-        shares = (
-            self.config.batch.share_prompts and K * wholes.sum() > launched * ppo.minibatches
-        )
-        # a prompt that is shared counts once, and its last token with every answer
-        own = wholes - (data.lengths[indices] - 1) * (1 - 1 / K) * shares
-        found = np.stack([own.round(), squares(own, wholes - own, windows)]).repeat(K, axis=1)
-        tokens, pairs = found[:, : self.requirements.examples_per_step].tolist()
-        return PlannedStep([*map(int, tokens)], pairs)
 
     def arguments(self, run: Run) -> dict[str, Any]:
         found = super().arguments(run)
@@ -195,7 +175,7 @@ class PpoStage(ReferencedStage):
             config=ppo,
             sampler=self._sampler(run),
             budget=memory.pass_tokens,
-            shared_budget=memory.tokens if self.config.batch.share_prompts else 0,
+            shared_budget=memory.case.tokens if self.config.batch.share_prompts else 0,
             reference=found.get("reference"),
             reward=reward,
             scorer=scorer,

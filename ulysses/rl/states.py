@@ -1,7 +1,7 @@
 """What sampling keeps of layers of linear attention: the state of every answer, however long it is.
 
-Shapes: B slots, n of them at work, L tokens of each, F columns of q | k | v, W the convolution's width, H value heads, E
-and V the widths of keys and values.
+Shapes: B slots, n of them at work, L tokens of each, F columns of q | k | v, W the convolution's width, H value heads,
+E and V the widths of keys and values.
 """
 
 from itertools import accumulate, repeat

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from models.arch import ModelConfig
 from models.decoder import CausalLM, PolicyValue, RewardModel, empty_model, init_parameter
 from models.hf_format import WeightFiles
-from models.layers import DecoderLayer
+from models.layers import DecoderLayer, layer_sizes
 from models.quantized import dense, pack
 from ulysses.config.schema import Config
 from ulysses.data.cache import content_digest
 from ulysses.memory.levels import LayerMemory
+from ulysses.memory.size import Setting
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import keyed_generator
-from ulysses.plan.memory_choice import layer_memory, plain_model
-from ulysses.plan.planner import Workload
+from ulysses.plan.case import Plan
+from ulysses.plan.memory_choice import layer_memory
 from ulysses.registry import stage_of
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
@@ -110,7 +111,7 @@ def build_engine(
     config: Config,
     weights: InitialWeights,
     mesh: ParallelMesh,
-    memory: Workload | None = None,
+    memory: Plan | None = None,
     *,
     attention: str = "",
     reward: bool = False,
@@ -126,13 +127,13 @@ def build_engine(
     frozen reward model if `reward` says so.
     """
     lora, shape, stage = config.model.lora, weights.shape, stage_of(config)
-    trained, sizes = memory is not None, plain_model(shape)
+    trained, (_, largest) = memory is not None, layer_sizes(shape, Setting())
     settings = derive(
         dtype=getattr(torch, config.model.dtype),
         offload_optimizer=config.memory.offload_optimizer and trained,
         offload_parameters=config.memory.offload_parameters,
-        layer_matrices=sizes.layer_parameters,
-        vocabulary_matrices=2 * sizes.vocabulary_parameters,
+        layer_matrices=int(largest.parameters),
+        vocabulary_matrices=2 * shape.vocab_size * shape.hidden_size,
         raw=config.deepspeed.zero_optimization,
     )
     kept = layer_memory(memory) if memory else LayerMemory()

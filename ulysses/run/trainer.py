@@ -23,8 +23,9 @@ from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.random_keys import seed_of
+from ulysses.plan.machine import device_peaks
 from ulysses.run.checkpoint import check_share, read_run_state, save_checkpoint
-from ulysses.run.metrics import MetricsLog, device_peaks
+from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate
 from ulysses.stages.base import MetricSums, Stage, StepBatches
 from ulysses.watch.failure import grace_note

@@ -24,17 +24,14 @@ from ulysses.disk import replace_file
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.whole_rows import RowHeads
-from ulysses.plan.memory_choice import (
-    choose_memory,
-    memory_line,
-    micro_batch_line,
-    planner_run,
-    this_machine,
-)
+from ulysses.plan.machine import slow_products, this_machine
+from ulysses.plan.memory_choice import choose_memory, memory_line, micro_batch_line
+from ulysses.plan.planned_run import planner_run
+from ulysses.plan.seconds import model_flops
 from ulysses.run.build import build_engine
 from ulysses.run.checkpoint import clear_run_folder, restarts
 from ulysses.run.export_model import export_model, save_tokenizer
-from ulysses.run.metrics import MetricsLog, model_flops, slow_products
+from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import gradient_policies
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import AuxiliaryModel
@@ -136,7 +133,8 @@ class TrainingRun:
         if shape.delta and self.device.type == "cuda" and config.model.dtype == "bfloat16":
             from models.ops.delta_kernels import prove_rule
 
-            own = RowHeads.own_heads(mesh, *astuple(shape.delta)[:2])
+            degree = mesh.sequence_parallel_size
+            own = RowHeads.own_heads(degree, *astuple(shape.delta)[:2])[:2]
             rule = "gated delta rule", self.device, *own, *astuple(shape.delta)[2:]
             prove_once(Path(config.data.cache).expanduser(), *rule, prove=prove_rule)
         if restarts(config.run):
@@ -151,7 +149,7 @@ class TrainingRun:
         self.say(memory_line(memory))
         self.say(micro_batch_line(memory, config.batch.tokens_per_microbatch == "auto"))
         self.watch.phase("building the model")
-        self.say(f"building the model of {memory.model.parameters:,} parameters ...")
+        self.say(f"building the model of {case.model.parameters:,} parameters ...")
         self.engine = build_engine(
             config, prepared.weights, mesh, memory, attention=prepared.attention
         )
@@ -169,7 +167,7 @@ class TrainingRun:
             eval_loader=eval_data and self.loader(eval_data, evaluation=True),
             total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
-            flops=partial(model_flops, memory.model),
+            flops=partial(model_flops, case.model),
             description={
                 "run": self.run_id,
                 "config": config.model_dump(mode="json"),
@@ -199,7 +197,7 @@ class TrainingRun:
     def loader(self, dataset: Any, *, evaluation: bool = False, **options: Any) -> Any:
         """Return the loader of this data-parallel group; an evaluation is a pass without gradient."""
         mesh, memory = self.mesh, self.memory
-        tokens = memory.pass_tokens if evaluation else memory.tokens
+        tokens = memory.pass_tokens if evaluation else memory.case.tokens
         place = mesh.data_parallel_size, mesh.dp_rank
         return self.prepared.loader(dataset, tokens, *place, evaluation=evaluation, **options)
 
