@@ -21,6 +21,7 @@ KINDS: Mapping[str, tuple[str, Any]] = TABLES["kinds"]
 
 def read_experts(known: Mapping[str, Any]) -> Experts:
     """Read the fields of Experts, all of them positive numbers but for the last."""
+    known = {"moe_intermediate_size": known.get("intermediate_size"), **known}
     return Experts(**numbers(Experts, known), norm_topk_prob=bool(known.get("norm_topk_prob")))
 
 

@@ -329,7 +329,7 @@ def init_parameter(
     values = torch.zeros(tuple(shape), device=device)
     if name.endswith("norm.weight"):
         values.fill_(not config.family.centred_norms)
-    elif not name.endswith(".bias"):
+    elif not name.endswith((".bias", "_proj_bias")):
         std = (
             1 / (config.hidden_size + 1) if name == "score.weight" else config.initializer_range
         )

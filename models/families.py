@@ -38,6 +38,11 @@ class Family:
         mixers: of the layers, repeated from the first layer on; config.json's layer_types may arrange them otherwise.
         rotary: the kind of rotary positions by mixer, where it is not "main".
         experts: layers may have experts in place of the MLP.
+        clamped_experts: these are as gpt-oss has them. They and the router have biases, their matrices are [N, inputs,
+            outputs] with gate and up in turns, the activation is (up + 1) * gate * sigmoid(1.702 * gate) of values
+            clamped to 7, and files hold all experts of a layer in one tensor.
+        sinks: every head has a trained logit that takes its part of the softmax and adds nothing.
+        rope_scaling: what transformers assumes if config.json has neither rope_scaling nor rope_parameters.
         multipliers: the fields of Multipliers that config.json has.
         scaled_embeddings: embeddings are multiplied by the square root of their width.
     """
@@ -54,6 +59,9 @@ class Family:
     mixers: tuple[str, ...] = ("full_attention",)
     rotary: dict[str, str] = field(default_factory=dict)
     experts: bool = False
+    clamped_experts: bool = False
+    sinks: bool = False
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
     multipliers: tuple[str, ...] = ()
     scaled_embeddings: bool = False
     classifier: str = ""

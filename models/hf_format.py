@@ -14,7 +14,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.expert_files import adapted_name, add_expert_adapters, as_stored, join_experts
+from models.expert_files import (
+    BLOCKS,
+    SCALES,
+    adapted_name,
+    add_expert_adapters,
+    as_stored,
+    join_blocks,
+    join_experts,
+)
 from models.folders import ADAPTER_CONFIG, base_folder, read_adapter_config, read_json
 from models.quantized import BLOCK, OUTER, join_parts, pack, unpack
 from ulysses.disk import write_json, write_tensors
@@ -92,7 +100,8 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
         ) from None
     _join_packed(path, found)
     for name, tensor in found.items():
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+        is_mxfp4 = tensor.dtype == torch.uint8 and name.endswith((BLOCKS, SCALES))
+        if not is_mxfp4 and (not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1):
             raise ValueError(
                 f"{path.absolute()} holds {name} as {tensor.dtype}, but quantised weights cannot be trained; use the "
                 "model that they were made from, or dequantise them to bfloat16"
@@ -144,7 +153,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, Any] = {}  # StoredTensor or JoinedTensor
+        self.tensors: dict[str, Any] = {}  # StoredTensor, JoinedTensor or BlockTensor
         self.adapter: dict[str, Any] | None = None
         self.dtype: torch.dtype | None = None
         self.quantize = "none"
@@ -157,6 +166,7 @@ class WeightFiles:
             for path in self.paths:
                 self.tensors |= _stored_tensors(path)
             join_experts(self.tensors)
+            join_blocks(self.tensors)
 
     def _read_adapter(self) -> None:
         path = self.folder / ADAPTER_WEIGHTS
@@ -324,12 +334,17 @@ def _weight_paths(folder: Path) -> list[Path]:
 
 
 def write_weights(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: int = SHARD_BYTES,
+    *,
+    whole_experts: bool = False,
 ) -> None:
     """Write named tensors as transformers does, holding one shard in host memory.
 
     Args:
         folder: an empty folder; the caller moves it into place when all is written.
+        whole_experts: all experts' matrices of a layer stay one tensor, as the family's clamped_experts says.
         max_shard_bytes: bounds a file; a larger tensor has a file of its own.
     """
     files: list[list[str]] = []  # the names in each
@@ -342,7 +357,7 @@ def write_weights(
         files.append(list(shard))
         shard.clear()
 
-    for name, tensor in as_stored(tensors):
+    for name, tensor in as_stored(tensors, whole_experts):
         if shard and size + tensor.nbytes > max_shard_bytes:
             write_shard()
             size = 0

@@ -55,6 +55,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         logits_scaling=0.25,
         tie_word_embeddings=True,
     ),
+    "gpt-oss": raw(
+        "gpt_oss",
+        head_dim=12,
+        sliding_window=7,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
+    ),
     "gemma3": raw(
         "gemma3_text",
         head_dim=12,

@@ -104,9 +104,11 @@ def test_the_planner_knows_what_each_level_keeps(name: str) -> None:
     for level in ("keep_attention", "block"):
         each = kept_bytes(case, level)
         assert kept_on_the_host(level, config) == config.num_hidden_layers * each
-    # torch's norm, which comes after OLMo's attention, keeps a copy of its rows on a CPU
-    copies = 0 if config.family.centred_norms else bool(config.family.norms[1])
-    wanted = kept_bytes(case, "none") + copies * 4 * 26 * (config.hidden_size + 1)
+    # torch's norm, which comes after OLMo's attention and before experts, keeps a copy of its rows on a CPU; the
+    # weights of experts keep their sum
+    copies = 0 if config.family.centred_norms else bool(config.family.norms[1] or config.moe)
+    wanted = kept_bytes(case, "none") + 4 * 26 * bool(config.moe)
+    wanted += copies * 4 * 26 * (config.hidden_size + 1)
     assert held_by_autograd(config) == wanted
 
 

@@ -153,7 +153,7 @@ def export_model(
             save_adapters(new, adapters, config.model, reward=stage.reward)
         else:
             given = merged(weights, adapters, lora, rounded) if lora.rank else weights
-            write_weights(new, given)
+            write_weights(new, given, whole_experts=shape.family.clamped_experts)
         write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
         copy_side_files(config.output / "tokenizer", new)
         note = f"\nThe metrics are of the trained weights: {rounded.note}.\n" * bool(
@@ -253,7 +253,8 @@ def merge_adapter(folder: Path, out: Path, dtype: str = "") -> str:
         return rounded(exact, files.base(name), trained).view(sizes[name])
 
     with whole_folder(out) as new:
-        write_weights(new, ((name, weight(name)) for name in sizes))
+        weights = ((name, weight(name)) for name in sizes)
+        write_weights(new, weights, whole_experts=shape.family.clamped_experts)
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
         for pattern in (GENERATION, "tokenizer*"):
             copy_side_files(folder_with(folder, pattern), new)
