@@ -167,21 +167,34 @@ def adapted_name(stem: str, parameters: Iterable[str]) -> str:
     inner = stem.removesuffix(".base_layer")
     if not inner.endswith(".experts"):
         return f"{stem}.weight"
-    names = [name for name in EXPERT_PARTS if f"experts.{name}" in parameters]
+    named = {name.rpartition(".")[2] for name in parameters}  # some have `experts.` before
+    names = [name for name in EXPERT_PARTS if name in named]
     return f"{inner}.{names[0 if inner != stem else -1]}"
 
 
 def add_expert_adapters(
-    flat: Tensor, shape: torch.Size, a: Tensor, b: Tensor, scale: float, start: int = 0
+    flat: Tensor,
+    shape: torch.Size,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    start: int = 0,
+    *,
+    transposed: bool = False,
 ) -> Tensor:
-    """Return elements of flattened matrices [N, O, K], which begin at `start`, with PEFT's adapters; in float32."""
-    number, outputs, inputs = shape
+    """Return elements of flattened matrices [N, O, K], which begin at `start`, with PEFT's adapters; in float32.
+
+    Those of `transposed` matrices are [N, K, O].
+    """
+    number, *sides = shape
+    outputs, inputs = sides[::-1] if transposed else sides
     size = outputs * inputs
     own = slice(start // size, -(-(start + len(flat)) // size))
     a, b = (
         a.float().view(number, -1, inputs)[own],
         b.float().view(outputs, -1, number)[..., own],
     )
-    update = scale * torch.einsum("orn,nri->noi", b, a).flatten()
+    how = "orn,nri->nio" if transposed else "orn,nri->noi"
+    update = scale * torch.einsum(how, b, a).flatten()
     begin = start - own.start * size
     return flat.float() + update[begin : begin + len(flat)]

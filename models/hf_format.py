@@ -204,16 +204,20 @@ class WeightFiles:
         for name, pair in pairs.items():
             adapted = self.tensors.get(name)
             shapes = {kind: list(tensor.shape) for kind, tensor in pair.items()}
-            count = math.prod(adapted.shape[:-2]) if adapted else 1  # of experts
-            if adapted is None or shapes != {
-                "A": [rank * count, adapted.shape[-1]],
-                "B": [adapted.shape[-2], rank * count],
-            }:
+            *count, outputs, inputs = adapted.shape if adapted else (0, 0)
+            if self._is_transposed(name):
+                outputs, inputs = inputs, outputs
+            rows = rank * math.prod(count)  # of all experts
+            if shapes != {"A": [rows, inputs], "B": [outputs, rows]}:
                 raise ValueError(
                     f"{path.absolute()} adapts {name} by matrices of shapes {shapes}, which the base model "
                     f"{base.folder.absolute()} does not fit; correct base_model_name_or_path"
                 )
             self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
+
+    def _is_transposed(self, name: str) -> bool:
+        """Return whether a tensor has experts' matrices [inputs, outputs], which have biases."""
+        return f"{name}_bias" in self.tensors
 
     def read(
         self,
@@ -239,7 +243,8 @@ class WeightFiles:
         for a, b, scale in self._updates.get(name, ()):
             if len(stored.shape) == 3:
                 down, up = (x.read(0, x.shape.numel()).view(x.shape) for x in (a, b))
-                flat = add_expert_adapters(flat, stored.shape, down, up, scale, start)
+                given = flat, stored.shape, down, up, scale, start
+                flat = add_expert_adapters(*given, transposed=self._is_transposed(name))
                 continue
             rank, width = a.shape
             # the rows of B that these elements lie in

@@ -143,13 +143,12 @@ class ExpertMatrices(nn.Module):
         N, F, D = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
         self.number, self.kind, self.clamped = N, kind, config.family.clamped_experts
         self.activation = "clamped" if self.clamped else config.family.activation
-        self.shapes: dict[str, tuple[int, ...]]
-        self.shapes = {"gate_up_proj": (N, 2 * F, D), "down_proj": (N, D, F)}
+        self.sizes = {"gate_up_proj": (2 * F, D), "down_proj": (D, F)}  # outputs and inputs
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.scale, self.adapted = 1.0, True
-        for name, (_, outputs, inputs) in [*self.shapes.items()]:
-            if self.clamped:
-                self.shapes[name] = N, inputs, outputs
-            shape = self.shapes[name]
+        for name, (outputs, inputs) in self.sizes.items():
+            size = (inputs, outputs) if self.clamped else (outputs, inputs)
+            self.shapes[name] = shape = (N, *size)
             if kind == "none":
                 matrices = nn.Parameter(torch.empty(shape))
             else:
@@ -164,26 +163,26 @@ class ExpertMatrices(nn.Module):
 
     def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
         """Give matrices adapters, whose values somebody fills."""
-        self.scale, shapes = scale, {name: self.shapes[name] for name in names}
-        if shapes:
-            self.lora_A = AdapterMatrices({n: (s[0], rank, s[2]) for n, s in shapes.items()})
-            self.lora_B = AdapterMatrices({n: (*s[:2], rank) for n, s in shapes.items()})
+        self.scale, N = scale, self.number
+        sizes = {name: self.sizes[name] for name in names}
+        if sizes:
+            self.lora_A = AdapterMatrices({n: (N, rank, k) for n, (_, k) in sizes.items()})
+            self.lora_B = AdapterMatrices({n: (N, o, rank) for n, (o, _) in sizes.items()})
 
     def enable_adapters(self, enabled: bool) -> None:
         """Switch the adapters on or off."""
         self.adapted = enabled
 
     def _stack(self, name: str) -> Stack:
-        unpack = None
+        unpack = a = b = None
         if self.kind != "none":
             from models.quantized import unpack as dense
 
             unpack = partial(dense, self.kind, shape=self.shapes[name])
         if self.adapted and hasattr(self.lora_A, name):
             a, b = getattr(self.lora_A, name), getattr(self.lora_B, name)
-            return Stack(getattr(self, name), unpack, a, b, self.scale)
         bias = getattr(self, f"{name}_bias")
-        return Stack(getattr(self, name), unpack, bias=bias, transposed=self.clamped)
+        return Stack(getattr(self, name), unpack, a, b, self.scale, bias, self.clamped)
 
     @property
     def stacks(self) -> ExpertStacks:

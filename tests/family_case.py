@@ -55,19 +55,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         logits_scaling=0.25,
         tie_word_embeddings=True,
     ),
-    "gpt-oss": raw(
-        "gpt_oss",
-        head_dim=12,
-        sliding_window=7,
-        num_local_experts=6,
-        num_experts_per_tok=2,
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "truncate": False,
-        },
-    ),
     "gemma3": raw(
         "gemma3_text",
         head_dim=12,
@@ -83,6 +70,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         rope_local_base_freq=3e3,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
         layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "qwen3_moe": raw(
+        "qwen3_moe",
+        head_dim=12,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
+    "gpt-oss": raw(
+        "gpt_oss",
+        head_dim=12,
+        sliding_window=7,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
     ),
 }
 # families of which transformers has no class for reward models

@@ -64,6 +64,11 @@ FAMILY_CASES = [
     *(("gemma3", stage, 4, 4, 3) for stage in COMPARED),
     ("gemma3", "dpo", 4, 2, 4),
     ("smollm3", "kto", 4, 4, 4),
+    # and under sinks: a row of every degree
+    *(("gpt-oss", stage, 4, 4, 3) for stage in COMPARED),
+    ("gpt-oss", "sft", 1, 1, 3),
+    ("gpt-oss", "dpo", 3, 3, 4),
+    ("gpt-oss", "rm", 4, 2, 3),
 ]
 
 

@@ -89,12 +89,6 @@ def expert_adapter_errors(config: Config, shape: ModelConfig) -> Iterator[str]:
     of_mlp = sorted({*lora.targets} & {*MLP_TARGETS})
     if not lora.rank or not shape.moe or not of_mlp:
         return
-    if shape.family.clamped_experts:
-        yield (
-            f"model.lora.targets has {', '.join(of_mlp)}, but adapters of {shape.model_type}'s experts, which have "
-            "biases, are not computed here; name q_proj, k_proj, v_proj and o_proj only"
-        )
-        return
     if ("gate_proj" in of_mlp) != ("up_proj" in of_mlp):
         yield (
             f"model.lora.targets has {' and '.join(of_mlp)}, but experts hold gate_proj and up_proj in one matrix; "

@@ -152,8 +152,10 @@ def export_model(
         if not whole:
             save_adapters(new, adapters, config.model, reward=stage.reward)
         else:
-            given = merged(weights, adapters, lora, rounded) if lora.rank else weights
-            write_weights(new, given, whole_experts=shape.family.clamped_experts)
+            whole = shape.family.clamped_experts
+            if lora.rank:
+                weights = merged(weights, adapters, lora, rounded, transposed=whole)
+            write_weights(new, weights, whole_experts=whole)
         write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
         copy_side_files(config.output / "tokenizer", new)
         note = f"\nThe metrics are of the trained weights: {rounded.note}.\n" * bool(
