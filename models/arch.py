@@ -133,7 +133,8 @@ class ModelConfig:
                 )
         if quantised := raw.get("quantization_config"):
             method = quantised.get("quant_method")
-            if method != "bitsandbytes" or quantised.get("bnb_4bit_quant_type") != "nf4":
+            is_nf4 = method == "bitsandbytes" and quantised.get("bnb_4bit_quant_type") == "nf4"
+            if not is_nf4 and (method != "mxfp4" or not family.clamped_experts):
                 raise ValueError(
                     f"quantization_config in config.json says that the weights are quantised by {method}, but only "
                     "bitsandbytes' NF4 can be trained on; use the model that they were made from, with model.quantize"
@@ -149,7 +150,7 @@ class ModelConfig:
                 )
             others = {"rope_local_base_freq": "rope_theta", "local_rope_type": "rope_type"}
             table = full | {name: local.get(key) for name, key in others.items()}
-        table = {**table, **(raw.get("rope_scaling") or {})}
+        table = {**table, **(raw.get("rope_scaling") or {})} or family.rope_scaling
         named = {family.aliases.get(k, k): v for k, v in raw.items()}
         stated = {**family.defaults, **named, **table}
         if (theta := raw.get("rope_theta")) not in (None, stated["rope_theta"]):

@@ -21,6 +21,7 @@ KINDS: Mapping[str, tuple[str, Any]] = TABLES["kinds"]
 
 def read_experts(known: Mapping[str, Any], family: Family) -> Experts:
     """Read the fields of Experts, all of them positive numbers but for norm_topk_prob."""
+    known = {"moe_intermediate_size": known.get("intermediate_size"), **known}
     name = "shared_expert_intermediate_size"
     return Experts(
         **numbers(Experts, known),

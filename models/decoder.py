@@ -335,7 +335,7 @@ def init_parameter(
         values.uniform_(0.01, 16, generator=keyed_generator(device, seed, name)).log_()
     elif name.endswith("linear_attn.dt_bias"):
         values.fill_(1)
-    elif not name.endswith(".bias"):
+    elif not name.endswith((".bias", "_proj_bias")):
         std = (
             1 / (config.hidden_size + 1) if name == "score.weight" else config.initializer_range
         )

@@ -3,7 +3,9 @@
     ...mlp.experts.0.gate_proj.weight, ...experts.0.up_proj.weight, ...1.gate_proj...    ...mlp.experts.gate_up_proj
     ...mlp.experts.0.down_proj.weight, ...experts.1.down_proj.weight, ...                ...mlp.experts.down_proj
 
-Those on the right, which some folders hold, are read as they are.
+Those on the right, which some folders hold, are read as they are. gpt-oss's are saved so, transposed, or in MXFP4:
+
+    ...mlp.experts.gate_up_proj_blocks, ...gate_up_proj_scales                            ...mlp.experts.gate_up_proj
 """
 
 import re
@@ -42,6 +44,60 @@ class JoinedTensor(NamedTuple):
             return torch.cat(found)
 
 
+BLOCKS, SCALES = "_blocks", "_scales"
+# what the codes of MXFP4 stand for: a sign, two bits of exponent, one of mantissa
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class BlockTensor(NamedTuple):
+    """Matrices [N, K, O] whose files hold them in MXFP4, as blocks of 32 elements along K; read into bfloat16.
+
+    blocks [N, O, K/32, 16]: two codes in a byte, the first one low. scales [N, O, K/32]: powers of two, plus 127.
+    """
+
+    blocks: Any  # StoredTensors of models/hf_format.py
+    scales: Any
+    dtype: torch.dtype = torch.bfloat16
+    state: Mapping[str, Any] = {}
+
+    @property
+    def shape(self) -> torch.Size:
+        count, outputs, groups, _ = self.blocks.shape
+        return torch.Size([count, 32 * groups, outputs])
+
+    def read(self, start: int, stop: int, device: Any = "cpu") -> Tensor:
+        """Return the flat elements [start, stop), row-major; only the blocks that hold them are touched."""
+        _, inputs, outputs = self.shape
+        every = torch.arange(256, device=device)
+        values = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=self.dtype, device=device)
+        pairs = values[torch.stack([every & 15, every >> 4], -1)]  # of every byte
+        found = [values[:0]]
+        with ExitStack() as stack:
+            blocks, scales = (
+                stack.enter_context(safe_open(part.file, "pt")).get_tensor(part.name)
+                for part in (self.blocks, self.scales)
+            )
+            while start < stop:
+                number, place = divmod(start, inputs * outputs)
+                count = min(inputs * outputs - place, stop - start)
+                first, last = place // outputs // 32, -(-(place + count) // (32 * outputs))
+                codes = blocks[number, :, first:last].to(device)
+                powers = (scales[number, :, first:last].to(device).float() - 127).exp2()
+                columns = pairs[codes.int()].flatten(2) * powers.to(self.dtype)[..., None]
+                before = place - first * 32 * outputs
+                found.append(columns.flatten(1).t().flatten()[before : before + count])
+                start += count
+        return torch.cat(found)
+
+
+def join_blocks(found: dict[str, Any]) -> None:
+    """Make one tensor of the blocks and the scales of matrices in MXFP4, under the name of the matrices."""
+    for name in [name for name in found if name.endswith(BLOCKS)]:
+        stem = name.removesuffix(BLOCKS)
+        if stem + SCALES in found:
+            found[stem] = BlockTensor(found.pop(name), found.pop(stem + SCALES))
+
+
 # What files hold in place of a parameter with all experts' matrices: a matrix of each expert, or two.
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -66,11 +122,13 @@ def join_experts(found: dict[str, Any]) -> None:
                 found[f"{stem}.{joined}"] = JoinedTensor(parts, shape)
 
 
-def as_stored(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's weights as transformers saves them: the matrices of experts one by one."""
+def as_stored(
+    weights: Iterable[tuple[str, Tensor]], whole: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's weights as transformers saves them: the matrices of experts one by one, or in `whole` tensors."""
     for name, tensor in weights:
         stem, _, last = name.rpartition(".")
-        if not stem.endswith(".experts"):
+        if whole or not stem.endswith(".experts"):
             yield name, tensor
             continue
         matrices = EXPERT_PARTS[last]
@@ -109,21 +167,34 @@ def adapted_name(stem: str, parameters: Iterable[str]) -> str:
     inner = stem.removesuffix(".base_layer")
     if not inner.endswith(".experts"):
         return f"{stem}.weight"
-    names = [name for name in EXPERT_PARTS if f"experts.{name}" in parameters]
+    named = {name.rpartition(".")[2] for name in parameters}  # some have `experts.` before
+    names = [name for name in EXPERT_PARTS if name in named]
     return f"{inner}.{names[0 if inner != stem else -1]}"
 
 
 def add_expert_adapters(
-    flat: Tensor, shape: torch.Size, a: Tensor, b: Tensor, scale: float, start: int = 0
+    flat: Tensor,
+    shape: torch.Size,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    start: int = 0,
+    *,
+    transposed: bool = False,
 ) -> Tensor:
-    """Return elements of flattened matrices [N, O, K], which begin at `start`, with PEFT's adapters; in float32."""
-    number, outputs, inputs = shape
+    """Return elements of flattened matrices [N, O, K], which begin at `start`, with PEFT's adapters; in float32.
+
+    Those of `transposed` matrices are [N, K, O].
+    """
+    number, *sides = shape
+    outputs, inputs = sides[::-1] if transposed else sides
     size = outputs * inputs
     own = slice(start // size, -(-(start + len(flat)) // size))
     a, b = (
         a.float().view(number, -1, inputs)[own],
         b.float().view(outputs, -1, number)[..., own],
     )
-    update = scale * torch.einsum("orn,nri->noi", b, a).flatten()
+    how = "orn,nri->nio" if transposed else "orn,nri->noi"
+    update = scale * torch.einsum(how, b, a).flatten()
     begin = start - own.start * size
     return flat.float() + update[begin : begin + len(flat)]

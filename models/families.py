@@ -41,6 +41,11 @@ class Family:
         shared_expert: beside the experts there is one for all rows, times the sigmoid of a gate.
         output_gate: attention's output is multiplied by the sigmoid of a gate, whose rows stand in q_proj.
         fused_projections: those of linear attention are two matrices, in which the rows of a key head stand together.
+        clamped_experts: these are as gpt-oss has them. They and the router have biases, their matrices are [N, inputs,
+            outputs] with gate and up in turns, the activation is (up + 1) * gate * sigmoid(1.702 * gate) of values
+            clamped to 7, and files hold all experts of a layer in one tensor.
+        sinks: every head has a trained logit that takes its part of the softmax and adds nothing.
+        rope_scaling: what transformers assumes if config.json has neither rope_scaling nor rope_parameters.
         multipliers: the fields of Multipliers that config.json has.
         scaled_embeddings: embeddings are multiplied by the square root of their width.
     """
@@ -60,6 +65,9 @@ class Family:
     shared_expert: bool = False
     output_gate: bool = False
     fused_projections: bool = False
+    clamped_experts: bool = False
+    sinks: bool = False
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
     multipliers: tuple[str, ...] = ()
     scaled_embeddings: bool = False
     classifier: str = ""

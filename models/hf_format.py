@@ -15,7 +15,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.expert_files import adapted_name, add_expert_adapters, as_stored, join_experts
+from models.expert_files import (
+    BLOCKS,
+    SCALES,
+    adapted_name,
+    add_expert_adapters,
+    as_stored,
+    join_blocks,
+    join_experts,
+)
 from models.folders import ADAPTER_CONFIG, base_folder, read_adapter_config, read_json
 from models.multimodal import inside, split_text
 from models.quantized import BLOCK, OUTER, join_parts, pack, unpack
@@ -95,7 +103,8 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
         ) from None
     _join_packed(path, found)
     for name, tensor in found.items():
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+        is_mxfp4 = tensor.dtype == torch.uint8 and name.endswith((BLOCKS, SCALES))
+        if not is_mxfp4 and (not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1):
             raise ValueError(
                 f"{path.absolute()} holds {name} as {tensor.dtype}, but quantised weights cannot be trained; use the "
                 "model that they were made from, or dequantise them to bfloat16"
@@ -148,7 +157,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, Any] = {}  # StoredTensor or JoinedTensor
+        self.tensors: dict[str, Any] = {}  # StoredTensor, JoinedTensor or BlockTensor
         self.carried: dict[str, StoredTensor] = {}
         self.adapter: dict[str, Any] | None = None
         self.dtype: torch.dtype | None = None
@@ -164,6 +173,7 @@ class WeightFiles:
                 self.tensors |= text
                 self.carried |= carried
             join_experts(self.tensors)
+            join_blocks(self.tensors)
 
     def _read_adapter(self) -> None:
         path = self.folder / ADAPTER_WEIGHTS
@@ -202,16 +212,20 @@ class WeightFiles:
         for name, pair in pairs.items():
             adapted = self.tensors.get(name)
             shapes = {kind: list(tensor.shape) for kind, tensor in pair.items()}
-            count = math.prod(adapted.shape[:-2]) if adapted else 1  # of experts
-            if adapted is None or shapes != {
-                "A": [rank * count, adapted.shape[-1]],
-                "B": [adapted.shape[-2], rank * count],
-            }:
+            *count, outputs, inputs = adapted.shape if adapted else (0, 0)
+            if self._is_transposed(name):
+                outputs, inputs = inputs, outputs
+            rows = rank * math.prod(count)  # of all experts
+            if shapes != {"A": [rows, inputs], "B": [outputs, rows]}:
                 raise ValueError(
                     f"{path.absolute()} adapts {name} by matrices of shapes {shapes}, which the base model "
                     f"{base.folder.absolute()} does not fit; correct base_model_name_or_path"
                 )
             self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
+
+    def _is_transposed(self, name: str) -> bool:
+        """Return whether a tensor has experts' matrices [inputs, outputs], which have biases."""
+        return f"{name}_bias" in self.tensors
 
     def read(
         self,
@@ -238,7 +252,8 @@ class WeightFiles:
         for a, b, scale in self._updates.get(name, ()):
             if len(stored.shape) == 3:
                 down, up = (x.read(0, x.shape.numel()).view(x.shape) for x in (a, b))
-                flat = add_expert_adapters(flat, stored.shape, down, up, scale, start)
+                given = flat, stored.shape, down, up, scale, start
+                flat = add_expert_adapters(*given, transposed=self._is_transposed(name))
                 continue
             rank, width = a.shape
             # the rows of B that these elements lie in
@@ -336,6 +351,8 @@ def write_weights(
     folder: Path,
     tensors: Iterable[tuple[str, Tensor]],
     max_shard_bytes: int = SHARD_BYTES,
+    *,
+    whole_experts: bool = False,
     carried: Mapping[str, StoredTensor] | None = None,
 ) -> None:
     """Write named tensors as transformers does, holding one shard in host memory.
@@ -343,6 +360,7 @@ def write_weights(
     Args:
         folder: an empty folder; the caller moves it into place when all is written.
         carried: tensors of other files, which are written as they are.
+        whole_experts: all experts' matrices of a layer stay one tensor, as the family's clamped_experts says.
         max_shard_bytes: bounds a file; a larger tensor has a file of its own.
     """
     files: list[list[str]] = []  # the names in each
@@ -359,7 +377,7 @@ def write_weights(
         (name, stored.read(0, stored.shape.numel()).view(stored.shape))
         for name, stored in (carried or {}).items()
     )
-    for name, tensor in chain(as_stored(tensors), others):
+    for name, tensor in chain(as_stored(tensors, whole_experts), others):
         if shard and size + tensor.nbytes > max_shard_bytes:
             write_shard()
             size = 0

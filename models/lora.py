@@ -88,11 +88,13 @@ def merged(
     adapters: Mapping[str, Tensor],
     config: Any,
     rounded: Callable[[Tensor, Tensor], Tensor] = lambda exact, base: exact.to(base.dtype),
+    *,
+    transposed: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under the base model's names with the scaled B A added, in float32, where it belongs.
 
     The adapters among `weights` are left out; the adapted matrices are copies, `rounded` then, by default to their own
-    dtype.
+    dtype. `transposed` experts' matrices are [inputs, outputs].
     """
     scale = lora_scale(config.rank, config.alpha, config.rslora)
     for name, weight in weights:
@@ -101,7 +103,8 @@ def merged(
         stem, owner, last = name.removesuffix(".base_layer.weight"), *name.rpartition(".")[::2]
         if f"{owner}.lora_A.{last}" in adapters:  # all experts' matrices
             a, b = (adapters[f"{owner}.lora_{k}.{last}"].float() for k in "AB")
-            flat = (weight.float() + scale * (b @ a)).view(-1)
+            update = (b @ a).mT if transposed else b @ a
+            flat = (weight.float() + scale * update).view(-1)
             weight = rounded(flat, weight.view(-1)).view_as(weight)
         elif stem != name:
             a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"] for k in "AB")

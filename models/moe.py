@@ -115,11 +115,13 @@ class Router(nn.Module):
         super().__init__()
         assert config.moe is not None
         self.count, self.normalise = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
-        self.weight = nn.Parameter(torch.empty(config.moe.num_experts, config.hidden_size))
+        N = config.moe.num_experts
+        self.weight = nn.Parameter(torch.empty(N, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(N)) if config.family.clamped_experts else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the weights and the numbers [S, k] of the experts of rows x, and all probabilities [S, N]."""
-        return route(x, self.weight, self.count, self.normalise)
+        return route(x, self.weight, self.count, self.normalise, self.bias)
 
 
 class AdapterMatrices(nn.Module):
@@ -134,6 +136,7 @@ class AdapterMatrices(nn.Module):
 class ExpertMatrices(nn.Module):
     """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F].
 
+    Clamped ones are the other way round, [N, D, 2F] and [N, F, D], and have biases [N, 2F] and [N, D].
     kind: "none", or to what they are quantised: then each is a frozen parameter of bytes, of a matrix [N * 2F, D] or
     [N * D, F]. Adapters are lora_A [N, r, inputs] and lora_B [N, outputs, r] by the names of the matrices.
     """
@@ -142,11 +145,14 @@ class ExpertMatrices(nn.Module):
         super().__init__()
         assert config.moe is not None
         N, F, D = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
-        self.number, self.activation, self.kind = N, config.family.activation, kind
-        self.shapes: dict[str, tuple[int, ...]]
-        self.shapes = {"gate_up_proj": (N, 2 * F, D), "down_proj": (N, D, F)}
+        self.number, self.kind, self.clamped = N, kind, config.family.clamped_experts
+        self.activation = "clamped" if self.clamped else config.family.activation
+        self.sizes = {"gate_up_proj": (2 * F, D), "down_proj": (D, F)}  # outputs and inputs
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.scale, self.adapted = 1.0, True
-        for name, shape in self.shapes.items():
+        for name, (outputs, inputs) in self.sizes.items():
+            size = (inputs, outputs) if self.clamped else (outputs, inputs)
+            self.shapes[name] = shape = (N, *size)
             if kind == "none":
                 matrices = nn.Parameter(torch.empty(shape))
             else:
@@ -154,30 +160,33 @@ class ExpertMatrices(nn.Module):
 
                 matrices = nn.Parameter(empty_packed(kind, shape), requires_grad=False)
             self.register_parameter(name, matrices)
+            bias = nn.Parameter(torch.empty(N, outputs)) if self.clamped else None
+            self.register_parameter(f"{name}_bias", bias)
         self.lora_A: nn.Module | None = None
         self.lora_B: nn.Module | None = None
 
     def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
         """Give matrices adapters, whose values somebody fills."""
-        self.scale, shapes = scale, {name: self.shapes[name] for name in names}
-        if shapes:
-            self.lora_A = AdapterMatrices({n: (s[0], rank, s[2]) for n, s in shapes.items()})
-            self.lora_B = AdapterMatrices({n: (*s[:2], rank) for n, s in shapes.items()})
+        self.scale, N = scale, self.number
+        sizes = {name: self.sizes[name] for name in names}
+        if sizes:
+            self.lora_A = AdapterMatrices({n: (N, rank, k) for n, (_, k) in sizes.items()})
+            self.lora_B = AdapterMatrices({n: (N, o, rank) for n, (o, _) in sizes.items()})
 
     def enable_adapters(self, enabled: bool) -> None:
         """Switch the adapters on or off."""
         self.adapted = enabled
 
     def _stack(self, name: str) -> Stack:
-        unpack = None
+        unpack = a = b = None
         if self.kind != "none":
             from models.quantized import unpack as dense
 
             unpack = partial(dense, self.kind, shape=self.shapes[name])
         if self.adapted and hasattr(self.lora_A, name):
             a, b = getattr(self.lora_A, name), getattr(self.lora_B, name)
-            return Stack(getattr(self, name), unpack, a, b, self.scale)
-        return Stack(getattr(self, name), unpack)
+        bias = getattr(self, f"{name}_bias")
+        return Stack(getattr(self, name), unpack, a, b, self.scale, bias, self.clamped)
 
     @property
     def stacks(self) -> ExpertStacks:
@@ -206,7 +215,8 @@ class MoE(nn.Module):
         kind: str = "none",
     ) -> None:
         super().__init__()
-        self.gate = Router(config)
+        self.router_name = "router" if config.family.clamped_experts else "gate"
+        self.register_module(self.router_name, Router(config))
         self.experts = ExpertMatrices(config, kind)
         self.rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
         self.record, self.place = record, place
@@ -217,7 +227,7 @@ class MoE(nn.Module):
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, chosen, probabilities = self.gate(x)
+        weights, chosen, probabilities = self.chooser(x)
         self.record.note(self.place, chosen, probabilities, slice(0, len(x)))
         out = self.experts(x, weights, chosen)
         return out if self.shared_expert is None else out + self.shared(x)
@@ -227,9 +237,14 @@ class MoE(nn.Module):
         return self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
     @property
+    def chooser(self) -> Router:
+        """The router, under the name that files have for it."""
+        return getattr(self, self.router_name)  # type: ignore[no-any-return]
+
+    @property
     def is_capturable(self) -> bool:
         """Whether the host does not wait for the sizes of groups, in the dtype of the router."""
-        matrices = self.gate.weight.new_empty(
+        matrices = self.chooser.weight.new_empty(
             1, *self.experts.shapes["gate_up_proj"][1:], device="meta"
         )
         return is_grouped(matrices, matrices.mT.contiguous())
@@ -238,23 +253,24 @@ class MoE(nn.Module):
         self, norm: RMSNorm | None, after: RMSNorm | None, factor: float
     ) -> SparseMLP | None:
         """Return the operation that may stand in for the norm and this module, if one may."""
-        first = [] if norm is None else [norm]
+        first, router = [] if norm is None else [norm], self.chooser
         if (
             after
             or factor != 1
             or any(map(is_watched, (self, self.experts)))
-            or not is_plain(*first, self.gate)
+            or not is_plain(*first, router)
         ):
             return None
         return SparseMLP(
             None if norm is None else norm.weight,
-            self.gate.weight,
+            router.weight,
             self.experts.stacks,
             self.rule,
-            self.gate.count,
-            self.gate.normalise,
+            router.count,
+            router.normalise,
             self.record,
             self.place,
+            router.bias,
             self._beside(),
         )
 

@@ -29,7 +29,7 @@ from ulysses.parallel.layout import head_layout
 
 
 class SelfAttention(nn.Module):
-    """Hold the four projections, and in some families the norms of queries and keys.
+    """Hold the four projections, and in some families the norms of queries and keys, or sinks [H].
 
     `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on are
     those of ulysses/memory/levels.py's Mixer.
@@ -58,6 +58,9 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(kv_heads if whole else E, self.rule)
             self.norms = [self.q_norm, self.k_norm]
         self.attention = attention
+        self.sinks: nn.Parameter | None = None
+        if family.sinks:
+            self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
 
     def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
         """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
@@ -102,7 +105,7 @@ class SelfAttention(nn.Module):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
         """Attend; with a graph."""
-        return self.attention(query, key, value, plan=plan)
+        return self.attention(query, key, value, plan=plan, sink=self.sinks)
 
     def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
         query, key, value = heads
@@ -115,13 +118,17 @@ class SelfAttention(nn.Module):
 
     def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
         query, key, value = shards
-        return self.attention.attend_forward(query, key, value, plan)
+        return self.attention.attend_forward(query, key, value, plan, self.sinks)
 
     def mix_backward(
         self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         given: Any = grad, *shards, *results, plan
-        return self.attention.attend_backward(*given), ()
+        grads, sinks = self.attention.attend_backward(*given), self.sinks
+        if sinks is None or not sinks.requires_grad:
+            return grads, ()
+        out, lse = results
+        return grads, [self.attention.sink_gradient(grad, out, lse, sinks).to(sinks.dtype)]
 
     def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
         return exchange_out_forward(out, plan)
@@ -151,7 +158,8 @@ class SelfAttention(nn.Module):
         """The modules and parameters of project, of the mix itself and of output."""
         gate = [self.q_proj] * self.has_gate
         project = self.q_proj, self.k_proj, self.v_proj, *self.norms
-        return project, (), (*gate, self.o_proj)
+        mix = [] if self.sinks is None else [self.sinks]
+        return project, mix, (*gate, self.o_proj)
 
     @staticmethod
     def size(config: ModelConfig, setting: Setting) -> MixerSize:

@@ -103,6 +103,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **LINEAR,
         **EXPERTS,
     ),
+    "qwen3_moe": raw(
+        "qwen3_moe",
+        head_dim=12,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
+    "gpt-oss": raw(
+        "gpt_oss",
+        head_dim=12,
+        sliding_window=7,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
+    ),
 }
 # families of which transformers has no class for reward models
 NO_CLASSIFIER = ("granite", "qwen3_5_moe")

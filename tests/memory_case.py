@@ -23,6 +23,8 @@ QWEN3 = replace(CONFIG, model_type="qwen3", attention_bias=False, head_dim=8)
 MOE = replace(
     QWEN3, model_type="qwen3_moe", moe=Experts(5, 2, 16, True), pattern=(LayerKind(), LayerKind(feed_forward="experts"))
 )  # fmt: skip
+# standard deviations: some gates and ups of gpt-oss's experts lie beyond their clamps
+BIASES = {"gate_up_proj_bias": 4.0, "sinks": 1.0}
 TILE = 7  # rows of an MLP tile: 26 rows are 4 of them
 
 
@@ -38,8 +40,9 @@ def build(
     model = CausalLM(config, memory=LayerMemory(**memory)).to(dtype)
     init_weights(model, seed=4)
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+        scale = BIASES.get(name.rpartition(".")[2], 0.1)
+        if name.endswith(("bias", "sinks")):
+            parameter.data.normal_(0, scale, generator=torch.Generator().manual_seed(len(name)))
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.data.uniform_(0.5, 2, generator=torch.Generator().manual_seed(len(name)))
             parameter.data -= float(config.family.centred_norms)

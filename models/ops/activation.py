@@ -21,6 +21,13 @@ ACTIVATIONS = {
 }
 
 
+def clamped(both: Tensor) -> Tensor:
+    """Return (up + 1) * gate * sigmoid(1.702 * gate), as gpt-oss has it, of rows [M, 2F] with gate and up in turns."""
+    gate, up = both.unflatten(1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
 def activate(gate: Tensor, up: Tensor, kind: str = "silu") -> Tensor:
     """Return act(gate) * up of rows [S, F], without a graph; both have the same strides."""
     if on_gpu(gate):
@@ -41,10 +48,16 @@ def activate_backward(
 
 
 def activate_weighted(both: Tensor, weights: Tensor, kind: str = "silu") -> Tensor:
-    """Return act(gate) * up * weight of rows [M, 2F], gate and up side by side, and weights [M], without a graph."""
-    if kind == "silu" and on_gpu(both):
-        return passes_triton.weighted_swiglu(both, weights)[0]
-    gate, up = at_least_float32(both).chunk(2, 1)
+    """Return the activation times the weights [M] of rows [M, 2F], gate and up side by side, without a graph.
+
+    kind: of the activation, or "clamped".
+    """
+    if kind in ("silu", "clamped") and on_gpu(both):
+        return passes_triton.weighted_swiglu(both, weights, clamped=kind == "clamped")[0]
+    wide = at_least_float32(both)
+    if kind == "clamped":
+        return (clamped(wide) * weights[:, None]).to(both.dtype)
+    gate, up = wide.chunk(2, 1)
     return (ACTIVATIONS[kind](gate) * up * weights[:, None]).to(both.dtype)
 
 
@@ -52,14 +65,23 @@ def activate_weighted_backward(
     grad: Tensor, both: Tensor, weights: Tensor, kind: str = "silu"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted activation, and the gradients of `both` and of the weights; those in float32 or better."""
-    if kind == "silu" and on_gpu(both):
-        return passes_triton.weighted_swiglu(both, weights, grad.contiguous())
+    if kind in ("silu", "clamped") and on_gpu(both):
+        given = both, weights, grad.contiguous()
+        return passes_triton.weighted_swiglu(*given, clamped=kind == "clamped")
     d = at_least_float32(grad)
-    gate, up = at_least_float32(both).chunk(2, 1)
-    value, slope = _value_and_slope(gate, kind)
-    active, wide = value * up, d * weights[:, None]
-    to_both = torch.cat((wide * up * slope, wide * value), -1).to(both.dtype)
-    return (active * weights[:, None]).to(both.dtype), to_both, (d * active).sum(1)
+    wide = d * weights[:, None]
+    if kind == "clamped":
+        x = at_least_float32(both).detach().requires_grad_()
+        with torch.enable_grad():
+            active = clamped(x)
+        (to_both,) = torch.autograd.grad(active, x, wide)
+        active = active.detach()
+    else:
+        gate, up = at_least_float32(both).chunk(2, 1)
+        value, slope = _value_and_slope(gate, kind)
+        active, to_both = value * up, torch.cat((wide * up * slope, wide * value), -1)
+    to_weights = (d * active).sum(1)
+    return (active * weights[:, None]).to(both.dtype), to_both.to(both.dtype), to_weights
 
 
 def _value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:

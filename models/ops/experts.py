@@ -25,17 +25,16 @@ from ulysses.memory.tiling import tiles
 
 
 def route(
-    x: Tensor, router: Tensor, count: int, normalise: bool, chosen: Tensor | None = None
+    x: Tensor, router: Tensor, count: int, normalise: bool, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights [S, k] and the numbers of every row's experts, and all probabilities [S, N]; with a graph.
 
-    Probabilities are a softmax in float32 or better; `normalise` makes the weights sum to 1. `chosen` are the numbers
-    if they are known.
+    Probabilities are a softmax in float32 or better; `normalise` makes the weights sum to 1, which is the same as a
+    softmax of the chosen ones alone.
     """
-    probabilities = F.linear(at_least_float32(x), at_least_float32(router)).softmax(-1)
-    if chosen is None:
-        chosen = probabilities.topk(count, dim=-1).indices
-    weights = probabilities.gather(1, chosen)
+    wide = bias if bias is None else at_least_float32(bias)
+    probabilities = F.linear(at_least_float32(x), at_least_float32(router), wide).softmax(-1)
+    weights, chosen = probabilities.topk(count, dim=-1)
     return (
         weights / weights.sum(-1, keepdim=True) if normalise else weights,
         chosen,
@@ -46,10 +45,11 @@ def route(
 class Order(NamedTuple):
     """How copies of the rows are sorted by expert.
 
-    source [M]: the row that a copy is of, k times over. places [M]: where the copies of each row stand, the first row's
-    first. ends [N] int32: the copies of each expert end before. each: k.
+    numbers [M]: the expert of each copy. source [M]: the row that a copy is of, k times over. places [M]: where the
+    copies of each row stand, the first row's first. ends [N] int32: the copies of each expert end before. each: k.
     """
 
+    numbers: Tensor
     source: Tensor
     places: Tensor
     ends: Tensor
@@ -63,11 +63,17 @@ class Order(NamedTuple):
         places.scatter_(0, source, torch.arange(len(source), device=source.device))
         every = torch.arange(experts, device=source.device)
         ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
-        return cls(source, places, ends, chosen.shape[1])
+        return cls(numbers, source, places, ends, chosen.shape[1])
 
     def copies(self, rows: Tensor) -> Tensor:
         """Return rows [S, D] as sorted copies [M, D]."""
         return rows.index_select(0, self.source // self.each)
+
+    def shares(self, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
+        """Return [M, N]: each copy's weight, or 1, at its expert and 0 elsewhere."""
+        experts = torch.arange(len(self.ends), device=self.numbers.device)
+        ours = (self.numbers[:, None] == experts).to(dtype)
+        return ours if weights is None else ours.mul_(weights[:, None])
 
     def sums(self, parts: Tensor) -> Tensor:
         """Return the sums [S, D] of the rows' sorted parts [M, D], in float32 or better and rounded once."""
@@ -112,9 +118,10 @@ Found = list[tuple[Tensor, Tensor]]  # trained tensors with their gradients
 
 
 class Stack(NamedTuple):
-    """A matrix [O, K] of every expert, all in one tensor [N, O, K], and perhaps adapters.
+    """A matrix [O, K] of every expert, all in one tensor [N, O, K], and perhaps biases [N, O] or adapters.
 
     unpack: returns the matrices of packed ones in a dtype. a [N, r, K], b [N, O, r]: scale * b a is added to each.
+    transposed: the tensor is [N, K, O]. Where copies have weights [M], the biases are multiplied by them.
     """
 
     matrices: Tensor
@@ -122,9 +129,12 @@ class Stack(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
     scale: float = 1.0
+    bias: Tensor | None = None
+    transposed: bool = False
 
     def _dense(self, dtype: torch.dtype) -> Tensor:
-        return self.unpack(self.matrices, dtype=dtype) if self.unpack else self.matrices
+        dense = self.unpack(self.matrices, dtype=dtype) if self.unpack else self.matrices
+        return dense.mT if self.transposed else dense
 
     def _adapters(self) -> tuple[Tensor, Tensor] | None:
         """Return a and b, of a rank that one call for all groups can multiply."""
@@ -133,9 +143,12 @@ class Stack(NamedTuple):
         more = -self.a.shape[1] % 8
         return F.pad(self.a, (0, 0, 0, more)), F.pad(self.b, (0, more))
 
-    def product(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def product(self, rows: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
         """Return the product [M, O] of sorted rows [M, K]."""
+        ends = order.ends
         out = grouped_product(rows, self._dense(rows.dtype).mT, ends)
+        if self.bias is not None:
+            out.addmm_(order.shares(out.dtype, weights), self.bias)
         if adapters := self._adapters():
             a, b = adapters
             inner = grouped_product(rows, a.mT, ends)
@@ -150,11 +163,17 @@ class Stack(NamedTuple):
             out.add_(grouped_product(grouped_product(grad, b, ends), a, ends), alpha=self.scale)
         return out
 
-    def gradients(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Found:
+    def gradients(
+        self, grad: Tensor, rows: Tensor, order: Order, weights: Tensor | None = None
+    ) -> Found:
         """Return the gradients of what is trained."""
         found: Found = []
+        ends = order.ends
         if self.matrices.requires_grad:
-            found.append((self.matrices, grouped_outer(grad, rows, ends)))
+            sides = (rows, grad) if self.transposed else (grad, rows)
+            found.append((self.matrices, grouped_outer(*sides, ends)))
+        if self.bias is not None and self.bias.requires_grad:
+            found.append((self.bias, order.shares(grad.dtype, weights).t() @ grad))
         if (adapters := self._adapters()) and self.a is not None and self.b is not None:
             (a, b), rank = adapters, self.a.shape[1]
             of_a = grouped_outer(grouped_product(grad, b, ends), rows, ends)
@@ -175,9 +194,10 @@ class ExpertStacks(NamedTuple):
 
     def forward(self, x: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
         """Return gate and up [M, 2F] of the sorted copies of x [S, D], and the experts' weighted sum [S, D]."""
-        both = self.gate_up.product(order.copies(x), order.ends)
-        active = activate_weighted(both, weights.flatten()[order.source], self.activation)
-        return both, order.sums(self.down.product(active, order.ends))
+        both = self.gate_up.product(order.copies(x), order)
+        weights = weights.flatten()[order.source]
+        active = activate_weighted(both, weights, self.activation)
+        return both, order.sums(self.down.product(active, order, weights))
 
     def backward(
         self, grad: Tensor, x: Tensor, weights: Tensor, order: Order, both: Tensor | None = None
@@ -185,15 +205,17 @@ class ExpertStacks(NamedTuple):
         """Return the gradients of x, of the weights and of what is trained; `both` is gate and up if they were kept."""
         copies, ends = order.copies(x), order.ends
         if both is None:
-            both = self.gate_up.product(copies, ends)
-        to_out = order.copies(grad)
+            both = self.gate_up.product(copies, order)
+        to_out, sorted_weights = order.copies(grad), weights.flatten()[order.source]
         active, to_both, to_weights = activate_weighted_backward(
-            self.down.back(to_out, ends), both, weights.flatten()[order.source], self.activation
+            self.down.back(to_out, ends), both, sorted_weights, self.activation
         )
         del both
-        found = self.down.gradients(to_out, active, ends)
+        if self.down.bias is not None:
+            to_weights += (to_out @ self.down.bias.t()).gather(1, order.numbers[:, None])[:, 0]
+        found = self.down.gradients(to_out, active, order, sorted_weights)
         del to_out, active
-        found += self.gate_up.gradients(to_both, copies, ends)
+        found += self.gate_up.gradients(to_both, copies, order)
         del copies
         to_x = order.sums(self.gate_up.back(to_both, ends))
         return to_x, to_weights[order.places].view_as(weights), found
@@ -248,7 +270,7 @@ class Beside(NamedTuple):
 
 
 class SparseMLP(NamedTuple):
-    """The weights of a norm, which may be None, of a router and of its experts, and what these compute.
+    """The weights of a norm, of a router and of its experts, and what they compute; norm and bias may be None.
 
     It runs in tiles; without them, where everything is kept, the modules run one by one. record: notes which experts
     were chosen, as a models.moe.RouterRecord does. place: of the layer among those with experts.
@@ -262,12 +284,15 @@ class SparseMLP(NamedTuple):
     normalise: bool
     record: Any
     place: int
+    bias: Tensor | None = None
     beside: Beside | None = None
 
     @property
     def trained(self) -> list[Tensor]:
         """The tensors that are trained, as modules list them."""
-        own = [t for t in (self.norm, self.router) if t is not None and t.requires_grad]
+        own = [
+            t for t in (self.norm, self.router, self.bias) if t is not None and t.requires_grad
+        ]
         return [*own, *self.experts.trained, *(self.beside.trained if self.beside else ())]
 
     def _normalised(self, rows: Tensor) -> Tensor:
@@ -275,7 +300,7 @@ class SparseMLP(NamedTuple):
 
     def _product(self, rows: Tensor, part: slice) -> Tensor:
         x = self._normalised(rows)
-        weights, chosen, p = route(x, self.router, self.each, self.normalise)
+        weights, chosen, p = route(x, self.router, self.each, self.normalise, self.bias)
         self.record.note(self.place, chosen, p, part)
         out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))[-1]
         return out if self.beside is None else out.add_(self.beside.run(x))
@@ -311,21 +336,21 @@ class SparseMLP(NamedTuple):
 
     def _gradients(self, rows: Tensor, grad: Tensor, part: slice) -> tuple[Tensor, Found]:
         x = self._normalised(rows)
-        row, router = (at_least_float32(t).detach().requires_grad_() for t in (x, self.router))
+        own = [t for t in (self.router, self.bias) if t is not None]
+        row, *wide = (at_least_float32(t).detach().requires_grad_() for t in (x, *own))
         with torch.enable_grad():
-            weights, chosen, p = route(row, router, self.each, self.normalise)
+            weights, chosen, p = route(row, wide[0], self.each, self.normalise, *wide[1:])
             self.record.note(self.place, chosen, p, part)
         order = Order.of(chosen, len(self.router))
         to_x, to_weights, found = self.experts.backward(grad, x, weights.detach(), order)
-        through_router, to_router = torch.autograd.grad(
-            weights, (row, router), to_weights.to(weights.dtype)
+        through_router, *to_own = torch.autograd.grad(
+            weights, (row, *wide), to_weights.to(weights.dtype)
         )
         to_x = through_router.add_(to_x).to(x.dtype)
         if self.beside is not None:
             from_beside, of_beside = self.beside.gradients(x, grad)
             to_x, found = to_x.add_(from_beside), found + of_beside
-        if self.router.requires_grad:
-            found.append((self.router, to_router))
+        found += [pair for pair in zip(own, to_own) if pair[0].requires_grad]
         if self.norm is None:
             return to_x.add_(grad), found
         to_x, to_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)

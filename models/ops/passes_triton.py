@@ -172,22 +172,32 @@ if triton is not None:
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
         ROWS: tl.constexpr,
+        CLAMPED: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         column = tl.arange(0, BLOCK)[None, :]
         mask = (row < rows) & (column < WIDTH)
-        at, gate = row * WIDTH + column, both + row * 2 * WIDTH + column
-        g = _load(gate, mask)
-        u = _load(gate + WIDTH, mask)
+        step: tl.constexpr = 2 if CLAMPED else 1
+        between: tl.constexpr = 1 if CLAMPED else WIDTH
+        at, place = row * WIDTH + column, row * 2 * WIDTH + column * step
+        g = _load(both + place, mask)
+        u = _load(both + place + between, mask)
         w = tl.load(weights + row, mask=row < rows, other=0.0)
         value, slope = _value_and_slope(g, False)
+        inner = 1.0
+        if CLAMPED:
+            below = tl.minimum(g, 7.0)
+            s = tl.sigmoid(1.702 * below)
+            value, slope = below * s, tl.where(g <= 7.0, s + 1.702 * below * s * (1 - s), 0.0)
+            inner = tl.where(tl.abs(u) <= 7.0, 1.0, 0.0)
+            u = tl.minimum(tl.maximum(u, -7.0), 7.0) + 1
         if grad is not None:
             d = _load(grad + at, mask)
             sums = tl.sum(d * value * u, axis=1)[:, None]
             tl.store(to_weights + row, sums, mask=row < rows)
-            target, d = to_both + row * 2 * WIDTH + column, d * w
-            _store(target, d * u * slope, mask)
-            _store(target + WIDTH, d * value, mask)
+            d *= w
+            _store(to_both + place, d * u * slope, mask)
+            _store(to_both + place + between, d * value * inner, mask)
         _store(out + at, value * u * w, mask)
 
     @triton.jit
@@ -334,11 +344,11 @@ def gated(
 
 
 def weighted_swiglu(
-    both: Tensor, weights: Tensor, grad: Tensor | None = None
+    both: Tensor, weights: Tensor, grad: Tensor | None = None, *, clamped: bool = False
 ) -> tuple[Tensor, Any, Any]:
     """Return silu(gate) * up * weight of dense rows [M, 2F], and for a contiguous `grad` [M, F] the gradients.
 
-    weights [M] are float32, and so is their gradient.
+    weights [M] are float32, and so is their gradient. `clamped` is the activation of that name in activation.py.
     """
     rows, width = len(both), both.shape[1] // 2
     out, to_both, to_weights = both.new_empty(rows, width), None, None
@@ -358,6 +368,7 @@ def weighted_swiglu(
             WIDTH=width,
             BLOCK=block,
             ROWS=at_once,
+            CLAMPED=clamped,
             num_warps=8,
         )
     return out, to_both, to_weights

@@ -5,11 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from models.arch import ModelConfig
 from tests.engine_case import MOE, Case, trained
+from tests.family_case import FAMILIES
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import Formula, compared
 
 SMALL = replace(MOE, moe=replace(MOE.moe, num_experts=6, num_experts_per_tok=2))
+CLAMPED = ModelConfig.from_hf(
+    FAMILIES["gpt-oss"] | {"vocab_size": 97, "initializer_range": 0.1}
+)
 COEFFICIENT = 0.7
 
 
@@ -85,9 +90,11 @@ def test_metrics_name_the_busiest_expert_and_the_idle_ones():
         ("dpo", 3, 3, {"recompute": "block"}),
         ("sft", 4, 2, {"quantize": "nf4"}),
         ("sft", 2, 1, {"quantize": "fp8", "engine": {"resident": True}}),
+        ("sft", 2, 2, {"shape": CLAMPED, "recompute": "block"}),
     ],
 )
 def test_adapters_of_experts(stage, world, sp, more):
     """Over whole and over quantised bases; the formula has matrices in place of the bytes."""
     every = ("o_proj", "gate_proj", "up_proj", "down_proj")
-    compared(Case(stage, sp=sp, shape=MOE, lora_rank=3, lora_targets=every, **more), world)
+    how = {"shape": MOE, "lora_rank": 3, "lora_targets": every, **more}
+    compared(Case(stage, sp=sp, **how), world)

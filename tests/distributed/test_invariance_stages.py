@@ -70,6 +70,11 @@ FAMILY_CASES = [
     ("qwen3_next", "rm", 4, 4, 4),
     ("qwen3_5", "kto", 4, 2, 4),
     *full(("qwen3_5", "sft", 6, 6, 6)),
+    # and under sinks: a row of every degree
+    *(("gpt-oss", stage, 4, 4, 3) for stage in COMPARED),
+    ("gpt-oss", "sft", 1, 1, 3),
+    ("gpt-oss", "dpo", 3, 3, 4),
+    ("gpt-oss", "rm", 4, 2, 3),
 ]
 
 

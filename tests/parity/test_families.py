@@ -117,12 +117,12 @@ def test_each_level_keeps_what_it_says(name: str) -> None:
     for level in ("keep_attention", "block"):
         each = 26 * kept_bytes(level, layer, 4)
         assert kept_on_the_host(level, config) == pytest.approx(config.num_hidden_layers * each)
-    # torch's norm, which comes after OLMo's attention, keeps a copy of its rows on a CPU
-    copies = 0 if config.family.centred_norms else bool(config.family.norms[1])
     layer, _ = layer_sizes(replace(config, num_hidden_layers=1), Setting(element_size=4))
-    wanted = 26 * kept_bytes("none", layer, 4) + copies * 4 * 26 * (config.hidden_size + 1)
-    if config.moe:  # the sum of a row's weights
-        wanted += 4 * 26 * config.moe.norm_topk_prob
+    # torch's norm, which comes after OLMo's attention and before experts, keeps a copy of its rows on a CPU; the
+    # weights of experts keep their sum
+    copies = 0 if config.family.centred_norms else bool(config.family.norms[1] or config.moe)
+    wanted = 26 * kept_bytes("none", layer, 4) + 4 * 26 * bool(config.moe)
+    wanted += copies * 4 * 26 * (config.hidden_size + 1)
     if config.family.fused_projections:  # the numbers of the columns of q, k, v and of z
         wanted += 8 * sum((24, 24, 72, 72))
     assert held_by_autograd(config) == wanted

@@ -9,6 +9,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
 from models.expert_files import as_stored
 from tests.family_case import FAMILIES, NO_CLASSIFIER, raw
+from tests.memory_case import BIASES
 from tests.model_folder import init_weights
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -46,7 +47,6 @@ RAW = {
     "llama with biases": raw("llama", attention_bias=True),
     "qwen3": QWEN3,
     "qwen3 tied": QWEN3 | {"head_dim": 8, "tie_word_embeddings": True},
-    "qwen3_moe": MOE,
     "qwen3_moe, some layers dense": MOE | {"mlp_only_layers": [1], "norm_topk_prob": False},
     "qwen3_moe, every second layer": MOE
     | {"decoder_sparse_step": 2, "num_experts_per_tok": 1, "norm_topk_prob": False},
@@ -73,8 +73,8 @@ def filled(model: Any) -> Any:
     init_weights(model, seed=3)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            scale = 0.01 if "o_proj" in name else 0.1
+        if name.endswith(("bias", "sinks")):
+            scale = 0.01 if "o_proj" in name else BIASES.get(name.rpartition(".")[2], 0.1)
             parameter.data.normal_(0, scale, generator=generator)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.data.uniform_(0.5, 2, generator=generator)

@@ -40,6 +40,8 @@ NAMED_ONLY = {  # without their config.json texts
     "granite3.1-8b": 8_170_848_256,
     "gemma3-1b": 999_885_952,
     "gemma3-4b": 3_880_263_168,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 WITHOUT_A_NAME = {  # load from their folders only
     "llama3.3-70b-instruct": 70_553_706_496,

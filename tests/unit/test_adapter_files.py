@@ -18,6 +18,7 @@ from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.lora import add_adapters, base_name, is_adapter, save_adapters
 from models.quantized import dense, pack, unpack
+from tests.family_case import FAMILIES
 from tests.model_folder import tiny_config, write_model
 from ulysses import export
 from ulysses.config.schema import LoraSection, ModelSection
@@ -227,12 +228,17 @@ MOE = ModelConfig.from_hf(
         moe_intermediate_size=32, norm_topk_prob=True,
     )
 )  # fmt: skip
+GPT_OSS = ModelConfig.from_hf(
+    FAMILIES["gpt-oss"]
+    | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+)
 EXPERTS = ("gate_proj", "up_proj"), ("down_proj",), ("gate_proj", "up_proj", "down_proj")
 
 
 @pytest.mark.parametrize("targets", EXPERTS, ids=" ".join)
 @pytest.mark.parametrize("kind", ["none", "nf4"])
-def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, merge):
+@pytest.mark.parametrize("shape", [MOE, GPT_OSS], ids=["qwen3_moe", "gpt-oss"])
+def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
     """Logits and gradients equal those of PEFT on the same base, and PEFT loads what is exported."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -240,9 +246,9 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, merge):
     from tests.parity.test_model_parity import batch_of
 
     base = tmp_path / "base"
-    write_model(base, MOE)
+    write_model(base, shape)
     lora = LoraSection(rank=4, alpha=8.0, targets=["q_proj", *targets])
-    model, draw = CausalLM(MOE, quantize=kind), torch.Generator().manual_seed(0)
+    model, draw = CausalLM(shape, quantize=kind), torch.Generator().manual_seed(0)
     folder = write_adapters(
         tmp_path / "adapter",
         base,
@@ -250,7 +256,7 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, merge):
         lora,
         partial(torch.nn.init.normal_, std=0.3, generator=draw),
     )
-    weights = InitialWeights(MOE, 0, base, kind)
+    weights = InitialWeights(shape, 0, base, kind)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if ".lora_" not in name:
@@ -260,7 +266,7 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, merge):
     theirs.load_state_dict(
         dict(
             dense(
-                CausalLM(MOE, quantize=kind),
+                CausalLM(shape, quantize=kind),
                 ((base_name(n), p) for n, p in model.named_parameters() if ".lora_" not in n),
             )
         )

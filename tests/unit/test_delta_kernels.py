@@ -1,4 +1,4 @@
-"""The kernels of linear attention are called as fla-core defines them, and proven before a run; on a GPU the real ones."""
+"""The kernels of linear attention are called as fla-core has them and proven before a run; on a GPU the real ones."""
 
 import pytest
 import torch

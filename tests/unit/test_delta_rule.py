@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks against the recurrence step by step in float64, with decays as trained models have them.
+"""The gated delta rule in chunks against the recurrence step by step in float64, with decays of trained models.
 
 Documents of 1 to 300 tokens cross chunks; answers start from the state of a prompt that they share.
 """
@@ -19,7 +19,7 @@ SHARING = {2: (1, 71), 3: (1, 301), 4: (1, 71), 5: (1, 2)}
 
 
 def drawn(total: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Decays of trained models: from hardly any to nearly all in one token, some far below float32's smallest number."""
+    """Decays are those of trained models: from hardly any to all in one token, below float32's smallest number."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

@@ -4,7 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.ops.activation import ACTIVATIONS, activate, activate_backward
+from models.ops.activation import (
+    ACTIVATIONS,
+    activate,
+    activate_backward,
+    activate_weighted_backward,
+)
 from models.ops.experts import ExpertsNode, ExpertStacks, SparseMLP, Stack, route
 from models.ops.gated_mlp import GatedMLP
 from models.ops.linear import stacked
@@ -175,10 +180,13 @@ class NoRecord:
 @each_device
 @each_dtype
 @pytest.mark.parametrize("tile", [40, 16])
-@pytest.mark.parametrize("normalise", [False, True])
-def test_experts_half(device, dtype, tile, normalise):
+@pytest.mark.parametrize("kind", ["silu", "normalised", "clamped"])
+def test_experts_half(device, dtype, tile, kind):
     """Six experts of which one gets no row; the router's margins are larger than rounding."""
     shapes = (40, 32), (40, 32), (32,), (6, 32), (6, 48, 32), (6, 32, 24)
+    clamped, normalise = kind == "clamped", kind != "silu"
+    if clamped:  # matrices the other way round, with biases, as the router has one
+        shapes = *shapes[:4], (6, 32, 48), (6, 48), (6, 24, 32), (6, 32), (6,)
     grad, *inputs = draw(*shapes, dtype=dtype, device=device)
     with torch.no_grad():
         inputs[2][5] = 0
@@ -187,23 +195,42 @@ def test_experts_half(device, dtype, tile, normalise):
         inputs[0][:, :5] = torch.stack([torch.randperm(5) for _ in range(40)]).add(1).to(dtype)
     inputs[1].fill_(1.0)
 
-    def half(v, norm, router, gate_up, down):
+    def of_clamped(x, gate_up, of_both, down, of_down):
+        both = torch.einsum("sd,ndf->snf", x, gate_up) + of_both
+        gate, up = both[..., ::2].clamp(max=7), both[..., 1::2].clamp(-7, 7)
+        return (
+            torch.einsum("snf,nfd->snd", (up + 1) * gate * torch.sigmoid(1.702 * gate), down)
+            + of_down
+        )
+
+    def half(v, norm, router, *matrices):
         x = normalised(v, norm)
-        p = (x @ router.t()).softmax(-1)
-        weights, chosen = p.topk(2)
-        if normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
-        gate, up = torch.einsum("sd,nfd->snf", x, gate_up).chunk(2, -1)
-        every = torch.einsum("snf,ndf->snd", F.silu(gate) * up, down)
+        logits = x @ router.t()
+        if clamped:
+            weights, chosen = (logits + matrices[-1]).topk(2)
+            weights = weights.softmax(-1)
+            every = of_clamped(x, *matrices[:-1])
+        else:
+            weights, chosen = logits.softmax(-1).topk(2)
+            if normalise:
+                weights = weights / weights.sum(-1, keepdim=True)
+            gate, up = torch.einsum("sd,nfd->snf", x, matrices[0]).chunk(2, -1)
+            every = torch.einsum("snf,ndf->snd", F.silu(gate) * up, matrices[1])
         mine = every.gather(1, chosen[..., None].expand(-1, -1, v.shape[1]))
         return v + (weights[..., None] * mine).sum(1)
 
     exact, *exact_grads = in_float64(half, inputs, grad)
     x, norm, router, *matrices = (t.requires_grad_() for t in inputs)
-    stacks = ExpertStacks(*map(Stack, matrices), 6, matrices)
-    fused = SparseMLP(norm, router, stacks, RULE, 2, normalise, NoRecord(), 0)
+    bias = matrices.pop() if clamped else None
+    pairs = list(map(Stack, matrices))
+    if clamped:
+        pairs = [
+            Stack(m, bias=b, transposed=True) for m, b in zip(matrices[::2], matrices[1::2])
+        ]
+    stacks = ExpertStacks(*pairs, 6, matrices, "clamped" if clamped else "silu")
+    fused = SparseMLP(norm, router, stacks, RULE, 2, normalise, NoRecord(), 0, bias)
     rows = NormNode.apply(x, norm, RULE)
-    chosen = route(rows, router, 2, normalise)[:2]
+    chosen = route(rows, router, 2, normalise, bias)[:2]
     out = x + ExpertsNode.apply(rows, *chosen, stacks, *matrices)
     factor = 1.0 if dtype == torch.float32 else 4.0
     with torch.no_grad():
@@ -211,12 +238,28 @@ def test_experts_half(device, dtype, tile, normalise):
     for found in (out, in_tiles):
         near(found, exact, dtype, factor=factor)
     of_rows, of_weights = fused.gradients(x, grad, tile)
+    if clamped:  # in the order of the inputs
+        of_weights.append(of_weights.pop(2))
     found = torch.autograd.grad(out, inputs, grad), (of_rows, *of_weights)
     for mine, want in (pair for each in found for pair in zip(each, exact_grads)):
         least = 1e-2 * exact_grads[0].norm()
         error = (mine.double() - want).norm() / max(want.norm(), least)
         assert error < 4 * factor * TOLERANCE[dtype]
     assert not of_weights[2][5].any()
+
+
+def test_clamped_values_have_no_gradient_beyond_the_clamps():
+    both = torch.tensor([[8.0, 1.0, 7.0, -7.0, -9.0, 7.5, 1.0, -8.0]], dtype=torch.float64)
+    grad, weights = torch.ones(1, 4, dtype=torch.float64), torch.full((1,), 0.5).double()
+    active, to_both, to_weights = activate_weighted_backward(grad, both, weights, "clamped")
+    gate, up = both[0, ::2].clamp(max=7), both[0, 1::2].clamp(-7, 7) + 1
+    sigmoid = torch.sigmoid(1.702 * gate)
+    torch.testing.assert_close(active[0], 0.5 * up * gate * sigmoid)
+    slope = sigmoid + 1.702 * gate * sigmoid * (1 - sigmoid)
+    inside = torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 0.0, 0.0])
+    torch.testing.assert_close(to_both[0, ::2], 0.5 * up * slope * inside[0])
+    torch.testing.assert_close(to_both[0, 1::2], 0.5 * gate * sigmoid * inside[1])
+    torch.testing.assert_close(to_weights, 2 * active.sum(1))
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import pytest
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
+from tests.family_case import FAMILIES
 from tests.model_folder import tiny_config
 from ulysses.config.schema import OptimizerSection
 from ulysses.run.optim import learning_rate, parameter_groups
@@ -53,6 +54,11 @@ def test_matrices_decay_and_norms_and_biases_do_not():
     without = {id(p) for n, p in model.named_parameters() if n.endswith(names)}
     assert {id(p) for p in rest["params"]} == without and len(without) == 6
     assert {id(p) for p in decay["params"]} == {id(p) for p in model.parameters()} - without
+    experts = CausalLM(ModelConfig.from_hf(FAMILIES["gpt-oss"]))
+    _, rest = parameter_groups(experts, 0.3)
+    names = "bias", "norm.weight", "sinks"  # a bias of every expert has two axes
+    without = {id(p) for n, p in experts.named_parameters() if n.endswith(names)}
+    assert {id(p) for p in rest["params"]} == without
     model.requires_grad_(False).lm_head.weight.requires_grad_(True)
     [only] = parameter_groups(model, 0.3)
     assert only["params"] == [model.lm_head.weight], (

@@ -343,8 +343,9 @@ def read_shape(config: Config, *, need_weights: bool = True) -> tuple[ModelConfi
 
 def published_shape(model: ModelSection) -> ModelConfig | None:
     """Return the shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None."""
-    name = re.sub(r"^([a-z-]+)-(\d)", r"\1\2", Path(model.path or "").name.lower())
-    shape = next((shape for key, shape in ARCHITECTURES.items() if key in name), None)
+    name = Path(model.path or "").name.lower()
+    names = name + " " + re.sub(r"^([a-z-]+)-(\d)", r"\1\2", name)
+    shape = next((shape for key, shape in ARCHITECTURES.items() if key in names), None)
     if shape is None:
         return None
     if "qwen2.5" in name and "instruct" in name:

@@ -1,11 +1,12 @@
 """Ulysses sequence parallelism for any model; it needs torch only, and the folder works when copied elsewhere.
 
 Read in this order: mesh, layout, batch, exchange, kernels/choice, kernels/document, kernels/short, attention, sums.
+dense is for users of the library alone.
 """
 
 from .attention import UlyssesAttention
 from .batch import Sequence, ShardedBatch, pack_shard, share_prefix
-from .exchange import SeqAllToAll4D
+from .dense import SeqAllToAll4D
 from .mesh import ParallelMesh
 from .sums import gather_tokens, segment_sums, sequence_last
 

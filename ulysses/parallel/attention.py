@@ -7,8 +7,8 @@ The kernel's forward and backward are separate methods, so that recomputation ca
 kernel's forward nor an all-to-all again. An attention sink, a key of every head without a value, needs no kernel: with
 its logit in lse the output is scaled by exp(lse without it - lse), and the backward is that of any further keys.
 
-Letters: T packed tokens, S tokens on this rank, B sequences of a dense batch, P sequence-parallel ranks, H query heads,
-K kv heads, E head dim, U head-parallel and R row-parallel size.
+Letters: T packed tokens, S tokens on this rank, H query heads, K kv heads, E head dim, U head-parallel and R
+row-parallel size.
 """
 
 import math
@@ -104,8 +104,8 @@ class UlyssesAttention(nn.Module):
         Packed: query [S, H, E], key and value [S, K, E], with `plan` (`ShardedBatch.attention_plan`) or with the global
         `cu_seqlens` [N + 1] over all T tokens. A plan never makes the host wait for the device; cu_seqlens on a
         GPU does.
-        Dense: [B, S/P, heads, E] in contiguous shards, without plan and cu_seqlens. The sequences of the batch are
-        computed one by one.
+        Dense, for library users: [B, S/P, heads, E] in contiguous shards of P ranks, without plan and cu_seqlens, one
+        sequence after the other (dense.py).
         `sink` [H] holds a logit of every query head, which takes its part of the softmax and adds nothing; on a rank
         its gradient is that of the rank's heads and rows, zero elsewhere.
         """
@@ -121,29 +121,31 @@ class UlyssesAttention(nn.Module):
                 "packed query [S, H, E] needs plan or cu_seqlens, dense query [B, S, H, E] must have neither; "
                 f"the query has shape {tuple(query.shape)}"
             )
+        attention = copy(self)
+        attention.window, attention.softmax_scale = window, softmax_scale or self.softmax_scale
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+            return _Attend.apply(query, key, value, sink, attention, plan)
+
+        if is_dense:
+            from .dense import attend_dense  # which no model here needs
+
+            return attend_dense(attend, self.mesh, query, key, value, causal)
         if plan is None:
-            plan = self._make_plan(cu_seqlens, query.shape[-3], query.device)
+            assert cu_seqlens is not None
+            plan = self._make_plan(cu_seqlens, len(query), query.device)
         elif query.shape[0] != plan.local_tokens:
             raise ValueError(
                 f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}"
             )
-        attention = copy(self)
-        attention.window, attention.softmax_scale = window, softmax_scale or self.softmax_scale
-        arguments = sink, attention, plan if causal else plan.unmasked
-        if not is_dense:
-            return _Attend.apply(query, key, value, *arguments)
-        return torch.stack([_Attend.apply(*one, *arguments) for one in zip(query, key, value)])
+        return attend(query, key, value, plan if causal else plan.unmasked)
 
     def _make_plan(
-        self, cu_seqlens: Tensor | None, local_tokens: int, device: torch.device
+        self, cu_seqlens: Tensor, local_tokens: int, device: torch.device
     ) -> AttentionPlan:
-        """Plan a pack, or one sequence of a dense batch, whose shards are contiguous and so have unequal work."""
+        """Plan a pack."""
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
         total = local_tokens * ranks
-        if cu_seqlens is None:
-            size = total // mesh.row_parallel_size
-            sets = [[(start, start + size)] for start in range(0, total, size)]
-            return packed_plan(torch.tensor([0, total]), sets, mesh, device)
         bounds = cu_seqlens.cpu()
         if int(bounds[-1]) != total:
             raise ValueError(

@@ -20,7 +20,6 @@ row-parallel size; `query` and `key` are the numbers of heads on one rank after 
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,63 +28,6 @@ from torch import Tensor
 from .layout import AttentionPlan, HeadLayout, head_layout
 
 _WIDE = 16  # bytes that a GPU's thread moves at once
-
-
-class SeqAllToAll4D(torch.autograd.Function):
-    """Split one axis over the P ranks of `group` and gather another: `SeqAllToAll4D.apply(group, input)`."""
-
-    @classmethod
-    def apply(  # type: ignore[override]
-        cls,
-        group: dist.ProcessGroup | None,
-        input: Tensor,
-        scatter_idx: int = 2,
-        gather_idx: int = 1,
-    ) -> Tensor:
-        """Turn [B, S/P, H, E] into [B, S, H/P, E], or back with scatter_idx=1 and gather_idx=2.
-
-        All ranks of the group, None for the default one, call it together, in backward too. Raises ValueError if P does
-        not divide the split axis.
-        """
-        return super().apply(group, input, scatter_idx, gather_idx)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: dist.ProcessGroup | None,
-        input: Tensor,
-        scatter_idx: int = 2,
-        gather_idx: int = 1,
-    ) -> Tensor:
-        ctx.group, ctx.axes = group, (scatter_idx, gather_idx)
-        return _swap_axes(input, group, scatter_idx, gather_idx)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        scatter_idx, gather_idx = ctx.axes
-        return None, _swap_axes(grad, ctx.group, gather_idx, scatter_idx), None, None
-
-
-def _swap_axes(
-    input: Tensor, group: dist.ProcessGroup | None, scatter: int, gather: int
-) -> Tensor:
-    if input.dim() != 4 or {scatter, gather} != {1, 2}:
-        raise ValueError(
-            f"input has {input.dim()} axes, scatter_idx {scatter} and gather_idx {gather}; "
-            "it must be [B, S, H, E] with scatter_idx and gather_idx 1 and 2 in either order"
-        )
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    if ranks == 1:
-        return input
-    if input.shape[scatter] % ranks:
-        raise ValueError(
-            f"axis {scatter} of the input has {input.shape[scatter]} entries, which {ranks} ranks do not divide; "
-            "use UlyssesAttention, which splits any head count and length"
-        )
-    send = dense(input.unflatten(scatter, (ranks, -1)).movedim(scatter, 0))
-    received = torch.empty_like(send)
-    dist.all_to_all_single(received, send, group=group)
-    return dense(received.movedim(0, gather)).flatten(gather, gather + 1)
 
 
 # --- q, k, v: token shards -> head shards ------------------------------------------------------------------------

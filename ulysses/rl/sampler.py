@@ -32,8 +32,8 @@ from models.decoder import empty_model
 from models.delta import GatedDelta
 from models.layers import layer_sizes
 from models.rope import rotary_tables
+from models.self_attention import SelfAttention
 from ulysses.memory.size import Setting
-from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 from ulysses.rl.states import States
 
@@ -46,7 +46,7 @@ DRAWING_BYTES = 128
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Prompt = tuple[int, ...]
-Attend = Callable[[Tensor, UlyssesAttention, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, SelfAttention, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -300,17 +300,16 @@ class Sampler:
         positions = torch.arange(first, last, device=self.device)
 
         def attend(
-            cache: Tensor, how: UlyssesAttention, query: Tensor, key: Tensor, value: Tensor
+            cache: Tensor, how: SelfAttention, query: Tensor, key: Tensor, value: Tensor
         ) -> Tensor:
             cache[:, slots, :, first:last] = both = torch.stack([key, value])
             keys, values = cache[:, slots, :, :last] if first else both
-            mask: Any = causal_lower_right(last - first, last)
-            if how.window and how.window < last:
+            window, sink = how.attention.window, int(how.sinks is not None)
+            mask: Any = causal_lower_right(last - first, last + sink)
+            if window and window < last:
                 age = positions[:, None] - torch.arange(last, device=self.device)
-                mask = (age >= 0) & (age < how.window)
-            return F.scaled_dot_product_attention(
-                query, keys, values, mask, scale=how.softmax_scale, enable_gqa=True
-            )
+                mask = F.pad((age >= 0) & (age < window), (sink, 0), value=True)
+            return _attention(how, query, keys, values, mask, enable_gqa=True)
 
         def recur(layer: int, mixer: GatedDelta, *rows: Tensor) -> Tensor:
             assert self.states is not None
@@ -354,16 +353,17 @@ class Sampler:
         }
 
         def attend(
-            cache: Tensor, how: UlyssesAttention, query: Tensor, key: Tensor, value: Tensor
+            cache: Tensor, how: SelfAttention, query: Tensor, key: Tensor, value: Tensor
         ) -> Tensor:
-            mask, scale = masks[how.window], how.softmax_scale
+            mask = masks[how.attention.window]
+            if how.sinks is not None:
+                mask = F.pad(mask, (1, 0))
             for kept, new in zip(cache, (key, value)):
                 kept[each, :, place] = new[:, :, 0]
             keys, values = cache[:, :, :, :seen]
             # heads that share keys stand where a longer query's tokens would: no key is repeated
             grouped = query.view(rows, keys.shape[1], -1, query.shape[-1])
-            attended = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
-            return attended.reshape(query.shape)
+            return _attention(how, grouped, keys, values, mask).reshape(query.shape)
 
         recur: Any = self.states and self.states.step
         work = self.cache[:, :, :rows], attend, recur
@@ -414,7 +414,7 @@ class Sampler:
     ) -> Tensor:
         """Return normalised hidden states [n L, D] of tokens [n, L] at `positions`.
 
-        `attend` gets a layer's cache and attention with query, key and value [n, heads, L, E]; it stores the latter two
+        `attend` gets a layer's cache and mixer with query, key and value [n, heads, L, E]; it stores the latter two
         and returns the query's attention. `recur` gets the place of a layer of linear attention among them, its mixer,
         and what this sends to the rule.
         """
@@ -429,10 +429,27 @@ class Sampler:
                 mixed = recur(next(places), layer.mixer, *projected)
             else:
                 heads = (a.unflatten(0, shape).transpose(1, 2) for a in projected)
-                mixed = attend(next(caches), layer.mixer.attention, *heads)
+                mixed = attend(next(caches), layer.mixer, *heads)
                 mixed = mixed.transpose(1, 2).flatten(0, 1)
             hidden = layer.feed_forward_tiles(layer.output(hidden, mixed))
         return decoder.norm(hidden)
+
+
+def _attention(
+    how: SelfAttention, query: Tensor, keys: Tensor, values: Tensor, mask: Any, **options: Any
+) -> Tensor:
+    """Attend; `mask` has a first column more if there are sinks.
+
+    A sink is one more key, of the value 0: it alone has a 1 in a further entry, where queries have their sink's logit.
+    """
+    scale, width = how.attention.softmax_scale, query.shape[-1]
+    if how.sinks is not None:
+        query = F.pad(query, (0, 8))  # the width of a kernel's step
+        query[..., width] = (how.sinks / scale).view(query.shape[1], -1)
+        keys, values = (F.pad(x, (0, 8, 1, 0)) for x in (keys, values))
+        keys[:, :, 0, width] = 1
+    out = F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, **options)
+    return out[..., :width]
 
 
 def _mixed(state: Tensor, part: Tensor) -> Tensor:

@@ -158,9 +158,11 @@ def export_model(
             adapters = {shape.stored_name(name): x for name, x in adapters.items()}
             save_adapters(new, adapters, config.model, reward=stage.reward)
         else:
-            given = merged(weights, adapters, lora, rounded) if lora.rank else weights
-            given = ((n if stage.reward else shape.stored_name(n), x) for n, x in given)
-            write_weights(new, given, carried=carried)
+            together = shape.family.clamped_experts
+            if lora.rank:
+                weights = merged(weights, adapters, lora, rounded, transposed=together)
+            named = ((n if stage.reward else shape.stored_name(n), x) for n, x in weights)
+            write_weights(new, named, whole_experts=together, carried=carried)
         write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
         copy_side_files(config.output / "tokenizer", new)
         note = f"\nThe metrics are of the trained weights: {rounded.note}.\n" * bool(
@@ -261,7 +263,9 @@ def merge_adapter(folder: Path, out: Path, dtype: str = "") -> str:
 
     with whole_folder(out) as new:
         named = ((n if reward else shape.stored_name(n), weight(n)) for n in sizes)
-        write_weights(new, named, carried={} if reward else files.carried)
+        others = {} if reward else files.carried
+        together = shape.family.clamped_experts
+        write_weights(new, named, whole_experts=together, carried=others)
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
         for pattern in (GENERATION, "tokenizer*"):
             copy_side_files(folder_with(folder, pattern), new)

@@ -22,11 +22,13 @@ def parameter_groups(
     groups = []
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for scope, factor in (scopes or {"default": 1.0}).items():
-        members = [p for n, p in trained if n.startswith("value.") == (scope == "value")]
+        members = [x for x in trained if x[0].startswith("value.") == (scope == "value")]
         for decays in (True, False):
             # a partitioned parameter is empty; ds_shape is its real shape
             chosen = [
-                p for p in members if (len(getattr(p, "ds_shape", p.shape)) > 1) == decays
+                p
+                for n, p in members
+                if decays == (len(getattr(p, "ds_shape", p.shape)) > 1 and "_bias" not in n)
             ]
             if chosen:
                 groups.append(

@@ -1,0 +1,92 @@
+"""What users of the library call and the engine does not: dense shapes, and the all-to-all under the field's name.
+
+Letters: B sequences, S tokens of each, P sequence-parallel ranks, H heads, E head dim.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .exchange import dense
+from .layout import AttentionPlan, packed_plan
+from .mesh import ParallelMesh
+
+
+def attend_dense(
+    attend: Callable[..., Tensor],
+    mesh: ParallelMesh,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+) -> Tensor:
+    """Return attend(query, key, value, plan) of [B, S/P, heads, E], one sequence after the other.
+
+    Shards are contiguous, and so have unequal work where ranks split rows.
+    """
+    total = query.shape[1] * mesh.sequence_parallel_size
+    size = total // mesh.row_parallel_size
+    sets = [[(start, start + size)] for start in range(0, total, size)]
+    plan: AttentionPlan = packed_plan(torch.tensor([0, total]), sets, mesh, query.device)
+    plan = plan if causal else plan.unmasked
+    return torch.stack([attend(*one, plan) for one in zip(query, key, value)])
+
+
+class SeqAllToAll4D(torch.autograd.Function):
+    """Split one axis over the P ranks of `group` and gather another: `SeqAllToAll4D.apply(group, input)`."""
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls,
+        group: dist.ProcessGroup | None,
+        input: Tensor,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+    ) -> Tensor:
+        """Turn [B, S/P, H, E] into [B, S, H/P, E], or back with scatter_idx=1 and gather_idx=2.
+
+        All ranks of the group, None for the default one, call it together, in backward too. Raises ValueError if P does
+        not divide the split axis.
+        """
+        return super().apply(group, input, scatter_idx, gather_idx)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: dist.ProcessGroup | None,
+        input: Tensor,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+    ) -> Tensor:
+        ctx.group, ctx.axes = group, (scatter_idx, gather_idx)
+        return _swap_axes(input, group, scatter_idx, gather_idx)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        scatter_idx, gather_idx = ctx.axes
+        return None, _swap_axes(grad, ctx.group, gather_idx, scatter_idx), None, None
+
+
+def _swap_axes(
+    input: Tensor, group: dist.ProcessGroup | None, scatter: int, gather: int
+) -> Tensor:
+    if input.dim() != 4 or {scatter, gather} != {1, 2}:
+        raise ValueError(
+            f"input has {input.dim()} axes, scatter_idx {scatter} and gather_idx {gather}; "
+            "it must be [B, S, H, E] with scatter_idx and gather_idx 1 and 2 in either order"
+        )
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    if ranks == 1:
+        return input
+    if input.shape[scatter] % ranks:
+        raise ValueError(
+            f"axis {scatter} of the input has {input.shape[scatter]} entries, which {ranks} ranks do not divide; "
+            "use UlyssesAttention, which splits any head count and length"
+        )
+    send = dense(input.unflatten(scatter, (ranks, -1)).movedim(scatter, 0))
+    received = torch.empty_like(send)
+    dist.all_to_all_single(received, send, group=group)
+    return dense(received.movedim(0, gather)).flatten(gather, gather + 1)
