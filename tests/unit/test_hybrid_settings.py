@@ -1,0 +1,86 @@
+"""What a hybrid's config.json and settings may say, and what is refused in one sentence."""
+
+from typing import Any
+
+import pytest
+
+from models.arch import ModelConfig
+from tests.family_case import FAMILIES, raw
+from ulysses.check.setting_checks import missing_targets
+from ulysses.config.command_line import check
+
+
+def test_an_interval_arranges_the_layers_that_no_list_arranges() -> None:
+    mixers = [
+        kind.mixer
+        for kind in ModelConfig.from_hf(
+            raw("qwen3_5_text", num_hidden_layers=7, full_attention_interval=3)
+        ).layers
+    ]
+    assert [i for i, mixer in enumerate(mixers) if mixer == "full_attention"] == [2, 5]
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        (
+            {"linear_num_value_heads": 4},
+            "linear_num_value_heads is 4 but must be a multiple of",
+        ),
+        (
+            {"linear_conv_kernel_dim": 0},
+            "linear_conv_kernel_dim = 0 but it must be a whole number",
+        ),
+        ({"layer_types": ["sliding_attention"] * 4}, "has layers of linear_attention"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu', which these models do not compute"),
+    ],
+)
+def test_what_is_not_computed_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        ModelConfig.from_hf(FAMILIES["qwen3_5"] | changes)
+
+
+def test_a_multimodal_config_keeps_what_is_around_the_text_model() -> None:
+    text = {k: v for k, v in FAMILIES["qwen3_5"].items() if k != "model_type"}
+    rope = text["rope_parameters"] | {"mrope_section": [1, 1, 0]}
+    whole = {
+        "model_type": "qwen3_5",
+        "text_config": text | {"rope_parameters": rope, "mtp_num_hidden_layers": 1},
+        "vision_config": {"depth": 3},
+        "tie_word_embeddings": True,
+    }
+    config = ModelConfig.from_hf(whole, rope_type="yarn", factor=4.0)
+    assert (
+        config.tie_word_embeddings and config.rope_scaling and config.rope_scaling.factor == 4
+    )
+    written = config.to_hf(dtype="float32")
+    assert ModelConfig.from_hf(written) == ModelConfig.from_hf(
+        ModelConfig.from_hf(written).to_hf(dtype="float32")
+    )
+    assert written["vision_config"] == {"depth": 3} and written["model_type"] == "qwen3_5"
+    inner = written["text_config"]
+    assert inner["mtp_num_hidden_layers"] == 1 and inner["rope_parameters"]["factor"] == 4
+    assert inner["rope_parameters"]["mrope_section"] == [1, 1, 0]
+    with pytest.raises(
+        ValueError, match="text_config = None but it must be the text model's table"
+    ):
+        ModelConfig.from_hf({"model_type": "qwen3_5"})
+
+
+@pytest.mark.parametrize(
+    "family, targets, complaint",
+    [
+        ("qwen3_5", ["in_proj_qkv", "in_proj_ba"], "has in_proj_ba, which this model lacks"),
+        ("qwen3_next", ["in_proj_z"], "it has in_proj_ba, in_proj_qkvz, out_proj"),
+        ("olmo2", ["q_proj", "out_proj"], "it has no linear attention"),
+        ("qwen3_5", ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj"], None),
+    ],
+)
+def test_targets_that_the_model_lacks_are_refused(family, targets, complaint) -> None:
+    settings = {"model": {"path": "x", "lora": {"rank": 2, "targets": targets}}}
+    config = check(
+        {"stage": "sft", "data": {"train": ["x"]}, "run": {"output": "y"}} | settings
+    )
+    found = [*missing_targets(config, ModelConfig.from_hf(FAMILIES[family]))]
+    assert (complaint is None) == (not found)
+    assert complaint is None or complaint in found[0]
