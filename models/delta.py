@@ -147,14 +147,14 @@ class GatedDelta(nn.Module):
 
     def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return (self._mixed(*shards, plan),)
+            return (self._mixed(shards, plan),)
 
     def mix_backward(
         self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         wanted = [x.detach().requires_grad_() for x in shards] + self._trained
         with torch.enable_grad():
-            out = self._mixed(*wanted[: len(shards)], plan)
+            out = self._mixed(wanted[: len(shards)], plan)
         grads = torch.autograd.grad(out, wanted, grad)
         return grads[: len(shards)], grads[len(shards) :]
 
@@ -162,20 +162,22 @@ class GatedDelta(nn.Module):
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in (self.conv1d.weight, self.A_log, self.dt_bias) if p.requires_grad]
 
-    def _mixed(self, qkv: Tensor, b: Tensor, a: Tensor, plan: Any) -> Tensor:
+    def _mixed(self, shards: Sequence[Tensor], plan: Any) -> Tensor:
         """Convolve, and run the rule, over all documents with a rank's heads: [T, own H, V]."""
-        filters, A_log, dt_bias = self.conv1d.weight[:, 0], self.A_log, self.dt_bias
+        qkv, b, a = shards
+        per_head: tuple[Tensor, Tensor] = self.A_log, self.dt_bias
+        filters = self.conv1d.weight[:, 0]
         if plan.mesh.sequence_parallel_size > 1:
             own, (E, V) = self._layout(plan).own, self.heads[2:]
-            A_log, dt_bias = own(A_log), own(dt_bias)
+            per_head = own(self.A_log), own(self.dt_bias)
             q, k, v = filters.split(self.heads.widths)
             of_keys = [own(x.unflatten(0, (-1, E)), keys=True) for x in (q, k)]
             of_values = own(v.unflatten(0, (-1, V)))
             filters = torch.cat([x.flatten(0, 1) for x in (*of_keys, of_values)])
         rule, convolution = self.operations(qkv)
         heads = self.heads_in(convolution(qkv, filters, plan.recurrence), b.shape[1])
-        g, beta = decays(a, A_log, dt_bias), at_least_float32(b).sigmoid()
-        return run_waves(*heads, g, beta, plan.recurrence.waves, rule)
+        g, beta = decays(a, *per_head), at_least_float32(b).sigmoid()
+        return run_waves(heads, g, beta, plan.recurrence.waves, rule)
 
     def operations(self, rows: Tensor) -> tuple[Rule, Convolution]:
         """Return the rule and the convolution of such rows: plain torch, or kernels on a GPU in half precision."""
@@ -217,6 +219,7 @@ class GatedDelta(nn.Module):
     def stages(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
         """The modules and parameters of project, of the mix itself and of output."""
         mix = self.conv1d, self.A_log, self.dt_bias
+        project: Sequence[nn.Module]
         if self.fused:
             project, gate = (self.in_proj_qkvz, self.in_proj_ba), self.in_proj_qkvz
         else:
@@ -263,7 +266,8 @@ class _Mix(torch.autograd.Function):
         shards = mixer.to_heads(heads[:3], plan)
         ctx.save_for_backward(*shards)
         ctx.mixer, ctx.plan = mixer, plan
-        return mixer.to_tokens(*mixer.mix_forward(shards, plan), plan)
+        (out,) = mixer.mix_forward(shards, plan)
+        return mixer.to_tokens(out, plan)
 
     @staticmethod
     @once_differentiable

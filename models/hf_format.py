@@ -244,8 +244,8 @@ class WeightFiles:
         if stop is None:
             stop = stored.shape.numel()
         flat = stored.read(start, stop, "cpu" if name in self._updates else device)
-        last = name.removesuffix(".weight").rpartition(".")[2]
-        is_matrix = last.endswith(("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"))
+        endings = "_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"
+        is_matrix = name.removesuffix(".weight").endswith(endings)
         if quantize != "none" and is_matrix and not stored.state:
             data = pack(quantize, flat.view(stored.shape))
             flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)

@@ -222,7 +222,8 @@ class MoE(nn.Module):
         self.record, self.place = record, place
         self.shared_expert: Any = None
         if config.family.shared_expert:
-            width = config.moe and config.moe.shared_expert_intermediate_size
+            assert config.moe is not None
+            width = config.moe.shared_expert_intermediate_size
             self.shared_expert = MLP(config, linear, width)
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 

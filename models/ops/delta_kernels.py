@@ -102,9 +102,9 @@ def prove_rule(
         inputs = [x.to(dtype).requires_grad_() for x in given.values()]
         rows, b, a, filters, A_log, dt_bias = inputs
         mixed = convolution(rows, filters, recurrence).split(heads.widths, 1)
-        parts = (x.unflatten(1, (-1, n)) for x, n in zip(mixed, (key_dim, key_dim, value_dim)))
+        parts = [x.unflatten(1, (-1, n)) for x, n in zip(mixed, (key_dim, key_dim, value_dim))]
         g, beta = plain.decays(a, A_log, dt_bias), plain.at_least_float32(b).sigmoid()
-        out = plain.run_waves(*parts, g, beta, recurrence.waves, rule)
+        out = plain.run_waves(parts, g, beta, recurrence.waves, rule)
         results.append([out, *torch.autograd.grad((out * upstream).sum(), inputs)])
     for tensor, got, wanted in zip(("output", *given), *results):
         error = float((got.double() - wanted).norm() / wanted.norm())

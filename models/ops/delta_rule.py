@@ -54,9 +54,9 @@ def convolve(x: Tensor, weight: Tensor, recurrence: Recurrence) -> Tensor:
     return F.silu(total).to(x.dtype)
 
 
-def decays(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+def decays(a: Tensor, log_rates: Tensor, bias: Tensor) -> Tensor:
     """Return g [T, H], the logarithms of what is left of a state, from the projection a [T, H]."""
-    return -at_least_float32(A_log).exp() * F.softplus(at_least_float32(a) + dt_bias)
+    return -at_least_float32(log_rates).exp() * F.softplus(at_least_float32(a) + bias)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -150,16 +150,17 @@ Convolution = Callable[[Tensor, Tensor, Recurrence], Tensor]
 
 
 def run_waves(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    heads: Sequence[Tensor],
     g: Tensor,
     beta: Tensor,
     waves: Sequence[Wave],
     rule: Rule = delta_rule,
 ) -> Tensor:
-    """Run the rule over a pack, whose shared prompts run before what comes after them: out [T, H, V]."""
-    given, done = (query, key, value, g, beta), []
+    """Run the rule over a pack, whose shared prompts run before what comes after them: out [T, H, V].
+
+    heads: query, key and value.
+    """
+    given, done, (_, key, value) = (*heads, g, beta), [], heads
     handed = g.new_zeros(1, value.shape[1], key.shape[-1], value.shape[-1])
     for wave in waves:
         start = None if wave.starts is None else handed[wave.starts]

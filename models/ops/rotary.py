@@ -41,8 +41,8 @@ def rotate_pair(
     if 2 * cos.shape[-1] < query.shape[-1]:  # the other columns of a head do not turn
         for x, norm, target in zip((query, key), norms or (None, None), out):
             target.copy_(x if norm is None else rms_norm(x, norm, rule))
-        parts = [x[..., : 2 * cos.shape[-1]] for x in out]
-        rotate_pair(*parts, cos, sin, back=back, out=parts)
+        first, second = (x[..., : 2 * cos.shape[-1]] for x in out)
+        rotate_pair(first, second, cos, sin, back=back, out=(first, second))
         return out
     if on_gpu(query) and on_gpu(key):
         scales = [rule.scale(norm) for norm in norms] or (None, None)

@@ -66,7 +66,7 @@ def in_chunks(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tensor:
     g = decays(given["a"], given["A_log"], given["dt_bias"])
     waves = make_waves(bounds, prefixes, CPU)
     names = given["query"], given["key"], given["value"]
-    return run_waves(*names, g, given["b"].sigmoid(), waves)
+    return run_waves(names, g, given["b"].sigmoid(), waves)
 
 
 def with_gradients(out: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -41,8 +41,8 @@ def make_waves(
 ) -> list[Wave]:
     """Return the waves of a pack's documents; `prefixes` are the packed rows that some of them leave out."""
     if not prefixes:
-        bounds = torch.tensor(cu_seqlens, device=device)
-        return [Wave(slice(0, cu_seqlens[-1]), [*cu_seqlens], bounds, None, None)]
+        rows, on_device = slice(0, cu_seqlens[-1]), torch.tensor(cu_seqlens, device=device)
+        return [Wave(rows, [*cu_seqlens], on_device, None, None)]
     cuts: dict[
         int, set[int]
     ] = {}  # of documents that others share the beginning of, by their first row
@@ -63,10 +63,10 @@ def make_waves(
         for i in hands_on:
             places[parts[i][0][1]] = len(places)
         bounds = [0, *accumulate(end - start for (start, end), _ in parts)]
-        rows = torch.cat([torch.arange(*rows) for rows, _ in parts])
+        all_rows = torch.cat([torch.arange(*rows) for rows, _ in parts])
         waves.append(
             Wave(
-                rows.to(device),
+                all_rows.to(device),
                 bounds,
                 torch.tensor(bounds, device=device),
                 torch.tensor(starts, device=device) if any(starts) else None,
