@@ -40,14 +40,16 @@ def build(
     model = CausalLM(config, memory=LayerMemory(**memory)).to(dtype)
     init_weights(model, seed=4)
     for name, parameter in model.named_parameters():
-        scale = BIASES.get(name.rpartition(".")[2], 0.1)
+        # drawn in float32, so that a model in float64 has the same weights
+        draw, values = torch.Generator().manual_seed(len(name)), torch.empty(parameter.shape)
         if name.endswith(("bias", "sinks")):
-            parameter.data.normal_(0, scale, generator=torch.Generator().manual_seed(len(name)))
+            values.normal_(0, BIASES.get(name.rpartition(".")[2], 0.1), generator=draw)
+            parameter.data.copy_(values)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
-            parameter.data.uniform_(0.5, 2, generator=torch.Generator().manual_seed(len(name)))
-            parameter.data -= float(config.family.centred_norms)
+            values.uniform_(0.5, 2, generator=draw)
+            parameter.data.copy_(values - float(config.family.centred_norms))
         elif name.endswith(("A_log", "dt_bias")):  # some heads forget slowly, as trained ones do
-            parameter.data.uniform_(-5, 2, generator=torch.Generator().manual_seed(len(name)))
+            parameter.data.copy_(values.uniform_(-5, 2, generator=draw))
     return model
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, PolicyValue, RewardModel
-from tests.engine_case import SHAPE, Case, ListDataset, build_trainer, run_case, trained
+from tests.engine_case import MOE, SHAPE, Case, ListDataset, build_trainer, run_case, trained
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.zero_case import HostWeights, filled, frozen_engine
@@ -272,7 +272,13 @@ def column(rollout: Rollout, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "world, sp, budget, shape, advantage",
-    [(4, 2, 64, SHAPE, "gae"), (4, 4, 64, ODD, "gae"), (4, 4, 100, SHAPE, "group")],
+    [
+        (4, 2, 64, SHAPE, "gae"),
+        (4, 4, 64, ODD, "gae"),
+        (4, 4, 100, SHAPE, "group"),
+        (2, 1, 64, MOE, "gae"),
+        (2, 2, 100, MOE, "group"),
+    ],
 )
 def test_rollouts_do_not_depend_on_the_ranks(world, sp, budget, shape, advantage):
     """The same tokens, scores, advantages and gradients, whoever decoded what and however it was packed."""
