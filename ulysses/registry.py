@@ -1,9 +1,10 @@
-"""The stages by name; each is imported when a run asks for it."""
+"""What a configuration names: its stage, which is imported when a run asks for it, and its gradient policies."""
 
 from importlib import import_module
 from typing import Any
 
-from ulysses.config.schema import Config
+from ulysses.config.schema import Config, GradientsSection
+from ulysses.gradients.chain import GradientPolicyChain, build_chain
 
 # the module and the class
 STAGES = {
@@ -26,3 +27,8 @@ def stage_class(name: str) -> Any:
 def stage_of(config: Config) -> Any:
     """Return the stage of a configuration, not yet built around an engine."""
     return stage_class(config.stage)(config)
+
+
+def gradient_policies(settings: GradientsSection) -> GradientPolicyChain:
+    """Build the chain of gradient policies; ValueError names the table and the key that cannot be honoured."""
+    return build_chain(settings.policies or settings.preset, settings.max_norm)

@@ -61,11 +61,11 @@ FACTS = {
 @pytest.mark.parametrize("fact", FACTS)
 def test_what_differs_on_a_node_is_named(tmp_path, fact):
     def before(rank: int) -> None:
-        import ulysses.run.training_run as run
+        import ulysses.check.agreement as agreement
 
-        facts_of = run.facts_of
+        facts_of = agreement.facts_of
         other = {fact: "x"} if rank else {}
-        run.facts_of = lambda *data, **more: facts_of(*data, **more) | other
+        agreement.facts_of = lambda *read: facts_of(*read) | other
 
     outcome = ranks(arguments(tmp_path), 2, code=2, before=before)
     outcome.refused(

@@ -5,10 +5,11 @@ import pytest
 from tests.e2e.launch import EXPERTS, ROOT, tiny
 from tests.stage_case import STAGE_CASES
 from tests.tiny_tokenizer import write_rows
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import check, parse_command_line
 from ulysses.config.section import ConfigError
+from ulysses.run.build import open_data
 from ulysses.run.dry_run import dry_run, inspect
-from ulysses.check.preflight import prepare
 
 BASE = "--stage dpo --model.path m --run.steps 3"
 
@@ -274,7 +275,7 @@ def typed(line, place):
 def test_one_sentence(line, place, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ConfigError) as caught:
-        prepare(parse_command_line(typed(line, place)).config).open_data()
+        open_data(prepare(parse_command_line(typed(line, place)).config))
     sentence = str(caught.value)
     assert MISTAKES[line].replace("PLACE", str(place)) in sentence
     assert "\n" not in sentence and len(sentence) < 600 and "secret" not in sentence
@@ -314,7 +315,7 @@ def test_files_as_other_systems_write_them(encoding, tmp_path):
 def test_deep_columns(place, tmp_path):
     train = {"path": str(place / "chats.jsonl"), "columns": {"messages": "conv.messages"}}
     line = tiny("sft", tmp_path / "run", data__train=train)
-    train, _ = prepare(parse_command_line(line).config, 1).open_data()
+    train, _ = open_data(prepare(parse_command_line(line).config, 1))
     assert len(train) == 1
 
 

@@ -13,10 +13,12 @@ from torch.testing import assert_close
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles
+from models.initial_weights import InitialWeights
 from models.quantized import pack, packed_parts, unpack
 from tests.e2e.launch import ROOT
 from tests.model_folder import tiny_config, write_model
 from tests.unit.test_adapter_files import write_adapters
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import LoraSection
 from ulysses.config.section import ConfigError
@@ -24,8 +26,6 @@ from ulysses.disk import write_json
 from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.build import InitialWeights
-from ulysses.check.preflight import prepare
 
 SHAPE = ModelConfig.from_hf(tiny_config())
 MATRIX = "model.layers.1.mlp.up_proj.weight"

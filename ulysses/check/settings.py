@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from models.arch import ModelConfig
-from models.expert_files import MLP_TARGETS
 from ulysses import environment
 from ulysses.config.schema import Config
 from ulysses.config.section import CREDENTIALS, error_context, refuse
 from ulysses.parallel.mesh import divisors
-from ulysses.run.optim import gradient_policies
-from ulysses.registry import STAGES, stage_of
+from ulysses.registry import STAGES, gradient_policies, stage_of
 from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -66,45 +64,37 @@ def require_determinism() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def router_errors(config: Config, shape: ModelConfig) -> Iterator[str]:
-    """Yield what is wrong with settings of experts, once the model's shape is known."""
-    model = config.model
-    given = model.model_dump(
-        include={"router_aux_loss_coefficient", "freeze_router"}, exclude_defaults=True
+def check_deepspeed() -> Iterator[str]:
+    """Yield a sentence if the installed DeepSpeed is not the release that the tests know."""
+    from ulysses.zero.deepspeed_internals import (
+        wrong_version,  # after the settings: it takes long to import
     )
-    for key in given if not shape.moe else ():
-        yield f"model.{key} is {given[key]} but a {shape.model_type} model has no experts; remove it"
-    if "router_aux_loss_coefficient" in given and shape.moe:
-        if model.freeze_router or model.lora.rank:
-            why = "model.freeze_router" if model.freeze_router else "model.lora.rank"
-            yield (
-                f"model.router_aux_loss_coefficient is {model.router_aux_loss_coefficient:g} but {why} is set, which "
-                "trains no router; set it to 0"
-            )
+
+    if wrong := wrong_version():
+        yield wrong
 
 
-def expert_adapter_errors(config: Config, shape: ModelConfig) -> Iterator[str]:
-    """Yield why adapters of a model with experts cannot be trained as asked, or not be exported for PEFT."""
-    lora = config.model.lora
-    of_mlp = sorted({*lora.targets} & {*MLP_TARGETS})
-    if not lora.rank or not shape.moe or not of_mlp:
+def check_rank(config: Config, shape: ModelConfig) -> None:
+    """Refuse adapters that are as large as the matrices that they adapt."""
+    if config.model.lora.rank > shape.hidden_size:
+        raise ValueError(
+            f"is {config.model.lora.rank} but the model's matrices are {shape.hidden_size} wide; set a smaller one "
+            "(8 to 64 are usual), or 0 to train all weights"
+        )
+
+
+def check_experts(config: Config, shape: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with settings of experts, and of their adapters, once the model's shape is known."""
+    routers = {"router_aux_loss_coefficient", "freeze_router"}
+    given = config.model.model_dump(include=routers, exclude_defaults=True)
+    if shape.moe:
+        from ulysses.check.experts import adapter_errors, router_errors
+
+        yield from router_errors(config.model, given)
+        yield from adapter_errors(config.model.lora, shape)
         return
-    if ("gate_proj" in of_mlp) != ("up_proj" in of_mlp):
-        yield (
-            f"model.lora.targets has {' and '.join(of_mlp)}, but experts hold gate_proj and up_proj in one matrix; "
-            "name both or none"
-        )
-    dense = [i for i, kind in enumerate(shape.layers) if kind.feed_forward == "mlp"]
-    if dense:
-        yield (
-            f"model.lora.targets has {', '.join(of_mlp)}, but PEFT loads no adapters of the MLP in layer {dense[0]} "
-            "beside those of experts in others; name q_proj, k_proj, v_proj and o_proj only"
-        )
-    if lora.dropout:
-        yield (
-            f"model.lora.dropout is {lora.dropout:g} but adapters of experts have none; set it to 0, or take "
-            f"{', '.join(of_mlp)} out of model.lora.targets"
-        )
+    for key, value in given.items():
+        yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"
 
 
 def contradictions(config: Config) -> Iterator[str]:

@@ -18,11 +18,13 @@ from models.expert_files import adapted_experts
 from models.folders import read_config, resolve_model
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
-from ulysses.data.serve.steps import ATTENTION_WIDTHS, PlannedStep, pack_step
+from ulysses.data.serve.steps import ATTENTION_WIDTHS, PlannedStep, StepLoader, pack_step
 from ulysses.environment import local_world_size
 from ulysses.memory.levels import LayerMemory
-from ulysses.plan.model_size import Model
 from ulysses.memory.offload import Offloader
+from ulysses.parallel.layout import squares
+from ulysses.parallel.mesh import divisors, gather
+from ulysses.plan.model_size import Model
 from ulysses.plan.planner import (
     CPU_FLOPS,
     GAIN,
@@ -37,11 +39,9 @@ from ulysses.plan.planner import (
     step_flops,
     step_seconds,
 )
-from ulysses.parallel.layout import squares
-from ulysses.parallel.mesh import divisors, gather
-from ulysses.run.metrics import device_peaks
 from ulysses.registry import stage_of
-from ulysses.stages.base import AuxiliaryModel
+from ulysses.run.metrics import device_peaks
+from ulysses.stages.base import AuxiliaryModel, Stage
 
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
 CUTS = (
@@ -133,29 +133,44 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     return next((case for case in cases if predict(choose(case)).fits), cases[-1])
 
 
-def planner_run(prepared: Any, machine: Machine, train: Any) -> Workload:
+def least_tokens(config: Config, stage: Stage, train: Any) -> int:
+    """Return the tokens of a packed micro-batch as they are set, or the fewest that "auto" may choose.
+
+    These are room for the longest example of the data or, if that is not known, for one that the settings allow.
+    """
+    tokens = config.batch.tokens_per_microbatch
+    if tokens != "auto":
+        return tokens
+    if train is None or train.kind == "prompt":
+        return stage.sequences_per_example * stage.requirements.longest_example
+    return int(train.lengths.max())
+
+
+def planner_run(config: Config, shape: ModelConfig, machine: Machine, train: Any) -> Workload:
     """Return the planner's view of a run and of the micro-batches of its typical step.
 
     Args:
-        prepared: what the checks found (ulysses.check.preflight.Prepared).
         train: the training data; None plans with examples of the greatest length that the settings allow.
     """
-    stage, tokens, windows = prepared.stage, prepared.budget(train), prepared.shape.windows
-    case = planner_case(prepared.config, prepared.shape, machine, tokens)
+    stage, windows = stage_of(config), shape.windows
+    tokens, facts = least_tokens(config, stage, train), stage.requirements
+    case = planner_case(config, shape, machine, tokens)
     if train:
-        steps = prepared.loader(train, tokens).planned_steps()
+        steps = StepLoader(
+            train, facts.examples_per_load, tokens_per_microbatch=tokens, seed=config.run.seed
+        ).planned_steps()
         launched = choose(case).launched_tokens * machine.gpus / case.sp
         typical, largest = (
             stage.planned_step(train, found, launched, windows) for found in steps
         )
     else:
-        facts, sides = stage.requirements, stage.sequences_per_example
+        sides = stage.sequences_per_example
         longest = min(tokens, sides * facts.longest_example)
         examples = [longest] * facts.examples_per_step
         typical = largest = PlannedStep(
             examples, [sides * squares(n / sides, windows=windows) for n in examples]
         )
-    auto = prepared.config.batch.tokens_per_microbatch == "auto"
+    auto = config.batch.tokens_per_microbatch == "auto"
     return cut_steps(case, typical, largest, auto)
 
 

@@ -32,7 +32,14 @@ from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
 from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
-from ulysses.stages.base import AuxiliaryModel, MetricSums, PlannedRollout, Requirements, Run, Term
+from ulysses.stages.base import (
+    AuxiliaryModel,
+    MetricSums,
+    PlannedRollout,
+    Requirements,
+    Run,
+    Term,
+)
 from ulysses.stages.referenced import ReferencedStage
 
 ROLLOUT = "rollout.safetensors"
@@ -176,7 +183,7 @@ class PpoStage(ReferencedStage):
         if functions := list(filter(is_function, ppo.reward)):
             reward = Rewards(
                 functions,
-                run.prepared.tokenizer,
+                run.inputs.tokenizer,
                 ppo.reward_workers,
                 ppo.reward_timeout,
                 run.watch.renew,
@@ -203,7 +210,7 @@ class PpoStage(ReferencedStage):
             ppo.temperature,
             ppo.top_p,
             ppo.top_k,
-            run.prepared.shape.eos_token_id,
+            run.inputs.shape.eos_token_id,
             config.run.seed,
             ppo.planned_batch,
         )

@@ -7,22 +7,15 @@ import math
 
 import torch
 
+from ulysses.check.checkpoint_folders import resume_point
+from ulysses.check.preflight import Inputs, prepare
+from ulysses.check.remarks import remarks
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
-from ulysses.plan.planner import (
-    CPU_FLOPS,
-    GIB,
-    Machine,
-    Workload,
-    predict,
-    step_flops,
-    step_seconds,
-)
-from ulysses.run.checkpoint import resume_point
 from ulysses.plan.memory_choice import (
     ASSUMED_GIB,
     choose_memory,
@@ -33,8 +26,17 @@ from ulysses.plan.memory_choice import (
     planned_machine,
     planner_run,
 )
+from ulysses.plan.planner import (
+    CPU_FLOPS,
+    GIB,
+    Machine,
+    Workload,
+    predict,
+    step_flops,
+    step_seconds,
+)
+from ulysses.run.build import open_data, step_loader
 from ulysses.run.metrics import cpu_flops, slow_products
-from ulysses.check.preflight import Prepared, prepare
 
 # exit code of a right configuration that names something which is not on this machine
 ABSENT = 3
@@ -52,7 +54,7 @@ def dry_run(config: Config, options: Options) -> int:
             f"this machine has no GPU: the plan is for {world} GPU{'s' * (world > 1)} of "
             f"{options.gpu_memory or ASSUMED_GIB:g} GiB; --gpus and --gpu-memory name others"
         )
-    prepared = prepare(config, world, findings)
+    inputs = prepare(config, world, findings)
     if options.debug or wants_debug([]):
         print(config.model_dump_json(indent=2))
     verdict = "the run can start"
@@ -60,7 +62,7 @@ def dry_run(config: Config, options: Options) -> int:
         resume_point(config.run)
     except ValueError as error:
         verdict = f"the run would be refused: {error}"
-    if prepared.shape is None:
+    if inputs.shape is None:
         print(
             "without the model's config.json there is no plan of its memory",
             *findings,
@@ -68,44 +70,44 @@ def dry_run(config: Config, options: Options) -> int:
         )
     else:
         machine = planned_machine(config, options, world)
-        train = _open(prepared, findings)
-        _plan_steps(prepared, planner_run(prepared, machine, train), train, findings)
+        train = _open(inputs, findings)
+        _plan_steps(inputs, planner_run(config, inputs.shape, machine, train), train, findings)
         if not (torch.cuda.is_available() or options.gpus or options.gpu_memory):
-            _plan_cpu(prepared, machine, train)
+            _plan_cpu(inputs, machine, train)
     if findings:
         verdict = f"the settings are right; absent on this machine: {len(findings)}, see the findings above"
     print(f"verdict: {verdict}")
     return ABSENT if findings else 0
 
 
-def _open(prepared: Prepared, findings: list[str]) -> TokenizedDataset | None:
+def _open(inputs: Inputs, findings: list[str]) -> TokenizedDataset | None:
     """Return the training data, or None if anything is absent."""
     if not findings:
         try:
-            return prepared.open_data()[0]
+            return open_data(inputs)[0]
         except AbsentError as error:  # the hub may not have the data
             findings.append(str(error))
     return None
 
 
 def _plan_steps(
-    prepared: Prepared, case: Workload, train: TokenizedDataset | None, findings: list[str]
+    inputs: Inputs, case: Workload, train: TokenizedDataset | None, findings: list[str]
 ) -> None:
     """Print how the run is divided, how long it is, and what it takes."""
-    config, machine = prepared.config, case.machine
-    stage, run, facts = prepared.stage, config.run, prepared.stage.requirements
+    config, machine = inputs.config, case.machine
+    stage, run, facts = inputs.stage, config.run, inputs.stage.requirements
     groups = machine.gpus // case.sp
     print(
         f"{machine.gpus} process{'es' * (machine.gpus > 1)}: data parallel {groups} x sequence parallel {case.sp}, "
         "among neighbours"
     )
     if train:
-        loader = prepared.loader(train, case.tokens, groups)
+        loader = step_loader(inputs, train, case.tokens, groups)
         per_epoch = loader.steps_per_epoch * facts.steps_per_load
         total = stage.total_steps(loader)
         print(
             f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}",
-            *prepared.remarks(loader),
+            *remarks(inputs, loader),
             sep="\n",
         )
     else:
@@ -116,21 +118,21 @@ def _plan_steps(
     if config.optimizer.lr == rate:
         more = "; adapters take ten times as much" * bool(config.model.lora.rank)
         print(f"optimizer.lr {rate:g} is the default of {stage.name}: {reason}{more}")
-    _plan_memory(prepared, case)
+    _plan_memory(inputs, case)
 
 
-def _plan_memory(prepared: Prepared, case: Workload) -> None:
+def _plan_memory(inputs: Inputs, case: Workload) -> None:
     """Print what every level takes, the longest sequence and what the run itself would choose.
 
     Raises ConfigError for a run that does not fit.
     """
-    config, machine, model = prepared.config, case.machine, case.model
+    config, machine, model = inputs.config, case.machine, case.model
     world, batches = machine.gpus, case.micro_batches
-    sequences = prepared.stage.sequences_per_example
-    if config.model.path and prepared.folder is None:
+    sequences = inputs.stage.sequences_per_example
+    if config.model.path and inputs.folder is None:
         print(f"\nthe model is planned with the published shape of {config.model.path}")
     print(
-        f"\n{prepared.shape.describe_window()}\n"
+        f"\n{inputs.shape.describe_window()}\n"
         f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), "
         f"{machine.host_bytes / GIB:.0f} GiB of host memory per node (--host-memory; 0 is unknown):\n"
         f"{model.parameters:,} parameters, {model.trained:,} trained; {batches} "
@@ -157,12 +159,12 @@ def _plan_memory(prepared: Prepared, case: Workload) -> None:
     print(micro_batch_line(choice, config.batch.tokens_per_microbatch == "auto"))
 
 
-def _plan_cpu(prepared: Prepared, machine: Machine, train: TokenizedDataset | None) -> None:
+def _plan_cpu(inputs: Inputs, machine: Machine, train: TokenizedDataset | None) -> None:
     """Print how long a step takes on this machine's CPU, which recomputes nothing."""
-    config = prepared.config
+    config = inputs.config
     dtype, count = config.model.dtype, config.batch.tokens_per_microbatch
     cpu = Machine(machine.gpus, math.inf, math.inf, 1, CPU_FLOPS, CPU_FLOPS)
-    choice = choose_memory(planner_run(prepared, cpu, train))
+    choice = choose_memory(planner_run(config, inputs.shape, cpu, train))
     flops = sum(step_flops(choice)) * choice.micro_batches
     seconds = flops * machine.gpus / cpu_flops(dtype)
     needed = predict(choice).gpu
@@ -179,9 +181,9 @@ def inspect(config: Config, samples: int) -> int:
     # neither the number of processes nor the weights, the disk or the folder's checkpoints matter here
     findings: list[str] = []
     degree = config.parallel.sequence_parallel_size
-    prepared = prepare(config, 1 if degree == "auto" else degree, findings)
-    if prepared.tokenizer is None:
+    inputs = prepare(config, 1 if degree == "auto" else degree, findings)
+    if inputs.tokenizer is None:
         raise ConfigError(findings[0])
-    preview_examples(prepared.open_data()[0], prepared.tokenizer, samples)
-    print(prepared.shape.describe_window())
+    preview_examples(open_data(inputs)[0], inputs.tokenizer, samples)
+    print(inputs.shape.describe_window())
     return 0

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,18 +34,16 @@ from models.hf_format import (
     write_json,
     write_weights,
 )
+from ulysses.check.checkpoint_folders import read_run_state
+from ulysses.check.preflight import Inputs
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.data.read.chat import SPECIAL_NAMES
 from ulysses.data.read.sources import parse_sources
 from ulysses.disk import check_apart, check_files, check_replaceable, whole_folder
-from ulysses.run.checkpoint import read_run_state
-from ulysses.run.metrics import logged
 from ulysses.registry import stage_of
+from ulysses.run.metrics import logged
 from ulysses.zero.state import SavedSlices
-
-if TYPE_CHECKING:
-    from ulysses.check.preflight import Prepared
 
 CARD = "README.md"
 
@@ -53,20 +51,20 @@ CARD = "README.md"
 # ---------------------------------------------------------------- tokenizer
 
 
-def save_tokenizer(plan: "Prepared", target: Path) -> None:
+def save_tokenizer(inputs: Inputs, target: Path) -> None:
     """Write the tokenizer's own files and generation_config.json as every export of the run will carry them.
 
     tokenizer.json is copied byte for byte. Of tokenizer_config.json only these keys change: a `tokenizer_class` that
     transformers 4 does not know, `model_input_names` if that class is a generic one, special tokens that differ, and
     `chat_template` if the run brings its own.
     """
-    tokenizer, stage, source = plan.tokenizer, plan.stage, plan.tokenizer_place
+    tokenizer, stage, source = inputs.tokenizer, inputs.stage, inputs.tokenizer_place
     special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
     chat = stage.dataset_type != "text"
-    own_template = chat and plan.config.data.chat_template != "tokenizer"
+    own_template = chat and inputs.config.data.chat_template != "tokenizer"
     with whole_folder(target) as new:
-        if plan.folder is not None:
-            copy_side_files(folder_with(plan.folder, GENERATION), new, (GENERATION,))
+        if inputs.folder is not None:
+            copy_side_files(folder_with(inputs.folder, GENERATION), new, (GENERATION,))
         if source.is_file():
             shutil.copyfile(source, new / "tokenizer.json")
         else:
@@ -77,15 +75,15 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
             (new / "chat_template.json").unlink(missing_ok=True)
         if chat:
             if own_template or isinstance(tokenizer.chat_template, str):
-                text = plan.template.text
+                text = inputs.template.text
                 (new / "chat_template.jinja").write_text(text, encoding="utf-8")
             if not stage.reward:
                 special["eos_token"] = tokenizer.convert_ids_to_tokens(
-                    plan.template.end_of_turn
+                    inputs.template.end_of_turn
                 )
                 with _edited(new / GENERATION) as generation:
                     for name in ("bos_token_id", "eos_token_id"):
-                        if (token := plan.shape.to_hf()[name]) is not None:
+                        if (token := inputs.shape.to_hf()[name]) is not None:
                             generation[name] = token
         with _edited(new / "tokenizer_config.json") as settings:
             if not settings:  # a bare tokenizer.json

@@ -9,7 +9,7 @@ every step         packed, kl_batches, before_step, normalisers, losses, finalis
 PPO only           loader, may_prepare, evaluate, save, load: a stage that makes its own data
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -114,12 +114,8 @@ class AuxiliaryModel(NamedTuple):
     def is_reward(self) -> bool:
         return self.role == "reward"
 
-    def check(self, prepared: Any) -> Iterator[str]:
-        """Yield an error if its vocabulary is not the one that it needs: a reward model's is exactly the policy's."""
-        policy, own = (p.shape.vocab_size for p in (prepared, prepared.others[self.setting]))
-        # a policy that is sampled may say any token of its vocabulary
-        sampled = prepared.stage.dataset_type == "prompt"
-        needed = policy if sampled else len(prepared.tokenizer)
+    def check(self, own: int, needed: int) -> Iterator[str]:
+        """Yield an error if its `own` vocabulary is not the one that it needs: a reward model's is exactly that."""
         if self.is_reward and own != needed:
             yield (
                 f"{self.setting} {self.path} has {own} tokens and the policy {needed}, but it must read the policy's "
@@ -169,8 +165,8 @@ class Requirements(NamedTuple):
 class Run(Protocol):
     """What a stage reads of the run that it is built for (ulysses.run.training_run.TrainingRun).
 
-    prepared: what the checks found: the model's shape, the tokenizer, the initial weights, the kernel, the tokens of a
-        micro-batch, the checkpoint to resume (ulysses.check.preflight.Prepared).
+    inputs: what the checks found: the model's shape, the tokenizer, the initial weights, the kernel, the checkpoint to
+        resume (ulysses.check.preflight.Inputs).
     engine: of the trained model.
     memory: what its layers keep, and how they run (ulysses.plan.planner.Workload).
     train_data, eval_data: TokenizedDatasets; the latter None without held-out data.
@@ -182,7 +178,7 @@ class Run(Protocol):
     say: prints a line.
     """
 
-    prepared: Any
+    inputs: Any
     engine: Any
     memory: Any
     mesh: ParallelMesh
@@ -227,11 +223,15 @@ class Stage:
         """Yield the errors that follow from the configuration alone."""
         yield from ()
 
-    def check_models(self, prepared: Any) -> Iterator[str]:
-        """Yield the errors that need what the other checks found: the models' shapes, or the tokenizer."""
+    def check_models(
+        self, shape: ModelConfig, tokenizer: Any, others: Mapping[str, ModelConfig]
+    ) -> Iterator[str]:
+        """Yield the errors that need the tokenizer or the shapes of the models, the others by their settings."""
+        # a policy that is sampled may say any token of its vocabulary
+        needed = shape.vocab_size if self.dataset_type == "prompt" else len(tokenizer)
         for model in self.requirements.models:
             if model.path:
-                yield from model.check(prepared)
+                yield from model.check(others[model.setting].vocab_size, needed)
 
     def exported_config(self, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
         """Return the model's configuration as the export's config.json describes it."""

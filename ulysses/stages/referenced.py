@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ulysses.config.section import ConfigError, error_context
-from ulysses.data.cache import check_once, digest_of_value
+from ulysses.data.cache import check_once, content_digest, digest_of_value
 from ulysses.disk import lock_file, write_digested, write_json, writing
 from ulysses.environment import NODE, local_rank
 from ulysses.parallel.batch import ShardedBatch
@@ -111,10 +111,13 @@ class ReferencedStage(Stage):
             return super().extend_data(run)
         # adapters, even switched off, take the base another way through the kernels
         adapted = config.model.lora.rank > 0
-        plan, cache = run.prepared, Path(config.data.cache)
-        weights = plan.weights
-        source = f"""{weights.shape} {weights.content(cache)} {weights.quantize} {config.model.dtype}
-            {plan.kernel.name} {adapted}"""
+        inputs, cache = run.inputs, Path(config.data.cache)
+        weights = inputs.weights
+        content = f"seed {weights.seed}"
+        if weights.paths:
+            content = content_digest(weights.paths, cache)
+        source = f"""{weights.shape} {content} {weights.quantize} {config.model.dtype}
+            {inputs.kernel.name} {adapted}"""
 
         def extended(data: Any, *, evaluation: bool = False) -> Any:
             loader = run.loader(data, evaluation=evaluation)
@@ -124,7 +127,7 @@ class ReferencedStage(Stage):
             key = digest_of_value(f"{source} {data.fingerprint} {pairs}")
             path = cache / f"reference-{key[:24]}.bin"
             exists = path.with_suffix(".json").exists()
-            if plan.resume_from and not (adapted or exists):
+            if inputs.resume_from and not (adapted or exists):
                 raise ConfigError(
                     f"the reference log-probabilities of this run are gone: there is no {path}, and resuming no "
                     f"longer has the initial policy; restore data.cache, or set {self.name}.reference to the "
