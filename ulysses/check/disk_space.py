@@ -33,9 +33,12 @@ def check_folders(
         folder: of the trained model.
     """
     run, output, data = config.run, config.output, config.data
-    read = [("data.cache", Path(data.cache)), *([("model.path", folder)] if folder else [])]
+    read = []
     for setting, given in (("data.train", data.train), ("data.eval", data.eval)):
         read += [(setting, s.place) for s in parse_sources(given) if not s.is_on_hub]
+    read.append(("data.cache", Path(data.cache)))
+    if folder:
+        read.append(("model.path", folder))
     for setting, found in {"model.path": weights, **others}.items():
         read += [(setting, place) for place in {path.parent for path in found.paths}]
     parts = [output / name for name in ("checkpoints", "tokenizer", "export")]

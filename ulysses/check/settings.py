@@ -88,7 +88,7 @@ def check_experts(config: Config, shape: ModelConfig) -> Iterator[str]:
     routers = {"router_aux_loss_coefficient", "freeze_router"}
     given = config.model.model_dump(include=routers, exclude_defaults=True)
     if shape.moe:
-        from ulysses.check.experts import adapter_errors, router_errors
+        from ulysses.check.expert_settings import adapter_errors, router_errors
 
         yield from router_errors(config.model, given)
         yield from adapter_errors(config.model.lora, shape)
