@@ -15,7 +15,7 @@ from models.hf_format import WeightFiles, write_weights
 from tests.e2e.launch import tiny
 from tests.model_folder import demo_model, tiny_config, write_model
 from ulysses.check.preflight import prepare
-from ulysses.check.settings import check_settings
+from ulysses.check.setting_checks import check_settings
 from ulysses.config.command_line import check, known_keys, parse_command_line, put
 from ulysses.config.section import ConfigError
 from ulysses.disk import write_json

@@ -45,18 +45,18 @@ class Check(NamedTuple):
 
 CHECKS = {
     "settings": [
-        Check("check.settings:check_settings", "config world_size"),
+        Check("check.setting_checks:check_settings", "config world_size"),
     ],
     "files": [
-        Check("check.settings:check_deepspeed", ""),
+        Check("check.setting_checks:check_deepspeed", ""),
         Check("check.input_files:check_sources", "config", setting="data"),
         Check("check.input_files:published_shape", "config", "shape"),
         Check("check.input_files:read_shape", "config strict", "shape folder"),
         Check("check.input_files:check_pretrained", "config stage shape folder", setting="model.path"),
         Check("check.input_files:fit_window", "config shape", "shape"),
         Check("check.input_files:check_export", "stage shape"),
-        Check("check.settings:check_rank", "config shape", setting="model.lora.rank"),
-        Check("check.settings:check_experts", "config shape"),
+        Check("check.setting_checks:check_rank", "config shape", setting="model.lora.rank"),
+        Check("check.setting_checks:check_experts", "config shape"),
         Check("check.input_files:read_tokenizer", "config stage shape folder?", "tokenizer tokenizer_place template"),
         Check("check.input_files:read_others", "config stage strict others"),
         Check("check.kernel_proof:choose_kernel", "config stage shape strict", "attention kernel", "model.attention"),
