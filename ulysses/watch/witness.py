@@ -1,4 +1,4 @@
-"""Say what a process could not: `python witness.py LAUNCHER SECONDS SENTENCE`, started by failure.py.
+"""Say what a process could not: `python witness.py LAUNCHER SECONDS SENTENCE`, started by watch.py.
 
 Standard input ends with the process that started this one. Unless that wrote a word before, the sentence is printed as
 soon as the launcher has ended, so that it stands below the launcher's report. Imports nothing heavy: the witness lasts
