@@ -26,23 +26,23 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.arch import ModelConfig
+from ulysses.check.preflight import read_shape
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.gradients.policy import StepContext
-from ulysses.plan.planner import GIB, Workload, step_flops
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh, gather
-from ulysses.run.build import InitialWeights, build_engine
 from ulysses.plan.memory_choice import (
     choose_memory,
     layer_memory,
     planner_case,
     this_machine,
 )
+from ulysses.plan.planner import GIB, Workload, step_flops
+from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.metrics import device_peaks, model_flops
 from ulysses.run.optim import gradient_policies
-from ulysses.check.preflight import read_shape
 from ulysses.zero.engine import ZeroEngine
 
 FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped
