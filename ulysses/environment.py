@@ -91,6 +91,11 @@ def may_restart() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
+def error_file() -> str | None:
+    """Return the file in which torchrun looks for why this process ended; None without torchrun."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
+
+
 def grace_seconds() -> float:
     """Return the seconds from SIGTERM to SIGKILL; infinite if nobody kills the processes."""
     if not {*LAUNCHERS, "SLURM_JOB_ID"} & os.environ.keys():

@@ -234,8 +234,6 @@ class Trainer:
         if context.skip:
             self.say(f"skipped {context.skip}")
         self.step = step + 1
-        on_gpu = self.engine.device.type == "cuda"
-        self.watch.step_done(torch.cuda.current_stream().record_event() if on_gpu else None)
         seconds = time.perf_counter() - began
         self._waits.append(waited / seconds)
         values |= report | {
@@ -246,7 +244,7 @@ class Trainer:
         if self.peak_flops:
             rate = self.flops(*work) / seconds
             values["mfu"] = rate / self.mesh.world_size / self.peak_flops
-        if on_gpu:
+        if self.engine.device.type == "cuda":
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.metrics = values
         return values
