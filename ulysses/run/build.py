@@ -14,6 +14,7 @@ from ulysses.config.section import error_context
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
+from ulysses.environment import without_compiler
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.memory_choice import layer_memory, plain_model
@@ -145,4 +146,5 @@ def build_engine(
     # a graph of all layers gathers and reduces nothing in between
     units = () if kept.graphs else (DecoderLayer,)
     between = getattr(torch, config.optimizer.reduce_dtype)
-    return ZeroEngine(built, settings, optimizer, units, between, resident=resident)
+    with without_compiler():  # DeepSpeed imports Muon, which it compiles and nobody uses here
+        return ZeroEngine(built, settings, optimizer, units, between, resident=resident)
