@@ -40,7 +40,7 @@ from ulysses.data.read.chat import SPECIAL_NAMES
 from ulysses.data.read.sources import parse_sources
 from ulysses.disk import check_apart, check_files, check_replaceable, whole_folder
 from ulysses.run.checkpoint import read_run_state
-from ulysses.run.metrics import logged
+from ulysses.run.trackers.metrics_file import METRICS, logged
 from ulysses.registry import stage_of
 from ulysses.zero.state import SavedSlices
 
@@ -278,7 +278,7 @@ def model_card(config: Config, step: int) -> str:
         key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
         for key in ("train", "eval")
     }
-    lines = logged(config.output / "metrics.jsonl")
+    lines = logged(config.output / METRICS)
     metrics = dict(ChainMap(*(line for line in reversed(lines) if line["step"] <= step)))
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
     facts = {
