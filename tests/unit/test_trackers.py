@@ -9,9 +9,9 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from tests.own_tracker import Remembers
+from ulysses.check.settings import check_settings
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
-from ulysses.check.settings import check_settings
 from ulysses.disk import DiskError
 from ulysses.registry import TRACKERS, load
 from ulysses.run.metrics import MetricsLog

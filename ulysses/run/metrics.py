@@ -108,9 +108,7 @@ class MetricsLog:
                     "run.trackers",
                 ) from None
             self.trackers[name] = tracker
-        self.bar = progress(
-            total=total_steps, initial=run.step, unit="steps", seconds=math.inf
-        )
+        self.bar = progress(total=total_steps, initial=run.step, unit="steps", seconds=math.inf)
 
     def report(self, step: int, values: dict[str, float], due: bool) -> None:
         """Move the progress bar to `step`, and log the values if that is due or if there was an evaluation.
@@ -143,7 +141,9 @@ class MetricsLog:
             except Exception as error:
                 del self.trackers[name]
                 said = CREDENTIALS.sub("***", visible(repr(error)))
-                self.bar.write(f"{name} has failed and gets no more metrics; {METRICS} does: {said}")
+                self.bar.write(
+                    f"{name} has failed and gets no more metrics; {METRICS} does: {said}"
+                )
 
     def fail(self) -> None:
         """Tell the trackers that an error ends the run."""

@@ -10,15 +10,16 @@ both models read the same.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+
+from torch import Tensor
 
 from losses.distill import distillation
 from losses.token_nll import weighted_sum
 from models.folders import folder_with, resolve_model
 from ulysses.data.read.chat import load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term
-from ulysses.zero.engine import gathered
+from ulysses.stages.base import AuxiliaryModel, Checked, MetricSums, Requirements, Stage, Term
+from ulysses.zero.engine import ZeroEngine, gathered
 
 
 @dataclass(eq=False)
@@ -31,13 +32,13 @@ class DistillStage(Stage):
 
     name, dataset_type = "distill", "sequence"
 
-    teacher: Any = None
+    teacher: ZeroEngine | None = None
 
     def check(self) -> Iterator[str]:
         if not self.table.teacher:
             yield "distill.teacher is missing; set it to the folder or hub id of the model to learn from"
 
-    def check_models(self, prepared: Any) -> Iterator[str]:
+    def check_models(self, prepared: Checked) -> Iterator[str]:
         yield from super().check_models(prepared)
         path = self.table.teacher
         folder = resolve_model(path, need_weights=False, key="distill.teacher")
@@ -55,7 +56,9 @@ class DistillStage(Stage):
         teacher = AuxiliaryModel("teacher", "distill.teacher", self.table.teacher)
         return super().requirements._replace(models=(teacher,))
 
-    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+    def losses(
+        self, batch: ShardedBatch, metrics: MetricSums, of_step: Tensor | None = None
+    ) -> list[Term]:
         config = self.table
         with self.teacher.inference():
             rows = self.teacher(batch, project=False)
