@@ -1,4 +1,4 @@
-"""What a configuration names: its stage, which is imported when a run asks for it, and its gradient policies."""
+"""The parts that a configuration names, and the module and class of each; a part is imported when a run asks for it."""
 
 from importlib import import_module
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from ulysses.config.schema import Config, GradientsSection
 from ulysses.gradients.chain import GradientPolicyChain, build_chain
 
-# the module and the class
 STAGES = {
     "pt": "ulysses.stages.pt:PtStage",
     "sft": "ulysses.stages.sft:SftStage",
@@ -16,12 +15,30 @@ STAGES = {
     "kto": "ulysses.stages.kto:KtoStage",
     "ppo": "ulysses.rl.ppo:PpoStage",
 }
+# run.trackers; the package that each needs has its name
+TRACKERS = {
+    "tensorboard": "ulysses.run.trackers.tensorboard:TensorBoard",
+    "wandb": "ulysses.run.trackers.wandb:Wandb",
+    "mlflow": "ulysses.run.trackers.mlflow:Mlflow",
+    "trackio": "ulysses.run.trackers.trackio:Trackio",
+    "swanlab": "ulysses.run.trackers.swanlab:Swanlab",
+}
+# what decodes PPO's answers
+SAMPLERS = {
+    "engine": "ulysses.rl.engine_sampler:EngineSampler",
+    "servers": "ulysses.rl.outside_sampler:OutsideSampler",
+}
+
+
+def load(place: str) -> Any:
+    """Import what a place such as "package.module:name" names."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def stage_class(name: str) -> Any:
     """Return the class of a stage, derived from ulysses.stages.base.Stage."""
-    module, _, found = STAGES[name].partition(":")
-    return getattr(import_module(module), found)
+    return load(STAGES[name])
 
 
 def stage_of(config: Config) -> Any:

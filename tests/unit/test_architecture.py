@@ -23,9 +23,11 @@ FLOORS = {
             ulysses.gradients ulysses.registry
         ulysses.data models
         ulysses.zero
-        ulysses.stages
+        ulysses.stages ulysses.watch
         ulysses.rl
-        ulysses.run ulysses.check ulysses.plan ulysses.watch
+        ulysses.plan
+        ulysses.check
+        ulysses.run
         ulysses.train ulysses.cli ulysses.export ulysses.report ulysses.migrate""".splitlines(),
         start=1,
     )

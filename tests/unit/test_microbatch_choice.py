@@ -18,8 +18,6 @@ from ulysses.plan.memory_choice import (
     this_machine,
 )
 from ulysses.plan.planner import GIB, Machine, predict, step_flops, step_seconds
-from ulysses.run.trainer import Trainer
-from ulysses.stages.sft import SftStage
 
 SMALL = ModelConfig.from_hf(
     architecture("llama3-8b").to_hf()
@@ -145,19 +143,3 @@ def test_the_typical_and_the_largest_step_are_those_of_the_data():
     data = Data(lengths=lengths, sources=0 * lengths, source_weights=[1.0])
     loader = StepLoader(data, 2, tokens_per_microbatch=64, shuffle=False)
     assert loader.planned_steps() == ([4, 5], [2, 3])
-
-
-def test_the_note_of_a_waiting_host_names_what_auto_cannot_choose():
-    def note(tokens, cuts, world=1):
-        trainer = object.__new__(Trainer)
-        trainer.__dict__ |= {
-            "_waits": [0.0], "_cuts": cuts, "mesh": SimpleNamespace(world_size=world),
-            "engine": SimpleNamespace(device=torch.device("cuda")),
-            "stage": SftStage(SimpleNamespace(batch=SimpleNamespace(tokens_per_microbatch=tokens))),
-        }  # fmt: skip
-        return trainer._host_note()
-
-    assert note("auto", 3) == ""
-    assert note("auto", 1).endswith("at a time by more batch.examples")
-    assert note("auto", 1, 2).endswith("more batch.examples, or use fewer GPUs")
-    assert note(1024, 3).endswith('by batch.tokens_per_microbatch = "auto"')

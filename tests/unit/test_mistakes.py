@@ -227,7 +227,6 @@ MISTAKES = {
     "SFT --run.output s3://user:secret@bucket/x": "is an address, but a path on this machine is needed",
     "SFT --run.seed https://user:secret@wandb.host": "run.seed is 'https***'",
     "https://user:secret@host": "has no key before it",
-    "PPO --ppo.reward ulysses.training.rewards:gsm8k_reward": "it has moved: write ulysses.rl.rewards:gsm8k_reward",
     "PPO --ppo.dual_clip 1.2": "ppo: dual_clip is 1.2 but must be above 1 + clip_high, 1.2",
     "PPO --ppo.policy_loss cispo --ppo.dual_clip 3.0": "only the kind clip has it",
     "PPO --ppo.advantage group": "ppo.answers_per_prompt is 1",

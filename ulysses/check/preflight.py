@@ -13,7 +13,6 @@ Each error is one sentence: what was given, what is required and what to change.
 """
 
 from dataclasses import dataclass, fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.parallel.kernels.choice import KernelChoice
-from ulysses.registry import stage_of
+from ulysses.registry import load, stage_of
 from ulysses.stages.base import Stage
 
 
@@ -127,9 +126,8 @@ def make_checks(moment: str, findings: list[str] | None = None, **known: Any) ->
         given = {name: known.get(name.rstrip("?")) for name in check.reads.split()}
         if any(value is None and name[-1] != "?" for name, value in given.items()):
             continue
-        module, _, name = check.function.partition(":")
         with error_context(check.setting, errors):
-            found = getattr(import_module(f"ulysses.{module}"), name)(*given.values())
+            found = load(f"ulysses.{check.function}")(*given.values())
             names = check.finds.split()
             if not names:
                 errors += found or ()

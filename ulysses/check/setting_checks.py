@@ -14,7 +14,7 @@ from ulysses import environment
 from ulysses.config.schema import Config
 from ulysses.config.section import CREDENTIALS, error_context, refuse
 from ulysses.parallel.mesh import divisors
-from ulysses.registry import STAGES, gradient_policies, stage_of
+from ulysses.registry import STAGES, TRACKERS, gradient_policies, load, stage_of
 from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -42,15 +42,29 @@ def check_settings(config: Config, world_size: int) -> None:
         ("model.lora.rank", config.model.lora.rank, "peft"),
         ("model.quantize", config.model.quantize == "nf4", "bitsandbytes"),
         ("run.wandb", config.run.wandb, "wandb"),
+        *(("run.trackers", name, name) for name in config.run.trackers if name in TRACKERS),
     ):
         if wanted and importlib.util.find_spec(package) is None:
             errors.append(
                 f"{key} is set but the package {package} is not installed; pip install {package}"
             )
+    errors += tracker_errors(config)
     with error_context("", errors):
         check_raw(config.deepspeed.zero_optimization)
         gradient_policies(config.gradients)
     refuse(errors)
+
+
+def tracker_errors(config: Config) -> Iterator[str]:
+    """Yield which of run.trackers are neither ours nor classes that can be imported."""
+    for name in sorted({*config.run.trackers} - {*TRACKERS}):
+        try:
+            load(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            yield (
+                f"run.trackers has {name!r}, which cannot be imported ({error}); name {', '.join(TRACKERS)}, or a "
+                "class as module:Class, with the module's folder on PYTHONPATH"
+            )
 
 
 def require_determinism() -> None:

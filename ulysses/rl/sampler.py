@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -168,7 +168,7 @@ class Sampler:
         self.new = zeros(2, count, dtype=torch.float64)
         self.held: dict[Prompt, int] = {}
         self.captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self.pool: Any = None
+        self.pool: tuple[int, int] | None = None
 
     @torch.no_grad()
     @sdpa_kernel(KERNELS)
@@ -278,7 +278,7 @@ class Sampler:
         ) -> Tensor:
             cache[:, slots, :, first:last] = both = torch.stack([key, value])
             keys, values = cache[:, slots, :, :last] if first else both
-            mask: Any = causal_lower_right(last - first, last)
+            mask = causal_lower_right(last - first, last)
             if how.window and how.window < last:
                 age = positions[:, None] - torch.arange(last, device=self.device)
                 mask = (age >= 0) & (age < how.window)
@@ -382,8 +382,7 @@ class Sampler:
         shape, decoder = tokens.shape, self.decoder
         ropes = rotary_tables(positions.reshape(-1), self.config)
         hidden = decoder.embed(tokens.reshape(-1))
-        layers: Any = decoder.layers
-        for layer, kept in zip(layers, cache):
+        for layer, kept in zip(decoder.layers, cache):
             *projected, hidden = layer.project(hidden, ropes[layer.kind.rotary])
             heads = (a.unflatten(0, shape).transpose(1, 2) for a in projected)
             attended = attend(kept, layer.mixer.attention, *heads).transpose(1, 2).flatten(0, 1)

@@ -36,7 +36,7 @@ from ulysses.data.read.chat import SPECIAL_NAMES
 from ulysses.data.read.sources import parse_sources
 from ulysses.disk import whole_folder
 from ulysses.registry import stage_of
-from ulysses.run.metrics import logged
+from ulysses.run.trackers.metrics_file import METRICS, logged
 
 CARD = "README.md"
 
@@ -171,7 +171,7 @@ def model_card(config: Config, step: int) -> str:
         key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
         for key in ("train", "eval")
     }
-    lines = logged(config.output / "metrics.jsonl")
+    lines = logged(config.output / METRICS)
     metrics = dict(ChainMap(*(line for line in reversed(lines) if line["step"] <= step)))
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
     facts = {

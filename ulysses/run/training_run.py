@@ -27,6 +27,7 @@ from ulysses.run.build import build_engine, open_data, step_loader
 from ulysses.run.checkpoint import clear_run_folder
 from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.metrics import MetricsLog, model_flops, slow_products
+from ulysses.run.trackers import TrackedRun
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import AuxiliaryModel
 from ulysses.watch.watch import Watch
@@ -214,20 +215,12 @@ class TrainingRun:
 
     def train(self) -> None:
         """Train to the end (or to a requested stop), evaluating, saving and exporting as configured."""
-        trainer, run, folder, wandb = self.trainer, self.config.run, self.config.output, None
+        trainer, run, folder = self.trainer, self.config.run, self.config.output
         if self.mesh.is_main:
-            if run.wandb:
-                from wandb import init
-
-                wandb = init(
-                    project=run.wandb,
-                    config=trainer.description["config"],
-                    name=folder.name,
-                    dir=folder,
-                    resume="allow",
-                )
-                self.resources.callback(wandb.finish)
-            self.log = MetricsLog(folder, trainer.total_steps, trainer.step, self.run_id, wandb)
+            settings = {"run_id": self.run_id, **trainer.description["config"]}
+            project, names = run.wandb or run.project, [*run.trackers, *["wandb"] * bool(run.wandb)]
+            tracked = TrackedRun(folder, project, self.run_id, trainer.step, settings)
+            self.log = MetricsLog(tracked, names, trainer.total_steps)
             self.resources.callback(self.log.close)
         self.resources.enter_context(self.watch.signals())
         trainer.train(self.log)
@@ -267,6 +260,8 @@ class TrainingRun:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Release files, engines and the process group, which after an error still has to tell the other processes."""
         self.watch.report_failure(error)  # while the signals of a launcher are still caught
+        if error is not None and self.log is not None:
+            self.log.fail()
         self.resources.close()
         self.trainer = self.engine = self.log = None
         if dist.get_world_size() > 1 and error is not None:

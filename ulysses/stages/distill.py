@@ -10,16 +10,17 @@ both models read the same.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from torch import Tensor
 
 from losses.distill import distillation
 from losses.token_nll import weighted_sum
 from models.arch import ModelConfig
 from models.folders import folder_with, resolve_model
-from ulysses.data.read.chat import load_tokenizer
+from ulysses.data.read.chat import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term
-from ulysses.zero.engine import gathered
+from ulysses.zero.engine import ZeroEngine, gathered
 
 
 @dataclass(eq=False)
@@ -32,14 +33,17 @@ class DistillStage(Stage):
 
     name, dataset_type = "distill", "sequence"
 
-    teacher: Any = None
+    teacher: ZeroEngine | None = None
 
     def check(self) -> Iterator[str]:
         if not self.table.teacher:
             yield "distill.teacher is missing; set it to the folder or hub id of the model to learn from"
 
     def check_models(
-        self, shape: ModelConfig, tokenizer: Any, others: Mapping[str, ModelConfig]
+        self,
+        shape: ModelConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        others: Mapping[str, ModelConfig],
     ) -> Iterator[str]:
         yield from super().check_models(shape, tokenizer, others)
         path = self.table.teacher
@@ -58,7 +62,9 @@ class DistillStage(Stage):
         teacher = AuxiliaryModel("teacher", "distill.teacher", self.table.teacher)
         return super().requirements._replace(models=(teacher,))
 
-    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+    def losses(
+        self, batch: ShardedBatch, metrics: MetricSums, of_step: Tensor | None = None
+    ) -> list[Term]:
         config = self.table
         with self.teacher.inference():
             rows = self.teacher(batch, project=False)

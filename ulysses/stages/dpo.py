@@ -14,7 +14,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +21,11 @@ from torch import Tensor
 
 from losses.dpo import REFERENCE_FREE, dpo_loss, ld_dpo_weights
 from losses.preference import aot_margins
+from ulysses.data.serve.encode import Example
 from ulysses.disk import write_json
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import gather
-from ulysses.stages.base import MetricSums, StepBatches, Term
+from ulysses.stages.base import MetricSums, Normaliser, StepBatches, Term
 from ulysses.stages.referenced import ReferencedStage
 
 STATE = "dpo.json"  # in a checkpoint
@@ -40,7 +40,7 @@ class DpoStage(ReferencedStage):
     rewards: tuple[float, int] = (0.0, 0)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """The arguments that the configuration fixes in `losses.dpo_loss`."""
         return self.table.model_dump(exclude={"ld_alpha", "sft_weight", "reference"})
 
@@ -62,7 +62,7 @@ class DpoStage(ReferencedStage):
     def looks_ahead(self) -> bool:
         return "aot" in self.table.loss_types
 
-    def sequences(self, example: Any) -> list[Sequence]:
+    def sequences(self, example: Example) -> list[Sequence]:
         pair, alpha = super().sequences(example), self.table.ld_alpha
         if alpha == 1:
             return pair
@@ -78,14 +78,14 @@ class DpoStage(ReferencedStage):
             for s, w in zip(pair, weights)
         ]
 
-    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+    def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         chosen = batch.loss_weights * (batch.sequence_ids % 2 == 0)
         return {
             "pairs": self.on_first_rank(batch.num_sequences // 2),
             "chosen_tokens": chosen.sum(dtype=torch.float64),
         }
 
-    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
+    def before_step(self, read: StepBatches) -> list[Tensor | None]:
         """Return what aot compares each micro-batch's margins with: those of the whole step, sorted, [N/2] each."""
         if not self.looks_ahead:
             return super().before_step(read)
@@ -98,10 +98,10 @@ class DpoStage(ReferencedStage):
         margins = aot_margins(*(whole[:, 0::2] - whole[:, 1::2]))
         parts = margins.split([each.shape[1] // 2 for each in sums])
         mine = parts[self.mesh.dp_rank * len(own) :][: len(own)]
-        return [{"reference_margins": part.to(self.model.device)} for part in mine]
+        return [part.to(self.model.device) for part in mine]
 
     def losses(
-        self, batch: ShardedBatch, metrics: MetricSums, reference_margins: Tensor | None = None
+        self, batch: ShardedBatch, metrics: MetricSums, of_step: Tensor | None = None
     ) -> list[Term]:
         config, weights = self.table, batch.loss_weights
         logps, reference = self.both_logps(batch, metrics)
@@ -115,7 +115,7 @@ class DpoStage(ReferencedStage):
             chosen_lengths=lengths[0::2],
             rejected_lengths=lengths[1::2],
             bco_delta=self.rewards[0],
-            aot_reference_margins=reference_margins,
+            aot_reference_margins=of_step,
             **self.options,
         )
         margins = chosen_rewards - rejected_rewards

@@ -14,11 +14,11 @@ it is complete; one process of each node writes it, so that it need not lie on a
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,14 +26,17 @@ from torch import Tensor
 
 from ulysses.config.section import ConfigError, error_context
 from ulysses.data.cache import check_once, content_digest, digest_of_value
+from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import lock_file, write_digested, write_json, writing
 from ulysses.environment import NODE, local_rank
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.mesh import gather
+from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.parallel.sums import segment_sums
 from ulysses.progress import progress
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Run, Stage
 from ulysses.stages.passes import token_values
+from ulysses.zero.engine import ZeroEngine
 
 CHUNK = 32  # items per data-parallel group that are computed before their values are written
 COLUMN = "reference_logps"
@@ -101,54 +104,46 @@ class ReferencedStage(Stage):
 
     # ---------------------------------------------------------------- construction
 
-    def extend_data(self, run: Run) -> tuple[Any, Any]:
+    def extend_data(self, run: Run) -> tuple[TokenizedDataset, TokenizedDataset | None]:
         """Let the data carry the initial policy's log-probabilities if they are to be cached.
 
         They are computed now, with the weights that are about to be trained, unless data.cache holds them.
         """
-        config = self.config
-        if not self.is_cached:
-            return super().extend_data(run)
+        train, held_out = super().extend_data(run)
+        if self.is_cached:
+            loader = run.loader(train)
+            train = self._with_reference(run, loader, self.total_steps(loader))
+            if held_out is not None:
+                loader = run.loader(held_out, evaluation=True)
+                held_out = self._with_reference(run, loader, loader.steps_per_epoch)
+        return train, held_out
+
+    def _with_reference(self, run: Run, loader: StepLoader, steps: int) -> TokenizedDataset:
+        """Return the loader's data with what the reference says of all that its first `steps` steps read."""
+        config, checked, data = self.config, run.inputs, loader.dataset
         # adapters, even switched off, take the base another way through the kernels
         adapted = config.model.lora.rank > 0
-        inputs, cache = run.inputs, Path(config.data.cache)
-        weights = inputs.weights
+        mismatched = data.kind == "unpaired" and self.looks_ahead
+        pairs = pairs_of_run(loader, steps) if mismatched else []
+        weights, cache = checked.weights, Path(config.data.cache)
         content = f"seed {weights.seed}"
         if weights.paths:
             content = content_digest(weights.paths, cache)
         source = f"""{weights.shape} {content} {weights.quantize} {config.model.dtype}
-            {inputs.kernel.name} {adapted}"""
-
-        def extended(data: Any, *, evaluation: bool = False) -> Any:
-            loader = run.loader(data, evaluation=evaluation)
-            steps = loader.steps_per_epoch if evaluation else self.total_steps(loader)
-            mismatched = data.kind == "unpaired" and self.looks_ahead
-            pairs = pairs_of_run(loader, steps) if mismatched else []
-            key = digest_of_value(f"{source} {data.fingerprint} {pairs}")
-            path = cache / f"reference-{key[:24]}.bin"
-            exists = path.with_suffix(".json").exists()
-            if inputs.resume_from and not (adapted or exists):
-                raise ConfigError(
-                    f"the reference log-probabilities of this run are gone: there is no {path}, and resuming no "
-                    f"longer has the initial policy; restore data.cache, or set {self.name}.reference to the "
-                    "initial model's path"
-                )
-            values = read_reference(
-                data,
-                pairs,
-                path,
-                self.reference,
-                run.mesh,
-                run.engine.device,
-                run.memory.pass_tokens,
-                run.say,
+            {checked.kernel.name} {adapted}"""
+        key = digest_of_value(f"{source} {data.fingerprint} {pairs}")
+        path = cache / f"reference-{key[:24]}.bin"
+        if checked.resume_from and not adapted and not path.with_suffix(".json").exists():
+            raise ConfigError(
+                f"the reference log-probabilities of this run are gone: there is no {path}, and resuming no longer has "
+                f"the initial policy; restore data.cache, or set {self.name}.reference to the initial model's path"
             )
-            return data.with_column(COLUMN, *values)
+        how = run.mesh, run.engine.device, run.memory.pass_tokens, run.say
+        return data.with_column(
+            COLUMN, *read_reference(data, pairs, path, self.reference, *how)
+        )
 
-        train = extended(run.train_data)
-        return train, run.eval_data and extended(run.eval_data, evaluation=True)
-
-    def arguments(self, run: Run) -> dict[str, Any]:
+    def arguments(self, run: Run) -> dict[str, object]:
         found = super().arguments(run)
         if engine := found.get("reference"):
             found["reference"] = logps_of(engine)
@@ -200,24 +195,24 @@ class ReferencedStage(Stage):
             )
 
 
-def logps_of(engine: Any) -> Callable[..., Tensor]:
+def logps_of(engine: ZeroEngine) -> Callable[..., Tensor]:
     """Return what computes an engine's log-probabilities [S] of a batch's targets, without gradient."""
 
-    def logps(batch: ShardedBatch, **options: Any) -> Tensor:
+    def logps(batch: ShardedBatch, **options: object) -> Tensor:
         with engine.inference():
             return engine(batch, **options).logps
 
     return logps
 
 
-def pairs_of_run(loader: Any, steps: int) -> Pairs:
+def pairs_of_run(loader: StepLoader, steps: int) -> Pairs:
     """Return every (example, other) that the loader's first `steps` steps pair, sorted, the same on every rank."""
     positions = (divmod(step, loader.steps_per_epoch) for step in range(steps))
     found = (loader.mismatched_pairs(loader.indices(*position)) for position in positions)
     return sorted({*chain.from_iterable(found)})
 
 
-def mismatched_lengths(dataset: Any, pairs: Pairs) -> list[int]:
+def mismatched_lengths(dataset: TokenizedDataset, pairs: Pairs) -> list[int]:
     """Return the tokens of each `dataset.mismatch(i, j)` without reading one."""
     heads, lengths = dataset.columns.get("prompt_length"), dataset.sequence_lengths
     whole = (int(heads[i] + lengths[j, 0] - heads[j]) for i, j in pairs)
@@ -225,11 +220,11 @@ def mismatched_lengths(dataset: Any, pairs: Pairs) -> list[int]:
 
 
 def read_reference(
-    dataset: Any,
+    dataset: TokenizedDataset,
     pairs: Pairs,
     path: Path,
     logprobs: Callable[[ShardedBatch], Tensor],
-    mesh: Any,
+    mesh: ParallelMesh,
     device: torch.device,
     budget: int,
     say: Callable[[str], None],
@@ -239,43 +234,33 @@ def read_reference(
     They are computed if any node lacks the file; all ranks call this together.
 
     Args:
-        dataset: a TokenizedDataset.
         pairs: each once: the mismatched sequences that the run will ask for.
         path: the file of values, named after everything that they depend on; a .json next to it holds its digest.
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
         budget: tokens per packed micro-batch.
     """
-    sizes = [dataset.lengths.sum(), *mismatched_lengths(dataset, pairs)]
+    sizes = [int(dataset.lengths.sum()), *mismatched_lengths(dataset, pairs)]
     seal = path.with_suffix(".json")
     if not all(gather(seal.exists())):
-        numbers = range(len(dataset) + len(pairs))
-        say(f"computing reference log-probabilities of {len(numbers)} items -> {path}")
-
-        def sequences(number: int) -> Sequence[Any]:
-            if number < len(dataset):
-                return dataset[number].sequences
-            return [dataset.mismatch(*pairs[number - len(dataset)])]
-
-        temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
+        count = len(dataset) + len(pairs)
+        say(f"computing reference log-probabilities of {count} items -> {path}")
         # several micro-batches of them, or CHUNK
-        size = mesh.data_parallel_size * max(CHUNK, 4 * budget * len(numbers) // sum(sizes))
+        size = mesh.data_parallel_size * max(CHUNK, 4 * budget * count // sum(sizes))
+        items = chain(
+            (dataset[i].sequences for i in range(len(dataset))),
+            ([dataset.mismatch(*pair)] for pair in pairs),
+        )
         bar = {"desc": "reference: ", "unit": "items", "unit_scale": size, "leave": False}
         chunks = (
-            token_values(
-                logprobs, [*map(sequences, numbers[at : at + size])], mesh, device, budget
-            ).numpy()
-            for at in progress(numbers[::size], disable=not mesh.is_main, **bar)
+            token_values(logprobs, [*islice(items, size)], mesh, device, budget).numpy()
+            for _ in progress(range(0, count, size), disable=not mesh.is_main, **bar)
         )
-        with writing(temporary, advice="set data.cache to another folder"):
+        with writing(path, advice="set data.cache to another folder"):
             if local_rank() == 0:
-                digest = write_digested(temporary, chunks, 4 * sum(sizes))
-                with lock_file(path.with_suffix(".lock")):
-                    # another run that came first reads its own
-                    if not seal.exists():
-                        os.replace(temporary, path)
-                        write_json(seal, {path.name: digest})
-                temporary.unlink(missing_ok=True)
-            for _ in chunks:  # all ranks compute them together, and one writes them
+                _write(path, seal, chunks, 4 * sum(sizes))
+            for (
+                _
+            ) in chunks:  # all ranks compute them together, and one of each node writes them
                 pass
         gather(None)  # no node reads what is still written
     with error_context("data.cache"):
@@ -283,3 +268,14 @@ def read_reference(
     values = np.asarray(np.memmap(path, np.float32, "r"))
     own, *mismatched = np.split(values, np.cumsum(sizes)[:-1])
     return own, dict(zip(pairs, mismatched, strict=True))
+
+
+def _write(path: Path, seal: Path, chunks: Iterable[np.ndarray], size: int) -> None:
+    """Write the chunks, `size` bytes, under another name and rename them, unless another run did so meanwhile."""
+    temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
+    digest = write_digested(temporary, chunks, size)
+    with lock_file(path.with_suffix(".lock")):
+        if not seal.exists():
+            os.replace(temporary, path)
+            write_json(seal, {path.name: digest})
+    temporary.unlink(missing_ok=True)
