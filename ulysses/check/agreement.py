@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ulysses.check.preflight import Inputs
+from ulysses.check.preflight import RunInputs
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, flat
 from ulysses.data.cache import content_digest, digest_of_value
@@ -24,7 +24,7 @@ TRAINED_ON, HELD_OUT = "the training data or how they are tokenised", "the held-
 OWN = "model.path"  # the setting of the trained model
 
 
-def digests_of_inputs(inputs: Inputs, train: Any, held_out: Any) -> dict[str, str]:
+def digests_of_inputs(inputs: RunInputs, train: Any, held_out: Any) -> dict[str, str]:
     """Return digests of what a run's numbers depend on and its checkpoints do not hold, by words that name it.
 
     Weights are told by whole files: a part would not show an edited layer, or a row of an embedding. What config.json
@@ -43,7 +43,7 @@ def digests_of_inputs(inputs: Inputs, train: Any, held_out: Any) -> dict[str, st
     return found
 
 
-def facts_of(inputs: Inputs, digests: Mapping[str, str], verify: bool) -> dict[str, Any]:
+def facts_of(inputs: RunInputs, digests: Mapping[str, str], verify: bool) -> dict[str, Any]:
     """Return what must be equal on all ranks, by the words that name it; files are read by one process of a node.
 
     Args:

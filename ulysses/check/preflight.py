@@ -92,7 +92,7 @@ CHECKS = {
 
 
 @dataclass
-class Inputs:
+class RunInputs:
     """What a run starts from, as the checks found it; after a dry run with findings some of it is None."""
 
     config: Config
@@ -136,7 +136,7 @@ def make_checks(moment: str, findings: list[str] | None = None, **known: Any) ->
     return known
 
 
-def prepare(config: Config, world_size: int = 0, findings: list[str] | None = None) -> Inputs:
+def prepare(config: Config, world_size: int = 0, findings: list[str] | None = None) -> RunInputs:
     """Check a configuration against the machine and the files, and read what they say about the model.
 
     Nothing is written, and no data are opened. With `run.deterministic`, torch's switches are set here.
@@ -158,4 +158,4 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     for moment in ("settings", "files", "all files"):
         if not findings:
             known = make_checks(moment, findings, **known)
-    return Inputs(**{field.name: known.get(field.name) for field in fields(Inputs)})
+    return RunInputs(**{field.name: known.get(field.name) for field in fields(RunInputs)})

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ulysses.check.preflight import Inputs
+from ulysses.check.preflight import RunInputs
 from ulysses.data.read.sources import parse_sources, repeated_data
 from ulysses.data.serve.steps import StepLoader
 
@@ -10,7 +10,7 @@ from ulysses.data.serve.steps import StepLoader
 LEAST_KNOWN = 0.9
 
 
-def remarks(inputs: Inputs, loader: StepLoader) -> Iterator[str]:
+def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
     """Yield the lines about a run's settings and the steps that it takes."""
     if inputs.disk_warning:
         yield inputs.disk_warning

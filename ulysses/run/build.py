@@ -8,7 +8,7 @@ from torch import nn
 from models.decoder import CausalLM, PolicyValue, RewardModel
 from models.initial_weights import InitialWeights
 from models.layers import DecoderLayer
-from ulysses.check.preflight import Inputs, make_checks
+from ulysses.check.preflight import RunInputs, make_checks
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context
 from ulysses.data.read.sources import parse_sources
@@ -26,7 +26,7 @@ from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
 
 
-def open_data(inputs: Inputs) -> tuple[TokenizedDataset, TokenizedDataset | None]:
+def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | None]:
     """Open the training and held-out data, tokenising it once per node if needed.
 
     Raises ConfigError for data that is missing or broken, or that the run cannot train on.
@@ -55,7 +55,7 @@ def open_data(inputs: Inputs) -> tuple[TokenizedDataset, TokenizedDataset | None
 
 
 def step_loader(
-    inputs: Inputs,
+    inputs: RunInputs,
     dataset: Any,
     tokens: int,
     groups: int,

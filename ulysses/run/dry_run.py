@@ -8,7 +8,7 @@ import math
 import torch
 
 from ulysses.check.checkpoint_folders import resume_point
-from ulysses.check.preflight import Inputs, prepare
+from ulysses.check.preflight import RunInputs, prepare
 from ulysses.check.remarks import remarks
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError
@@ -80,7 +80,7 @@ def dry_run(config: Config, options: Options) -> int:
     return ABSENT if findings else 0
 
 
-def _open(inputs: Inputs, findings: list[str]) -> TokenizedDataset | None:
+def _open(inputs: RunInputs, findings: list[str]) -> TokenizedDataset | None:
     """Return the training data, or None if anything is absent."""
     if not findings:
         try:
@@ -91,7 +91,7 @@ def _open(inputs: Inputs, findings: list[str]) -> TokenizedDataset | None:
 
 
 def _plan_steps(
-    inputs: Inputs, case: Workload, train: TokenizedDataset | None, findings: list[str]
+    inputs: RunInputs, case: Workload, train: TokenizedDataset | None, findings: list[str]
 ) -> None:
     """Print how the run is divided, how long it is, and what it takes."""
     config, machine = inputs.config, case.machine
@@ -121,7 +121,7 @@ def _plan_steps(
     _plan_memory(inputs, case)
 
 
-def _plan_memory(inputs: Inputs, case: Workload) -> None:
+def _plan_memory(inputs: RunInputs, case: Workload) -> None:
     """Print what every level takes, the longest sequence and what the run itself would choose.
 
     Raises ConfigError for a run that does not fit.
@@ -159,7 +159,7 @@ def _plan_memory(inputs: Inputs, case: Workload) -> None:
     print(micro_batch_line(choice, config.batch.tokens_per_microbatch == "auto"))
 
 
-def _plan_cpu(inputs: Inputs, machine: Machine, train: TokenizedDataset | None) -> None:
+def _plan_cpu(inputs: RunInputs, machine: Machine, train: TokenizedDataset | None) -> None:
     """Print how long a step takes on this machine's CPU, which recomputes nothing."""
     config = inputs.config
     dtype, count = config.model.dtype, config.batch.tokens_per_microbatch

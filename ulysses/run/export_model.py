@@ -30,7 +30,7 @@ from models.hf_format import (
     write_json,
     write_weights,
 )
-from ulysses.check.preflight import Inputs
+from ulysses.check.preflight import RunInputs
 from ulysses.config.schema import Config
 from ulysses.data.read.chat import SPECIAL_NAMES
 from ulysses.data.read.sources import parse_sources
@@ -44,7 +44,7 @@ CARD = "README.md"
 # ---------------------------------------------------------------- tokenizer
 
 
-def save_tokenizer(inputs: Inputs, target: Path) -> None:
+def save_tokenizer(inputs: RunInputs, target: Path) -> None:
     """Write the tokenizer's own files and generation_config.json as every export of the run will carry them.
 
     tokenizer.json is copied byte for byte. Of tokenizer_config.json only these keys change: a `tokenizer_class` that

@@ -174,7 +174,7 @@ class Requirements(NamedTuple):
 
 
 class Checked(Protocol):
-    """What the checks found (ulysses.check.preflight.Inputs), as far as a stage reads it."""
+    """What the checks found (ulysses.check.preflight.RunInputs), as far as a stage reads it."""
 
     shape: ModelConfig
     tokenizer: PreTrainedTokenizerFast
