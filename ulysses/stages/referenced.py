@@ -39,7 +39,8 @@ from ulysses.stages.passes import token_values
 from ulysses.zero.engine import ZeroEngine
 
 CHUNK = 32  # items per data-parallel group that are computed before their values are written
-COLUMN = "reference_logps"
+COLUMN = "reference_logps"  # of the sequences
+GAP = "reference_gap"  # the metric: mean |policy - reference| per trained token
 Pairs = list[tuple[int, int]]
 # mean |policy - reference| per token that rounding alone explains: between two ways through 30 layers of a pretrained
 # model of 135M parameters it was 0.028 in bfloat16
@@ -166,7 +167,7 @@ class ReferencedStage(Stage):
         reference, logps = self.reference_logps(batch), self.model(batch).logps
         trained = batch.loss_weights != 0
         gap = (logps.detach() - reference).abs() * trained
-        metrics.add("reference_gap", gap.sum(), trained.sum())
+        metrics.add(GAP, gap.sum(), trained.sum())
         return logps, reference
 
     def answer_sums(
@@ -183,7 +184,7 @@ class ReferencedStage(Stage):
         return policy, base.detach(), lengths.detach()
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
-        gap = metrics.get("reference_gap", 0.0)
+        gap = metrics.get(GAP, 0.0)
         if self.table.reference in self.reference_words and not gap <= self.tolerance:
             raise RuntimeError(
                 f"at step 0 the policy is the reference, but their log-probabilities differ by {gap:.3g} per token "
