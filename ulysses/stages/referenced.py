@@ -14,9 +14,9 @@ it is complete; one process of each node writes it, so that it need not lie on a
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,6 +30,7 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import lock_file, write_digested, write_json, writing
 from ulysses.environment import NODE, local_rank
+from ulysses.parallel.batch import Sequence as PackedSequence
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.parallel.sums import segment_sums
@@ -237,25 +238,30 @@ def read_reference(
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
         budget: tokens per packed micro-batch.
     """
-    sizes = [int(dataset.lengths.sum()), *mismatched_lengths(dataset, pairs)]
+    sizes = [dataset.lengths.sum(), *mismatched_lengths(dataset, pairs)]
     seal = path.with_suffix(".json")
     if not all(gather(seal.exists())):
-        count = len(dataset) + len(pairs)
-        say(f"computing reference log-probabilities of {count} items -> {path}")
+        numbers = range(len(dataset) + len(pairs))
+        say(f"computing reference log-probabilities of {len(numbers)} items -> {path}")
+
+        def sequences(number: int) -> Sequence[PackedSequence]:
+            if number < len(dataset):
+                return dataset[number].sequences
+            return [dataset.mismatch(*pairs[number - len(dataset)])]
+
+        temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         # several micro-batches of them, or CHUNK
-        size = mesh.data_parallel_size * max(CHUNK, 4 * budget * count // sum(sizes))
-        items = chain(
-            (dataset[i].sequences for i in range(len(dataset))),
-            ([dataset.mismatch(*pair)] for pair in pairs),
-        )
+        size = mesh.data_parallel_size * max(CHUNK, 4 * budget * len(numbers) // sum(sizes))
         bar = {"desc": "reference: ", "unit": "items", "unit_scale": size, "leave": False}
         chunks = (
-            token_values(logprobs, [*islice(items, size)], mesh, device, budget).numpy()
-            for _ in progress(range(0, count, size), disable=not mesh.is_main, **bar)
+            token_values(
+                logprobs, [*map(sequences, numbers[at : at + size])], mesh, device, budget
+            ).numpy()
+            for at in progress(numbers[::size], disable=not mesh.is_main, **bar)
         )
-        with writing(path, advice="set data.cache to another folder"):
+        with writing(temporary, advice="set data.cache to another folder"):
             if local_rank() == 0:
-                _write(path, seal, chunks, 4 * sum(sizes))
+                _keep(path, seal, temporary, write_digested(temporary, chunks, 4 * sum(sizes)))
             for (
                 _
             ) in chunks:  # all ranks compute them together, and one of each node writes them
@@ -268,10 +274,8 @@ def read_reference(
     return own, dict(zip(pairs, mismatched, strict=True))
 
 
-def _write(path: Path, seal: Path, chunks: Iterable[np.ndarray], size: int) -> None:
-    """Write the chunks, `size` bytes, under another name and rename them, unless another run did so meanwhile."""
-    temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
-    digest = write_digested(temporary, chunks, size)
+def _keep(path: Path, seal: Path, temporary: Path, digest: str) -> None:
+    """Give the complete file its name, unless another run came first, whose file is read then."""
     with lock_file(path.with_suffix(".lock")):
         if not seal.exists():
             os.replace(temporary, path)
