@@ -237,8 +237,8 @@ class RunSection(Section):
     stall_warning: NonNegativeFloat = 60.0
     """Seconds without progress after which a line names that process; 0 prints none."""
     trackers: list[str] = ["tensorboard"]
-    """What gets the metrics besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or a class of your own
-    as module:Class."""
+    """What gets the metrics besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or your own class as
+    module:Class."""
     project: str = "ulysses"
     """Project, or experiment, under which the services among the trackers file the run."""
     wandb: str = ""

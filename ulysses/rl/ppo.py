@@ -30,7 +30,7 @@ from ulysses.parallel.sums import segment_sums
 from ulysses.registry import SAMPLERS, load
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.rewards import Rewards
-from ulysses.rl.rollout import Rollout, RolloutMaker, RolloutSteps, answer_metrics
+from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
 from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
 from ulysses.stages.base import (
     AuxiliaryModel,
@@ -41,9 +41,10 @@ from ulysses.stages.base import (
     Run,
     Term,
 )
-from ulysses.stages.referenced import ReferencedStage
+from ulysses.stages.referenced import COLUMN, ReferencedStage
 
 ROLLOUT = "rollout.safetensors"
+CHANGE = "policy/logp_change"  # the metric: mean |log-probability - what the rollout holds| per trained token
 HELD_OUT = 1 << 40  # evaluations draw with rollout numbers from here on: always the same noise
 
 
@@ -249,7 +250,7 @@ class PpoStage(ReferencedStage):
         means = {
             "policy/approxkl_avg": 0.5 * gap.square(),
             "policy/clipfrac_avg": policy.clipped,
-            "policy/logp_change": gap.abs(),
+            CHANGE: gap.abs(),
             "val/ratio": policy.ratios,
             "policy/entropy_avg": out.entropy,
             "loss/policy_avg": policy_losses,
@@ -262,7 +263,7 @@ class PpoStage(ReferencedStage):
             means |= {"val/clipfrac_avg": value.clipped, "loss/value_avg": value.losses}
             trained.append((value.losses, config.value_coefficient))
         if config.kl_in != "reward" and config.kl_coefficient:
-            kl = kl_estimate(out.logps, columns["reference_logps"], config.kl_estimator)
+            kl = kl_estimate(out.logps, columns[COLUMN], config.kl_estimator)
             if config.kl_in == "loss_with_ratio":
                 kl = kl * (logps - old).exp()
             means["loss/kl_avg"] = kl
@@ -280,7 +281,7 @@ class PpoStage(ReferencedStage):
     def check_first_step(self, metrics: dict[str, float]) -> None:
         super().check_first_step(metrics)
         # a step may train nothing: all of its answers were cut
-        change, allowed = metrics.get("policy/logp_change", 0.0), self.tolerance
+        change, allowed = metrics.get(CHANGE, 0.0), self.tolerance
         if not change <= allowed:
             raise RuntimeError(
                 f"at step 0 the policy is the one that made the rollout, but its log-probabilities differ by "
@@ -298,7 +299,7 @@ class PpoStage(ReferencedStage):
             asked = source.dataset, source.indices(0, k)
             answers += self.maker.answer(HELD_OUT + k, *asked).answers
         metrics = {name: float(x) for name, x in answer_metrics(answers).items()}
-        return {"loss": -metrics["objective/scores"], **metrics}
+        return {"loss": -metrics[SCORES], **metrics}
 
     # ---------------------------------------------------------------- state
 

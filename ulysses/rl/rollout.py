@@ -40,7 +40,10 @@ from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.sampler import Completion
 from ulysses.stages.passes import token_values
+from ulysses.stages.referenced import COLUMN, GAP
 from ulysses.zero.engine import ZeroEngine
+
+SCORES = "objective/scores"  # the metric that an evaluation is judged by
 
 
 @dataclass
@@ -147,12 +150,12 @@ def answer_metrics(answers: list[Completion]) -> dict[str, Tensor]:
     """Return the metrics of answers and of each reward; held-out prompts have them too."""
     lengths, scores, ended = answer_table(answers)
     parts = {
-        f"objective/scores/{name}": torch.tensor([a.scores[name] for a in answers]).mean()
+        f"{SCORES}/{name}": torch.tensor([a.scores[name] for a in answers]).mean()
         for name in answers[0].scores
     }
     return {
-        "objective/scores": scores.mean(),
-        "objective/scores_std": scores.std(correction=0),
+        SCORES: scores.mean(),
+        f"{SCORES}_std": scores.std(correction=0),
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
@@ -323,7 +326,7 @@ class RolloutMaker:
         columns, of_advantages = compute(rewards, values, cu_seqlens, config)
         columns["old_logps"] = old
         if config.kl_in != "reward":
-            columns["reference_logps"] = reference
+            columns[COLUMN] = reference
         sampled = [logp for answer in rollout.answers for logp in answer.logps]
         gap = old - torch.tensor(sampled, dtype=torch.float64)
         N = len(rollout.answers)
@@ -334,7 +337,7 @@ class RolloutMaker:
             "objective/entropy": -old.sum() / N,
             "objective/non_score_reward": -kl_coefficient * kl.sum() / N,
             "objective/rlhf_reward": rewards.sum() / N,
-            "reference_gap": (old - reference).abs().mean(),
+            GAP: (old - reference).abs().mean(),
             "sampler/logp_gap": gap.abs().mean(),
             "sampler/logp_gap_max": gap.abs().max(),
             **of_advantages,

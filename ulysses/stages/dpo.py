@@ -29,6 +29,7 @@ from ulysses.stages.base import MetricSums, Normaliser, StepBatches, Term
 from ulysses.stages.referenced import ReferencedStage
 
 STATE = "dpo.json"  # in a checkpoint
+MEAN = "rewards/mean"  # the metric that bco_pair averages over all steps
 
 
 class DpoStage(ReferencedStage):
@@ -129,7 +130,7 @@ class DpoStage(ReferencedStage):
         }
         if "bco_pair" in config.loss_types:
             ratios = (chosen - base[0::2] + rejected - base[1::2]) / 2
-            means["rewards/mean"] = config.beta * ratios
+            means[MEAN] = config.beta * ratios
         terms = [Term(losses.sum(), "pairs", per_sequence=True)]
         if config.sft_weight:
             weights = weights * (batch.sequence_ids % 2 == 0)
@@ -142,9 +143,9 @@ class DpoStage(ReferencedStage):
 
     def after_step(self, metrics: dict[str, float]) -> None:
         """Count the step's rewards in the mean that bco_pair subtracts from the next step on."""
-        if "rewards/mean" in metrics:
+        if MEAN in metrics:
             mean, steps = self.rewards
-            self.rewards = mean + (metrics["rewards/mean"] - mean) / (steps + 1), steps + 1
+            self.rewards = mean + (metrics[MEAN] - mean) / (steps + 1), steps + 1
 
     def save(self, folder: Path) -> None:
         write_json(folder / STATE, self.rewards)

@@ -14,9 +14,9 @@ it is complete; one process of each node writes it, so that it need not lie on a
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,6 +30,7 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import lock_file, write_digested, write_json, writing
 from ulysses.environment import NODE, local_rank
+from ulysses.parallel.batch import Sequence as PackedSequence
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.parallel.sums import segment_sums
@@ -39,7 +40,8 @@ from ulysses.stages.passes import token_values
 from ulysses.zero.engine import ZeroEngine
 
 CHUNK = 32  # items per data-parallel group that are computed before their values are written
-COLUMN = "reference_logps"
+COLUMN = "reference_logps"  # of the sequences
+GAP = "reference_gap"  # the metric: mean |policy - reference| per trained token
 Pairs = list[tuple[int, int]]
 # mean |policy - reference| per token that rounding alone explains: between two ways through 30 layers of a pretrained
 # model of 135M parameters it was 0.028 in bfloat16
@@ -169,7 +171,7 @@ class ReferencedStage(Stage):
         reference, logps = self.reference_logps(batch), self.model(batch).logps
         trained = batch.loss_weights != 0
         gap = (logps.detach() - reference).abs() * trained
-        metrics.add("reference_gap", gap.sum(), trained.sum())
+        metrics.add(GAP, gap.sum(), trained.sum())
         return logps, reference
 
     def answer_sums(
@@ -186,7 +188,7 @@ class ReferencedStage(Stage):
         return policy, base.detach(), lengths.detach()
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
-        gap = metrics.get("reference_gap", 0.0)
+        gap = metrics.get(GAP, 0.0)
         if self.table.reference in self.reference_words and not gap <= self.tolerance:
             raise RuntimeError(
                 f"at step 0 the policy is the reference, but their log-probabilities differ by {gap:.3g} per token "
@@ -239,25 +241,30 @@ def read_reference(
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
         budget: tokens per packed micro-batch.
     """
-    sizes = [int(dataset.lengths.sum()), *mismatched_lengths(dataset, pairs)]
+    sizes = [dataset.lengths.sum(), *mismatched_lengths(dataset, pairs)]
     seal = path.with_suffix(".json")
     if not all(gather(seal.exists())):
-        count = len(dataset) + len(pairs)
-        say(f"computing reference log-probabilities of {count} items -> {path}")
+        numbers = range(len(dataset) + len(pairs))
+        say(f"computing reference log-probabilities of {len(numbers)} items -> {path}")
+
+        def sequences(number: int) -> Sequence[PackedSequence]:
+            if number < len(dataset):
+                return dataset[number].sequences
+            return [dataset.mismatch(*pairs[number - len(dataset)])]
+
+        temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         # several micro-batches of them, or CHUNK
-        size = mesh.data_parallel_size * max(CHUNK, 4 * budget * count // sum(sizes))
-        items = chain(
-            (dataset[i].sequences for i in range(len(dataset))),
-            ([dataset.mismatch(*pair)] for pair in pairs),
-        )
+        size = mesh.data_parallel_size * max(CHUNK, 4 * budget * len(numbers) // sum(sizes))
         bar = {"desc": "reference: ", "unit": "items", "unit_scale": size, "leave": False}
         chunks = (
-            token_values(logprobs, [*islice(items, size)], mesh, device, budget).numpy()
-            for _ in progress(range(0, count, size), disable=not mesh.is_main, **bar)
+            token_values(
+                logprobs, [*map(sequences, numbers[at : at + size])], mesh, device, budget
+            ).numpy()
+            for at in progress(numbers[::size], disable=not mesh.is_main, **bar)
         )
-        with writing(path, advice="set data.cache to another folder"):
+        with writing(temporary, advice="set data.cache to another folder"):
             if local_rank() == 0:
-                _write(path, seal, chunks, 4 * sum(sizes))
+                _keep(path, seal, temporary, write_digested(temporary, chunks, 4 * sum(sizes)))
             for (
                 _
             ) in chunks:  # all ranks compute them together, and one of each node writes them
@@ -270,10 +277,8 @@ def read_reference(
     return own, dict(zip(pairs, mismatched, strict=True))
 
 
-def _write(path: Path, seal: Path, chunks: Iterable[np.ndarray], size: int) -> None:
-    """Write the chunks, `size` bytes, under another name and rename them, unless another run did so meanwhile."""
-    temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
-    digest = write_digested(temporary, chunks, size)
+def _keep(path: Path, seal: Path, temporary: Path, digest: str) -> None:
+    """Give the complete file its name, unless another run came first, whose file is read then."""
     with lock_file(path.with_suffix(".lock")):
         if not seal.exists():
             os.replace(temporary, path)
