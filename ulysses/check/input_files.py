@@ -35,7 +35,8 @@ def check_sources(config: Config) -> None:
     """Refuse data that are not there, before anything opens them."""
     data = config.data
     if missing := missing_sources(parse_sources(data.train) + parse_sources(data.eval)):
-        raise FileNotFoundError("; ".join(missing))
+        with error_context("data"):
+            raise FileNotFoundError("; ".join(missing))
     if not data.train:
         raise AbsentError(
             "data.train is empty; set it to a file, a folder, a hub dataset or a list of them"
@@ -74,6 +75,18 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
             raw = architecture(model.arch).to_hf()
         raw.pop("rope_parameters", None)  # model.config may have either style
         return ModelConfig.from_hf({**raw, **model.config}, **rope), folder
+
+
+def read_model(
+    config: Config, stage: Stage, need_weights: bool
+) -> tuple[ModelConfig, Path | None]:
+    """Return what `read_shape` does; refuse weights that do not fit, and a shape whose export could not be loaded."""
+    shape, folder = read_shape(config, need_weights)
+    shape.to_hf(reward=stage.reward)
+    if config.model.init == "pretrained":
+        with error_context("model.path"):
+            check_weights(shape, folder, reward=stage.reward, quantize=config.model.quantize)
+    return shape, folder
 
 
 def published_shape(config: Config) -> ModelConfig | None:
@@ -115,17 +128,6 @@ def fit_window(
     return replace(shape, max_position_embeddings=max(longest, window))
 
 
-def check_export(stage: Stage, shape: ModelConfig) -> None:
-    """Refuse a shape of which no export could be loaded."""
-    shape.to_hf(reward=stage.reward)
-
-
-def check_pretrained(config: Config, stage: Stage, shape: ModelConfig, folder: Path) -> None:
-    """Refuse the trained model's weights if they do not fit its config.json."""
-    if config.model.init == "pretrained":
-        check_weights(shape, folder, reward=stage.reward, quantize=config.model.quantize)
-
-
 def check_weights(
     shape: ModelConfig, folder: Path, *, reward: bool, quantize: str = "nf4"
 ) -> None:
@@ -154,27 +156,23 @@ def check_weights(
     files.check(expected, may_lack=("score.weight",) if reward else ())
 
 
-def exported_shape(
+def initial_weights(
     config: Config,
     stage: Stage,
     shape: ModelConfig,
     tokenizer: Any,
     template: ChatTemplate | None,
-) -> ModelConfig:
-    """Return the shape as config.json of the export describes it."""
+    folder: Path | None,
+) -> tuple[ModelConfig, InitialWeights]:
+    """Return the shape as config.json of the export describes it, and the weights that training starts from."""
+    pretrained = config.model.init == "pretrained"
     shape = stage.exported_config(shape, tokenizer)
-    if template is None or stage.reward:
-        return shape
-    # config.json names every token that ends a turn: the template's and those that the model has learnt
-    learnt = shape.eos_token_id if config.model.init == "pretrained" else ()
-    return replace(shape, eos_token_id=tuple(sorted({*template.stop_tokens, *learnt})))
-
-
-def initial_weights(config: Config, shape: ModelConfig, folder: Path | None) -> InitialWeights:
-    """Return the weights that training starts from."""
-    model = config.model
-    found = folder if model.init == "pretrained" else None
-    return InitialWeights(shape, config.run.seed, found, model.quantize)
+    if template and not stage.reward:
+        # config.json names every token that ends a turn: the template's and those that the model has learnt
+        ends = {*template.stop_tokens, *(shape.eos_token_id if pretrained else ())}
+        shape = replace(shape, eos_token_id=tuple(sorted(ends)))
+    found = folder if pretrained else None
+    return shape, InitialWeights(shape, config.run.seed, found, config.model.quantize)
 
 
 # ---------------------------------------------------------------- the stage's other models
@@ -182,14 +180,14 @@ def initial_weights(config: Config, shape: ModelConfig, folder: Path | None) -> 
 
 def read_others(
     config: Config, stage: Stage, need_weights: bool, others: dict[str, InitialWeights]
-) -> Iterator[ConfigError]:
-    """Fill `others` with the weights of the models that the run reads besides the trained one, by their settings."""
+) -> list[ConfigError]:
+    """Fill `others` with the weights of the run's other models, by their settings; return what is wrong with them."""
     errors: list[Any] = []
     for other in filter(lambda model: model.path, stage.requirements.models):
         with error_context(errors=errors):
             others[other.setting] = weights = read_other(other, need_weights=need_weights)
             fit_window(config, weights.shape, other.setting)
-    yield from errors
+    return errors
 
 
 def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWeights:
@@ -214,8 +212,8 @@ def check_models(
     return stage.check_models(shape, tokenizer, shapes)
 
 
-def check_rewards(config: Config, strict: bool) -> Iterator[ConfigError]:
-    """Yield reward functions that are not there; only a run that starts imports them, which runs the user's code."""
+def check_rewards(config: Config, strict: bool) -> list[ConfigError]:
+    """Return errors for reward functions that are not there; only a run that starts imports them: user's code runs."""
     errors: list[Any] = []
     for reward in filter(is_function, config.ppo.reward):
         with error_context(errors=errors):
@@ -228,7 +226,7 @@ def check_rewards(config: Config, strict: bool) -> Iterator[ConfigError]:
                     f"ppo.reward is {reward!r} but there is no such module; name a function as module:function, with "
                     "the module's folder on PYTHONPATH"
                 )
-    yield from errors
+    return errors
 
 
 # ---------------------------------------------------------------- tokenizer

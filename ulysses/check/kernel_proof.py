@@ -1,7 +1,7 @@
 """Choose the attention kernel, and prove it before a run, once for each machine, version and shape."""
 
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from models.arch import ModelConfig
 from ulysses.config.schema import Config
+from ulysses.config.section import error_context
 from ulysses.data.cache import digest_of_value
 from ulysses.disk import write_json
 from ulysses.parallel.attention import prove_kernel
@@ -28,7 +29,7 @@ def choose_kernel(
 
     A dry run, which is not `strict`, may plan for another machine and chooses none.
 
-    Raises ValueError for a kernel that cannot run here.
+    Raises ConfigError for a kernel that cannot run here.
     """
     model = config.model
     if not strict:
@@ -37,10 +38,10 @@ def choose_kernel(
     if told == "auto" and device == "cuda" and model.dtype == "bfloat16":
         if stage.requirements.longest_example <= SHORT:
             told = "torch"
-    for window in (*shape.windows, None):  # the whole attention's is the one to report
-        found = resolve_kernel(
-            told, device, getattr(torch, model.dtype), shape.head_dim, window=window
-        )
+    case = device, getattr(torch, model.dtype), shape.head_dim
+    with error_context("model.attention"):
+        for window in (*shape.windows, None):  # the whole attention's is the one to report
+            found = resolve_kernel(told, *case, window=window)
     return told, found
 
 
@@ -85,11 +86,8 @@ def prove_once(cache: Path, kernel: str, device: torch.device, *case: Any) -> No
     Raises FloatingPointError for a kernel that is wrong; nothing is kept then.
     """
     facts = [kernel, *map(str, case), torch.__version__, torch.get_deterministic_debug_mode()]
-    for name in ("ulysses-engine", "flash-attn-4", "triton"):
-        try:
-            facts.append(version(name))
-        except PackageNotFoundError:
-            facts.append("")
+    for name in ("ulysses-engine", "flash-attn-4", "triton"):  # some are not installed
+        facts += [name, *(package.version for package in distributions(name=name))]
     if device.type == "cuda":
         facts += [str(torch.cuda.get_device_properties(device)), torch.backends.cudnn.version()]
     path = cache / f"kernel-{digest_of_value(facts)[:24]}.json"

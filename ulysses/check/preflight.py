@@ -12,9 +12,10 @@
 Each error is one sentence: what was given, what is required and what to change.
 """
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
@@ -25,70 +26,36 @@ from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.registry import load, stage_of
 from ulysses.stages.base import Stage
 
-
-class Check(NamedTuple):
-    """One check. It is imported when it is made.
-
-    function: MODULE:FUNCTION in ulysses. It raises an error, or yields errors or sentences about what is wrong.
-    reads: its arguments. One with "?" may be unknown. If another is unknown, the check is left out: that it is absent
-        or wrong has been told.
-    finds: the names of what it returns; without any it only refuses.
-    setting: what the sentence of an error begins with.
-    """
-
-    function: str
-    reads: str
-    finds: str = ""
-    setting: str = ""
-
-
-CHECKS = {
-    "settings": [
-        Check("check.setting_checks:check_settings", "config world_size"),
-    ],
-    "files": [
-        Check("check.setting_checks:check_deepspeed", ""),
-        Check("check.input_files:check_sources", "config", setting="data"),
-        Check("check.input_files:published_shape", "config", "shape"),
-        Check("check.input_files:read_shape", "config strict", "shape folder"),
-        Check("check.input_files:check_pretrained", "config stage shape folder", setting="model.path"),
-        Check("check.input_files:fit_window", "config shape", "shape"),
-        Check("check.input_files:check_export", "stage shape"),
-        Check("check.setting_checks:check_rank", "config shape", setting="model.lora.rank"),
-        Check("check.setting_checks:check_experts", "config shape"),
-        Check("check.input_files:read_tokenizer", "config stage shape folder?", "tokenizer tokenizer_place template"),
-        Check("check.input_files:read_others", "config stage strict others"),
-        Check("check.kernel_proof:choose_kernel", "config stage shape strict", "attention kernel", "model.attention"),
-        Check("check.kernel_proof:check_fp8", "config strict"),
-        Check("check.input_files:check_rewards", "config strict"),
-        Check("check.checkpoint_folders:find_checkpoint", "config strict", "resume_from"),
-        Check("check.continuation:check_same_run", "config shape resume_from"),
-    ],
-    "all files": [
-        Check("check.input_files:check_models", "stage shape tokenizer others"),
-        Check("check.input_files:exported_shape", "config stage shape tokenizer template?", "shape"),
-        Check("check.input_files:initial_weights", "config shape folder?", "weights"),
-        Check("check.disk_space:check_folders", "config folder? weights others"),
-        Check("check.disk_space:check_disk", "config shape resume_from?", "disk_warning"),
-    ],
-    "data": [
-        Check("check.input_files:check_examples", "config train held_out?"),
-    ],
-    "resuming": [
-        Check("check.continuation:changes", "config resume_from digests", "changes"),
-    ],
-    "processes": [
-        Check("check.agreement:facts_of", "inputs digests verify", "facts"),
-        Check("check.agreement:agree", "facts"),
-    ],
-    "folder": [
-        Check("check.agreement:hold_output", "config resources", "run_id left_by"),
-    ],
-    "plan": [
-        Check("check.kernel_proof:check_kernel", "config stage shape attention device mesh"),
-        Check("plan.memory_choice:choose_memory", "case", "memory"),
-    ],
-}  # fmt: skip
+# When a check is made, where it is, what it reads and what it finds. It is a function of this room, or of another one
+# that is named, and is imported when it is made. Its arguments are what it reads. One with "?" may be unknown; without
+# any other the check is left out, because that it is absent or wrong has been told. A check that finds nothing returns
+# the sentences or errors about what is wrong.
+TABLE = """
+settings   setting_checks:check_settings       config world_size
+files      input_files:check_sources           config
+files      input_files:published_shape         config                                          shape
+files      input_files:read_model              config stage strict                             shape folder
+files      input_files:fit_window              config shape                                    shape
+files      setting_checks:check_adapters       config shape
+files      input_files:read_tokenizer          config stage shape folder?                      tokenizer place template
+files      input_files:read_others             config stage strict others
+files      kernel_proof:choose_kernel          config stage shape strict                       attention kernel
+files      kernel_proof:check_fp8              config strict
+files      input_files:check_rewards           config strict
+files      checkpoint_folders:find_checkpoint  config strict                                   resume_from
+files      continuation:check_same_run         config shape resume_from
+all files  input_files:check_models            stage shape tokenizer others
+all files  input_files:initial_weights         config stage shape tokenizer template? folder?  shape weights
+all files  disk_space:check_folders            config folder? weights others
+all files  disk_space:check_disk               config shape resume_from?                       disk_warning
+data       input_files:check_examples          config train held_out?
+resuming   continuation:changes                config resume_from digests                      changes
+processes  agreement:facts_of                  inputs digests verify                           facts
+processes  agreement:agree                     facts
+folder     agreement:hold_output               config resources                                run_id left_by
+plan       kernel_proof:check_kernel           config stage shape attention device mesh
+plan       plan.memory_choice:choose_memory    case                                            memory
+"""
 
 
 @dataclass
@@ -100,7 +67,7 @@ class RunInputs:
     shape: ModelConfig
     folder: Path | None  # of the model; None for a shape given by name or keys
     tokenizer: Any
-    tokenizer_place: Path  # the folder, or the tokenizer.json, that it was read from
+    place: Path  # the folder, or the tokenizer.json, that the tokenizer was read from
     template: ChatTemplate | None  # None for plain text
     weights: InitialWeights
     others: dict[
@@ -122,21 +89,27 @@ def make_checks(moment: str, findings: list[str] | None = None, **known: Any) ->
     Raises ConfigError for all that is wrong.
     """
     errors: list[Any] = []
-    for check in CHECKS[moment]:
-        given = {name: known.get(name.rstrip("?")) for name in check.reads.split()}
-        if any(value is None and name[-1] != "?" for name, value in given.items()):
+    for line in TABLE.strip().splitlines():
+        when, check, reads, *finds = re.split(" {2,}", line)
+        given = {name: known.get(name.rstrip("?")) for name in reads.split()}
+        lacks = [name for name, value in given.items() if value is None and name[-1] != "?"]
+        if when != moment or lacks:
             continue
-        with error_context(check.setting, errors):
-            found = load(f"ulysses.{check.function}")(*given.values())
-            names = check.finds.split()
-            if not names:
+        room = "ulysses" if "." in check else "ulysses.check"
+        with error_context(errors=errors):
+            found = load(f"{room}.{check}")(*given.values())
+            if not finds:
                 errors += found or ()
-            known.update(zip(names, found if len(names) > 1 else [found]))
+                continue
+            names = finds[0].split()
+            known |= zip(names, found if len(names) > 1 else [found])
     refuse(errors, findings)
     return known
 
 
-def prepare(config: Config, world_size: int = 0, findings: list[str] | None = None) -> RunInputs:
+def prepare(
+    config: Config, world_size: int = 0, findings: list[str] | None = None
+) -> RunInputs:
     """Check a configuration against the machine and the files, and read what they say about the model.
 
     Nothing is written, and no data are opened. With `run.deterministic`, torch's switches are set here.

@@ -49,6 +49,9 @@ def check_settings(config: Config, world_size: int) -> None:
                 f"{key} is set but the package {package} is not installed; pip install {package}"
             )
     errors += tracker_errors(config)
+    from ulysses.zero.deepspeed_internals import wrong_version  # it takes long to import
+
+    errors += filter(None, [wrong_version()])
     with error_context("", errors):
         check_raw(config.deepspeed.zero_optimization)
         gradient_policies(config.gradients)
@@ -78,34 +81,21 @@ def require_determinism() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def check_deepspeed() -> Iterator[str]:
-    """Yield a sentence if the installed DeepSpeed is not the release that the tests know."""
-    from ulysses.zero.deepspeed_internals import (
-        wrong_version,  # after the settings: it takes long to import
-    )
-
-    if wrong := wrong_version():
-        yield wrong
-
-
-def check_rank(config: Config, shape: ModelConfig) -> None:
-    """Refuse adapters that are as large as the matrices that they adapt."""
-    if config.model.lora.rank > shape.hidden_size:
-        raise ValueError(
-            f"is {config.model.lora.rank} but the model's matrices are {shape.hidden_size} wide; set a smaller one "
-            "(8 to 64 are usual), or 0 to train all weights"
+def check_adapters(config: Config, shape: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with settings of adapters and of experts, once the model's shape is known."""
+    model = config.model
+    if model.lora.rank > shape.hidden_size:
+        yield (
+            f"model.lora.rank: is {model.lora.rank} but the model's matrices are {shape.hidden_size} wide; set a "
+            "smaller one (8 to 64 are usual), or 0 to train all weights"
         )
-
-
-def check_experts(config: Config, shape: ModelConfig) -> Iterator[str]:
-    """Yield what is wrong with settings of experts, and of their adapters, once the model's shape is known."""
     routers = {"router_aux_loss_coefficient", "freeze_router"}
-    given = config.model.model_dump(include=routers, exclude_defaults=True)
+    given = model.model_dump(include=routers, exclude_defaults=True)
     if shape.moe:
         from ulysses.check.expert_settings import adapter_errors, router_errors
 
-        yield from router_errors(config.model, given)
-        yield from adapter_errors(config.model.lora, shape)
+        yield from router_errors(model, given)
+        yield from adapter_errors(model.lora, shape)
         return
     for key, value in given.items():
         yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"

@@ -51,7 +51,7 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
     transformers 4 does not know, `model_input_names` if that class is a generic one, special tokens that differ, and
     `chat_template` if the run brings its own.
     """
-    tokenizer, stage, source = inputs.tokenizer, inputs.stage, inputs.tokenizer_place
+    tokenizer, stage, source = inputs.tokenizer, inputs.stage, inputs.place
     special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
     chat = stage.dataset_type != "text"
     own_template = chat and inputs.config.data.chat_template != "tokenizer"
