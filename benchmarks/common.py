@@ -214,7 +214,7 @@ def measure(
     own = float(loss), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, *peaks
     losses, hosts, allocated, reserved = zip(*gather(own))
     adapters = 0 if choice.model.is_full else choice.model.trained
-    flops = model_flops(choice.model, tokens, float(length) ** 2 * documents, tokens)
+    flops = model_flops(choice.model, tokens, batch.num_squares, tokens)
     # of each GPU: packs per second
     rate = groups * micro_batches / seconds / mesh.world_size
     # what a rank's step really computes, as the planner counts it
