@@ -15,7 +15,7 @@ from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.data.read.sources import parse_sources
 from ulysses.disk import check_apart, check_replaceable
-from ulysses.plan.memory_choice import planner_model
+from ulysses.plan.planned_run import planner_model
 
 # How files begin that are written anew whenever a run starts, config.json and metrics.jsonl.
 BEGINNING = re.compile(rb'\{\s*"(stage|step)": |$')

@@ -15,23 +15,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from ulysses.config.stage_sections import PpoSection, is_function
-from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.steps import PlannedStep, StepLoader
+from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.layout import squares
 from ulysses.parallel.sums import segment_sums
 from ulysses.registry import SAMPLERS, load
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
-from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
+from ulysses.rl.sampler import Completion, SamplingOptions
 from ulysses.stages.base import (
     AuxiliaryModel,
     MetricSums,
@@ -141,10 +138,10 @@ class PpoStage(ReferencedStage):
             models += (AuxiliaryModel("reward", "ppo.reward", ppo.reward_model),)
         sampled = PlannedRollout(
             answers,
-            ppo.planned_batch,
+            0 if ppo.sampler else ppo.planned_batch,
             prompts,
             ppo.max_new_tokens,
-            PREFILL_TOKENS,
+            ppo.epochs * ppo.minibatches,
             merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
@@ -153,30 +150,13 @@ class PpoStage(ReferencedStage):
             steps_per_load=ppo.epochs * ppo.minibatches,
             # every model reads a rollout once, which is trained on `epochs` times
             extra_forwards=1 / ppo.epochs,
+            # entropies take several passes over the logits more
+            logit_bytes=base.logit_bytes + 32,
             value=needs_value,
             scopes={"policy": 1.0, "value": ppo.value_lr_factor} if needs_value else None,
             models=tuple(model._replace(passes=1 / ppo.epochs) for model in models),
-            rollout=None if ppo.sampler else sampled,
+            rollout=sampled,
         )
-
-    def planned_step(
-        self,
-        data: TokenizedDataset,
-        indices: list[int],
-        launched: float,
-        windows: tuple[int | None, ...] = (),
-    ) -> PlannedStep:
-        """Return one optimizer step's share of the answers, all of them as long as they may be."""
-        ppo, K = self.table, self.table.answers_per_prompt
-        wholes = data.lengths[indices] + ppo.max_new_tokens
-        shares = (
-            self.config.batch.share_prompts and K * wholes.sum() > launched * ppo.minibatches
-        )
-        # a prompt that is shared counts once, and its last token with every answer
-        own = wholes - (data.lengths[indices] - 1) * (1 - 1 / K) * shares
-        found = np.stack([own.round(), squares(own, wholes - own, windows)]).repeat(K, axis=1)
-        tokens, pairs = found[:, : self.requirements.examples_per_step].tolist()
-        return PlannedStep([*map(int, tokens)], pairs)
 
     def arguments(self, run: Run) -> dict[str, object]:
         found = super().arguments(run)
@@ -208,7 +188,7 @@ class PpoStage(ReferencedStage):
                 run, self.config, options
             ),
             budget=memory.pass_tokens,
-            shared_budget=memory.tokens if self.config.batch.share_prompts else 0,
+            shared_budget=memory.case.tokens if self.config.batch.share_prompts else 0,
             reference=found.get("reference"),
             reward=reward,
             scorer=scorer,

@@ -28,7 +28,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
 from models.decoder import empty_model
+from models.layers import layer_sizes
 from models.rope import rotary_tables
+from ulysses.memory.size import Setting
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 
@@ -96,15 +98,19 @@ class State(NamedTuple):
     key: Tensor
 
 
+def sampling_bytes(config: ModelConfig, longest: int, element_size: int) -> tuple[float, float]:
+    """Return what sampling takes beside the weights: in any case, and for each slot of `longest` tokens."""
+    (mean, layer), layers = layer_sizes(config, Setting()), config.num_hidden_layers
+    inner = layer.feed_forward
+    prefill = PREFILL_TOKENS * (3 * inner.inner + inner.copied + 4 * layer.width)
+    cached = layers * (longest * mean.mixer.cached + mean.mixer.state)
+    return element_size * prefill, element_size * cached + DRAWING_BYTES * config.vocab_size
+
+
 def fitting_slots(config: ModelConfig, longest: int, dtype: torch.dtype, free: float) -> int:
     """Return how many slots of `longest` tokens fit into `free` bytes, graphs and prefill included."""
-    widths = 3 * config.intermediate_size + 4 * config.hidden_size
-    if moe := config.moe:
-        each = 3 * moe.moe_intermediate_size + config.hidden_size
-        widths = max(widths, moe.num_experts_per_tok * each + 4 * config.hidden_size)
-    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    each = longest * cached * dtype.itemsize + DRAWING_BYTES * config.vocab_size
-    return int((free - PREFILL_TOKENS * widths * dtype.itemsize) // each)
+    fixed, each = sampling_bytes(config, longest, dtype.itemsize)
+    return int((free - fixed) // each)
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from torch import nn
 
 from models.decoder import CausalLM, PolicyValue, RewardModel
 from models.initial_weights import InitialWeights
-from models.layers import DecoderLayer
+from models.layers import DecoderLayer, layer_sizes
 from ulysses.check.preflight import RunInputs, make_checks
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context
@@ -16,9 +16,10 @@ from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.environment import without_compiler
 from ulysses.memory.levels import LayerMemory
+from ulysses.memory.size import Setting
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.memory_choice import layer_memory, plain_model
-from ulysses.plan.planner import Workload
+from ulysses.plan.case import Plan
+from ulysses.plan.memory_choice import layer_memory
 from ulysses.registry import stage_of
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
@@ -86,7 +87,7 @@ def build_engine(
     config: Config,
     weights: InitialWeights,
     mesh: ParallelMesh,
-    memory: Workload | None = None,
+    memory: Plan | None = None,
     *,
     attention: str = "",
     reward: bool = False,
@@ -102,13 +103,13 @@ def build_engine(
     frozen reward model if `reward` says so.
     """
     model, shape, stage = config.model, weights.shape, stage_of(config)
-    trained, sizes = memory is not None, plain_model(shape)
+    trained, (_, largest) = memory is not None, layer_sizes(shape, Setting())
     settings = derive(
         dtype=getattr(torch, model.dtype),
         offload_optimizer=config.memory.offload_optimizer and trained,
         offload_parameters=config.memory.offload_parameters,
-        layer_matrices=sizes.layer_parameters,
-        vocabulary_matrices=2 * sizes.vocabulary_parameters,
+        layer_matrices=int(largest.parameters),
+        vocabulary_matrices=2 * shape.vocab_size * shape.hidden_size,
         raw=config.deepspeed.zero_optimization,
     )
     kept, kind = LayerMemory(), RewardModel if reward else CausalLM

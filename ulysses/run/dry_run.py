@@ -3,8 +3,6 @@
 A dry run needs no weights, no data and no GPU: it reports what is absent as findings and plans the rest.
 """
 
-import math
-
 import torch
 
 from ulysses.check.checkpoint_folders import resume_point
@@ -16,27 +14,27 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
-from ulysses.plan.memory_choice import (
+from ulysses.plan.case import Case
+from ulysses.plan.footprint import predict
+from ulysses.plan.machine import (
     ASSUMED_GIB,
+    GIB,
+    Machine,
+    cpu_flops,
+    cpu_machine,
+    planned_machine,
+    slow_products,
+)
+from ulysses.plan.memory_choice import (
     choose_memory,
     first_fit,
     longest_sequence,
     memory_line,
     micro_batch_line,
-    planned_machine,
-    planner_run,
 )
-from ulysses.plan.planner import (
-    CPU_FLOPS,
-    GIB,
-    Machine,
-    Workload,
-    predict,
-    step_flops,
-    step_seconds,
-)
+from ulysses.plan.planned_run import planner_run
+from ulysses.plan.seconds import step_flops, step_seconds
 from ulysses.run.build import open_data, step_loader
-from ulysses.run.metrics import cpu_flops, slow_products
 
 # exit code of a right configuration that names something which is not on this machine
 ABSENT = 3
@@ -91,7 +89,7 @@ def _open(inputs: RunInputs, findings: list[str]) -> TokenizedDataset | None:
 
 
 def _plan_steps(
-    inputs: RunInputs, case: Workload, train: TokenizedDataset | None, findings: list[str]
+    inputs: RunInputs, case: Case, train: TokenizedDataset | None, findings: list[str]
 ) -> None:
     """Print how the run is divided, how long it is, and what it takes."""
     config, machine = inputs.config, case.machine
@@ -121,13 +119,14 @@ def _plan_steps(
     _plan_memory(inputs, case)
 
 
-def _plan_memory(inputs: RunInputs, case: Workload) -> None:
+def _plan_memory(inputs: RunInputs, case: Case) -> None:
     """Print what every level takes, the longest sequence and what the run itself would choose.
 
     Raises ConfigError for a run that does not fit.
     """
     config, machine, model = inputs.config, case.machine, case.model
     world, batches = machine.gpus, case.micro_batches
+    plans = [first_fit(case._replace(recompute=level)) for level in LEVELS]
     sequences = inputs.stage.sequences_per_example
     if config.model.path and inputs.folder is None:
         print(f"\nthe model is planned with the published shape of {config.model.path}")
@@ -138,15 +137,14 @@ def _plan_memory(inputs: RunInputs, case: Workload) -> None:
         f"{model.parameters:,} parameters, {model.trained:,} trained; {batches} "
         f"micro-batch{'es' * (batches > 1)} per group and step, the fullest: {case.tokens:,} tokens in "
         f"{case.documents} sequence{'s' * (case.documents > 1)}; weights "
-        f"{'resident' if case.resident else 'sharded'}:\n"
+        f"{'resident' if plans[0].resident else 'sharded'}:\n"
         f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
     )
-    for level in LEVELS:
-        choice = first_fit(case._replace(recompute=level))
-        p = predict(choice)
+    for level, plan in zip(LEVELS, plans):
+        p = predict(plan)
         print(
             f"  {level:<16}{p.gpu / GIB:9.1f}{p.host * machine.local_processes / GIB:17.1f}"
-            f"{choice.offloaded_layers:18}{step_seconds(choice):10.2f}{'' if p.fits else '   does not fit'}"
+            f"{plan.offloaded_layers:18}{step_seconds(plan):10.2f}{'' if p.fits else '   does not fit'}"
         )
     if case.rollout:
         print("  (the time of sampling comes on top)")
@@ -154,26 +152,25 @@ def _plan_memory(inputs: RunInputs, case: Workload) -> None:
     for sp in sorted({case.sp, world}):
         longest = longest_sequence(case._replace(sp=sp, documents=sequences))
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
-    choice = choose_memory(case)
-    print(f"{memory_line(choice)}; {step_seconds(choice):.2f} s / step")
-    print(micro_batch_line(choice, config.batch.tokens_per_microbatch == "auto"))
+    plan = choose_memory(case)
+    print(f"{memory_line(plan)}; {step_seconds(plan):.2f} s / step")
+    print(micro_batch_line(plan, config.batch.tokens_per_microbatch == "auto"))
 
 
 def _plan_cpu(inputs: RunInputs, machine: Machine, train: TokenizedDataset | None) -> None:
     """Print how long a step takes on this machine's CPU, which recomputes nothing."""
     config = inputs.config
     dtype, count = config.model.dtype, config.batch.tokens_per_microbatch
-    cpu = Machine(machine.gpus, math.inf, math.inf, 1, CPU_FLOPS, CPU_FLOPS)
-    choice = choose_memory(planner_run(config, inputs.shape, cpu, train))
-    flops = sum(step_flops(choice)) * choice.micro_batches
+    plan = choose_memory(planner_run(config, inputs.shape, cpu_machine(machine.gpus), train))
+    flops = sum(step_flops(plan)) * plan.case.micro_batches
     seconds = flops * machine.gpus / cpu_flops(dtype)
-    needed = predict(choice).gpu
+    needed = predict(plan).gpu
     line = f"on this machine's CPU a step takes about {seconds:.1f} s"
     line += f", and each process about {needed / GIB:.1f} GiB of memory"
     if needed * machine.gpus > machine.host_bytes:
         line += ", which is more than is free"
     print("; ".join(filter(None, (line, slow_products(dtype)))))
-    print(micro_batch_line(choice, count == "auto"))
+    print(micro_batch_line(plan, count == "auto"))
 
 
 def inspect(config: Config, samples: int) -> int:

@@ -26,8 +26,9 @@ from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.random_keys import seed_of
+from ulysses.plan.machine import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
-from ulysses.run.metrics import MetricsLog, device_peaks
+from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate
 from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
 from ulysses.watch.failure import grace_note

@@ -21,12 +21,15 @@ from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.disk import replace_file
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.memory_choice import memory_line, micro_batch_line, planner_run, this_machine
+from ulysses.plan.machine import slow_products, this_machine
+from ulysses.plan.memory_choice import memory_line, micro_batch_line
+from ulysses.plan.planned_run import planner_run
+from ulysses.plan.seconds import model_flops
 from ulysses.registry import gradient_policies
 from ulysses.run.build import build_engine, open_data, step_loader
 from ulysses.run.checkpoint import clear_run_folder
 from ulysses.run.export_model import export_model, save_tokenizer
-from ulysses.run.metrics import MetricsLog, model_flops, slow_products
+from ulysses.run.metrics import MetricsLog
 from ulysses.run.trackers import TrackedRun
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import AuxiliaryModel
@@ -134,7 +137,7 @@ class TrainingRun:
         """Put the parts together."""
         config, inputs, memory = self.config, self.inputs, self.memory
         self.watch.phase("building the model")
-        self.say(f"building the model of {memory.model.parameters:,} parameters ...")
+        self.say(f"building the model of {memory.case.model.parameters:,} parameters ...")
         self.engine = build_engine(
             config, inputs.weights, self.mesh, memory, attention=inputs.attention
         )
@@ -152,7 +155,7 @@ class TrainingRun:
             eval_loader=eval_data and self.loader(eval_data, evaluation=True),
             total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
-            flops=partial(model_flops, memory.model),
+            flops=partial(model_flops, memory.case.model),
             description={
                 "run": self.run_id,
                 "config": config.model_dump(mode="json"),
@@ -184,7 +187,7 @@ class TrainingRun:
 
     def loader(self, dataset: Any, *, evaluation: bool = False, **options: Any) -> Any:
         """Return the loader of this data-parallel group; an evaluation is a pass without gradient."""
-        tokens = self.memory.pass_tokens if evaluation else self.memory.tokens
+        tokens = self.memory.pass_tokens if evaluation else self.memory.case.tokens
         place = self.mesh.data_parallel_size, self.mesh.dp_rank
         return step_loader(
             self.inputs, dataset, tokens, *place, evaluation=evaluation, **options

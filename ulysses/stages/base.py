@@ -27,10 +27,9 @@ from ulysses.config.section import Section
 from ulysses.data.read.chat import PreTrainedTokenizerFast
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.encode import Example
-from ulysses.data.serve.steps import PlannedStep, StepLoader
+from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import KernelChoice
-from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.zero.engine import ZeroEngine
 
@@ -41,14 +40,18 @@ Number = TypeVar("Number", float, Tensor)
 
 
 class PlannedRollout(NamedTuple):
-    """What one process decodes before it trains: PPO's answers, `batch` of them at a time."""
+    """The answers to each prompt that PPO trains on, which a process decodes before, `batch` of them at a time.
+
+    batch: 0 if servers decode. steps: optimizer steps on them. merged: adapters are added into a copy of the matrices
+    first.
+    """
 
     answers: int
     batch: int
     prompt_tokens: int
     new_tokens: int
-    prefill_tokens: int  # of prompts that the sampler computes together
-    merged: bool = False  # adapters are added into a copy of the matrices first
+    steps: int = 1
+    merged: bool = False
 
 
 class Term(NamedTuple):
@@ -155,11 +158,13 @@ class Requirements(NamedTuple):
         optimizer steps that are taken on them.
     examples_per_step: examples of one optimizer step over all processes.
     extra_forwards: the trained model's forward passes without gradient over each trained token.
+    logit_bytes: what the loss reads and writes for each logit more than the likelihood of the targets alone, which
+        makes its gradient at once (losses/logprobs.py).
     value: whether the trained model has a value too (models.decoder).
     scopes: the submodules that form parameter groups of their own, with factors of their learning rates; gradient
         policies can be limited to one of them. None leaves all parameters in one group.
     models: the models that the run reads besides the trained one.
-    rollout: the answers that are decoded to each prompt before each round of training; None if there are none.
+    rollout: the answers to each prompt that are drawn before each round of training; None if there are none.
     """
 
     longest_example: int
@@ -167,6 +172,7 @@ class Requirements(NamedTuple):
     examples_per_step: int
     steps_per_load: int = 1
     extra_forwards: float = 0.0
+    logit_bytes: int = 0
     value: bool = False
     scopes: dict[str, float] | None = None
     models: tuple[AuxiliaryModel, ...] = ()
@@ -183,10 +189,14 @@ class Checked(Protocol):
     resume_from: Path | None
 
 
-class MemoryChoice(Protocol):
-    """How the layers run (ulysses.plan.planner.Workload): tokens of a micro-batch, and of one without gradient."""
-
+class MicroBatches(Protocol):
     tokens: int
+
+
+class MemoryChoice(Protocol):
+    """How the layers run (ulysses.plan.case.Plan): tokens of a micro-batch, and of one without gradient."""
+
+    case: MicroBatches
     pass_tokens: int
     graphs: bool
 
@@ -280,24 +290,6 @@ class Stage:
         """What follows from the settings."""
         examples = self.config.batch.examples
         return Requirements(self.config.data.max_length, examples, examples)
-
-    def planned_step(
-        self,
-        data: TokenizedDataset,
-        indices: list[int],
-        launched: float,
-        windows: tuple[int | None, ...] = (),
-    ) -> PlannedStep:
-        """Return what a step of the data loader with these examples trains, as far as that is known.
-
-        `launched` is the number of tokens up to which a step shares no prompts (StepLoader), `windows` those of the
-        model's layers.
-        """
-        lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
-        if (lengths + prefixes).sum() <= launched:
-            lengths, prefixes = lengths + prefixes, 0 * prefixes
-        pairs = squares(1.0 * lengths, prefixes, windows)
-        return PlannedStep(lengths.sum(1).tolist(), pairs.sum(1).tolist())
 
     def total_steps(self, loader: StepLoader) -> int:
         """Return the optimizer steps of the whole run."""

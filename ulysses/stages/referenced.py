@@ -102,7 +102,10 @@ class ReferencedStage(Stage):
             or (given == "live" and self.config.model.lora.rank > 0),
         )
         models = (model,) if self.needs_reference else ()
-        return super().requirements._replace(extra_forwards=float(ahead), models=models)
+        # log-probabilities are found forward, and their gradient from other logits backward
+        return super().requirements._replace(
+            extra_forwards=float(ahead), models=models, logit_bytes=12
+        )
 
     # ---------------------------------------------------------------- construction
 
