@@ -23,6 +23,7 @@ from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.data.cache import build_once
 from ulysses.disk import check_replaceable, whole_folder, write_json
+from ulysses.export import main
 
 DEMO = os.path.abspath("configs/demo")
 
@@ -381,3 +382,19 @@ def test_the_cache_removes_what_it_named_itself_and_nothing_else(tmp_path):
     shell(tmp_path, f"mkdir -p {'a' * 32}.node-1.tmp/x notes.tmp/x")
     build_once(tmp_path / ("b" * 32), lambda folder: (folder / "file").touch())
     assert {path.name for path in tmp_path.iterdir()} == {"notes.tmp", "b" * 32}
+
+
+def test_an_export_tells_no_secret_of_an_address(tmp_path, model, monkeypatch, capsys):
+    """The hub's address may hold a password, and the sentence about a base that is not there names the address."""
+    adapter = write_adapter(tmp_path / "adapter", model)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    write_json(
+        adapter / "adapter_config.json",
+        settings | {"base_model_name_or_path": "nobody/nothing"},
+    )
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://me:secret@localhost:1")
+    assert main(["--merge", str(adapter), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "nobody/nothing" in said and "was not found at http***" in said and "secret" not in said
+    )
