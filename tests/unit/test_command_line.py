@@ -1,10 +1,9 @@
 """Configuration from TOML and arguments."""
 
-from importlib import import_module
-from typing import get_args
-
 import subprocess
 import sys
+from importlib import import_module
+from typing import get_args
 
 import pytest
 

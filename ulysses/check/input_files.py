@@ -77,16 +77,12 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
         return ModelConfig.from_hf({**raw, **model.config}, **rope), folder
 
 
-def read_model(
-    config: Config, stage: Stage, need_weights: bool
-) -> tuple[ModelConfig, Path | None]:
-    """Return what `read_shape` does; refuse weights that do not fit, and a shape whose export could not be loaded."""
-    shape, folder = read_shape(config, need_weights)
+def check_model(config: Config, stage: Stage, shape: ModelConfig, folder: Path | None) -> None:
+    """Refuse a shape whose export could not be loaded, and weights in the model's folder that do not fit it."""
     shape.to_hf(reward=stage.reward)
-    if config.model.init == "pretrained":
+    if folder and config.model.init == "pretrained":
         with error_context("model.path"):
             check_weights(shape, folder, reward=stage.reward, quantize=config.model.quantize)
-    return shape, folder
 
 
 def published_shape(config: Config) -> ModelConfig | None:

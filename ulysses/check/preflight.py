@@ -34,7 +34,8 @@ TABLE = """
 settings   setting_checks:check_settings       config world_size
 files      input_files:check_sources           config
 files      input_files:published_shape         config                                          shape
-files      input_files:read_model              config stage strict                             shape folder
+files      input_files:read_shape              config strict                                   shape folder
+files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
 files      setting_checks:check_adapters       config shape
 files      input_files:read_tokenizer          config stage shape folder?                      tokenizer place template
