@@ -191,7 +191,7 @@ tags: [ulysses-engine]
 # {name} with LoRA adapters in its weights
 
 Adapters of rank {adapter["r"]} were added to its weights, which are written in {dtype}.
-No metrics were measured after that{": " * bool(note)}{note}.
+No metrics were measured after that{": " if note else ""}{note}.
 """
 
 

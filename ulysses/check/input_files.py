@@ -203,9 +203,8 @@ def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWe
 def check_models(
     stage: Stage, shape: ModelConfig, tokenizer: Any, others: dict[str, InitialWeights]
 ) -> Iterator[str]:
-    """Yield what the stage objects to in its models and the tokenizer."""
-    shapes = {setting: weights.shape for setting, weights in others.items()}
-    return stage.check_models(shape, tokenizer, shapes)
+    """Return what the stage objects to in the models and the tokenizer."""
+    return stage.check_models(shape, tokenizer, others)
 
 
 def check_rewards(config: Config, strict: bool) -> list[ConfigError]:

@@ -49,7 +49,7 @@ def dry_run(config: Config, options: Options) -> int:
     world = options.gpus or world_size()
     if not torch.cuda.is_available():
         print(
-            f"this machine has no GPU: the plan is for {world} GPU{'s' * (world > 1)} of "
+            f"this machine has no GPU: the plan is for {counted(world, 'GPU')} of "
             f"{options.gpu_memory or ASSUMED_GIB:g} GiB; --gpus and --gpu-memory name others"
         )
     inputs = prepare(config, world, findings)
@@ -78,6 +78,11 @@ def dry_run(config: Config, options: Options) -> int:
     return ABSENT if findings else 0
 
 
+def counted(count: int, thing: str, ending: str = "s") -> str:
+    """Write how many there are of a thing."""
+    return f"{count} {thing}{ending if count > 1 else ''}"
+
+
 def _open(inputs: RunInputs, findings: list[str]) -> TokenizedDataset | None:
     """Return the training data, or None if anything is absent."""
     if not findings:
@@ -96,7 +101,7 @@ def _plan_steps(
     stage, run, facts = inputs.stage, config.run, inputs.stage.requirements
     groups = machine.gpus // case.sp
     print(
-        f"{machine.gpus} process{'es' * (machine.gpus > 1)}: data parallel {groups} x sequence parallel {case.sp}, "
+        f"{counted(machine.gpus, 'process', 'es')}: data parallel {groups} x sequence parallel {case.sp}, "
         "among neighbours"
     )
     if train:
@@ -114,7 +119,7 @@ def _plan_steps(
         print("finding:", finding)
     rate, reason = config.usual_lr
     if config.optimizer.lr == rate:
-        more = "; adapters take ten times as much" * bool(config.model.lora.rank)
+        more = "; adapters take ten times as much" if config.model.lora.rank else ""
         print(f"optimizer.lr {rate:g} is the default of {stage.name}: {reason}{more}")
     _plan_memory(inputs, case)
 
@@ -125,19 +130,18 @@ def _plan_memory(inputs: RunInputs, case: Case) -> None:
     Raises ConfigError for a run that does not fit.
     """
     config, machine, model = inputs.config, case.machine, case.model
-    world, batches = machine.gpus, case.micro_batches
+    world = machine.gpus
     plans = [first_fit(case._replace(recompute=level)) for level in LEVELS]
     sequences = inputs.stage.sequences_per_example
     if config.model.path and inputs.folder is None:
         print(f"\nthe model is planned with the published shape of {config.model.path}")
     print(
         f"\n{inputs.shape.describe_window()}\n"
-        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), "
+        f"predicted for {counted(world, 'GPU')} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), "
         f"{machine.host_bytes / GIB:.0f} GiB of host memory per node (--host-memory; 0 is unknown):\n"
-        f"{model.parameters:,} parameters, {model.trained:,} trained; {batches} "
-        f"micro-batch{'es' * (batches > 1)} per group and step, the fullest: {case.tokens:,} tokens in "
-        f"{case.documents} sequence{'s' * (case.documents > 1)}; weights "
-        f"{'resident' if plans[0].resident else 'sharded'}:\n"
+        f"{model.parameters:,} parameters, {model.trained:,} trained; "
+        f"{counted(case.micro_batches, 'micro-batch', 'es')} per group and step, the fullest: {case.tokens:,} tokens "
+        f"in {counted(case.documents, 'sequence')}; weights {'resident' if plans[0].resident else 'sharded'}:\n"
         f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
     )
     for level, plan in zip(LEVELS, plans):
@@ -148,7 +152,7 @@ def _plan_memory(inputs: RunInputs, case: Case) -> None:
         )
     if case.rollout:
         print("  (the time of sampling comes on top)")
-    note = " on each side of a pair" * (sequences == 2)
+    note = " on each side of a pair" if sequences == 2 else ""
     for sp in sorted({case.sp, world}):
         longest = longest_sequence(case._replace(sp=sp, documents=sequences))
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")

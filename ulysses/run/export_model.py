@@ -147,10 +147,9 @@ def export_model(
             write_weights(new, given)
         write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
         copy_side_files(config.output / "tokenizer", new)
-        note = f"\nThe metrics are of the trained weights: {rounded.note}.\n" * bool(
-            rounded.note
-        )
-        card = model_card(config, step) + note
+        card = model_card(config, step)
+        if rounded.note:
+            card += f"\nThe metrics are of the trained weights: {rounded.note}.\n"
         (new / CARD).write_text(card, encoding="utf-8")
     return rounded.note
 

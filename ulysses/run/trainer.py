@@ -296,15 +296,13 @@ class Trainer:
         return report | {"lr": lr}
 
     def _measured(self, seconds: float, waited: float, work: Work) -> dict[str, float]:
-        """Return the metrics of speed and memory, and tell the watch that the step is done."""
-        on_gpu = self.engine.device.type == "cuda"
-        self.watch.step_done(torch.cuda.current_stream().record_event() if on_gpu else None)
+        """Return the metrics of speed and memory."""
         self._waits.append(waited / seconds)
         values = {"tokens_per_second": work.tokens / seconds, "seconds": seconds}
         if self.peak_flops:
             rate = self.flops(*work) / seconds
             values["mfu"] = rate / self.mesh.world_size / self.peak_flops
-        if on_gpu:
+        if self.engine.device.type == "cuda":
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return values
 

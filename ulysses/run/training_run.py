@@ -73,7 +73,8 @@ class TrainingRun:
             self.say("reading the data ...")
             self.train_data, self.eval_data = data = open_data(inputs)
             self.digests = digests_of_inputs(inputs, *data)
-            self.resumes = make_checks("resuming", **vars(inputs), digests=self.digests)
+            known = make_checks("resuming", **vars(inputs), digests=self.digests)
+            self.changes: list[str] = known.get("changes", [])
             self.watch.pause()  # a host program may look at the data, and never enter
         except BaseException:
             self.watch.stop()
@@ -172,7 +173,7 @@ class TrainingRun:
         if checkpoint is not None:
             self.trainer.resume(checkpoint)
             self.say(f"resumed {checkpoint} at step {self.trainer.step}")
-            for change in self.resumes["changes"]:
+            for change in self.changes:
                 self.say(f"  changed since then: {change}")
         if self.mesh.is_main:
             if config.run.overwrite:
@@ -221,7 +222,10 @@ class TrainingRun:
         trainer, run, folder = self.trainer, self.config.run, self.config.output
         if self.mesh.is_main:
             settings = {"run_id": self.run_id, **trainer.description["config"]}
-            project, names = run.wandb or run.project, [*run.trackers, *["wandb"] * bool(run.wandb)]
+            project, names = (
+                run.wandb or run.project,
+                [*run.trackers, *["wandb"] * bool(run.wandb)],
+            )
             tracked = TrackedRun(folder, project, self.run_id, trainer.step, settings)
             self.log = MetricsLog(tracked, names, trainer.total_steps)
             self.resources.callback(self.log.close)

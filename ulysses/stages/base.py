@@ -268,14 +268,14 @@ class Stage:
         self,
         shape: ModelConfig,
         tokenizer: PreTrainedTokenizerFast,
-        others: Mapping[str, ModelConfig],
+        others: Mapping[str, InitialWeights],
     ) -> Iterator[str]:
-        """Yield the errors that need the tokenizer or the shapes of the models, the others by their settings."""
+        """Yield the errors that need the tokenizer or the models, the others by the settings that name them."""
         # a policy that is sampled may say any token of its vocabulary
         needed = shape.vocab_size if self.dataset_type == "prompt" else len(tokenizer)
         for model in self.requirements.models:
             if model.path:
-                yield from model.check(others[model.setting].vocab_size, needed)
+                yield from model.check(others[model.setting].shape.vocab_size, needed)
 
     def exported_config(
         self, model_config: ModelConfig, tokenizer: PreTrainedTokenizerFast

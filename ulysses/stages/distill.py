@@ -17,6 +17,7 @@ from losses.distill import distillation
 from losses.token_nll import weighted_sum
 from models.arch import ModelConfig
 from models.folders import folder_with, resolve_model
+from models.initial_weights import InitialWeights
 from ulysses.data.read.chat import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term
@@ -43,7 +44,7 @@ class DistillStage(Stage):
         self,
         shape: ModelConfig,
         tokenizer: PreTrainedTokenizerFast,
-        others: Mapping[str, ModelConfig],
+        others: Mapping[str, InitialWeights],
     ) -> Iterator[str]:
         yield from super().check_models(shape, tokenizer, others)
         path = self.table.teacher
