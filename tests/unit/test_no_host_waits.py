@@ -60,11 +60,11 @@ def test_no_stage_waits_for_the_device(name, shape):
     else:
         data = dataset(name)
         sequences = [s for i in range(4) for s in stage.sequences(data[i])]
-    of_step = torch.zeros((), device=META) if name == "kto" else None
+    of_step = [torch.zeros((), device=META)] if name == "kto" else []
     batch = pack_shard(sequences, mesh, META)
     with Waits():
         normalisers = stage.normalisers(batch)
-        terms = stage.losses(batch, metrics, of_step)
+        terms = stage.losses(batch, metrics, *of_step)
         metrics.add("projected", float(batch.num_valid))
         sum(t.value * (t.weight / normalisers[t.normaliser]) for t in terms).backward()
         for term in terms:

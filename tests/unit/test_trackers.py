@@ -7,9 +7,9 @@ from pathlib import Path
 from unittest.mock import MagicMock, call
 
 import pytest
-from ulysses.check.settings import check_settings
 
 from tests.own_tracker import Remembers
+from ulysses.check.setting_checks import check_settings
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.disk import DiskError

@@ -213,9 +213,7 @@ class PpoStage(ReferencedStage):
             return {"tokens": self.on_first_rank(batch.num_sequences * count)}
         return super().normalisers(batch)
 
-    def losses(
-        self, batch: ShardedBatch, metrics: MetricSums, of_step: Tensor | None = None
-    ) -> list[Term]:
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.table, batch.loss_weights
         # a batch without sequences has no columns
         columns = defaultdict(partial(torch.zeros_like, weights), batch.token_columns)

@@ -203,7 +203,7 @@ class Trainer:
             part.begin(read.batches)
         for batch, known in zip(read.batches, of_step, strict=True):
             self.watch.phase("forward")
-            terms = self.stage.losses(batch, metrics, known)
+            terms = self.stage.losses(batch, metrics, *known)
             loss = self._loss(terms, normalisers, metrics)
             self._count(batch, metrics)
             self.watch.phase("backward")

@@ -333,9 +333,9 @@ class Stage:
         """Return the sequences of a micro-batch's examples, those of one example one after the other."""
         return [sequence for example in examples for sequence in self.sequences(example)]
 
-    def before_step(self, read: StepBatches) -> list[Tensor | None]:
+    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
         """Return for each micro-batch what `losses` must know of the whole optimizer step, found without gradient."""
-        return [None] * len(read.batches)
+        return [()] * len(read.batches)
 
     def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         """Return this rank's own share of what each loss term is divided by, by default tokens.
@@ -344,9 +344,7 @@ class Stage:
         """
         return {"tokens": batch.loss_weights.sum(dtype=torch.float64)}
 
-    def losses(
-        self, batch: ShardedBatch, metrics: MetricSums, of_step: Tensor | None = None
-    ) -> list[Term]:
+    def losses(self, batch: ShardedBatch, metrics: MetricSums, *of_step: Tensor) -> list[Term]:
         """Return the loss terms of one micro-batch and add its metrics; `of_step` is what `before_step` found."""
         raise NotImplementedError
 
@@ -398,7 +396,7 @@ class Stage:
                 read = self.read(source, step)
                 for batch, known in zip(read.batches, self.before_step(read), strict=True):
                     normalisers = self.normalisers(batch)
-                    for i, term in enumerate(self.losses(batch, sums, known)):
+                    for i, term in enumerate(self.losses(batch, sums, *known)):
                         sums.add(f"term{i}", self.share(term), normalisers[term.normaliser])
         means = sums.reduce()
         loss = sum(means.pop(name) for name in list(means) if name.startswith("term"))

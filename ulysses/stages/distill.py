@@ -11,8 +11,6 @@ both models read the same.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from losses.distill import distillation
 from losses.token_nll import weighted_sum
 from models.arch import ModelConfig
@@ -63,9 +61,7 @@ class DistillStage(Stage):
         teacher = AuxiliaryModel("teacher", "distill.teacher", self.table.teacher)
         return super().requirements._replace(models=(teacher,))
 
-    def losses(
-        self, batch: ShardedBatch, metrics: MetricSums, of_step: Tensor | None = None
-    ) -> list[Term]:
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config = self.table
         with self.teacher.inference():
             rows = self.teacher(batch, project=False)

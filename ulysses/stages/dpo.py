@@ -86,7 +86,7 @@ class DpoStage(ReferencedStage):
             "chosen_tokens": chosen.sum(dtype=torch.float64),
         }
 
-    def before_step(self, read: StepBatches) -> list[Tensor | None]:
+    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
         """Return what aot compares each micro-batch's margins with: those of the whole step, sorted, [N/2] each."""
         if not self.looks_ahead:
             return super().before_step(read)
@@ -99,10 +99,10 @@ class DpoStage(ReferencedStage):
         margins = aot_margins(*(whole[:, 0::2] - whole[:, 1::2]))
         parts = margins.split([each.shape[1] // 2 for each in sums])
         mine = parts[self.mesh.dp_rank * len(own) :][: len(own)]
-        return [part.to(self.model.device) for part in mine]
+        return [(part.to(self.model.device),) for part in mine]
 
     def losses(
-        self, batch: ShardedBatch, metrics: MetricSums, of_step: Tensor | None = None
+        self, batch: ShardedBatch, metrics: MetricSums, reference_margins: Tensor | None = None
     ) -> list[Term]:
         config, weights = self.table, batch.loss_weights
         logps, reference = self.both_logps(batch, metrics)
@@ -116,7 +116,7 @@ class DpoStage(ReferencedStage):
             chosen_lengths=lengths[0::2],
             rejected_lengths=lengths[1::2],
             bco_delta=self.rewards[0],
-            aot_reference_margins=of_step,
+            aot_reference_margins=reference_margins,
             **self.options,
         )
         margins = chosen_rewards - rejected_rewards

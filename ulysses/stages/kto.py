@@ -113,7 +113,7 @@ class KtoStage(ReferencedStage):
         )
         return read._replace(looked_at=[batch for _, batch in batches])
 
-    def before_step(self, read: StepBatches) -> list[Tensor | None]:
+    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
         """Return z0, which is the same for every micro-batch."""
         if not self.looks_ahead:
             return super().before_step(read)
@@ -126,13 +126,13 @@ class KtoStage(ReferencedStage):
         total, count = gaps.totals()
         # 0 in a step without any mismatch
         baseline = (total / count.clamp(min=1)).clamp(min=0)
-        return [baseline] * len(read.batches)
+        return [(baseline,)] * len(read.batches)
 
     def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         return {"examples": self.on_first_rank(batch.num_sequences)}
 
     def losses(
-        self, batch: ShardedBatch, metrics: MetricSums, of_step: Tensor | None = None
+        self, batch: ShardedBatch, metrics: MetricSums, baseline: Tensor | None = None
     ) -> list[Term]:
         config = self.table
         policy, base, _ = self.answer_sums(batch, *self.both_logps(batch, metrics))
@@ -140,15 +140,15 @@ class KtoStage(ReferencedStage):
         # Both losses of every example, of which its label takes one: no index that the host would have to wait for.
         both, rewards, _, _ = kto_loss(
             policy, policy, None, base, base, None, config.beta, config.desirable_weight, config.undesirable_weight,
-            kl=of_step, loss_type=config.loss_type,
+            kl=baseline, loss_type=config.loss_type,
         )  # fmt: skip
         count = batch.num_sequences
         losses = torch.where(desirable, both[:count], both[count:])
         for side, chosen in (("chosen", desirable), ("rejected", ~desirable)):
             means = {f"rewards/{side}": rewards * chosen, f"logps/{side}": policy * chosen}
             self.add_means(metrics, means, chosen.sum())
-        if of_step is not None:
-            self.add_means(metrics, {"kl": of_step * count}, count)
+        if baseline is not None:
+            self.add_means(metrics, {"kl": baseline * count}, count)
         return [Term(losses.sum(), "examples", per_sequence=True)]
 
     def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -50,9 +50,7 @@ class RmStage(Stage):
     def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         return {"pairs": self.on_first_rank(better(batch).sum())}
 
-    def losses(
-        self, batch: ShardedBatch, metrics: MetricSums, of_step: Tensor | None = None
-    ) -> list[Term]:
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         scores, pairs = sequence_last(self.model(batch), batch), better(batch)
         # a batch without sequences has no columns
         margins = batch.sequence_columns.get("margin", scores.detach())

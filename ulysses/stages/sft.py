@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 from ulysses.parallel.batch import ShardedBatch
@@ -35,9 +34,7 @@ class SftStage(Stage):
                 'or use "nll"'
             )
 
-    def losses(
-        self, batch: ShardedBatch, metrics: MetricSums, of_step: Tensor | None = None
-    ) -> list[Term]:
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.table, batch.loss_weights
         smoothing = config.label_smoothing
         needs_lse = bool(smoothing or config.z_loss)
