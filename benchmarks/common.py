@@ -26,7 +26,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.arch import ModelConfig
-from ulysses.check.preflight import read_shape
+from models.initial_weights import InitialWeights
+from ulysses.check.input_files import read_shape
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.gradients.policy import StepContext
@@ -38,8 +39,8 @@ from ulysses.plan.machine import GIB, device_peaks, this_machine
 from ulysses.plan.memory_choice import choose_memory, layer_memory
 from ulysses.plan.planned_run import planner_case
 from ulysses.plan.seconds import model_flops, step_flops
-from ulysses.run.build import InitialWeights, build_engine
-from ulysses.run.optim import gradient_policies
+from ulysses.registry import gradient_policies
+from ulysses.run.build import build_engine
 from ulysses.zero.engine import ZeroEngine
 
 FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped

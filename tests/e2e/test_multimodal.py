@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from models.folders import read_config
 from models.hf_format import WeightFiles
+from models.initial_weights import InitialWeights
 from tests.e2e.launch import ROOT, ranks, tiny
 from tests.family_case import EXPERTS, LINEAR
 from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.build import InitialWeights
 
 VISION = {
     "depth": 2,

@@ -11,6 +11,7 @@ from models.decoder import count_parameters, empty_model
 from models.expert_files import adapted_experts
 from models.folders import read_config, resolve_model
 from ulysses.config.schema import Config
+from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors
 from ulysses.plan.case import Case, Model, PlannedStep
@@ -81,21 +82,37 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     return next((case for case in cases if predict(choose(case)).fits), cases[-1])
 
 
-def planner_run(prepared: Any, machine: Machine, train: Any) -> Case:
+def least_tokens(config: Config, train: Any) -> int:
+    """Return the tokens of a packed micro-batch as they are set, or the fewest that "auto" may choose.
+
+    These are room for the longest example of the data or, if that is not known, for one that the settings allow.
+    """
+    stage, tokens = stage_of(config), config.batch.tokens_per_microbatch
+    if tokens != "auto":
+        return tokens
+    if train is None or train.kind == "prompt":
+        return stage.sequences_per_example * stage.requirements.longest_example
+    return int(train.lengths.max())
+
+
+def planner_run(config: Config, shape: ModelConfig, machine: Machine, train: Any) -> Case:
     """Return the planner's view of a run and of the micro-batches of its typical step.
 
     Args:
-        prepared: what the checks found (ulysses.check.preflight.Prepared).
         train: the training data; None plans with examples of the greatest length that the settings allow.
     """
-    config, shape, tokens = prepared.config, prepared.shape, prepared.budget(train)
+    stage, tokens = stage_of(config), least_tokens(config, train)
+    facts, seed = stage.requirements, config.run.seed
     case = planner_case(config, shape, machine, tokens)
     if train:
         launched = choose(case).launched_tokens * machine.gpus / case.sp
-        steps = prepared.loader(train, tokens).planned_steps()
+        loader = StepLoader(
+            train, facts.examples_per_load, tokens_per_microbatch=tokens, seed=seed
+        )
+        steps = loader.planned_steps()
         typical, largest = (planned_step(config, shape, train, s, launched) for s in steps)
     else:
-        facts, sides = prepared.stage.requirements, prepared.stage.sequences_per_example
+        sides = stage.sequences_per_example
         longest = min(tokens, sides * facts.longest_example)
         pairs = sides * squares(longest / sides, windows=shape.windows)
         examples = facts.examples_per_step

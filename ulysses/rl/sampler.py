@@ -181,7 +181,7 @@ class Sampler:
         self.new = zeros(2, count, dtype=torch.float64)
         self.held: dict[Prompt, int] = {}
         self.captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self.pool: Any = None
+        self.pool: tuple[int, int] | None = None
 
     @torch.no_grad()
     @sdpa_kernel(KERNELS)
@@ -305,7 +305,7 @@ class Sampler:
             cache[:, slots, :, first:last] = both = torch.stack([key, value])
             keys, values = cache[:, slots, :, :last] if first else both
             window, sink = how.attention.window, int(how.sinks is not None)
-            mask: Any = causal_lower_right(last - first, last + sink)
+            mask = causal_lower_right(last - first, last + sink)
             if window and window < last:
                 age = positions[:, None] - torch.arange(last, device=self.device)
                 mask = F.pad((age >= 0) & (age < window), (sink, 0), value=True)
@@ -421,9 +421,8 @@ class Sampler:
         shape, decoder = tokens.shape, self.decoder
         ropes = rotary_tables(positions.reshape(-1), self.config)
         hidden = decoder.embed(tokens.reshape(-1))
-        layers: Any = decoder.layers
         caches, places = iter(cache), count()
-        for layer in layers:
+        for layer in decoder.layers:
             *projected, hidden = layer.project(hidden, ropes[layer.kind.rotary])
             if layer.kind.mixer == "linear_attention":
                 mixed = recur(next(places), layer.mixer, *projected)
