@@ -180,7 +180,7 @@ class ModelConfig:
             rope_local_theta=local_theta,
             sliding_window=window,
             multipliers=Multipliers(**multipliers),
-            moe=read_experts(known) if family.experts else None,
+            moe=read_experts(known, family) if family.experts else None,
         )
 
     def to_hf(self, *, dtype: str = "bfloat16", reward: bool = False) -> dict[str, Any]:

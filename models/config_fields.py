@@ -19,9 +19,10 @@ MOST: Mapping[str, float] = TABLES["most"]
 KINDS: Mapping[str, tuple[str, Any]] = TABLES["kinds"]
 
 
-def read_experts(known: Mapping[str, Any]) -> Experts:
+def read_experts(known: Mapping[str, Any], family: Family) -> Experts:
     """Read the fields of Experts, all of them positive numbers but for the last."""
-    known = {"moe_intermediate_size": known.get("intermediate_size"), **known}
+    if family.clamped_experts:  # their width has the name that others give to the MLP's
+        known = {**known, "moe_intermediate_size": known.get("intermediate_size")}
     return Experts(**numbers(Experts, known), norm_topk_prob=bool(known.get("norm_topk_prob")))
 
 
