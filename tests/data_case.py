@@ -6,7 +6,8 @@ from typing import Any
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data.read.sources import Source
-from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
+from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.data.serve.tokenise import open_dataset
 from ulysses.parallel.batch import Sequence
 
 

@@ -15,7 +15,7 @@ from ulysses.data import DataError
 from ulysses.data.read import sources
 from ulysses.data.read.sources import Source, missing_sources, parse_sources, source_digest
 from ulysses.data.serve import dataset
-from ulysses.data.serve.dataset import open_dataset
+from ulysses.data.serve.tokenise import open_dataset
 
 
 @pytest.fixture

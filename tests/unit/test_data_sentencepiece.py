@@ -14,7 +14,8 @@ from tokenizers import (
     trainers,
 )
 
-from ulysses.data.read.chat import ChatTemplate, load_tokenizer
+from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.data.read.messages import Message
 
 TEXT = "The cat sat on the mat, and the other cats sat there too. Sure, it is (so) [INST] [/INST] user a\n"

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ulysses.config.section import ConfigError, flat
-from ulysses.data.read.chat import tokenizer_digest
+from ulysses.data.read.tokenizer import tokenizer_digest
 from ulysses.disk import HOLDER, DiskError, digest_of, held, sampled_digest
 from ulysses.environment import NODE, local_rank
 from ulysses.parallel.mesh import gather

@@ -30,7 +30,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
-from ulysses.data.serve.encode import Example
+from ulysses.data.serve.example import Example
 from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
@@ -109,11 +109,17 @@ class Rollout:
 
     def __getitem__(self, i: int) -> Example:
         sequences = []
+        head = int(self.prefix_lengths[i].max()) + 1  # of the prompt, if it is shared
+        start = int(self.ends[i] - self.lengths[i])
         for n in (self.owners == i).nonzero().flatten().tolist():
             end, length, prefix = (int(x[n]) for x in (self.ends, self.lengths, self.prefixes))
-            own = {name: column[end - length : end] for name, column in self.columns.items()}
+            parts = slice(start, start + prefix), slice(end - length, end)
+            own = {
+                name: torch.cat([column[part] for part in parts])
+                for name, column in self.columns.items()
+            }
             both = own.pop("tokens"), own.pop("weights")
-            sequences.append(Sequence(*both, own, {}, prefix, n - i))
+            sequences.append(Sequence(*both, own, {}, i, head))
         return Example(i, tuple(sequences))
 
     def save(self, path: Path) -> None:
@@ -298,9 +304,11 @@ class RolloutMaker:
         self, rollout: Rollout, compute: Callable[[ShardedBatch], Tensor], *columns: int
     ) -> Tensor:
         """Return what `compute` gives for all tokens, [T, *columns]."""
+        sizes = rollout.sequence_lengths.sum(axis=1).tolist()
         return token_values(
             compute,
-            [rollout[i].sequences for i in rollout.owners.unique().tolist()],
+            {i: size for i, size in enumerate(sizes) if size},
+            lambda i: rollout[i].sequences,
             self.mesh,
             self.engine.device,
             self.budget,

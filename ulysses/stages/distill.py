@@ -15,7 +15,7 @@ from typing import Any
 from losses.distill import distillation
 from losses.token_nll import weighted_sum
 from models.folders import folder_with, resolve_model
-from ulysses.data.read.chat import load_tokenizer
+from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term
 from ulysses.zero.engine import gathered

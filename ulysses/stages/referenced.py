@@ -156,8 +156,7 @@ class ReferencedStage(Stage):
     def reference_logps(self, batch: ShardedBatch) -> Tensor:
         """Return the reference's log-probabilities [S]; the batch's sequences carry them if they are cached."""
         if self.is_cached:
-            # a batch without sequences has no columns
-            return batch.token_columns.get(COLUMN, torch.zeros_like(batch.loss_weights))
+            return batch.token_columns[COLUMN]
         return self.reference(batch)
 
     def both_logps(self, batch: ShardedBatch, metrics: MetricSums) -> tuple[Tensor, Tensor]:
@@ -253,13 +252,20 @@ def read_reference(
                 return dataset[number].sequences
             return [dataset.mismatch(*pairs[number - len(dataset)])]
 
+        lengths = dict(enumerate([*dataset.lengths.tolist(), *sizes[1:]]))
+
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         # several micro-batches of them, or CHUNK
         size = mesh.data_parallel_size * max(CHUNK, 4 * budget * len(numbers) // sum(sizes))
         bar = {"desc": "reference: ", "unit": "items", "unit_scale": size, "leave": False}
         chunks = (
             token_values(
-                logprobs, [*map(sequences, numbers[at : at + size])], mesh, device, budget
+                logprobs,
+                {number: lengths[number] for number in numbers[at : at + size]},
+                sequences,
+                mesh,
+                device,
+                budget,
             ).numpy()
             for at in progress(numbers[::size], disable=not mesh.is_main, **bar)
         )

@@ -49,8 +49,7 @@ class RmStage(Stage):
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         scores, pairs = sequence_last(self.model(batch), batch), better(batch)
-        # a batch without sequences has no columns
-        margins = batch.sequence_columns.get("margin", scores.detach())
+        margins = batch.sequence_columns["margin"]
         good, bad, margins = torch.broadcast_tensors(scores[:, None], scores, margins[:, None])
         losses = reward_loss(good, bad, margins, self.table.center_coefficient) * pairs
         difference = (good - bad) * pairs  # a tie is wrong
@@ -69,7 +68,6 @@ class RmStage(Stage):
 
 def better(batch: ShardedBatch) -> Tensor:
     """Return [N, N]: whether sequence i is ranked above sequence j of the same list."""
-    nothing = batch.cu_seqlens[:0]  # a batch without sequences has no columns
-    first, ranks = (batch.sequence_columns.get(name, nothing) for name in ("first", "rank"))
+    first, ranks = (batch.sequence_columns[name] for name in ("first", "rank"))
     lists = first.cumsum(0)
     return (lists[:, None] == lists) & (ranks[:, None] < ranks)

@@ -16,8 +16,9 @@ before it cuts the end of an answer. A prompt without an answer always keeps its
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, repeat
 from operator import itemgetter
@@ -27,191 +28,190 @@ import numpy as np
 
 from ulysses.config.schema import DataSection
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.read.chat import ChatTemplate, Encoded, Rendered, TextEncoder
+from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.counts import Event
-from ulysses.data.read.formats import Record, dropping
+from ulysses.data.read.formats import LocatedRow, Record, dropping, read_records
+from ulysses.data.read.sources import Source
 from ulysses.data.read.templates import bounded_time
-from ulysses.parallel.batch import Sequence, common_prefix, restored
+from ulysses.data.read.tokenizer import Encoded, Rendered, TextEncoder
 
-# The columns of one example as the files of a dataset hold them (dataset.py): tokens, weights and numbers.
+# Columns of examples as the files of a dataset hold them (dataset.py): tokens, weights and numbers.
 Columns = dict[str, Any]
+Tokens = tuple[np.ndarray, np.ndarray]  # of one sequence, int32, and their weights, float32
+Part = tuple[
+    str, int, np.ndarray
+]  # of a document: where it stands, the index of its source, its tokens
 
 
 @dataclass(frozen=True)
-class Example:
-    """One training example: its sequences (pair: chosen, rejected; separate turns: the last one first) and its numbers.
+class RowEncoder:
+    """Turn rows into tokens for one kind of data: text, sequence, pair, ranked, unpaired or prompt.
 
-    columns: prompt_length, but not of a sequence; margin (ranked, whose sequences have the column rank); label, 1 or 0
-    (unpaired); prompt_id (unpaired, prompt), the same for equal prompts. index: its place in the dataset.
+    template: None for text. settings: the [data] table.
     """
 
-    index: int
-    sequences: tuple[Sequence, ...]
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    sources: list[Source]
+    kind: str
+    settings: DataSection
+    encoder: TextEncoder
+    template: ChatTemplate | None
 
-    @property
-    def whole(self) -> "Example":
-        """The same example whose sequences share no prompt."""
-        owners = (self.sequences[i - s.prefix_owner] for i, s in enumerate(self.sequences))
-        return replace(self, sequences=tuple(map(restored, self.sequences, owners)))
+    def encode(self, rows: list[LocatedRow]) -> tuple[Any, list[Event]]:
+        """Return the columns of the rows' examples end to end, or the parts of their documents; and what to count."""
+        events: list[Event] = []
+        bad_rows = self.settings.bad_rows
+        records = read_records(rows, self.sources, self.kind, events, bad_rows=bad_rows)
+        if self.template is None:
+            return [self._part(record) for record in records], events
+        found: dict[str, list[Any]] = defaultdict(list)
+        for example in self._examples(records, events):
+            for name, value in example.items():
+                found[name].append(value)
+        return {name: np.hstack(values) for name, values in found.items()}, events
 
+    def _part(self, record: Record) -> Part:
+        text = record.text if record.continues else self.encoder.begin(record.text)
+        with dropping([], record.where, "error"):
+            (tokens,) = self.encoder.encode_texts([text])
+        return record.where, record.source, np.asarray(tokens, np.int32)
 
-def encode_records(
-    records: Iterable[Record],
-    kind: str,
-    template: ChatTemplate,
-    settings: DataSection,
-    events: list[Event],
-) -> Iterator[Columns]:
-    """Tokenise the conversations of one batch together; what cannot be trained on is dropped and counted."""
-    rendered = []
-    with bounded_time():
-        for record in records:
-            with dropping(events, record.where, settings.bad_rows):
-                rendered.append((record, _render(record, kind, template, settings)))
-    texts = [text for _, sides in rendered for text in sides]
-    encode = partial(template.encode_batch, as_whole=kind == "sequence")
-    try:
-        encoded = iter(encode(texts))
-    except BadRowError:  # which row it was is found below
-        encoded = None
-    for record, sides in rendered:
-        with dropping(events, record.where, settings.bad_rows):
-            found = [next(encoded) for _ in sides] if encoded else encode(sides)
-            yield _columns(record, kind, found, template.encoder.bos, settings, events)
-
-
-def _render(
-    record: Record, kind: str, template: ChatTemplate, settings: DataSection
-) -> list[Rendered]:
-    """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
-    texts = []
-    first, turns = len(record.prompt), settings.turns if kind == "sequence" else "together"
-    for answer in record.answers:
-        messages = record.prompt + answer
-        trained = [i for i, m in enumerate(messages) if m.role == "assistant" and i >= first]
-        if kind == "sequence" and settings.train_on != "assistant":
-            if settings.train_on == "all" and any(messages[i].weight == 0 for i in trained):
-                raise BadRowError(
-                    "has an answer that is not to be trained, but data.train_on is all; set it to assistant"
-                )
-            trained = trained[-1:]
-        trained = [i for i in trained if messages[i].weight != 0] or trained
-        texts += template.render(messages, record.tools, trained, turns, record.variables)
-    return texts
-
-
-def _columns(
-    record: Record,
-    kind: str,
-    sides: list[Encoded],
-    bos: int | None,
-    settings: DataSection,
-    events: list[Event],
-) -> Columns:
-    """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
-    is_sequence = kind == "sequence"
-    if is_sequence and settings.train_on == "all":
-        sides = [(tokens, [1.0] * len(tokens)) for tokens, _ in sides]
-        if record.answers[0][-1].role != "assistant":
-            events.append(("notes", "turns after the last answer left out", record.where))
-    sequences: list[Sequence] = []
-    problems, longest = [], 0
-    for group in [[side] for side in sides] if is_sequence else [sides]:
+    def _examples(self, records: Iterable[Record], events: list[Event]) -> Iterator[Columns]:
+        """Tokenise the conversations of one batch together; what cannot be trained on is dropped and counted."""
+        bad_rows = self.settings.bad_rows
+        rendered = []
+        with bounded_time():
+            for record in records:
+                with dropping(events, record.where, bad_rows):
+                    rendered.append((record, self._render(record)))
+        texts = [text for _, sides in rendered for text in sides]
+        encode = partial(self.encoder.encode_batch, as_whole=self.kind == "sequence")
         try:
-            found, start = _cut(group, record, kind, bos, settings)
-            sequences += found
-            longest = max(longest, *(len(tokens) for tokens, _ in group))
-        except DropRowError as error:
-            problems.append(error)
-    if not sequences:
-        raise problems[0]
-    notes = [f"turns left out, {problem}" for problem in problems]
-    if is_sequence and len(sides) > 1:
-        notes.append("conversations whose turns are trained separately")
-    if longest > settings.max_length:
-        notes.append("truncated")
-    events += [("notes", note, record.where) for note in notes]
-    first, sizes = sequences[0], []
-    for sequence, rank in zip(sequences, record.ranks if kind == "ranked" else repeat(0)):
-        shared = 0 if sequence is first else common_prefix(first, sequence)
-        sizes += len(sequence.tokens), shared, rank
-    columns = {
-        **record.columns,
-        "tokens": np.concatenate([sequence.tokens for sequence in sequences]),
-        "weights": np.concatenate([sequence.loss_weights for sequence in sequences]),
-        "_sizes": sizes,
-        "_counts": len(sequences),
-        "_source": record.source,
-    }
-    if not is_sequence:
-        columns["prompt_length"] = start
-    if kind in ("unpaired", "prompt"):
-        prompt = hashlib.sha256(first.tokens[:start].tobytes()).digest()
-        columns["_prompt"] = np.frombuffer(prompt, np.int64)[0]
-    if kind == "prompt":
-        row = json.dumps(record.row, ensure_ascii=False, default=str).encode()
-        columns |= {"_row_size": len(row), "_rows": np.frombuffer(row, np.uint8)}
-    return columns
+            encoded = iter(encode(texts))
+        except BadRowError:  # which row it was is found below
+            encoded = None
+        for record, sides in rendered:
+            with dropping(events, record.where, bad_rows):
+                found = [next(encoded) for _ in sides] if encoded else encode(sides)
+                yield self._columns(record, found, events)
 
-
-def _cut(
-    sides: list[Encoded], record: Record, kind: str, bos: int | None, settings: DataSection
-) -> tuple[list[Sequence], int]:
-    """Cut sequences with one prompt to max_length; return them and the prompt's length."""
-    limit, longest = settings.max_length, max(len(tokens) for tokens, _ in sides)
-    arrays = [(np.asarray(t, np.int32), np.asarray(w, np.float32)) for t, w in sides]
-    first, weights = arrays[0]
-    if not len(first):
-        raise DropRowError("the chat template writes nothing")
-    if longest > limit and settings.truncation == "drop":
-        raise DropRowError("longer than max_length")
-    if longest > limit and settings.truncation == "error":
-        raise DataError(
-            f"{record.where} has {longest} tokens but data.max_length is {limit}; raise it, or "
-            "set data.truncation to keep_start, keep_end or drop"
-        )
-    # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
-    start = longest
-    if kind in ("pair", "ranked", "unpaired"):
-        start = int((weights != 0).argmax())
-        if len({(t[:start].tobytes(), (w != 0).argmax()) for t, w in arrays}) > 1:
-            raise DropRowError(
-                "the prompts of chosen and rejected differ once the chat template is applied"
+    def _render(self, record: Record) -> list[Rendered]:
+        """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
+        is_sequence, train_on = self.kind == "sequence", self.settings.train_on
+        turns = self.settings.turns if is_sequence else "together"
+        texts = []
+        for answer in record.answers:
+            messages = record.prompt + answer
+            places = range(len(record.prompt), len(messages))
+            trained = [i for i in places if messages[i].role == "assistant"]
+            if is_sequence and train_on != "assistant":
+                if train_on == "all" and any(messages[i].weight == 0 for i in trained):
+                    raise BadRowError(
+                        "has an answer that is not to be trained, but data.train_on is all; set it to assistant"
+                    )
+                trained = trained[-1:]
+            trained = [i for i in trained if messages[i].weight != 0] or trained
+            texts += self.template.render(
+                messages, record.tools, trained, turns, record.variables
             )
-    room = max(limit - (longest - start), min(start, limit // 4), 1)
-    keeps_end = settings.truncation == "keep_end" or kind == "prompt"
-    cut, after_bos = max(0, start - room) * keeps_end, int(first[0] == bos)
-    removed = slice(after_bos, after_bos + cut)
-    sequences = []
-    for side in arrays:
-        tokens, weights = (np.delete(array, removed)[:limit] for array in side)
-        sequences.append(Sequence(tokens, weights))
-        if kind != "prompt" and not weights[1:].any():
+        return texts
+
+    def _columns(self, record: Record, sides: list[Encoded], events: list[Event]) -> Columns:
+        """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
+        kind, limit = self.kind, self.settings.max_length
+        is_sequence = kind == "sequence"
+        whole = [(np.asarray(t, np.int32), np.asarray(w, np.float32)) for t, w in sides]
+        if is_sequence and self.settings.train_on == "all":
+            whole = [(tokens, np.ones_like(weights)) for tokens, weights in whole]
+            if record.answers[0][-1].role != "assistant":
+                events.append(("notes", "turns after the last answer left out", record.where))
+        sequences: list[Tokens] = []
+        problems, longest = [], 0
+        for group in [[side] for side in whole] if is_sequence else [whole]:
+            try:
+                found, start = self._cut(group, record)
+                sequences += found
+                longest = max(longest, *(len(tokens) for tokens, _ in group))
+            except DropRowError as error:
+                problems.append(error)
+        if not sequences:
+            raise problems[0]
+        notes = [f"turns left out, {problem}" for problem in problems]
+        if is_sequence and len(sides) > 1:
+            notes.append("conversations whose turns are trained separately")
+        if longest > limit:
+            notes.append("truncated")
+        events += [("notes", note, record.where) for note in notes]
+        first, sizes = sequences[0], []
+        for sequence, rank in zip(sequences, record.ranks if kind == "ranked" else repeat(0)):
+            shared = 0 if sequence is first else common_prefix(first, sequence)
+            sizes += len(sequence[0]), shared, rank
+        columns = {
+            **record.columns,
+            "tokens": np.concatenate([tokens for tokens, _ in sequences]),
+            "weights": np.concatenate([weights for _, weights in sequences]),
+            "_sizes": sizes,
+            "_counts": len(sequences),
+            "_source": record.source,
+        }
+        if not is_sequence:
+            columns["prompt_length"] = start
+        if kind in ("unpaired", "prompt"):
+            prompt = hashlib.sha256(first[0][:start].tobytes()).digest()
+            columns["_prompt"] = np.frombuffer(prompt, np.int64)[0]
+        if kind == "prompt":
+            row = json.dumps(record.row, ensure_ascii=False, default=str).encode()
+            columns |= {"_row_size": len(row), "_rows": np.frombuffer(row, np.uint8)}
+        return columns
+
+    def _cut(self, sides: list[Tokens], record: Record) -> tuple[list[Tokens], int]:
+        """Cut sequences with one prompt to max_length; return them and the prompt's length."""
+        limit, truncation = self.settings.max_length, self.settings.truncation
+        longest = max(len(tokens) for tokens, _ in sides)
+        first, weights = sides[0]
+        if not len(first):
+            raise DropRowError("the chat template writes nothing")
+        if longest > limit and truncation == "drop":
+            raise DropRowError("longer than max_length")
+        if longest > limit and truncation == "error":
+            raise DataError(
+                f"{record.where} has {longest} tokens but data.max_length is {limit}; raise it, or "
+                "set data.truncation to keep_start, keep_end or drop"
+            )
+        # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
+        start = longest
+        if self.kind in ("pair", "ranked", "unpaired"):
+            start = int((weights != 0).argmax())
+            if len({(t[:start].tobytes(), (w != 0).argmax()) for t, w in sides}) > 1:
+                raise DropRowError(
+                    "the prompts of chosen and rejected differ once the chat template is applied"
+                )
+        cut = 0
+        if truncation == "keep_end" or self.kind == "prompt":
+            cut = max(0, start - max(limit - (longest - start), min(start, limit // 4), 1))
+        after_bos = int(first[0] == self.encoder.bos)
+        removed = slice(after_bos, after_bos + cut)
+        found = [tuple(np.delete(array, removed)[:limit] for array in side) for side in sides]
+        if self.kind != "prompt" and not all(weights[1:].any() for _, weights in found):
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
-    answers = {(s.tokens.tobytes(), rank) for s, rank in zip(sequences, record.ranks)}
-    if len({tokens for tokens, _ in answers}) < len(answers):
-        raise DropRowError("chosen and rejected are the same tokens")
-    return sequences, start - cut
+        answers = {(tokens.tobytes(), rank) for (tokens, _), rank in zip(found, record.ranks)}
+        if len({tokens for tokens, _ in answers}) < len(answers):
+            raise DropRowError("chosen and rejected are the same tokens")
+        return found, start - cut
 
 
-def encode_documents(
-    records: Iterable[Record], encoder: TextEncoder
-) -> list[tuple[str, int, np.ndarray]]:
-    """Tokenise documents or parts of them; return where each stands, the index of its source, and its tokens."""
-    found = []
-    for record in records:
-        text = record.text if record.continues else encoder.begin(record.text)
-        with dropping([], record.where, "error"):
-            (tokens,) = encoder.encode_texts([text])
-        found.append((record.where, record.source, np.asarray(tokens, np.int32)))
-    return found
+def common_prefix(first: Tokens, other: Tokens) -> int:
+    """Count the leading tokens that `other` may leave out: `first` has them too, and `other` trains none of them.
+
+    The last token in common is not among them, for it predicts the first one that differs.
+    """
+    count = min(len(first[0]), len(other[0]))
+    differs = first[0][:count] != other[0][:count]
+    differs[1:] |= other[1][1:count] != 0
+    return max(0, (int(differs.argmax()) if differs.any() else count) - 1)
 
 
-def cut_documents(
-    parts: Iterable[tuple[str, int, np.ndarray]], encoder: TextEncoder, limit: int
-) -> Iterator[Columns]:
+def cut_documents(parts: Iterable[Part], encoder: TextEncoder, limit: int) -> Iterator[Columns]:
     """Join the parts of each document, and cut it into pieces of at most `limit` tokens, as the files hold them.
 
     Truncation does not apply: no token is lost.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ulysses.data.serve.encode import Example
+from ulysses.data.serve.example import Example
 from ulysses.parallel.layout import squares
 from ulysses.parallel.random_keys import STEP, scatter_bits, wrapped
 
@@ -107,18 +107,20 @@ class StepLoader:
         return self.micro_batches(self.dataset, self.indices(epoch, k))
 
     def micro_batches(self, dataset: Any, indices: list[int]) -> list[list[Example]]:
-        """Pack some examples of a dataset for all groups, and return this group's micro-batches."""
-        lengths = dataset.sequence_lengths[indices]
-        prefixes = dataset.prefix_lengths[indices]
-        groups = self._pack(lengths, prefixes)
-        whole = lengths + prefixes
+        """Pack some examples of a dataset for all groups, and return this group's micro-batches.
+
+        One without examples holds a single one without tokens, for its columns.
+        """
+        lengths, prefixes = dataset.sequence_lengths[indices], dataset.prefix_lengths[indices]
+        groups, whole = self._pack(lengths, prefixes), lengths + prefixes
         fits = whole.sum(axis=1).max(initial=0) <= self.tokens_per_microbatch
-        launches = self.launched_tokens * sum(map(len, groups))
-        restore = fits and prefixes.any() and whole.sum() <= launches
-        if restore:
+        apart = fits and whole.sum() <= self.launched_tokens * sum(map(len, groups))
+        if apart:
             groups = self._pack(whole, 0 * prefixes)
         found = [[dataset[indices[i]] for i in members] for members in groups[self.dp_rank]]
-        return [[example.whole for example in few] for few in found] if restore else found
+        if apart:
+            found = [[example.apart for example in few] for few in found]
+        return [few or [dataset[0].emptied] for few in found]
 
     def _pack(self, lengths: np.ndarray, prefixes: np.ndarray) -> list[list[list[int]]]:
         """Deal examples of these sequences to groups and micro-batches."""
