@@ -70,6 +70,11 @@ class Sequence:
                     f"{name} has {len(values)} entries for {len(self.tokens)} tokens; give one per token"
                 )
 
+        if self.prompt_length > len(self.tokens):
+            raise ValueError(
+                f"prompt_length is {self.prompt_length} but the sequence has {len(self.tokens)} tokens; give its own"
+            )
+
     @property
     def emptied(self) -> "Sequence":
         """The same without tokens: from it a batch without sequences learns its columns."""
