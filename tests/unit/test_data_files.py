@@ -14,7 +14,7 @@ from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read import sources
 from ulysses.data.read.sources import Source, missing_sources, parse_sources, source_digest
-from ulysses.data.serve.encode import RowEncoder
+from ulysses.data.serve.tokenise import Tokenising
 from ulysses.data.serve.tokenise import open_dataset
 
 
@@ -47,7 +47,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, opened, monk
     file = tmp_path / "rows.jsonl"
     write_rows(file, [{"text": f"row {i}"} for i in range(6)])
     before = file.read_bytes()
-    real = RowEncoder.encode
+    real = Tokenising.encode
 
     def appended(*arguments, restored):
         file.write_bytes(before + b'{"text": "late"}\n')
@@ -58,10 +58,10 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, opened, monk
     sentence = r"rows.jsonl changed while it was read; start again when nothing"
     for restored in (False, True):
         changing = partialmethod(appended, restored=restored)
-        monkeypatch.setattr(RowEncoder, "encode", changing)
+        monkeypatch.setattr(Tokenising, "encode", changing)
         with pytest.raises(DataError, match=sentence):
             opened(file)
-        monkeypatch.setattr(RowEncoder, "encode", real)
+        monkeypatch.setattr(Tokenising, "encode", real)
         file.write_bytes(before)
     assert len(opened(file)) == 6
 

@@ -171,7 +171,7 @@ class ChatTemplate:
     def _texts(
         self, messages: list[Any], given: Any, answers: Sequence[int], turns: str
     ) -> dict[str, dict[int, Span]]:
-        """Render the texts that hold the answers, the last one's first; return in which and where each answer stands."""
+        """Render the texts that hold the answers, the last one's first; return where in them each answer stands."""
         last = answers[-1]
         whole, known = self._up_to(messages, given, last)
         if not self.marks_generation and turns != "separate" and len(answers) > 2:

@@ -71,9 +71,11 @@ class TokenizedDataset:
             heads = self.columns["prompt_length"]
         prefixes = shared * share_prompts
         own = whole - prefixes
-        self._layout = np.stack(
-            [whole, prefixes, heads, ranks, whole.cumsum(), own.cumsum()], axis=1
-        )
+        starts = (
+            whole.cumsum() - whole,
+            own.cumsum() - own,
+        )  # of tokens, and of values in token_columns
+        self._layout = np.stack([*starts, whole, prefixes, heads, ranks], axis=1)
         exists = np.arange(counts.max()) < counts[:, None]
         self.sequence_lengths, self.prefix_lengths = np.zeros((2, *exists.shape), np.int64)
         self.sequence_lengths[exists], self.prefix_lengths[exists] = own, prefixes
@@ -88,24 +90,20 @@ class TokenizedDataset:
         """Return example `index`; its arrays are views into the memory maps. IndexError ends an iteration."""
         index = range(len(self))[index]
         prompt = int(self._prompts[index]) if self.share_prompts else None
-        sequences = []
         first = self._firsts[index]
-        count = np.count_nonzero(self.sequence_lengths[index])
-        for whole, prefix, head, rank, end, row_end in self._layout[
-            first : first + count
-        ].tolist():
-            span, rows = slice(end - whole, end), slice(row_end - (whole - prefix), row_end)
-            if not sequences:
-                start = rows.start
-            # a prompt's values stand with the first sequence
-            columns = {
-                name: np.append(values[start : start + prefix], values[rows])
-                if prefix
-                else values[rows]
-                for name, values in self.token_columns.items()
-            }
+        layout = self._layout[first : first + np.count_nonzero(self.sequence_lengths[index])]
+        shared = layout[
+            0, 1
+        ]  # where the values of the first sequence begin, which others share
+        sequences = []
+        for start, row, whole, prefix, head, rank in layout.tolist():
+            columns = {}
+            for name, values in self.token_columns.items():
+                columns[name] = values[row : row + whole - prefix]
+                if prefix:
+                    columns[name] = np.append(values[shared : shared + prefix], columns[name])
             ranked = {"rank": rank} if self.kind == "ranked" else {}
-            arrays = self._tokens[span], self._weights[span]
+            arrays = (values[start : start + whole] for values in (self._tokens, self._weights))
             sequences.append(Sequence(*arrays, columns, ranked, prompt, head))
         numbers = {name: float(values[index]) for name, values in self.columns.items()}
         return Example(index, tuple(sequences), numbers)
@@ -127,9 +125,9 @@ class TokenizedDataset:
     def mismatch(self, index: int, other: int) -> Sequence:
         """Join the prompt of example `index` with the answer of `other` (KTO's baseline), cut at max_length."""
         (prompt,), (answer,) = self[index].sequences, self[other].sequences
-        head, start = (int(self.columns["prompt_length"][i]) for i in (index, other))
-        tokens = [prompt.tokens[:head], answer.tokens[start:]]
-        weights = [prompt.loss_weights[:head], answer.loss_weights[start:]]
-        joined = (np.concatenate(parts)[: self.max_length] for parts in (tokens, weights))
+        head, start = prompt.prompt_length, answer.prompt_length
+        tokens = np.append(prompt.tokens[:head], answer.tokens[start:])
+        weights = np.append(prompt.loss_weights[:head], answer.loss_weights[start:])
+        both = tokens[: self.max_length], weights[: self.max_length]
         columns = {name: found[index, other] for name, found in self.mismatched.items()}
-        return Sequence(*joined, columns, prompt=prompt.prompt, prompt_length=head)
+        return Sequence(*both, columns, prompt=prompt.prompt, prompt_length=head)

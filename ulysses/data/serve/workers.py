@@ -48,63 +48,50 @@ def in_order(
 def _in_processes(
     function: Callable[[Any], Any], batches: Iterable[Any], workers: int
 ) -> Iterator[Any]:
+    fork, busy = get_context("fork"), deque[Any]()
     with ExitStack() as stopping:
-        busy: deque[Worker] = deque()
         for batch in batches:
             if len(busy) < workers:
-                worker = Worker(function)
-                stopping.callback(worker.stop)
+                pipe, theirs = fork.Pipe()
+                process = fork.Process(
+                    target=_serve, args=(function, theirs, pipe), daemon=True
+                )
+                process.start()
+                stopping.callback(process.join)
+                stopping.callback(process.kill)
+                theirs.close()
             else:
-                worker = busy.popleft()
-                yield worker.result()
-            worker.work_on(batch)
-            busy.append(worker)
-        for worker in busy:
-            yield worker.result()
+                yield _result(pipe := busy.popleft())
+            with suppress(
+                OSError
+            ):  # that a process has died is told when its result is asked for
+                pipe.send(batch)
+            busy.append(pipe)
+        yield from map(_result, busy)
 
 
-class Worker:
-    """A process that computes a function of one batch after the other."""
+def _serve(function: Callable[[Any], Any], pipe: Any, others: Any) -> None:
+    """Compute what comes through a pipe until its other end is closed, in a process of its own."""
+    others.close()  # of which this process has a copy
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all of them
+    silence_tokenizers()
+    with suppress(EOFError, OSError):
+        while True:
+            batch = pipe.recv()
+            try:
+                result = function(batch)
+            except Exception as error:
+                result = error
+            pipe.send(result)
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        fork = get_context("fork")
-        self._pipe, theirs = fork.Pipe()
-        self._process = fork.Process(target=self._serve, args=(function, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
 
-    def _serve(self, function: Callable[[Any], Any], pipe: Any) -> None:
-        """Compute until the other process closes its end of the pipe, or dies."""
-        self._pipe.close()  # of which this process has a copy
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all of them
-        silence_tokenizers()
-        with suppress(EOFError, OSError):
-            while True:
-                batch = pipe.recv()
-                try:
-                    result = function(batch)
-                except Exception as error:
-                    result = error
-                pipe.send(result)
-
-    def work_on(self, batch: Any) -> None:
-        with suppress(
-            OSError
-        ):  # a process that has died is told of when its result is asked for
-            self._pipe.send(batch)
-
-    def result(self) -> Any:
-        try:
-            result = self._pipe.recv()
-        except (EOFError, OSError):
-            raise DataError(
-                "a process that tokenised data was killed, perhaps for want of memory; set data.workers to fewer"
-            ) from None
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+def _result(pipe: Any) -> Any:
+    try:
+        result = pipe.recv()
+    except (EOFError, OSError):
+        raise DataError(
+            "a process that tokenised data was killed, perhaps for want of memory; set data.workers to fewer"
+        ) from None
+    if isinstance(result, Exception):
+        raise result
+    return result
