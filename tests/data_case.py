@@ -10,8 +10,7 @@ from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data.read.sources import Source
 from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.tokenise import common_prefix
-from ulysses.data.serve.tokenise import open_dataset
+from ulysses.data.serve.tokenise import common_prefix, open_dataset
 from ulysses.parallel.batch import Sequence
 
 

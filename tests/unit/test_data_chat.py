@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.tiny_tokenizer import CHATML, LLAMA3, made_tokenizer, write_tokenizer
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.chat import ChatTemplate
-from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.data.read.messages import Message
+from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.disk import write_json
 
 TOOLS = json.loads(

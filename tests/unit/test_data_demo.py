@@ -7,8 +7,8 @@ import pytest
 
 from examples.demo_data import write_demo
 from ulysses.config.schema import DataSection
-from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.data.read.sources import Source
+from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.data.serve.tokenise import open_dataset
 
 

@@ -14,8 +14,7 @@ from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read import sources
 from ulysses.data.read.sources import Source, missing_sources, parse_sources, source_digest
-from ulysses.data.serve.tokenise import Tokenising
-from ulysses.data.serve.tokenise import open_dataset
+from ulysses.data.serve.tokenise import Tokenising, open_dataset
 
 
 @pytest.fixture

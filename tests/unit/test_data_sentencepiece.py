@@ -15,8 +15,8 @@ from tokenizers import (
 )
 
 from ulysses.data.read.chat import ChatTemplate
-from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.data.read.messages import Message
+from ulysses.data.read.tokenizer import load_tokenizer
 
 TEXT = "The cat sat on the mat, and the other cats sat there too. Sure, it is (so) [INST] [/INST] user a\n"
 SPACED = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

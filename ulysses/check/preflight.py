@@ -28,15 +28,15 @@ from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context, refuse
 from ulysses.config.stage_sections import is_function
 from ulysses.data.read.chat import ChatTemplate
-from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.data.read.sources import (
     missing_sources,
     parse_sources,
     repeated_data,
 )
+from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.tokenise import open_dataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
+from ulysses.data.serve.tokenise import open_dataset
 from ulysses.parallel.kernels.choice import KernelChoice, resolve_kernel
 from ulysses.registry import stage_of
 from ulysses.run.build import InitialWeights

@@ -36,8 +36,8 @@ from models.hf_format import (
 )
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
-from ulysses.data.read.tokenizer import SPECIAL_NAMES
 from ulysses.data.read.sources import parse_sources
+from ulysses.data.read.tokenizer import SPECIAL_NAMES
 from ulysses.disk import check_apart, check_files, check_replaceable, whole_folder
 from ulysses.registry import stage_of
 from ulysses.run.checkpoint import read_run_state
