@@ -118,7 +118,9 @@ def test_a_batch_without_sequences_has_the_columns_of_others(rank):
     assert empty.token_columns["reference_logps"].tolist() == [0.0]
     assert empty.sequence_columns["margin"].shape == (0,)
     for name in ("token_columns", "sequence_columns"):
-        known, found = ({k: x.dtype for k, x in getattr(b, name).items()} for b in (full, empty))
+        known, found = (
+            {k: x.dtype for k, x in getattr(b, name).items()} for b in (full, empty)
+        )
         assert known == found
     with pytest.raises(ValueError, match="no sequences to pack"):
         pack_shard([given.emptied], mesh)

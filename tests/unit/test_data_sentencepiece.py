@@ -86,9 +86,9 @@ def test_conversations_have_the_tokens_of_their_text(tokenizer, name):
         assert prompt == tokens[:start] == whole(plain[:count], add_generation_prompt=True)
         assert tokenizer.decode(tokens[start:stop]).strip() == said[count].strip() + "</s>"
     # in sft the answer may share a token with the line break before it; here it does not
-    assert template.encoder.encode_batch(template.render(messages, (), [1, 3]), as_whole=True) == [
-        (tokens, weights)
-    ]
+    assert template.encoder.encode_batch(
+        template.render(messages, (), [1, 3]), as_whole=True
+    ) == [(tokens, weights)]
 
 
 @pytest.mark.parametrize("kind", ["text", "t.txt"])

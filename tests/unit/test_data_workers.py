@@ -15,7 +15,8 @@ ROWS = {
     "sequence": [{"messages": TURNS * (1 + i % 7)} for i in range(1300)]
     + [{"messages": TURNS[:1]}] * 9,
     "pair": [
-        {"prompt": f"q{i}", "chosen": "yes " * (i % 9), "rejected": f"no{i}"} for i in range(1300)
+        {"prompt": f"q{i}", "chosen": "yes " * (i % 9), "rejected": f"no{i}"}
+        for i in range(1300)
     ],
     "prompt": [{"prompt": f"q{i % 20}", "answer": i} for i in range(1300)],
     "text": [{"text": "word " * (i % 5) * 100 + "."} for i in range(1300)] + [{"text": ""}] * 8,
