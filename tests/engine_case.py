@@ -19,7 +19,7 @@ from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, frozen_engine, trained_engine, whole_gradients
 from ulysses.config.command_line import check
 from ulysses.config.schema import LoraSection
-from ulysses.data.serve.example import Example
+from ulysses.data.serve.dataset import Example
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence, shared_prompts

@@ -62,6 +62,29 @@ def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
     assert RmStage(config).exported_config(shape, tokenizer).pad_token_id == expected
 
 
+EMPTY = [
+    *((name, {}) for name in STAGE_CASES if callable(STAGE_CASES[name].formula)),
+    ("dpo", {"ld_alpha": 0.3}),
+]
+
+
+@pytest.mark.parametrize("name, options", EMPTY)
+def test_a_group_without_data_has_the_columns_of_the_others(name, options):
+    """Its losses are sums over nothing, which read the same columns."""
+    stage, data = stage_of(check({"stage": name, name: options})), dataset(name)
+    loader = StepLoader(data, 1, tokens_per_microbatch=1000, data_parallel_size=2)
+    packs = [
+        pack_shard(stage.packed(few), ParallelMesh(1), may_be_empty=True)
+        for group in range(2)
+        for few in replace(loader, dp_rank=group).step(0, 0)
+    ]
+    assert [pack.num_sequences > 0 for pack in packs] == [True, False]
+    for columns in ("token_columns", "sequence_columns"):
+        full, empty = ({k: x.dtype for k, x in getattr(p, columns).items()} for p in packs)
+        assert full == empty
+    assert packs[1].num_valid == 0 and packs[1].tokens.tolist() == [0]
+
+
 # How many are good and bad, their weights, and what is said.
 HINTS = """
 120 100 1 1: nothing

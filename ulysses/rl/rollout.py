@@ -30,7 +30,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
-from ulysses.data.serve.example import Example
+from ulysses.data.serve.dataset import Example
 from ulysses.data.serve.steps import StepLoader, share_within, shuffled
 from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch

@@ -67,7 +67,7 @@ class DpoStage(ReferencedStage):
         if alpha == 1:
             return pair
         # the last position predicts nothing
-        trained = [torch.tensor(np.append(s.loss_weights[1:], 0)) != 0 for s in pair]
+        trained = [torch.tensor(np.append(s.loss_weights, 0)[1:]) != 0 for s in pair]
         shorter = min(mask.sum() for mask in trained)
         weights = (
             ld_dpo_weights(mask.cumsum(0) - 1, shorter.expand(len(mask)), alpha)

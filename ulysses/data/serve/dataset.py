@@ -1,18 +1,42 @@
 """Read tokenised data through memory maps: opening a dataset reads no token, and a rank reads only what it slices."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ulysses.data.read.counts import Report
-from ulysses.data.serve.example import Example
 from ulysses.parallel.batch import Sequence
 
 DIGESTS = "digests.json"  # of the other files
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training example: its sequences (pair: chosen, rejected; separate turns: the last one first) and its numbers.
+
+    columns: prompt_length, but not of a sequence; margin (ranked, whose sequences have the column rank); label, 1 or 0
+    (unpaired); prompt_id (unpaired, prompt), the same for equal prompts. index: its place in the dataset.
+    """
+
+    index: int
+    sequences: tuple[Sequence, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def apart(self) -> "Example":
+        """The same example whose sequences share no prompt."""
+        alone = (replace(sequence, prompt=None) for sequence in self.sequences)
+        return replace(self, sequences=tuple(alone))
+
+    @property
+    def emptied(self) -> "Example":
+        """The same without tokens, which stands for the columns of a micro-batch without examples."""
+        return replace(self, sequences=tuple(sequence.emptied for sequence in self.sequences))
 
 
 class TokenizedDataset:
