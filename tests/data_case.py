@@ -10,7 +10,7 @@ from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data.read.sources import Source
 from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.tokenise import common_prefix, open_dataset
+from ulysses.data.serve.tokenise import TOKENS, common_prefix, open_dataset
 from ulysses.parallel.batch import Sequence
 
 
@@ -22,8 +22,8 @@ def content(sequence: Sequence) -> list[Any]:
 
 def sharing(sequences: list[Sequence], prompt: int = 0) -> list[Sequence]:
     """Let sequences say what they have in common with the first one, as far as they do not train it."""
-    arrays = [(np.asarray(s.tokens), np.asarray(s.loss_weights)) for s in sequences]
-    heads = [len(arrays[0][0]), *(common_prefix(arrays[0], other) + 1 for other in arrays[1:])]
+    arrays = [np.rec.fromarrays([s.tokens, s.loss_weights], TOKENS) for s in sequences]
+    heads = [len(arrays[0]), *(common_prefix(arrays[0], other) + 1 for other in arrays[1:])]
     return [replace(s, prompt=prompt, prompt_length=n) for s, n in zip(sequences, heads)]
 
 

@@ -304,11 +304,11 @@ class RolloutMaker:
         self, rollout: Rollout, compute: Callable[[ShardedBatch], Tensor], *columns: int
     ) -> Tensor:
         """Return what `compute` gives for all tokens, [T, *columns]."""
-        sizes = rollout.sequence_lengths.sum(axis=1).tolist()
+        examples = rollout.owners.unique().tolist()
         return token_values(
             compute,
-            {i: size for i, size in enumerate(sizes) if size},
-            lambda i: rollout[i].sequences,
+            rollout.sequence_lengths[examples].sum(axis=1).tolist(),
+            lambda i: rollout[examples[i]].sequences,
             self.mesh,
             self.engine.device,
             self.budget,

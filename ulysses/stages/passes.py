@@ -45,7 +45,7 @@ def packed_batches(
 
 def token_values(
     compute: Callable[[ShardedBatch], Tensor],
-    lengths: dict[int, int],
+    sizes: list[int],
     sequences: Callable[[int], Collection[Sequence]],
     mesh: Any,
     device: torch.device,
@@ -56,19 +56,18 @@ def token_values(
 
     Args:
         compute: maps a batch to its tokens' values [S, *columns].
-        lengths: of each item by its number the tokens of its sequences, a prompt that these share counted once.
-        sequences: returns the sequences of an item; the other arguments are those of `packed_batches`.
+        sizes: tokens of each item, where a prompt that its sequences share counts once.
+        sequences: returns those of an item by its number; the other arguments are those of `packed_batches`.
     """
-    items, sizes = list(lengths), list(lengths.values())
     flat = torch.zeros(sum(sizes), *columns, device=device)
     rows = flat.split(sizes)
 
     def packed(numbers: list[int]) -> list[Sequence]:
-        """Return the sequences of some items, each of which shares its prompts with no other."""
+        """Let every item share prompts inside of itself only, so that it has its size."""
         return [
-            replace(sequence, prompt=None if sequence.prompt is None else i)
+            s if s.prompt is None else replace(s, prompt=i)
             for i in numbers
-            for sequence in sequences(items[i])
+            for s in sequences(i)
         ]
 
     for numbers, batch in packed_batches(sizes, packed, mesh, device, budget):

@@ -241,7 +241,8 @@ def read_reference(
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
         budget: tokens per packed micro-batch.
     """
-    sizes = [dataset.lengths.sum(), *mismatched_lengths(dataset, pairs)]
+    ahead = mismatched_lengths(dataset, pairs)
+    sizes = [*dataset.lengths.tolist(), *ahead]
     seal = path.with_suffix(".json")
     if not all(gather(seal.exists())):
         numbers = range(len(dataset) + len(pairs))
@@ -252,8 +253,6 @@ def read_reference(
                 return dataset[number].sequences
             return [dataset.mismatch(*pairs[number - len(dataset)])]
 
-        lengths = dict(enumerate([*dataset.lengths.tolist(), *sizes[1:]]))
-
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         # several micro-batches of them, or CHUNK
         size = mesh.data_parallel_size * max(CHUNK, 4 * budget * len(numbers) // sum(sizes))
@@ -261,8 +260,8 @@ def read_reference(
         chunks = (
             token_values(
                 logprobs,
-                {number: lengths[number] for number in numbers[at : at + size]},
-                sequences,
+                sizes[at : at + size],
+                lambda number, at=at: sequences(at + number),
                 mesh,
                 device,
                 budget,
@@ -284,5 +283,5 @@ def read_reference(
     with error_context("data.cache"):
         check_once(seal, path.parent)
     values = np.asarray(np.memmap(path, np.float32, "r"))
-    own, *mismatched = np.split(values, np.cumsum(sizes)[:-1])
+    own, *mismatched = np.split(values, np.cumsum([dataset.lengths.sum(), *ahead])[:-1])
     return own, dict(zip(pairs, mismatched, strict=True))

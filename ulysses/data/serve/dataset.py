@@ -82,28 +82,21 @@ class TokenizedDataset:
         ones = np.broadcast_to(np.float32(1), len(self._tokens))
         self._weights = arrays.pop("weights", ones)
         counts = arrays["_counts"]
-        whole, shared, ranks = arrays["_sizes"].reshape(-1, 3).T
         self._firsts = counts.cumsum() - counts
-        self.sources: np.ndarray = arrays["_source"]
-        self.columns = {name: array for name, array in arrays.items() if name[0] != "_"}
-        # the first sequence of an example holds all that others have in common with it
-        heads, self._prompts = shared + 1, np.arange(len(counts))
-        heads[self._firsts] = whole[self._firsts]
-        if "_prompt" in arrays:  # digests become numbers in the order of the examples
-            _, first, ids = np.unique(arrays["_prompt"], return_index=True, return_inverse=True)
-            self._prompts = self.columns["prompt_id"] = first.argsort().argsort()[ids]
-            heads = self.columns["prompt_length"]
-        prefixes = shared * share_prompts
-        own = whole - prefixes
-        starts = (
-            whole.cumsum() - whole,
-            own.cumsum() - own,
-        )  # of tokens, and of values in token_columns
-        self._layout = np.stack([*starts, whole, prefixes, heads, ranks], axis=1)
+        self._sizes = arrays["_sizes"].reshape(-1, 3) * [1, share_prompts, 1]
+        whole, prefixes, _ = self._sizes.T
+        # where the tokens of each sequence begin, and its values in token_columns
+        kept = np.stack([whole, whole - prefixes], axis=1)
+        self._starts = kept.cumsum(axis=0) - kept
         exists = np.arange(counts.max()) < counts[:, None]
         self.sequence_lengths, self.prefix_lengths = np.zeros((2, *exists.shape), np.int64)
-        self.sequence_lengths[exists], self.prefix_lengths[exists] = own, prefixes
+        self.sequence_lengths[exists], self.prefix_lengths[exists] = kept[:, 1], prefixes
         self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
+        self.sources: np.ndarray = arrays["_source"]
+        self.columns = {name: array for name, array in arrays.items() if name[0] != "_"}
+        if "_prompt" in arrays:  # digests become numbers in the order of the examples
+            _, first, ids = np.unique(arrays["_prompt"], return_index=True, return_inverse=True)
+            self.columns["prompt_id"] = first.argsort().argsort()[ids]
         if self.kind == "prompt":
             self._rows = arrays["_rows"], arrays["_row_size"].cumsum()
 
@@ -113,23 +106,27 @@ class TokenizedDataset:
     def __getitem__(self, index: int) -> Example:
         """Return example `index`; its arrays are views into the memory maps. IndexError ends an iteration."""
         index = range(len(self))[index]
-        prompt = int(self._prompts[index]) if self.share_prompts else None
+        numbers = {name: float(values[index]) for name, values in self.columns.items()}
+        prompt = int(numbers.get("prompt_id", index)) if self.share_prompts else None
         first = self._firsts[index]
-        layout = self._layout[first : first + np.count_nonzero(self.sequence_lengths[index])]
-        shared = layout[
-            0, 1
-        ]  # where the values of the first sequence begin, which others share
-        sequences = []
-        for start, row, whole, prefix, head, rank in layout.tolist():
+        places = slice(first, first + np.count_nonzero(self.sequence_lengths[index]))
+        begin = self._starts[
+            first, 1
+        ]  # of the values of the first sequence, which others share
+        sequences: list[Sequence] = []
+        for (start, row), (whole, prefix, rank) in zip(
+            self._starts[places].tolist(), self._sizes[places].tolist()
+        ):
             columns = {}
             for name, values in self.token_columns.items():
                 columns[name] = values[row : row + whole - prefix]
                 if prefix:
-                    columns[name] = np.append(values[shared : shared + prefix], columns[name])
+                    columns[name] = np.append(values[begin : begin + prefix], columns[name])
             ranked = {"rank": rank} if self.kind == "ranked" else {}
             arrays = (values[start : start + whole] for values in (self._tokens, self._weights))
+            # of separate turns each has another part of its conversation in common with the first one
+            head = int(numbers.get("prompt_length", prefix + 1 if sequences else whole))
             sequences.append(Sequence(*arrays, columns, ranked, prompt, head))
-        numbers = {name: float(values[index]) for name, values in self.columns.items()}
         return Example(index, tuple(sequences), numbers)
 
     def with_column(

@@ -24,7 +24,6 @@ The files of a folder:
 
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -63,7 +62,9 @@ CHARACTERS_AT_ONCE = 1 << 21  # of rows
 DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "turns", "eval_fraction")
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 Columns = dict[str, Any]  # of examples as the files hold them: tokens, weights and numbers
-Tokens = tuple[np.ndarray, np.ndarray]  # of one sequence, int32, and their weights, float32
+TOKENS = np.dtype(
+    [("tokens", np.int32), ("weights", np.float32)]
+)  # of a sequence, an array [L]
 Part = tuple[
     str, int, np.ndarray
 ]  # of a document: where it stands, the index of its source, its tokens
@@ -184,11 +185,9 @@ class Tokenising:
         records = read_records(rows, self.sources, self.kind, events, bad_rows=bad_rows)
         if self.template is None:
             return [self._part(record) for record in records], events
-        found: dict[str, list[Any]] = defaultdict(list)
-        for example in self._examples(records, events):
-            for name, value in example.items():
-                found[name].append(value)
-        return {name: np.hstack(values) for name, values in found.items()}, events
+        examples = [*self._examples(records, events)]
+        names = examples[0] if examples else ()
+        return {name: np.hstack([each[name] for each in examples]) for name in names}, events
 
     def _part(self, record: Record) -> Part:
         text = record.text if record.continues else self.encoder.begin(record.text)
@@ -240,18 +239,19 @@ class Tokenising:
         """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
         kind, limit = self.kind, self.settings.max_length
         is_sequence = kind == "sequence"
-        whole = [(np.asarray(t, np.int32), np.asarray(w, np.float32)) for t, w in sides]
+        whole = [np.rec.fromarrays(side, TOKENS) for side in sides]
         if is_sequence and self.settings.train_on == "all":
-            whole = [(tokens, np.ones_like(weights)) for tokens, weights in whole]
+            for side in whole:
+                side["weights"] = 1
             if record.answers[0][-1].role != "assistant":
                 events.append(("notes", "turns after the last answer left out", record.where))
-        sequences: list[Tokens] = []
+        sequences: list[np.ndarray] = []
         problems, longest = [], 0
         for group in [[side] for side in whole] if is_sequence else [whole]:
             try:
                 found, start = self._cut(group, record)
                 sequences += found
-                longest = max(longest, *(len(tokens) for tokens, _ in group))
+                longest = max(longest, *map(len, group))
             except DropRowError as error:
                 problems.append(error)
         if not sequences:
@@ -265,11 +265,12 @@ class Tokenising:
         first, sizes = sequences[0], []
         for sequence, rank in zip(sequences, record.ranks if kind == "ranked" else repeat(0)):
             shared = 0 if sequence is first else common_prefix(first, sequence)
-            sizes += len(sequence[0]), shared, rank
+            sizes += len(sequence), shared, rank
+        joined = np.concatenate(sequences)
         columns = {
             **record.columns,
-            "tokens": np.concatenate([tokens for tokens, _ in sequences]),
-            "weights": np.concatenate([weights for _, weights in sequences]),
+            "tokens": joined["tokens"],
+            "weights": joined["weights"],
             "_sizes": sizes,
             "_counts": len(sequences),
             "_source": record.source,
@@ -277,18 +278,17 @@ class Tokenising:
         if not is_sequence:
             columns["prompt_length"] = start
         if kind in ("unpaired", "prompt"):
-            prompt = hashlib.sha256(first[0][:start].tobytes()).digest()
+            prompt = hashlib.sha256(first["tokens"][:start].tobytes()).digest()
             columns["_prompt"] = np.frombuffer(prompt, np.int64)[0]
         if kind == "prompt":
             row = json.dumps(record.row, ensure_ascii=False, default=str).encode()
             columns |= {"_row_size": len(row), "_rows": np.frombuffer(row, np.uint8)}
         return columns
 
-    def _cut(self, sides: list[Tokens], record: Record) -> tuple[list[Tokens], int]:
+    def _cut(self, sides: list[np.ndarray], record: Record) -> tuple[list[np.ndarray], int]:
         """Cut sequences with one prompt to max_length; return them and the prompt's length."""
         limit, truncation = self.settings.max_length, self.settings.truncation
-        longest = max(len(tokens) for tokens, _ in sides)
-        first, weights = sides[0]
+        longest, first = max(map(len, sides)), sides[0]
         if not len(first):
             raise DropRowError("the chat template writes nothing")
         if longest > limit and truncation == "drop":
@@ -301,21 +301,21 @@ class Tokenising:
         # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
         start = longest
         if self.kind in ("pair", "ranked", "unpaired"):
-            start = int((weights != 0).argmax())
-            if len({(t[:start].tobytes(), (w != 0).argmax()) for t, w in sides}) > 1:
+            start = _first_trained(first)
+            if len({(s["tokens"][:start].tobytes(), _first_trained(s)) for s in sides}) > 1:
                 raise DropRowError(
                     "the prompts of chosen and rejected differ once the chat template is applied"
                 )
         cut = 0
         if truncation == "keep_end" or self.kind == "prompt":
             cut = max(0, start - max(limit - (longest - start), min(start, limit // 4), 1))
-        after_bos = int(first[0] == self.encoder.bos)
+        after_bos = int(first["tokens"][0] == self.encoder.bos)
         removed = slice(after_bos, after_bos + cut)
-        found = [tuple(np.delete(array, removed)[:limit] for array in side) for side in sides]
-        if self.kind != "prompt" and not all(weights[1:].any() for _, weights in found):
+        found = [np.delete(side, removed)[:limit] for side in sides]
+        if self.kind != "prompt" and not all(side["weights"][1:].any() for side in found):
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
-        answers = {(tokens.tobytes(), rank) for (tokens, _), rank in zip(found, record.ranks)}
+        answers = {(s["tokens"].tobytes(), rank) for s, rank in zip(found, record.ranks)}
         if len({tokens for tokens, _ in answers}) < len(answers):
             raise DropRowError("chosen and rejected are the same tokens")
         return found, start - cut
@@ -350,14 +350,18 @@ def _write_columns(folder: Path, chunks: Iterable[Columns], report: Report) -> N
             report.kept += len(chunk.get("_counts", ()))
 
 
-def common_prefix(first: Tokens, other: Tokens) -> int:
+def _first_trained(side: np.ndarray) -> int:
+    return int((side["weights"] != 0).argmax())
+
+
+def common_prefix(first: np.ndarray, other: np.ndarray) -> int:
     """Count the leading tokens that `other` may leave out: `first` has them too, and `other` trains none of them.
 
     The last token in common is not among them, for it predicts the first one that differs.
     """
-    count = min(len(first[0]), len(other[0]))
-    differs = first[0][:count] != other[0][:count]
-    differs[1:] |= other[1][1:count] != 0
+    count = min(len(first), len(other))
+    differs = first["tokens"][:count] != other["tokens"][:count]
+    differs[1:] |= other["weights"][1:count] != 0
     return max(0, (int(differs.argmax()) if differs.any() else count) - 1)
 
 
