@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,8 @@ import torch.distributed as dist
 from tests.e2e.drills import Drills
 from tests.e2e.launch import ROOT, Ranks, plant_in_losses, tiny
 from tests.harness import PATIENCE, STUCK, until
+from ulysses.check.checkpoint_folders import resume_point
 from ulysses.config.schema import RunSection
-from ulysses.run.checkpoint import resume_point
 from ulysses.watch.failure import grace_note, report_failure
 from ulysses.watch.watch import Watch
 
@@ -289,15 +290,22 @@ def test_a_reward_that_ends_all_processes_is_told_of(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "word, lives, says", [("", 0, True), ("told", 0, False), ("", 9, False)]
+    "word, launcher, says",
+    [
+        ("", "true", True),
+        ("told", "true", False),
+        ("", "exec sleep 3", True),  # a slow one
+        ("", f"sleep {STUCK} & wait", False),
+    ],
 )
-def test_the_witness_speaks_if_nobody_else_can(word, lives, says):
-    """Nobody has told the reason, and the launcher has ended before the other processes could."""
-    launcher = subprocess.Popen(["sleep", str(lives)])
-    line = f"{sys.executable} -IS {ROOT}/ulysses/watch/witness.py {launcher.pid} 1 gone"
+def test_the_witness_speaks_if_nobody_else_can(word, launcher, says):
+    """Nobody has told the reason, and no process is left that could."""
+    shell = subprocess.Popen(["sh", "-c", launcher], start_new_session=True)
+    line = f"{sys.executable} -IS {ROOT}/ulysses/watch/witness.py {shell.pid} 1 gone"
     done = subprocess.run(line.split(), input=word, capture_output=True, text=True, check=True)
-    launcher.kill()
-    launcher.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(shell.pid, signal.SIGKILL)
+    shell.wait()
     assert done.stderr == "\ngone\n" * says
 
 
