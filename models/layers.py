@@ -10,6 +10,7 @@ Shapes: S local tokens, D width.
 """
 
 from functools import cache, partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -166,14 +167,14 @@ class DecoderLayer(nn.Module):
 @cache
 def layer_sizes(config: ModelConfig, setting: Setting) -> tuple[LayerSize, LayerSize]:
     """Return the mean of a model's layers, and a layer that is as large as the largest in everything."""
-    mixers, feed_forwards = zip(*(_part_sizes(config, kind, setting) for kind in config.layers))
-    own = config.hidden_size, sum(map(bool, config.family.norms[1::2]))
+    parts = [*zip(*(_part_sizes(config, kind, setting) for kind in config.layers))]
+    norms_after = sum(map(bool, config.family.norms[1::2]))
 
     def over_layers(function: Any) -> LayerSize:
-        mixer, feed_forward = (map(function, zip(*part)) for part in (mixers, feed_forwards))
-        return LayerSize(*own, MixerSize._make(mixer), FeedForwardSize._make(feed_forward))
+        sizes = (type(part[0])._make(map(function, zip(*part))) for part in parts)
+        return LayerSize(config.hidden_size, norms_after, *sizes)
 
-    return over_layers(lambda sizes: sum(sizes) / len(sizes)), over_layers(max)
+    return over_layers(fmean), over_layers(max)
 
 
 def _part_sizes(

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny, without_times
+from tests.e2e.launch import (
+    ROOT,
+    Ranks,
+    metrics,
+    plant_in_losses,
+    ranks,
+    rows,
+    tiny,
+    without_times,
+)
 from tests.model_folder import demo_model
 
 
@@ -179,7 +188,7 @@ def test_two_runs_may_fill_one_cache_at_once(tmp_path):
 
         referenced.write_digested = together
 
-    usual = "--run.steps 2 --run.export false --run.save_last false"
+    usual = f"--run.steps 2 --run.export false --run.save_last false --data.train {rows('dpo_train', 64)}"
     lines = (tiny("dpo", tmp_path / name, usual, tmp_path / "cache") for name in "ab")
     for run in [Ranks(line, 1, before=before) for line in lines]:
         run.wait().check()

@@ -76,8 +76,8 @@ def predict(plan: Plan) -> Prediction:
     kept = kept_bytes(first, mean, size) * case.local * on_gpu + kept_by_last
     head = _head_moment(plan)
     # the last layers are done when the first ones work, and what they kept is free
-    moments = (_layer_moment(plan, largest, level) for level in (last, first))
-    layer = max(next(moments), next(moments) - kept_by_last)
+    layer = _layer_moment(plan, largest, first) - kept_by_last
+    layer = max(layer, _layer_moment(plan, largest, last))
     working = max(head, layer)
     if plan.graphs:
         working = head + layer + size * model.layers * mean.parameters
@@ -113,13 +113,13 @@ def pinned_layer(plan: Plan) -> float:
 def pass_bytes(plan: Plan, tokens: int) -> float:
     """Return the bytes of a pass without gradient over so many tokens, of the model that needs most."""
     case = plan.case
-    local = -(-tokens // case.sp)
-    return max(_forward_moment(plan, model, local) for model in (case.model, *case.others))
+    return max(_forward_moment(plan, m, tokens) for m in (case.model, *case.others))
 
 
-def _forward_moment(plan: Plan, model: Model, S: int) -> float:
+def _forward_moment(plan: Plan, model: Model, tokens: int) -> float:
     """Return the bytes of a pass without gradient: two gathered layers and one's work, or the head."""
-    size, (_, layer) = plan.case.element_size, plan.case.layer_sizes(model)
+    size, S = plan.case.element_size, -(-tokens // plan.case.sp)
+    _, layer = plan.case.layer_sizes(model)
     inner = layer.feed_forward
     mlp = _tile_rows(layer, S) * (3 * inner.inner + inner.copied)
     head = model.has_head * sum(_head(plan, model, S, 1))
@@ -134,7 +134,7 @@ def _base(plan: Plan, model: Model, layer: LayerSize) -> int:
 
 
 def _head(plan: Plan, model: Model, rows: int, tiles: int) -> tuple[int, int]:
-    """Return the bytes of the gathered vocabulary, and of so many float32 tiles of logits and one of the weights' dtype."""
+    """Return the bytes of the gathered vocabulary, and of float32 tiles of logits and one in the weights' dtype."""
     size, V = plan.case.element_size, model.shape.vocab_size
     rows = equal_tiles(rows, 4 * V * tiles, CUDA_TILE_BYTES)
     words = size * model.vocabulary_parameters * (not plan.resident)
@@ -193,11 +193,8 @@ def _rollout_bytes(plan: Plan) -> float:
         return 0.0
     from ulysses.rl.sampler import sampling_bytes
 
-    size, words = case.element_size, model.vocabulary_parameters
-    layers = model.layers * model.layer.parameters
-    weights = size * (layers + 2 * words) * rollout.merged
-    held = model.matrix_bytes(layers, size)
-    weights += (held + 2 * size * words) * (not plan.resident)
-    longest = rollout.prompt_tokens + rollout.new_tokens
+    size, longest = case.element_size, rollout.prompt_tokens + rollout.new_tokens
+    weights = size * model.parameters * rollout.merged
+    weights += model.weight_bytes(size) * (not plan.resident)
     fixed, each = sampling_bytes(model.shape, longest, size)
     return weights + fixed + each * min(rollout.answers, rollout.batch)

@@ -64,48 +64,53 @@ def choose(case: Case) -> Plan:
 def cut_steps(case: Case, typical: PlannedStep, largest: PlannedStep, auto: bool) -> Case:
     """Return the case with the micro-batches that a typical step of the data is cut into; all ranks find the same.
 
-    With `auto` they are made as large as makes a step faster by GAIN, up to a whole step, as long as nothing more than
-    in the smallest, which hold the longest example, is recomputed or moved to the host for it.
+    With `auto` they hold the longest example, and up to a whole step as far as that pays.
     """
-    groups = case.machine.gpus // case.sp
+    groups, budget = case.machine.gpus // case.sp, case.tokens
     tokens, pairs = sum(typical.tokens) / groups, sum(typical.squares) / groups
-    widths = ATTENTION_WIDTHS * case.model.shape.hidden_size
-    costs = [t + q / widths for t, q in zip(*typical[:2])]
 
-    def cut(budget: int, counted: int = 0) -> Case:
-        counted = counted or len(pack_step(typical.tokens, costs, budget, groups)[0])
+    def cut(budget: int, count: int) -> Case:
         return case._replace(
             tokens=budget,
             documents=max(1, case.documents * budget // case.tokens),
-            micro_batches=counted,
-            mean_tokens=tokens / counted,
-            squares=pairs / counted,
+            micro_batches=count,
+            mean_tokens=tokens / count,
+            squares=pairs / count,
             shares=typical.shares,
         )
 
-    if not auto:
-        return cut(case.tokens)
-    whole = max(case.tokens, -(-sum(largest.tokens) // groups))
-    budgets = sorted({max(case.tokens, -(-whole // n)) for n in CUTS})
-    # what packing finds is a little more, and takes long to find for steps of thousands of examples
-    smallest, *others = [choose(cut(n, math.ceil(tokens / n))) for n in budgets]
+    if auto:
+        whole = max(budget, -(-sum(largest.tokens) // groups))
+        budgets = sorted({max(budget, -(-whole // n)) for n in CUTS})
+        # what packing finds is a little more, and takes long to find for steps of thousands of examples
+        plans = (choose(cut(n, math.ceil(tokens / n))) for n in budgets)
+        budget = _size_that_pays(*plans).case.tokens
+    widths = ATTENTION_WIDTHS * case.model.shape.hidden_size
+    costs = [t + q / widths for t, q in zip(typical.tokens, typical.squares)]
+    return cut(budget, len(pack_step(typical.tokens, costs, budget, groups)[0]))
+
+
+def _size_that_pays(smallest: Plan, *others: Plan) -> Plan:
+    """Return the plan with the smallest micro-batch that no other makes faster by GAIN.
+
+    Nothing more than with the smallest one is recomputed or moved to the host for it.
+    """
+    if not predict(smallest).fits:
+        return smallest
+    least = sum(step_flops(smallest))
 
     def is_free(plan: Plan) -> bool:
-        """Tell whether the plan repeats and moves no more than the smallest micro-batch's does."""
-        if plan.offloaded_layers > smallest.offloaded_layers or not predict(plan).fits:
-            return False
-        at_once = smallest._replace(levels=plan.levels)
-        return sum(step_flops(at_once)) <= sum(step_flops(smallest))
+        again = sum(step_flops(smallest._replace(levels=plan.levels))) > least
+        moved = plan.offloaded_layers > smallest.offloaded_layers
+        return predict(plan).fits and not again and not moved
 
-    def seconds(plan: Plan) -> float:
-        """Return the seconds that the size decides; passes over a rollout have micro-batches of their own."""
-        passes = 0.0 if case.rollout else case.forwards
-        alone = plan.case._replace(forwards=passes, rollout=None)
-        return step_seconds(plan._replace(case=alone))
-
-    allowed = [smallest, *filter(is_free, others)] if predict(smallest).fits else [smallest]
-    enough = (1 + GAIN) * min(map(seconds, allowed))
-    return cut(next(plan for plan in allowed if seconds(plan) <= enough).case.tokens)
+    allowed = [smallest, *filter(is_free, others)]
+    fastest = min(allowed, key=step_seconds)
+    trained = fastest.case
+    if trained.rollout:  # passes over it have micro-batches of their own
+        trained = trained._replace(forwards=0.0, rollout=None)
+    enough = step_seconds(fastest) + GAIN * step_seconds(fastest._replace(case=trained))
+    return next(plan for plan in allowed if step_seconds(plan) <= enough)
 
 
 def longest_sequence(case: Case) -> int:
