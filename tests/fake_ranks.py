@@ -82,9 +82,14 @@ class FakeWorld:
 
     def act(self, *chain: Any, named: dict[str, nn.Parameter], scopes: dict[str, str]) -> Any:
         """Apply the chain of these gradient policies on every rank, and return its report."""
-        report, *others = self.run(
-            lambda rank: build_chain(*chain).apply(self.view(named, rank, scopes), context())
-        )
+
+        def on_rank(rank: int) -> dict[str, float]:
+            view = self.view(named, rank, scopes)
+            report = build_chain(*chain).apply(view, context())
+            view.slices()  # an optimizer would multiply while it reads
+            return report
+
+        report, *others = self.run(on_rank)
         assert all(other == report for other in others)
         return report
 

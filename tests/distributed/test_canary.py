@@ -7,6 +7,7 @@ the outputs of its new weights are compared with those of plain torch. Changes o
 
 import math
 import re
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 from tests.harness import run_distributed
 from ulysses.zero.construct import build_partitioned, initialize_distributed
 from ulysses.zero.deepspeed_internals import wrong_version
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine
 from ulysses.zero.settings import derive
+from ulysses.zero.update import ParameterGroup
 
 WIDTH, ROWS, MICRO_BATCHES = 9, 4, 2  # 81 elements do not divide into equal slices
 # So large an eps makes AdamW's first update proportional to the gradient, which it would only take the sign of.
-ADAMW: dict[str, Any] = {"lr": 50.0, "eps": 100.0, "weight_decay": 0.0, "foreach": False}
+ADAMW: dict[str, Any] = {"lr": 50.0, "eps": 100.0, "foreach": False}
 # relative, in float32; after a missing, doubled or badly scaled gradient the outputs are off by far more
 TOLERANCE = 1e-4
 
@@ -60,18 +62,17 @@ def trains_correctly(device: torch.device) -> bool:
     small = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": WIDTH * WIDTH}
     settings = derive(dtype=torch.float32, raw=small)
     model = build_partitioned(_tiny, settings, fill)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    engine = ZeroEngine(model.train(), settings, optimizer, (_Unit,))
-    for k, micro_batch in enumerate(inputs, 1):
-        loss = engine(micro_batch[rank].requires_grad_()).square().sum()
-        engine.backward(loss, last=k == MICRO_BATCHES)
-    engine.gradients()  # refuses to go on without all of them
-    engine.step([ADAMW["lr"]])
+    groups = [ParameterGroup(list(model.parameters()))]
+    optimizer = partial(torch.optim.AdamW, **ADAMW)
+    engine = TrainedEngine(model.train(), settings, optimizer, groups, (_Unit,))
+    for micro_batch in inputs:
+        engine.backward(engine(micro_batch[rank].requires_grad_()).square().sum())
+    # refuses to go on without all gradients
+    engine.step(engine.gradients(), ADAMW["lr"])
     (plain(inputs).square().sum() / world).backward()
-    torch.optim.AdamW(plain.parameters(), **ADAMW).step()
+    torch.optim.AdamW(plain.parameters(), weight_decay=0.0, **ADAMW).step()
     with engine.inference():
         found, wanted = engine(inputs[0, rank]), plain(inputs[0, rank])
-    engine.reduction.close(release=True)
     engine.destroy()
     return float((found - wanted).norm() / wanted.norm()) <= TOLERANCE
 

@@ -220,10 +220,10 @@ def measured(line: list[str]) -> tuple[list[int], list[str]]:
     before, original = dict(full_parameters(engine)), engine.step
     masters = engine.partition.masters
 
-    def step(rates: list[float]) -> None:
+    def step(*given: Any) -> None:
         sizes[:] = [sum(f.grad.numel() for f in masters)]
         assert all(p.grad is None for p in engine.module.parameters() if not p.requires_grad)
-        original(rates)
+        original(*given)
 
     engine.step = step
     run.train()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, PolicyValue, RewardModel, empty_model, init_parameter
+from models.decoder import (
+    VALUE,
+    CausalLM,
+    PolicyValue,
+    RewardModel,
+    empty_model,
+    init_parameter,
+)
 from models.hf_format import WeightFiles
 from models.layers import DecoderLayer
 from models.quantized import dense, pack
@@ -24,7 +31,7 @@ from ulysses.plan.memory_choice import layer_memory, plain_model
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.registry import stage_of
 from ulysses.zero.construct import build_partitioned
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine, ZeroEngine
 from ulysses.zero.settings import derive
 
 
@@ -50,7 +57,7 @@ class InitialWeights:
         self.paths = self.files.paths if self.files else []
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
-        plain = name.removeprefix("value.")  # models.decoder.PolicyValue
+        plain = name.removeprefix(VALUE)
         plain = plain.replace(".base_layer.", ".")  # models.lora
         stop, device = start + out.numel(), out.device
         if out.dtype == torch.uint8:
@@ -158,14 +165,17 @@ def build_engine(
         return add_adapters(model, lora) if adapted else model
 
     model = build_partitioned(create, settings, weights.fill).train(trained)
-    if trained:
-        groups = parameter_groups(
-            model, config.optimizer.weight_decay, stage.requirements.scopes
-        )
-    else:
+    units = (DecoderLayer,)
+    if not trained:
         model.requires_grad_(False)
-    between = getattr(torch, config.optimizer.reduce_dtype)
-    # a graph of all layers gathers and reduces nothing in between
-    units = () if kept.graphs else (DecoderLayer,)
-    optimizer = adamw(groups, config.optimizer) if trained else None
-    return ZeroEngine(model, settings, optimizer, units, between, resident=resident)
+        return ZeroEngine(model, settings, units, resident=resident)
+    return TrainedEngine(
+        model,
+        settings,
+        partial(adamw, config=config.optimizer),
+        parameter_groups(model, config.optimizer.weight_decay, stage.requirements.scopes),
+        units,
+        reduce_between=getattr(torch, config.optimizer.reduce_dtype),
+        resident=resident,
+        graphs=kept.graphs,
+    )

@@ -32,7 +32,7 @@ from ulysses.disk import (
     writing,
 )
 from ulysses.parallel.mesh import gather
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine
 from ulysses.zero.state import save_state
 
 FORMAT = 6
@@ -41,7 +41,7 @@ CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
 
 def save_checkpoint(
     folder: Path,
-    engine: ZeroEngine,
+    engine: TrainedEngine,
     state: dict[str, Any],
     more: Callable[[Path], None],
     *,

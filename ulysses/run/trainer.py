@@ -190,8 +190,7 @@ class Trainer:
                 )
                 loss = loss + value
             self.watch.phase("backward")
-            last = batch is batches[-1]
-            self.engine.backward(loss * float(self.mesh.world_size), last=last)
+            self.engine.backward(loss * float(self.mesh.world_size))
         # Host work while the device still computes.
         if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
             self._next = self._prepare(self.loader, step + 1)
@@ -227,8 +226,7 @@ class Trainer:
         if context.skip or not work[0]:  # a step without a token
             self.engine.skip_step()
         else:
-            groups = self.engine.optimizer.param_groups
-            self.engine.step([lr * group.get("lr_factor", 1.0) for group in groups])
+            self.engine.step(gradients, lr)
             self.stage.after_step(values)
         if context.skip:
             self.say(f"skipped {context.skip}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from models.decoder import VALUE
 from ulysses import environment
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
@@ -249,7 +250,7 @@ class TrainingRun:
 
         def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
             found = full_parameters(
-                self.engine, lambda name: wanted(name) and not name.startswith("value.")
+                self.engine, lambda name: wanted(name) and not name.startswith(VALUE)
             )
             return self.prepared.weights.originals(found, self.engine.module, for_servers)
 

@@ -18,7 +18,6 @@ from models.folders import folder_with, resolve_model
 from ulysses.data.read.chat import load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term
-from ulysses.zero.engine import gathered
 
 
 @dataclass(eq=False)
@@ -60,7 +59,7 @@ class DistillStage(Stage):
         with self.teacher.inference():
             rows = self.teacher(batch, project=False)
         matrix = self.teacher.module.lm_head.weight
-        with gathered(self.teacher, [matrix]):
+        with self.teacher.weights.whole([matrix]):
             loss = distillation(
                 rows,
                 matrix,

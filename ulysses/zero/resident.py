@@ -8,29 +8,31 @@ parts of these tensors, so nothing is held twice, and on one process nothing is 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ulysses.zero.deepspeed_internals import own_slice, stay_whole
+from ulysses.zero.deepspeed_internals import own_slice, stay_whole, take_over_weights
 
 BUCKET = 1 << 22  # elements that CPUs gather in one call
 ALIGNMENT = 64  # elements between the starts of parameters: kernels read aligned ones faster
 
 
 class ResidentWeights:
-    """All weights of a partitioned module, whole; the ranks make it together, and call `gather` together.
+    """Weights that are kept after each use; the ranks make it together, and call `written` together.
 
     Args:
-        module: built by `build_partitioned`; afterwards its parameters are plain tensors.
+        engine: what `deepspeed.initialize` returned for the model; afterwards its parameters are plain tensors.
         units: modules each of which waits for its own weights only.
     """
 
-    def __init__(self, module: nn.Module, units: Iterable[nn.Module] = ()) -> None:
-        self.world, units = dist.get_world_size(), list(units)
+    def __init__(self, engine: Any, units: Sequence[nn.Module]) -> None:
+        take_over_weights(engine)
+        self.world, module = dist.get_world_size(), engine.module
         # of every parameter: the whole with its padding, and this rank's slice
         self._wholes: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         siblings: dict[Any, list[Any]] = defaultdict(list)
@@ -50,7 +52,25 @@ class ResidentWeights:
             for waits, own in waiting.items()
             if self.world > 1
         ]
-        self.gather(self._wholes)
+        self.written(self._wholes)
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        """Each unit waits for its weights by itself."""
+        return nullcontext()
+
+    def backward_done(self) -> None:
+        """Keep everything."""
+
+    def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Wait for these parameters, and return a context in which they are whole."""
+        self.wait(parameters)
+        return nullcontext()
+
+    @contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """Let every rank change its slices inside, and say of each with `written` when it is done."""
+        self.wait(self._wholes)
+        yield
 
     def _move(self, parameters: list[Any]) -> None:
         """Lay the wholes of some parameters one after the other, this rank's slices in their places."""
@@ -66,8 +86,8 @@ class ResidentWeights:
             stay_whole(parameter, own, whole)
             self._wholes[parameter] = whole, own
 
-    def gather(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begin to bring every rank's slices of these to all ranks; whoever reads them waits for them first."""
+    def written(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Begin to bring every rank's new slices of these to all ranks; whoever reads them waits for them first."""
         if self.world == 1:
             return
         if self.device.type == "cpu":
@@ -107,14 +127,13 @@ class ResidentWeights:
         for whole, part in zip(wholes, everyone.split([len(x) for x in owns], 1)):
             whole.view(self.world, -1).copy_(part)
 
-    def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Wait for those of these parameters, or of all, that are still on their way."""
-        chosen = list(self._coming) if parameters is None else parameters
-        for coming in {self._coming.pop(p, None) for p in chosen} - {None}:
+    def wait(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait for those of these parameters that are still on their way."""
+        for coming in {self._coming.pop(p, None) for p in parameters} - {None}:
             coming.wait()
 
     def close(self) -> None:
         """Let gathers end, and remove the hooks."""
-        self.wait()
+        self.wait(self._wholes)
         for hook in self._hooks:
             hook.remove()

@@ -119,7 +119,7 @@ def load_state(engine: Any, folder: Path) -> None:
             saved.read_into(slice_state(engine, s, kind), s.name, kind, s.start)
     for master in partition.masters:
         moments(engine.optimizer, master)["step"].fill_(saved.updates)
-    partition.publish()
+    engine.publish()
 
 
 def slice_state(engine: Any, s: Any, kind: str) -> Tensor:
