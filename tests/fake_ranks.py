@@ -77,7 +77,7 @@ class FakeWorld:
             start = min(rank * share, p.numel())
             grad = p.grad.view(-1)[start : start + share]
             scope = (groups or {}).get(name, "default")
-            entries.append(GradientSlice(name, tuple(p.shape), p.numel(), grad, start, scope))
+            entries.append(GradientSlice(name, tuple(p.shape), grad, start, scope))
         return Gradients(entries, all_reduce)
 
     def act(self, *chain: Any, named: dict[str, nn.Parameter], scopes: dict[str, str]) -> Any:

@@ -51,6 +51,7 @@ def trained_engine(
     reduce_between: torch.dtype = torch.float32,
     node_size: int | None = None,
     resident: bool = False,
+    offload_optimizer: bool = False,
     **settings: Any,
 ) -> TrainedEngine:
     """Build a model and its AdamW, partitioned like a large one; `raw`: keys of ZeRO, `settings`: for `derive`."""
@@ -67,6 +68,7 @@ def trained_engine(
         (DecoderLayer,),
         reduce_between=reduce_between,
         resident=resident,
+        offload_optimizer=offload_optimizer,
     )
 
 

@@ -19,7 +19,6 @@ from tests.harness import run_distributed
 from tests.zero_case import whole
 from ulysses.gradients import GradientPolicyChain, Gradients, StepContext, build_chain
 from ulysses.gradients.chain import GRADIENT_POLICIES
-from ulysses.zero.state import slice_state
 from ulysses.zero.update import ParameterGroup
 
 ODD = replace(
@@ -64,19 +63,11 @@ def groups(model: Any) -> list[ParameterGroup]:
     return [ParameterGroup(members, scope=scope) for scope, members in scopes.items()]
 
 
-def as_one_process(engine: Any) -> Gradients:
+def as_one_process(engine: Any) -> tuple[Gradients, dict[str, torch.Tensor]]:
     """Return the step's gradient and weights, whole on every rank and on the same device (noise differs elsewhere)."""
-    return Gradients(
-        [
-            replace(
-                e,
-                grad=whole(e, e.grad),
-                master=whole(e, slice_state(engine, e, "master")),
-                start=0,
-            )
-            for e in engine.gradients().entries
-        ]
-    )
+    entries = engine.gradients().entries
+    weights = {e.name: whole(e, e.state("master")) for e in entries}
+    return Gradients([replace(e, grad=whole(e, e.grad), start=0) for e in entries]), weights
 
 
 def assert_equal(found: torch.Tensor, want: torch.Tensor, where: str, start: int = 0) -> None:
@@ -97,7 +88,7 @@ class AgainstWholeGradient(GradientPolicyChain):
         self.weights: dict[str, nn.Parameter] = {}
 
     def apply(self, gradients: Gradients, context: StepContext) -> dict[str, float]:
-        self.saved = as_one_process(self.engine)
+        self.saved, masters = as_one_process(self.engine)
         if not self.weights:
             for name, policies in CASES.items():
                 chains = build_chain(policies), build_chain(policies)
@@ -105,12 +96,12 @@ class AgainstWholeGradient(GradientPolicyChain):
                     loss, last = 1.0 + 0.01 * step, len(TRIALS) - 1
                     trial = StepContext(step, last, loss=loss, lr=LR, seed=4)
                     self.compare(name, chains, size / self.saved.mean_abs(), trial)
-            self.weights = {e.name: nn.Parameter(e.master) for e in self.saved.entries}
+            self.weights = {name: nn.Parameter(w) for name, w in masters.items()}
             weights = [*self.weights.values()]
             self.optimizer = torch.optim.AdamW(weights, betas=BETAS, eps=EPS, weight_decay=0.0)
-        for e in self.saved.entries:
-            ours = self.weights[e.name].detach()
-            assert_equal(e.master, ours, f"{e.name} before step {context.step}")
+        for name, master in masters.items():
+            ours = self.weights[name].detach()
+            assert_equal(master, ours, f"{name} before step {context.step}")
         factor, theirs = math.nan if context.step == 1 else 1.0, replace(context)
         report, plain = self.compare("for good", self.for_good, factor, context)
         for e in plain.entries:
@@ -145,8 +136,8 @@ class AgainstWholeGradient(GradientPolicyChain):
         # what the optimizer would see
         for e, found, want in zip(view.entries, view.slices(), plain.slices(), strict=True):
             assert_equal(found, want, f"{where}: {e.name}", e.start)
-        for s in self.engine.partition.slices:
-            padding = s.master.grad.narrow(0, s.offset + len(s.grad), s.size - len(s.grad))
+        for s in self.engine.slices:
+            padding = s.home.master.grad.narrow(0, s.offset + len(s.grad), s.size - len(s.grad))
             assert not padding.any(), f"{where}: padding was touched"
         edited = not bad and any(
             not torch.equal(e.grad, old) for e, old in zip(plain.entries, before)

@@ -67,7 +67,7 @@ def what_a_step_calls() -> dict[str, Any]:
             assert len(stacked([module.weight for module in group])) == 1, (
                 "one product takes them"
             )
-    held = sum(len(s.grad) for s in engine.partition.slices)
+    held = sum(len(s.grad) for s in engine.slices)
     engine.destroy()
     return {
         "micro_batches": micro_batches,

@@ -13,7 +13,7 @@ from ulysses.gradients.gradients import Gradients, GradientSlice
 
 def test_scaling_waits_for_the_optimizer_and_counts_in_every_statistic():
     grads = [torch.tensor([3.0, 4.0]), torch.tensor([12.0])]
-    entries = [GradientSlice(n, g.shape, len(g), g, scope=n) for n, g in zip("ab", grads)]
+    entries = [GradientSlice(n, g.shape, g, scope=n) for n, g in zip("ab", grads)]
     view = Gradients(entries)
     assert view.norm() == 13
     view.scale(0.5)

@@ -24,16 +24,19 @@ NORM_CHUNK = 1 << 18
 class GradientSlice:
     """Hold this rank's piece of one parameter's gradient.
 
-    shape and numel describe the whole parameter. `grad` is the flat local slice (no padding) that edits write into.
+    `shape` and `numel` describe the whole parameter. `grad` is the flat local slice (no padding) that edits write into.
     `start` is the slice's offset in the flattened parameter, `scope` names what is clipped by a norm of its own.
     """
 
     name: str
     shape: tuple[int, ...]
-    numel: int
     grad: Tensor
     start: int = 0
     scope: str = "default"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 class Gradients:
@@ -141,7 +144,7 @@ class TorchGradients(Gradients):
             if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad = parameter.grad.contiguous()
                 grad = parameter.grad.detach().view(-1)
-                entries.append(GradientSlice(name, parameter.shape, len(grad), grad))
+                entries.append(GradientSlice(name, parameter.shape, grad))
         super().__init__(entries)
 
     def scale(self, factor: float, scope: str | None = None) -> None:

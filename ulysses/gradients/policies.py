@@ -1,4 +1,4 @@
-"""The gradient policies of every run: stop at what is not finite, and clip. The others are imported when they are named."""
+"""The gradient policies of every run: stop at what is not finite, and clip. Others are imported when they are named."""
 
 import math
 from dataclasses import dataclass

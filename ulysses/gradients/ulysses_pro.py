@@ -17,7 +17,6 @@ from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 from ulysses.parallel.random_keys import keyed_generator
 
 NOISE_BLOCK = 65_536
-NOISE_BUFFER = 64 * NOISE_BLOCK  # 16 MiB
 
 
 @dataclass
@@ -59,26 +58,21 @@ def add_noise(gradients: Gradients, sigma: float, *, seed: int, step: int) -> No
         blocks     |----- 0 -----|----- 1 -----|--- 2 (tail unused)
         rank 1              [=================]       draws 0, 1, 2 whole, uses the marked part
 
-    So two ranks that share a block draw it twice and agree. Blocks are drawn into one buffer and added together: on
-    a GPU the number of kernels is what this costs. The draw is float32 also for float64 gradients, so that the
-    precision of a run does not change its noise.
+    So two ranks that share a block draw it twice and agree. The draw is float32 also for float64 gradients, so that
+    the precision of a run does not change its noise.
     """
     if not sigma:
         return
     slices = gradients.slices()
-    device = slices[0].device
-    noise = torch.empty(NOISE_BUFFER, dtype=torch.float32, device=device)
-    for entry, rest in zip(gradients.entries, slices):
+    noise = torch.empty(NOISE_BLOCK, dtype=torch.float32, device=slices[0].device)
+    for entry, grad in zip(gradients.entries, slices):
         block, skipped = divmod(entry.start, NOISE_BLOCK)
-        while len(rest):
-            piece = rest[: NOISE_BUFFER - skipped]
-            needed = noise[: skipped + len(piece)]
-            for drawn in noise.split(NOISE_BLOCK)[: math.ceil(len(needed) / NOISE_BLOCK)]:
-                drawn.normal_(generator=keyed_generator(device, seed, step, entry.name, block))
-                block += 1
-            piece.add_(needed[skipped:], alpha=sigma)
-            rest = rest[len(piece) :]
-            skipped = 0
+        while len(grad):
+            key = seed, step, entry.name, block
+            noise.normal_(generator=keyed_generator(noise.device, *key))
+            part, grad = grad[: NOISE_BLOCK - skipped], grad[NOISE_BLOCK - skipped :]
+            part.add_(noise[skipped:][: len(part)], alpha=sigma)
+            block, skipped = block + 1, 0
 
 
 @dataclass

@@ -13,6 +13,7 @@ from ulysses.progress import progress
 from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
 
 MOST_SLOTS = 512  # of an automatic batch
+RESERVE = 0.05  # of the free memory, for what sampling itself allocates
 
 
 @dataclass
@@ -41,7 +42,7 @@ class EngineSampler:
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number; all ranks call it together."""
         # deepspeed, which a configuration alone does without
-        from ulysses.zero.engine import free_bytes, gathered_weights
+        from ulysses.zero.engine import gathered_weights
 
         model, device, options = self.engine.module, self.engine.device, self.options
         main, fitting, why = self.mesh.is_main, 0, "there is no GPU"
@@ -75,3 +76,10 @@ class EngineSampler:
             ).sample()
         torch.cuda.empty_cache()  # graphs and cache make room for training
         return found
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the GPU memory that this process can still allocate for a sampler's cache."""
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free * (1 - RESERVE))

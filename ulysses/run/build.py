@@ -136,7 +136,6 @@ def build_engine(
     trained, sizes = memory is not None, plain_model(shape)
     settings = derive(
         dtype=getattr(torch, config.model.dtype),
-        offload_optimizer=config.memory.offload_optimizer and trained,
         offload_parameters=config.memory.offload_parameters,
         layer_matrices=sizes.layer_parameters,
         vocabulary_matrices=2 * sizes.vocabulary_parameters,
@@ -177,5 +176,6 @@ def build_engine(
         units,
         reduce_between=getattr(torch, config.optimizer.reduce_dtype),
         resident=resident,
+        offload_optimizer=config.memory.offload_optimizer,
         graphs=kept.graphs,
     )

@@ -12,19 +12,16 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ulysses.gradients.gradients import Gradients
 from ulysses.zero.construct import streaming_memory
-from ulysses.zero.deepspeed_internals import Partition, ShardedWeights, empty
+from ulysses.zero.deepspeed_internals import ShardedWeights, empty
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.resident import ResidentWeights
-from ulysses.zero.update import ParameterGroup
-
-RESERVE = 0.05  # of the free memory, for what sampling itself allocates
+from ulysses.zero.update import MakeOptimizer, ParameterGroup, parameter_slices, sub_groups
 
 
 class ZeroEngine:
@@ -36,7 +33,6 @@ class ZeroEngine:
         unit_kinds: classes of modules whose parameters are gathered and reduced as one unit (one hook instead of many).
         resident: whether the weights stay whole on every rank. On one process they do in any case, unless they are
             kept in host memory.
-        optimizer: of a model that is trained.
     """
 
     def __init__(
@@ -46,21 +42,15 @@ class ZeroEngine:
         unit_kinds: Sequence[type[nn.Module]] = (),
         *,
         resident: bool = False,
-        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.module, self.device = model, next(model.parameters()).device
         self.units = [module for module in model.modules() if type(module) in unit_kinds]
-        if self.units:
-            deepspeed.utils.set_z3_leaf_modules(model, list(unit_kinds))
-        self._deepspeed: Any
-        self._deepspeed, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config
-        )
+        self.weights: ShardedWeights | ResidentWeights
         on_host = "offload_param" in config["zero_optimization"]
-        stay = (resident or dist.get_world_size() == 1) and not on_host
-        self.weights: ShardedWeights | ResidentWeights = (
-            ResidentWeights if stay else ShardedWeights
-        )(self._deepspeed, self.units)
+        if (resident or dist.get_world_size() == 1) and not on_host:
+            self.weights = ResidentWeights(model, self.units)
+        else:
+            self.weights = ShardedWeights(model, config, self.units)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
@@ -81,15 +71,16 @@ class ZeroEngine:
     def destroy(self) -> None:
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.weights.close()
-        empty(self._deepspeed)
+        empty(list(self.module.parameters()))
 
 
 class TrainedEngine(ZeroEngine):
     """A model that is trained: its gradients and its optimizer's state are partitioned too.
 
     Args:
-        optimizer: makes a torch optimizer of the tables of parameter groups, as torch's optimizers take them.
+        optimizer: makes an optimizer of tables of parameters, as torch's take them; each sub-group has one.
         groups: the trainable parameters.
+        offload_optimizer: whether master weights, gradients and the optimizer's state are in host memory.
         reduce_between: dtype in which sums of gradients travel between nodes.
         graphs: whether the layers run as CUDA graphs (memory/graphs.py), which run no hooks and write all gradients
             to memory of their own.
@@ -99,28 +90,29 @@ class TrainedEngine(ZeroEngine):
         self,
         model: nn.Module,
         config: dict[str, Any],
-        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        optimizer: MakeOptimizer,
         groups: Sequence[ParameterGroup],
         unit_kinds: Sequence[type[nn.Module]] = (),
         *,
-        reduce_between: torch.dtype = torch.float32,
         resident: bool = False,
+        offload_optimizer: bool = False,
+        reduce_between: torch.dtype = torch.float32,
         graphs: bool = False,
     ) -> None:
-        self.groups = list(groups)
-        self.optimizer = optimizer(
-            [{"params": g.parameters, "weight_decay": g.weight_decay} for g in groups]
-        )
         # a graph of all layers gathers and reduces nothing in between
-        kinds = () if graphs else unit_kinds
-        super().__init__(model, config, kinds, resident=resident, optimizer=self.optimizer)
-        self.partition = Partition(self._deepspeed, self.groups)
+        super().__init__(model, config, () if graphs else unit_kinds, resident=resident)
+        zero = config["zero_optimization"]
+        device = torch.device("cpu") if offload_optimizer else self.device
+        self.sub_groups = list(
+            sub_groups(groups, optimizer, size=zero["sub_group_size"], device=device)
+        )
+        self.slices = [s for few in self.sub_groups for s in parameter_slices(model, few)]
         self.reduction = GradientReduction(
-            self.partition.slices,
+            self.slices,
             self.units,
             self.device,
             lent=graphs,
-            bucket=config["zero_optimization"]["reduce_bucket_size"],
+            bucket=zero["reduce_bucket_size"],
             between=reduce_between,
         )
 
@@ -139,30 +131,30 @@ class TrainedEngine(ZeroEngine):
             RuntimeError: if a trained parameter received no gradient in this step, naming it.
         """
         self.reduction.wait()
-        return Gradients(self.partition.slices, self._all_reduce)
+        return Gradients(self.slices, self._all_reduce)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         moved = tensor.to(self.device)
         dist.all_reduce(moved)
         return moved.to(tensor.device)
 
+    @torch.no_grad()
     def step(self, gradients: Gradients, lr: float) -> None:
         """Update the weights by the slices times the factors of `gradients`; `lr` is the schedule's learning rate."""
-        for group, settings in zip(self.groups, self.optimizer.param_groups, strict=True):
-            settings["lr"] = lr * group.lr_factor
-        with self.weights.rewritten(), torch.no_grad():
-            for scope, parameters, update in self.partition.sub_groups:
-                update(gradients.factors[scope])
-                self.weights.written(parameters)
+        with self.weights.rewritten():
+            for few in self.sub_groups:
+                group = few.group
+                few.update(lr * group.lr_factor, gradients.factors[group.scope])
+                self.weights.written(few.parameters)
         self.skip_step()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Give the master weights to the model after a change from outside."""
         with self.weights.rewritten():
-            for _, parameters, update in self.partition.sub_groups:
-                update.write()
-                self.weights.written(parameters)
+            for few in self.sub_groups:
+                few.write()
+                self.weights.written(few.parameters)
 
     def skip_step(self) -> None:
         """Drop the accumulated gradient without touching the weights."""
@@ -171,8 +163,8 @@ class TrainedEngine(ZeroEngine):
     def destroy(self) -> None:
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.reduction.close()
-        self.weights.close()
-        empty(self._deepspeed, list(self.optimizer.state.values()))
+        super().destroy()
+        empty([[few.master, *few.optimizer.state.values()] for few in self.sub_groups])
 
 
 # --- whole weights out of their slices: one module at a time for an export, all at once for a sampler ---------------
@@ -206,10 +198,3 @@ def gathered_weights(engine: ZeroEngine) -> Iterator[dict[str, Tensor]]:
     chosen = dict(engine.module.named_parameters())
     with engine.weights.whole(chosen.values()):
         yield {name: p.data for name, p in chosen.items()}
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the GPU memory that this process can still allocate for a sampler's cache."""
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free * (1 - RESERVE))

@@ -10,12 +10,11 @@ bfloat16 model, here 30. The arithmetic is torch's.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ulysses.zero.update import Update, moments
+from ulysses.zero.update import SubGroup
 
 try:
     import triton
@@ -89,17 +88,16 @@ def average(copies: Tensor, target: Tensor, *, add: bool) -> None:
         )
 
 
-class OnePassUpdate(Update):
-    """AdamW's update of a sub-group that is on one GPU; its tensors stay where they are in memory."""
+def one_pass_does(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether OnePassSubGroup does what the optimizer would."""
+    usual = not any(optimizer.defaults.get(name) for name in ("amsgrad", "maximize"))
+    return AVAILABLE and usual and type(optimizer) is torch.optim.AdamW
 
-    @staticmethod
-    def usable(optimizer: Any) -> bool:
-        """Return whether the kernel does what the optimizer would."""
-        usual = not any(optimizer.defaults.get(name) for name in ("amsgrad", "maximize"))
-        return AVAILABLE and usual and type(optimizer) is torch.optim.AdamW
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+class OnePassSubGroup(SubGroup):
+    """A sub-group that is on one GPU, where its tensors stay in their places."""
+
+    def __post_init__(self) -> None:
         blocks, numbers, start = [], [_ALIGNED], 0
         for own in self.weights:
             at = torch.arange(0, len(own), _BLOCK)
@@ -110,9 +108,10 @@ class OnePassUpdate(Update):
         self._places = torch.cat(blocks).to(self.master.device)
         self._aligned = math.gcd(*numbers)
 
-    def __call__(self, factor: float) -> None:
-        group, state = self.settings, moments(self.optimizer, self.master)
-        (beta1, beta2), lr = group["betas"], group["lr"]
+    def update(self, lr: float, factor: float) -> None:
+        """Do the same in one pass over memory."""
+        (settings,), state = self.optimizer.param_groups, self.moments
+        beta1, beta2 = settings["betas"]
         state["step"] += 1
         updates = int(state["step"])
         with torch.cuda.device(self.master.device):
@@ -124,13 +123,13 @@ class OnePassUpdate(Update):
                 self._places,
                 factor,
                 lr / (1 - beta1**updates),
-                1 - lr * group["weight_decay"],
+                1 - lr * settings["weight_decay"],
                 beta1,
                 1 - beta1,
                 beta2,
                 1 - beta2,
                 math.sqrt(1 - beta2**updates),
-                group["eps"],
+                settings["eps"],
                 DTYPE=getattr(tl, str(self.weights[0].dtype).removeprefix("torch.")),
                 ALIGNED=self._aligned,
                 BLOCK=_BLOCK,

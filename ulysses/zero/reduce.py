@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from ulysses import environment
 from ulysses.parallel.mesh import gather
-from ulysses.zero.deepspeed_internals import ParameterSlice
+from ulysses.zero.update import ParameterSlice
 
 # Units whose gradients wait for their reduction, and take memory, before the host waits too.
 IN_FLIGHT = 4

@@ -1,13 +1,22 @@
-"""The update of one rank's master weights by torch's optimizer, and the parameter groups that it treats alike.
+"""What this rank updates: its slices of the weights in float32, their gradients, and the optimizer's state.
 
-On a GPU gpu_kernels.py does AdamW's part.
+    parameter    cut into as many equal flat slices as there are ranks, padded with zeros; rank r owns slice r
+    sub-group    parameters whose slices lie one after the other in one flat float32 tensor, the master weights
+
+Each sub-group has a torch optimizer of its own. On a GPU gpu_kernels.py does AdamW's part.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ulysses.gradients.gradients import GradientSlice
+from ulysses.zero.deepspeed_internals import own_slice, whole_shape
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -23,39 +32,26 @@ class ParameterGroup:
     lr_factor: float = 1.0
 
 
-def moments(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Any]:
-    """Return AdamW's state of some master weights; it is created as zeros if no update has happened yet."""
-    state = optimizer.state[master]
-    if not state:
-        state["step"] = torch.zeros(())  # on the host, where torch's AdamW has it too
-        state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(master) for _ in range(2))
-    return state
+@dataclass
+class SubGroup:
+    """Parameters of a group that are updated together.
 
-
-class Update:
-    """Update a sub-group: its flat float32 `master` weights [N], and the model's flat `weights` in the same order.
-
-    Args:
-        settings: the optimizer's own table of the group; torch finds the master weights there during an update only.
+    weights: this rank's flat slices in the model, padding included. master: the same in float32 [N], one after the
+    other; `master.grad` is their gradient. optimizer: for `master` alone.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        settings: dict[str, Any],
-        master: Tensor,
-        weights: list[Tensor],
-    ) -> None:
-        self.optimizer, self.settings = optimizer, settings
-        self.master, self.weights = master, weights
+    group: ParameterGroup
+    parameters: list[nn.Parameter]
+    weights: list[Tensor]
+    master: Tensor
+    optimizer: torch.optim.Optimizer
 
-    def __call__(self, factor: float) -> None:
-        """Take one step with `factor` times the gradient that the master weights have, and give them to the model."""
+    def update(self, lr: float, factor: float) -> None:
+        """Take one step with `factor` times the gradient, and give the result to the model."""
         if factor != 1:
-            self.master.grad.mul_(factor)
-        self.settings["params"] = [self.master]
+            self.master.grad.mul_(factor)  # type: ignore[union-attr]
+        self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
-        self.settings["params"] = []
         self.write()
 
     def write(self) -> None:
@@ -63,17 +59,75 @@ class Update:
         parts = self.master.split([len(own) for own in self.weights])
         torch._foreach_copy_(self.weights, parts)
 
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's state; it is created as zeros if no update has happened yet."""
+        state = self.optimizer.state[self.master]
+        if not state:
+            state["step"] = torch.zeros(())  # on the host, where torch's AdamW has it too
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.zeros_like(self.master)
+        return state
 
-def update_of(
-    optimizer: torch.optim.Optimizer,
-    settings: dict[str, Any],
-    master: Tensor,
-    weights: list[Tensor],
-) -> Update:
-    """Return the update of a sub-group: in one pass where a GPU holds everything, by torch's optimizer elsewhere."""
-    if master.is_cuda and weights[0].is_cuda:
-        from ulysses.zero.gpu_kernels import OnePassUpdate
 
-        if OnePassUpdate.usable(optimizer):
-            return OnePassUpdate(optimizer, settings, master, weights)
-    return Update(optimizer, settings, master, weights)
+@dataclass(frozen=True, kw_only=True)
+class ParameterSlice(GradientSlice):
+    """This rank's part of one trained parameter; `grad` is what the optimizer reads."""
+
+    parameter: nn.Parameter
+    size: int  # elements of every rank's slice, padding included
+    home: SubGroup
+    offset: int  # in the master weights
+
+    def state(self, kind: str) -> Tensor:
+        """Return the float32 "master" weights, or one of AdamW's moments."""
+        whole = self.home.master if kind == "master" else self.home.moments[kind]
+        return whole.narrow(0, self.offset, len(self.grad))
+
+
+def sub_groups(
+    groups: Sequence[ParameterGroup],
+    optimizer: MakeOptimizer,
+    *,
+    size: int,
+    device: torch.device,
+) -> Iterator[SubGroup]:
+    """Yield sub-groups of about `size` elements on this rank, in the order of the groups.
+
+    Args:
+        optimizer: makes an optimizer of tables of parameters, as torch's take them.
+        device: of master weights, gradients and state; pinned memory if it is the host of a GPU.
+    """
+    for group in groups:
+        few: list[nn.Parameter] = []
+        weights: list[Tensor] = []
+        for p in group.parameters:
+            few.append(p)
+            weights.append(own_slice(p)[0])
+            if sum(map(len, weights)) < size and p is not group.parameters[-1]:
+                continue
+            master = torch.cat(weights).to(device, torch.float32)
+            pinned = device.type == "cpu" and torch.cuda.is_available()
+            if pinned:
+                master = master.pin_memory()
+            master.grad = torch.zeros_like(master, pin_memory=pinned)
+            made = optimizer([{"params": [master], "weight_decay": group.weight_decay}])
+            kind = SubGroup
+            if master.is_cuda and weights[0].is_cuda:
+                from ulysses.zero import gpu_kernels
+
+                if gpu_kernels.one_pass_does(made):
+                    kind = gpu_kernels.OnePassSubGroup
+            yield kind(group, few, weights, master, made)
+            few, weights = [], []
+
+
+def parameter_slices(model: nn.Module, few: SubGroup) -> Iterator[ParameterSlice]:
+    """Yield this rank's parts of a sub-group's parameters."""
+    names, offset = {p: name for name, p in model.named_parameters()}, 0
+    for p, own in zip(few.parameters, few.weights):
+        _, start, length = own_slice(p)
+        shape, grad = whole_shape(p), few.master.grad.narrow(0, offset, length)  # type: ignore[union-attr]
+        place = {"parameter": p, "size": len(own), "home": few, "offset": offset}
+        yield ParameterSlice(names[p], shape, grad, start, few.group.scope, **place)
+        offset += len(own)
