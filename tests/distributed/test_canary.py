@@ -15,7 +15,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as ZeroOptimizer
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload as Offload
 from torch import Tensor, nn
 
 from tests.harness import run_distributed
@@ -77,25 +77,34 @@ def trains_correctly(device: torch.device) -> bool:
     return float((found - wanted).norm() / wanted.norm()) <= TOLERANCE
 
 
-def taken(self: Any, parameter: torch.nn.Parameter) -> None:
-    """What DeepSpeed would do if it stopped asking whether a gradient is ready."""
+def taken(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
 
-def halved(self: Any, group: int, own: Any = ZeroOptimizer._optimizer_step) -> None:
-    self.fp32_partitioned_groups_flat[group].grad.mul_(0.5)
-    own(self, group)
+def halved(parameter: torch.nn.Parameter) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def also(change: Any, own: Any = Offload.setup_zero_stage3_hooks) -> Any:
+    """DeepSpeed's own hooks, and one that changes gradients."""
+
+    def hooks(self: Any) -> None:
+        own(self)
+        for parameter in self.module.parameters():
+            parameter.register_post_accumulate_grad_hook(change)
+
+    return hooks
 
 
 # A method of DeepSpeed, what it becomes, or nothing if it is gone, and what is said; None trains on, wrongly.
 CHANGES: list[tuple[str, Any, str | None]] = [
     (
-        "reduce_ready_partitions_and_remove_grads",
-        taken,
+        "setup_zero_stage3_hooks",
+        also(taken),
         r"\d+ of \d+ trained parameters received no gradient in this step, the first is \S+",
     ),
-    ("_optimizer_step", halved, None),
-    ("_partition_all_parameters", None, "_partition_all_parameters"),
+    ("setup_zero_stage3_hooks", also(halved), None),
+    ("partition_all_parameters", None, "partition_all_parameters"),
 ]
 
 
@@ -103,9 +112,9 @@ def trials() -> list[bool]:
     where, found = initialize_distributed(), []
     for name, replacement, said in CHANGES:
         found.append(trains_correctly(where))
-        with mock.patch.object(ZeroOptimizer, name, replacement):
+        with mock.patch.object(Offload, name, replacement):
             if replacement is None:
-                delattr(ZeroOptimizer, name)
+                delattr(Offload, name)
             if said is None:
                 assert not trains_correctly(where)
                 continue
@@ -115,7 +124,6 @@ def trials() -> list[bool]:
 
 
 def test_deepspeed_trains_as_plain_torch_and_a_change_of_it_would_show():
-    # on a GPU the update is not DeepSpeed's
     assert run_distributed(trials, 2, cpu=True) == [[True] * 3] * 2
 
 

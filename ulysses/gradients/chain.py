@@ -90,7 +90,8 @@ def build_chain(
         case "default":
             chain = [StopOnNonFinite(), ClipGlobalNorm(max_norm)]
         case "ulysses-pro":
-            chain = [StopOnNonFinite(), policy_class("ulysses_pro")(max_norm=max_norm)]
+            pro: Any = policy_class("ulysses_pro")
+            chain = [StopOnNonFinite(), pro(max_norm)]
         case str():
             raise ValueError(f"the preset is {policies!r} but must be default or ulysses-pro")
         case _:

@@ -127,7 +127,15 @@ def parameter_slices(model: nn.Module, few: SubGroup) -> Iterator[ParameterSlice
     names, offset = {p: name for name, p in model.named_parameters()}, 0
     for p, own in zip(few.parameters, few.weights):
         _, start, length = own_slice(p)
-        shape, grad = whole_shape(p), few.master.grad.narrow(0, offset, length)  # type: ignore[union-attr]
-        place = {"parameter": p, "size": len(own), "home": few, "offset": offset}
-        yield ParameterSlice(names[p], shape, grad, start, few.group.scope, **place)
+        yield ParameterSlice(
+            names[p],
+            whole_shape(p),
+            few.master.grad.narrow(0, offset, length),  # type: ignore[union-attr]
+            start,
+            few.group.scope,
+            parameter=p,
+            size=len(own),
+            home=few,
+            offset=offset,
+        )
         offset += len(own)
