@@ -106,7 +106,7 @@ class TrainedEngine(ZeroEngine):
         self.sub_groups = list(
             sub_groups(groups, optimizer, size=zero["sub_group_size"], device=device)
         )
-        self.slices = [s for few in self.sub_groups for s in parameter_slices(model, few)]
+        self.slices = [s for one in self.sub_groups for s in parameter_slices(model, one)]
         self.reduction = GradientReduction(
             self.slices,
             self.units,
@@ -142,19 +142,19 @@ class TrainedEngine(ZeroEngine):
     def step(self, gradients: Gradients, lr: float) -> None:
         """Update the weights by the slices times the factors of `gradients`; `lr` is the schedule's learning rate."""
         with self.weights.rewritten():
-            for few in self.sub_groups:
-                group = few.group
-                few.update(lr * group.lr_factor, gradients.factors[group.scope])
-                self.weights.written(few.parameters)
+            for sub_group in self.sub_groups:
+                group = sub_group.group
+                sub_group.update(lr * group.lr_factor, gradients.factors[group.scope])
+                self.weights.written(sub_group.parameters)
         self.skip_step()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Give the master weights to the model after a change from outside."""
         with self.weights.rewritten():
-            for few in self.sub_groups:
-                few.write()
-                self.weights.written(few.parameters)
+            for sub_group in self.sub_groups:
+                sub_group.write()
+                self.weights.written(sub_group.parameters)
 
     def skip_step(self) -> None:
         """Drop the accumulated gradient without touching the weights."""
@@ -164,7 +164,7 @@ class TrainedEngine(ZeroEngine):
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.reduction.close()
         super().destroy()
-        empty([[few.master, *few.optimizer.state.values()] for few in self.sub_groups])
+        empty([[one.master, *one.optimizer.state.values()] for one in self.sub_groups])
 
 
 # --- whole weights out of their slices: one module at a time for an export, all at once for a sampler ---------------

@@ -122,20 +122,20 @@ def sub_groups(
             few, weights = [], []
 
 
-def parameter_slices(model: nn.Module, few: SubGroup) -> Iterator[ParameterSlice]:
+def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[ParameterSlice]:
     """Yield this rank's parts of a sub-group's parameters."""
     names, offset = {p: name for name, p in model.named_parameters()}, 0
-    for p, own in zip(few.parameters, few.weights):
+    for p, own in zip(sub_group.parameters, sub_group.weights):
         _, start, length = own_slice(p)
         yield ParameterSlice(
             names[p],
             whole_shape(p),
-            few.master.grad.narrow(0, offset, length),  # type: ignore[union-attr]
+            sub_group.master.grad.narrow(0, offset, length),  # type: ignore[union-attr]
             start,
-            few.group.scope,
+            sub_group.group.scope,
             parameter=p,
             size=len(own),
-            home=few,
+            home=sub_group,
             offset=offset,
         )
         offset += len(own)
