@@ -26,23 +26,23 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.arch import ModelConfig
+from ulysses.check.preflight import read_shape
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.gradients.policy import StepContext
-from ulysses.plan.planner import GIB, Workload, step_flops
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh, gather
-from ulysses.run.build import InitialWeights, build_engine
 from ulysses.plan.memory_choice import (
     choose_memory,
     layer_memory,
     planner_case,
     this_machine,
 )
+from ulysses.plan.planner import GIB, Workload, step_flops
+from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.metrics import device_peaks, model_flops
 from ulysses.run.optim import gradient_policies
-from ulysses.check.preflight import read_shape
 from ulysses.zero.engine import ZeroEngine
 
 FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped
@@ -215,7 +215,7 @@ def measure(
     own = float(loss), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, *peaks
     losses, hosts, allocated, reserved = zip(*gather(own))
     adapters = 0 if choice.model.is_full else choice.model.trained
-    flops = model_flops(choice.model, tokens, float(length) ** 2 * documents, tokens)
+    flops = model_flops(choice.model, tokens, batch.num_squares, tokens)
     # of each GPU: packs per second
     rate = groups * micro_batches / seconds / mesh.world_size
     # what a rank's step really computes, as the planner counts it

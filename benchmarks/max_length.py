@@ -15,9 +15,9 @@ from typing import Any
 
 from common import add_options, changed, launch, parser, settings, table
 
-from ulysses.plan.planner import GIB, Machine
-from ulysses.plan.memory_choice import free_host_bytes, longest_sequence, planner_case
 from ulysses.check.preflight import read_shape
+from ulysses.plan.memory_choice import free_host_bytes, longest_sequence, planner_case
+from ulysses.plan.planner import GIB, Machine
 
 COLUMNS = (
     "sp",

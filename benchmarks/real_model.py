@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 from examples.demo import read_lines, read_metrics
 from models.decoder import CausalLM
 from models.folders import read_config, resolve_model
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import pack_shard
@@ -34,7 +35,6 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.rewards import gsm8k_reward
 from ulysses.rl.sampler import Sampler, SamplingOptions
 from ulysses.run.build import InitialWeights
-from ulysses.check.preflight import prepare
 
 ROOT = Path(__file__).parents[1]
 HELD_OUT = 473

@@ -27,8 +27,8 @@ from common import (
     timed_steps,
 )
 
-from ulysses.plan.planner import GIB
 from ulysses.parallel.batch import ShardedBatch, share_prefix
+from ulysses.plan.planner import GIB
 from ulysses.zero.construct import initialize_distributed
 
 FORMS = ("whole", "shared", "sft")

@@ -40,8 +40,8 @@ from common import (
 from torch import Tensor
 
 from ulysses.config.section import ConfigError
-from ulysses.plan.planner import GIB
 from ulysses.parallel.attention import UlyssesAttention
+from ulysses.plan.planner import GIB
 from ulysses.watch.watch import Watch
 from ulysses.zero.construct import common_store, initialize_distributed
 

@@ -234,7 +234,7 @@ def _child(
         meet = f"file://{folder / 'store'}"
         begin_rank()
         if deterministic:
-            from ulysses.check.settings import (
+            from ulysses.check.setting_checks import (
                 require_determinism,  # heavy, and needed here only
             )
 

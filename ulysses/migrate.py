@@ -21,11 +21,11 @@ from typing import Any
 import yaml
 
 import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
+from ulysses.check.setting_checks import contradictions
 from ulysses.config.command_line import check, known_keys, put
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.section import ConfigError, existing, flat, refuse
 from ulysses.registry import STAGES
-from ulysses.check.settings import contradictions
 
 # Their product over all GPUs is batch.examples.
 BATCH_FACTORS = (

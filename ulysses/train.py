@@ -29,8 +29,8 @@ def main(arguments: list[str]) -> int:
 
         if not debug:
             quiet()  # before the imports below: libraries speak while they are imported
-        from ulysses.watch.failure import report_config_error, report_failure
         from ulysses.run.training_run import TrainingRun
+        from ulysses.watch.failure import report_config_error, report_failure
 
     try:
         config, options = parse_command_line(arguments)

@@ -14,6 +14,7 @@ from models.decoder import empty_model, init_parameter
 from models.hf_format import WeightFiles, write_weights
 from tests.e2e.launch import ranks, tiny
 from tests.harness import run_distributed
+from ulysses.check.preflight import read_shape
 from ulysses.config.command_line import check
 from ulysses.disk import digest_of, write_json
 from ulysses.export import main
@@ -21,7 +22,6 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.checkpoint import write_run_state
 from ulysses.run.export_model import export_checkpoint, export_model
-from ulysses.check.preflight import read_shape
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import full_parameters
 

@@ -19,15 +19,15 @@ from models.lora import is_adapter
 from tests.e2e.launch import metrics, rows, tiny
 from tests.harness import run_distributed
 from tests.zero_case import filled
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
-from ulysses.run.build import InitialWeights
 from ulysses.plan.memory_choice import planner_model
-from ulysses.check.preflight import prepare
+from ulysses.run.build import InitialWeights
 from ulysses.run.training_run import TrainingRun
 from ulysses.zero.engine import full_parameters
 

@@ -16,11 +16,11 @@ from tests.unit.test_adapter_files import adapter_by_peft
 from tests.unit.test_memory_levels import held_by_autograd, kept_on_the_host
 from tests.unit.test_sampler import exact, sampled
 from ulysses.memory.levels import LEVELS
-from ulysses.plan.planner import GIB, Machine, Workload, kept_bytes
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.memory_choice import plain_model
+from ulysses.plan.planner import GIB, Machine, Workload, kept_bytes
 
 LENGTHS = (5, 40, 1, 23)
 # of a norm, in float32

@@ -4,10 +4,10 @@ import pytest
 
 from tests.e2e.launch import ROOT, tiny
 from tests.model_folder import demo_model
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.run.dry_run import dry_run
-from ulysses.check.preflight import prepare
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ulysses.check.settings import CUBLAS, require_determinism
+from ulysses.check.setting_checks import CUBLAS, require_determinism
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from models.hf_format import write_weights
 from tests.model_folder import demo_model
+from ulysses.check.continuation import digests_of_inputs
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.data.cache import build_once
 from ulysses.disk import check_replaceable, whole_folder, write_json
 from ulysses.run.checkpoint import resume_point, saved_checkpoints, write_run_state
-from ulysses.check.continuation import digests_of_inputs
-from ulysses.check.preflight import prepare
 
 DEMO = os.path.abspath("configs/demo")
 

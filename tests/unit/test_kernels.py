@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ulysses.parallel.kernels import choice as kernels
-from ulysses.parallel.kernels import document
-from ulysses.parallel.kernels import short as kernels_short
 from ulysses.parallel.attention import prove_kernel
+from ulysses.parallel.kernels import choice as kernels
+from ulysses.parallel.kernels import document as kernels_document
+from ulysses.parallel.kernels import short as kernels_short
 from ulysses.parallel.kernels.choice import KERNELS, resolve_kernel
 from ulysses.parallel.kernels.document import Inputs
 from ulysses.parallel.layout import Segments
@@ -109,10 +109,10 @@ def test_a_query_sees_itself_and_the_tokens_of_its_window(kernel, pack, window):
 
 @pytest.mark.parametrize("window", [3, 70])
 def test_reference_tiles_meet_the_keys_of_their_windows_alone(monkeypatch, window):
-    monkeypatch.setattr(document, "LEAST_ROWS", 16)
-    shapes, plain = [], document._to_groups
+    monkeypatch.setattr(kernels_document, "LEAST_ROWS", 16)
+    shapes, plain = [], kernels_document._to_groups
     monkeypatch.setattr(
-        document,
+        kernels_document,
         "_to_groups",
         lambda x, key: shapes.append(x.shape[2]) or plain(x, key),
     )
@@ -127,7 +127,7 @@ def test_cudnn_leaves_short_documents_to_plain_math(pack, causal):
 
 @pytest.mark.parametrize("pack", ["late rows", "one"])
 def test_reference_tiles_do_not_change_the_result(monkeypatch, pack, causal):
-    monkeypatch.setattr(document, "TILE_SCORES", 7 * 6 * 200)
+    monkeypatch.setattr(kernels_document, "TILE_SCORES", 7 * 6 * 200)
     check("reference", "cpu", torch.float64, PACKS[pack], (6, 2), 8, causal)
 
 

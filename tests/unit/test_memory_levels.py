@@ -23,11 +23,11 @@ from tests.memory_case import (
 )
 from ulysses.config.schema import LoraSection as Adapters
 from ulysses.memory.levels import LEVELS
-from ulysses.plan.model_size import Model
 from ulysses.memory.offload import Offloader
-from ulysses.plan.planner import GIB, Machine, Workload, kept_bytes
 from ulysses.memory.tiling import TILE_ROWS, add_by_tiles, tile_gradients
 from ulysses.parallel.attention import UlyssesAttention
+from ulysses.plan.model_size import Model
+from ulysses.plan.planner import GIB, Machine, Workload, kept_bytes
 
 # memory_case's shape, as the planner sees it
 PLANNED = Model(24, 40, 4, 2, 6, 67, CONFIG.num_hidden_layers, 10_000, 10_000)

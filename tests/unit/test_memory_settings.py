@@ -17,9 +17,7 @@ from ulysses.config.schema import Options
 from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
 from ulysses.memory.levels import LayerMemory
-from ulysses.plan.planner import GIB, Machine, predict
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.build import InitialWeights, build_engine
 from ulysses.plan.memory_choice import (
     choose,
     choose_memory,
@@ -30,6 +28,8 @@ from ulysses.plan.memory_choice import (
     planner_case,
     this_machine,
 )
+from ulysses.plan.planner import GIB, Machine, predict
+from ulysses.run.build import InitialWeights, build_engine
 
 LLAMA = architecture("llama3-8b")
 CPU = torch.device("cpu")

@@ -9,7 +9,6 @@ import torch
 from models.arch import ModelConfig, architecture
 from ulysses.config.command_line import check
 from ulysses.data.serve.steps import PlannedStep, StepLoader
-from ulysses.plan.planner import GIB, Machine, predict, step_flops, step_seconds
 from ulysses.plan.memory_choice import (
     choose_memory,
     cut_steps,
@@ -18,6 +17,7 @@ from ulysses.plan.memory_choice import (
     planner_case,
     this_machine,
 )
+from ulysses.plan.planner import GIB, Machine, predict, step_flops, step_seconds
 from ulysses.run.trainer import Trainer
 from ulysses.stages.sft import SftStage
 

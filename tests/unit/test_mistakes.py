@@ -5,10 +5,10 @@ import pytest
 from tests.e2e.launch import EXPERTS, ROOT, tiny
 from tests.stage_case import STAGE_CASES
 from tests.tiny_tokenizer import write_rows
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import check, parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.run.dry_run import dry_run, inspect
-from ulysses.check.preflight import prepare
 
 BASE = "--stage dpo --model.path m --run.steps 3"
 

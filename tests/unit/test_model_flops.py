@@ -6,9 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine_case import Case, build_trainer, dataset
 from tests.harness import run_distributed
+from ulysses.parallel import ParallelMesh, Sequence, pack_shard
 from ulysses.plan.model_size import Model
 from ulysses.plan.planner import Machine, Workload, step_flops
-from ulysses.parallel import ParallelMesh, Sequence, pack_shard
 from ulysses.run.metrics import model_flops
 
 LAYERS, D, V, T, RANK, TRAINED = 3, 16, 40, 24, 2, 7

@@ -8,6 +8,7 @@ import pytest
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
 from models.decoder import count_parameters
+from ulysses.plan.memory_choice import choose, longest_sequence, plain_model
 from ulysses.plan.planner import (
     GIB,
     PROCESS_BYTES,
@@ -17,7 +18,6 @@ from ulysses.plan.planner import (
     predict,
     step_seconds,
 )
-from ulysses.plan.memory_choice import choose, longest_sequence, plain_model
 from ulysses.run.metrics import PEAKS
 
 ROWS = Path(__file__).parents[2] / "benchmarks/measured.jsonl"

@@ -17,6 +17,7 @@ from tests.engine_case import ListDataset, sequences
 from tests.harness import PATIENCE, STUCK
 from tests.sampling_server import SamplingServer
 from tests.tiny_tokenizer import CHATML, write_tokenizer
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.config.section import UserCodeError
@@ -28,9 +29,8 @@ from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rewards import Rewards, gsm8k_reward
 from ulysses.rl.rollout import Rollout, RolloutMaker
 from ulysses.rl.sampler import Completion
-from ulysses.check.preflight import prepare
-from ulysses.watch.watch import Watch
 from ulysses.stages.base import MetricSums
+from ulysses.watch.watch import Watch
 
 EOS = 2
 # Three ragged answers; the second is cut at the limit; the first prompt holds an EOS token itself.

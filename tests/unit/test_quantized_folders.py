@@ -17,6 +17,7 @@ from models.quantized import pack, packed_parts, unpack
 from tests.e2e.launch import ROOT
 from tests.model_folder import tiny_config, write_model
 from tests.unit.test_adapter_files import write_adapters
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import LoraSection
 from ulysses.config.section import ConfigError
@@ -25,7 +26,6 @@ from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights
-from ulysses.check.preflight import prepare
 
 SHAPE = ModelConfig.from_hf(tiny_config())
 MATRIX = "model.layers.1.mlp.up_proj.weight"

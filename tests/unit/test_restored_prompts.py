@@ -13,11 +13,11 @@ from tests.engine_case import ListDataset, dataset
 from ulysses.config.command_line import check
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
-from ulysses.plan.planner import GIB, MATRICES, Machine, Workload
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.rl.rollout import Completion, Rollout
 from ulysses.plan.memory_choice import choose, plain_model
+from ulysses.plan.planner import GIB, MATRICES, Machine, Workload
+from ulysses.rl.rollout import Completion, Rollout
 from ulysses.stages.kto import KtoStage
 
 WORDS = "lamp", "shelf", "the red box in the hall", "garden"

@@ -19,8 +19,8 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
-from ulysses.run.build import InitialWeights
 from ulysses.registry import STAGES, stage_of
+from ulysses.run.build import InitialWeights
 from ulysses.stages.kto import KtoStage, weight_hint
 from ulysses.stages.referenced import mismatched_lengths, pairs_of_run, read_reference
 from ulysses.stages.rm import RmStage

@@ -9,11 +9,11 @@ import pytest
 
 from models.arch import ModelConfig, RopeScaling
 from tests.model_folder import tiny_config, write_model
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
 from ulysses.run.dry_run import dry_run, inspect
-from ulysses.check.preflight import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = tiny_config(model_type="qwen2", vocab_size=704, max_position_embeddings=128)

@@ -14,11 +14,11 @@ from models.folders import folder_with
 from models.hf_format import WeightFiles, write_weights
 from tests.e2e.launch import tiny
 from tests.model_folder import demo_model, tiny_config, write_model
+from ulysses.check.preflight import prepare
+from ulysses.check.setting_checks import check_settings
 from ulysses.config.command_line import check, known_keys, parse_command_line, put
 from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
-from ulysses.check.preflight import prepare
-from ulysses.check.settings import check_settings
 
 # as Python and as JSON write them
 WRONG = [

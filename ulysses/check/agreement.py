@@ -10,12 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ulysses.check.preflight import Prepared
 from ulysses.config.section import ConfigError, flat
 from ulysses.data.read.chat import tokenizer_digest
 from ulysses.disk import HOLDER, DiskError, digest_of, held, sampled_digest
 from ulysses.environment import NODE, local_rank
 from ulysses.parallel.mesh import gather
-from ulysses.check.preflight import Prepared
 
 PACKAGES = Path(__file__).parents[2]
 

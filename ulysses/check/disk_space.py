@@ -13,8 +13,8 @@ from models.arch import ModelConfig
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.disk import check_apart, check_replaceable
-from ulysses.plan.planner import GIB
 from ulysses.plan.memory_choice import planner_model
+from ulysses.plan.planner import GIB
 
 # How files begin that are written anew whenever a run starts, config.json and metrics.jsonl.
 BEGINNING = re.compile(rb'\{\s*"(stage|step)": |$')

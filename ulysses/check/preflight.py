@@ -21,6 +21,9 @@ from models.arch import ARCHITECTURES, ModelConfig, architecture
 from models.decoder import empty_model
 from models.folders import folder_with, read_config, resolve_model
 from models.hf_format import WeightFiles
+from ulysses.check.continuation import find_checkpoint
+from ulysses.check.disk_space import check_disk, check_folders
+from ulysses.check.setting_checks import check_settings, expert_adapter_errors, router_errors
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context, refuse
 from ulysses.config.stage_sections import is_function
@@ -33,11 +36,8 @@ from ulysses.data.read.sources import (
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.parallel.kernels.choice import KernelChoice, resolve_kernel
-from ulysses.run.build import InitialWeights
-from ulysses.check.continuation import find_checkpoint
-from ulysses.check.disk_space import check_disk, check_folders
 from ulysses.registry import stage_of
-from ulysses.check.settings import check_settings, expert_adapter_errors, router_errors
+from ulysses.run.build import InitialWeights
 from ulysses.stages.base import AuxiliaryModel, Stage
 from ulysses.zero.deepspeed_internals import wrong_version
 

@@ -43,6 +43,7 @@ class LayerGraphs:
         self.layers: Any = layers
         self._hooks: list[Any] = []  # of all modules inside, which a graph would not run
         self._parameters: list[nn.Parameter] = []
+        self._fit = False
         self._places: list[int] = []  # of the parameters in memory
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._seen: set[tuple[int, ...]] = set()
@@ -57,8 +58,10 @@ class LayerGraphs:
         if not self._hooks:
             self._hooks = [getattr(m, kind) for m in self.layers.modules() for kind in HOOKS]
             self._parameters = list(self.layers.parameters())
+            # asked once: in small models the host's work decides, and the answer stays
+            self._fit = self._fits(hidden)
         alone = plan.mesh.sequence_parallel_size == 1 and not plan.prefix_calls
-        if not alone or self._owner() or any(self._hooks) or not self._fits(hidden):
+        if not alone or self._owner() or any(self._hooks) or not self._fit:
             return None
         places = [p.data_ptr() for p in self._parameters]
         if places != self._places:

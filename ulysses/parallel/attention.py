@@ -50,9 +50,9 @@ PROOF_ERROR = 2e-2  # of a tensor's norm; half-precision kernels reach 2e-3 to 4
 class UlyssesAttention(nn.Module):
     """Attend to whole documents while every rank holds only its tokens. The module has no parameters.
 
-    `kernel` is "auto" or a name from kernels/choice.py. `mesh=None` is plain attention in this process. Scores are multiplied
-    by `softmax_scale`, head_dim^-0.5 by default; with a `window` a token attends to itself and the window - 1 tokens
-    before it in its document. A call may say otherwise.
+    `kernel` is "auto" or a name from kernels/choice.py. `mesh=None` is plain attention in this process. Scores are
+    multiplied by `softmax_scale`, head_dim^-0.5 by default; with a `window` a token attends to itself and the
+    window - 1 tokens before it in its document. A call may say otherwise.
     Raises ValueError for an unknown kernel, and if the heads do not fit the mesh or the window has no token.
     """
 

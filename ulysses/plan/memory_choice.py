@@ -21,8 +21,10 @@ from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, PlannedStep, pack_step
 from ulysses.environment import local_world_size
 from ulysses.memory.levels import LayerMemory
-from ulysses.plan.model_size import Model
 from ulysses.memory.offload import Offloader
+from ulysses.parallel.layout import squares
+from ulysses.parallel.mesh import divisors, gather
+from ulysses.plan.model_size import Model
 from ulysses.plan.planner import (
     CPU_FLOPS,
     GAIN,
@@ -37,10 +39,8 @@ from ulysses.plan.planner import (
     step_flops,
     step_seconds,
 )
-from ulysses.parallel.layout import squares
-from ulysses.parallel.mesh import divisors, gather
-from ulysses.run.metrics import device_peaks
 from ulysses.registry import stage_of
+from ulysses.run.metrics import device_peaks
 from ulysses.stages.base import AuxiliaryModel
 
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given

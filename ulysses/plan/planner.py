@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
 from ulysses.memory.levels import LEVELS
-from ulysses.plan.model_size import BITS, Model
 from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.tiling import EXPERT_TILES, TILE_ROWS, tile_rows
 from ulysses.parallel.layout import head_layout, squares
+from ulysses.plan.model_size import BITS, Model
 from ulysses.stages.base import PlannedRollout
 
 GIB = 1 << 30

@@ -32,7 +32,14 @@ from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
 from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
-from ulysses.stages.base import AuxiliaryModel, MetricSums, PlannedRollout, Requirements, Run, Term
+from ulysses.stages.base import (
+    AuxiliaryModel,
+    MetricSums,
+    PlannedRollout,
+    Requirements,
+    Run,
+    Term,
+)
 from ulysses.stages.referenced import ReferencedStage
 
 ROLLOUT = "rollout.safetensors"

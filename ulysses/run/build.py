@@ -24,12 +24,12 @@ from models.quantized import dense, pack
 from ulysses.config.schema import Config
 from ulysses.data.cache import content_digest
 from ulysses.memory.levels import LayerMemory
-from ulysses.plan.planner import Workload
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import keyed_generator
 from ulysses.plan.memory_choice import layer_memory, plain_model
-from ulysses.run.optim import adamw, parameter_groups
+from ulysses.plan.planner import Workload
 from ulysses.registry import stage_of
+from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 from ulysses.zero.settings import derive

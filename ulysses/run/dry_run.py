@@ -7,22 +7,13 @@ import math
 
 import torch
 
+from ulysses.check.preflight import Prepared, prepare
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
-from ulysses.plan.planner import (
-    CPU_FLOPS,
-    GIB,
-    Machine,
-    Workload,
-    predict,
-    step_flops,
-    step_seconds,
-)
-from ulysses.run.checkpoint import resume_point
 from ulysses.plan.memory_choice import (
     ASSUMED_GIB,
     choose_memory,
@@ -33,8 +24,17 @@ from ulysses.plan.memory_choice import (
     planned_machine,
     planner_run,
 )
+from ulysses.plan.planner import (
+    CPU_FLOPS,
+    GIB,
+    Machine,
+    Workload,
+    predict,
+    step_flops,
+    step_seconds,
+)
+from ulysses.run.checkpoint import resume_point
 from ulysses.run.metrics import cpu_flops, slow_products
-from ulysses.check.preflight import Prepared, prepare
 
 # exit code of a right configuration that names something which is not on this machine
 ABSENT = 3

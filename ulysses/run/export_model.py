@@ -39,9 +39,9 @@ from ulysses.config.schema import Config
 from ulysses.data.read.chat import SPECIAL_NAMES
 from ulysses.data.read.sources import parse_sources
 from ulysses.disk import check_apart, check_files, check_replaceable, whole_folder
+from ulysses.registry import stage_of
 from ulysses.run.checkpoint import read_run_state
 from ulysses.run.metrics import logged
-from ulysses.registry import stage_of
 from ulysses.zero.state import SavedSlices
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.random_keys import seed_of
 from ulysses.run.checkpoint import check_share, read_run_state, save_checkpoint
-from ulysses.watch.failure import grace_note
 from ulysses.run.metrics import MetricsLog, device_peaks
 from ulysses.run.optim import learning_rate
-from ulysses.watch.watch import Watch
 from ulysses.stages.base import MetricSums, Stage, StepBatches
+from ulysses.watch.failure import grace_note
+from ulysses.watch.watch import Watch
 from ulysses.zero.state import load_state
 
 LOOK_AT = 8  # the step at which it is told if the host is too slow: kernels are compiled and graphs recorded by then

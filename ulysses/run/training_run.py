@@ -14,17 +14,15 @@ import torch.distributed as dist
 
 from models.decoder import VALUE
 from ulysses import environment
+from ulysses.check.agreement import agree, facts_of, hold_output
+from ulysses.check.continuation import changes, digests_of_inputs
+from ulysses.check.kernel_proof import prove_once
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.disk import replace_file
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.check.agreement import agree, facts_of, hold_output
-from ulysses.run.build import build_engine
-from ulysses.run.checkpoint import clear_run_folder, restarts
-from ulysses.check.continuation import changes, digests_of_inputs
-from ulysses.run.export_model import export_model, save_tokenizer
-from ulysses.check.kernel_proof import prove_once
 from ulysses.plan.memory_choice import (
     choose_memory,
     memory_line,
@@ -32,12 +30,14 @@ from ulysses.plan.memory_choice import (
     planner_run,
     this_machine,
 )
+from ulysses.run.build import build_engine
+from ulysses.run.checkpoint import clear_run_folder, restarts
+from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.metrics import MetricsLog, model_flops, slow_products
 from ulysses.run.optim import gradient_policies
-from ulysses.check.preflight import prepare
 from ulysses.run.trainer import Trainer
-from ulysses.watch.watch import Watch
 from ulysses.stages.base import AuxiliaryModel
+from ulysses.watch.watch import Watch
 from ulysses.zero.construct import (
     end_distributed,
     initialize_distributed,

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..layout import Segments
 from . import short
 from .document import (
     CPU,
@@ -40,7 +41,6 @@ from .document import (
     run_backward,
     run_forward,
 )
-from ..layout import Segments
 
 VARLEN = ("flash4", "torch")  # on a GPU; the others take document by document
 HOPPER = 9  # its major compute capability

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .document import Gradients, Inputs, Results, empty_gradients
 from ..layout import Segments
+from .document import Gradients, Inputs, Results, empty_gradients
 
 try:
     import triton

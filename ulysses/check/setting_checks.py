@@ -15,8 +15,8 @@ from ulysses import environment
 from ulysses.config.schema import Config
 from ulysses.config.section import CREDENTIALS, error_context, refuse
 from ulysses.parallel.mesh import divisors
-from ulysses.run.optim import gradient_policies
 from ulysses.registry import STAGES, stage_of
+from ulysses.run.optim import gradient_policies
 from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
