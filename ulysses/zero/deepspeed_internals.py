@@ -87,6 +87,12 @@ class ShardedWeights:
         # would never learn either order.
         self._forward_only = copy.copy(self._offload.param_coordinator)
         self._forward_only._clear_trace_structures()
+        # Each slice was cut off between large allocations; side by side they leave no holes in the GPU's memory.
+        trained = [p for p in model.parameters() if p.requires_grad]
+        own = [own_slice(p)[0] for p in trained]
+        if own and not own[0].is_pinned():
+            for p, part in zip(trained, torch.cat(own).split([len(x) for x in own])):
+                p.ds_tensor.data = part  # type: ignore[attr-defined]
         self._begun: deque[torch.cuda.Event] = deque()
         if torch.cuda.is_available():
             for unit in units:
