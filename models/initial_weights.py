@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.decoder import empty_model, init_parameter
+from models.decoder import VALUE, empty_model, init_parameter
 from models.hf_format import WeightFiles
 from models.quantized import dense, pack
 from ulysses.parallel.random_keys import keyed_generator
@@ -38,7 +38,7 @@ class InitialWeights:
         self.paths = self.files.paths if self.files else []
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
-        plain = name.removeprefix("value.")  # models.decoder.PolicyValue
+        plain = name.removeprefix(VALUE)
         plain = plain.replace(".base_layer.", ".")  # models.lora
         stop, device = start + out.numel(), out.device
         if out.dtype == torch.uint8:

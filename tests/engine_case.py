@@ -28,7 +28,7 @@ from ulysses.registry import stage_class, stage_of
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import initialize_distributed
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine
 
 SHAPE = ModelConfig.from_hf(
     tiny_config(rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.1)
@@ -269,7 +269,7 @@ class CaptureChain(GradientPolicyChain):
         return {"grad_norm": gradients.norm()}
 
 
-def zero_engine(case: Case, **how: Any) -> tuple[ZeroEngine, ParallelMesh]:
+def zero_engine(case: Case, **how: Any) -> tuple[TrainedEngine, ParallelMesh]:
     """Build the case's engine on this rank; all ranks call it together."""
     initialize_distributed()
     mesh = ParallelMesh(

@@ -30,7 +30,7 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine, ZeroEngine
 
 Normaliser = Literal[
     "tokens", "chosen_tokens", "pairs", "examples"
@@ -219,7 +219,7 @@ class Run(Protocol):
     """
 
     inputs: Checked
-    engine: ZeroEngine
+    engine: TrainedEngine
     memory: MemoryChoice
     mesh: ParallelMesh
     train_data: TokenizedDataset
@@ -249,7 +249,7 @@ class Stage:
     sequence_fields: ClassVar[tuple[str, ...]] = ()
 
     config: Config
-    model: ZeroEngine | None = None
+    model: TrainedEngine | None = None
     mesh: ParallelMesh | None = None
 
     # ---------------------------------------------------------------- checks
