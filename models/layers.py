@@ -9,13 +9,14 @@ adapter or watched by a hook is called as a module, and sees every use.
 Shapes: S local tokens, D width.
 """
 
-from functools import partial
+from functools import cache, partial
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models.arch import ModelConfig
+from models.arch import LayerKind, ModelConfig
 from models.mlp import MLP
 from models.modules import Linear, MakeLinear, RMSNorm
 from models.ops.gated_mlp import GatedMLP
@@ -23,6 +24,7 @@ from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.levels import LayerNode, Mixer, Pair, Rope
 from ulysses.memory.offload import Offloader
+from ulysses.memory.size import FeedForwardSize, LayerSize, MixerSize, Setting
 from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 
@@ -31,14 +33,10 @@ class DecoderLayer(nn.Module):
     """One layer on this rank's tokens; ZeRO-3 gathers it as a whole.
 
     forward(hidden [S, D], the tables (cos, sin) of its kind, plan) -> hidden [S, D]; `plan` is the batch's attention
-    plan, `pair` what this layer shares with its neighbour at level "pair". `recompute`, `mlp_tile` and `offloader`
-    decide what its graph keeps; `Decoder.set_memory` sets them. With a hook on the mixer, or on the attention inside,
+    plan, `pair` what this layer shares with its neighbour at level "pair". `set_memory` says what its graph keeps,
+    before the first forward. With a hook on the mixer, or on the attention inside,
     the graph keeps everything, because only a call of the whole module runs the hook.
     """
-
-    recompute: str
-    mlp_tile: int
-    offloader: Offloader | None
 
     def __init__(
         self,
@@ -72,6 +70,10 @@ class DecoderLayer(nn.Module):
                 self.mlp = MoE(config, record, before.count("experts"), quantize)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, rule))
+
+    def set_memory(self, recompute: str, mlp_tile: int, offloader: Offloader | None) -> None:
+        """Set the level, the rows of a feed-forward's tile, and where what is kept waits, if not on the GPU."""
+        self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 
     @property
     def mixer(self) -> Mixer:
@@ -160,3 +162,33 @@ class DecoderLayer(nn.Module):
             [p for m in stage if m is not None for p in m.parameters() if p.requires_grad]
             for stage in stages
         )
+
+
+@cache
+def layer_sizes(config: ModelConfig, setting: Setting) -> tuple[LayerSize, LayerSize]:
+    """Return the mean of a model's layers, and a layer that is as large as the largest in everything."""
+    parts = [*zip(*(_part_sizes(config, kind, setting) for kind in config.layers))]
+    norms_after = sum(map(bool, config.family.norms[1::2]))
+
+    def over_layers(function: Any) -> LayerSize:
+        sizes = (type(part[0])._make(map(function, zip(*part))) for part in parts)
+        return LayerSize(config.hidden_size, norms_after, *sizes)
+
+    return over_layers(fmean), over_layers(max)
+
+
+def _part_sizes(
+    config: ModelConfig, kind: LayerKind, setting: Setting
+) -> tuple[MixerSize, FeedForwardSize]:
+    """Return what the mixer and the feed-forward of a kind of layer say of themselves."""
+    match kind.mixer:
+        case "full_attention" | "sliding_attention":
+            mixer = SelfAttention.size(config, setting)
+    match kind.feed_forward:
+        case "mlp":
+            feed_forward = MLP.size(config, setting)
+        case "experts":
+            from models.moe import MoE
+
+            feed_forward = MoE.size(config, setting)
+    return mixer, feed_forward

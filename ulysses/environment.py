@@ -1,7 +1,8 @@
 """What launchers and users say through environment variables, and what libraries are told; no other file uses them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import inf
 
 LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}  # set by torchrun and by deepspeed's launcher
@@ -56,6 +57,18 @@ def preset(variables: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Let torch.compile leave functions as they are: to prepare it takes seconds, also where nothing is compiled."""
+    name = "TORCHDYNAMO_DISABLE"
+    before = os.environ.get(name, "")
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ[name] = before
+
+
 def silence_tokenizers() -> None:
     """Keep tokenizers from threads of their own, which do not survive a fork, whatever the user has set."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -89,6 +102,11 @@ def store_address() -> str:
 def may_restart() -> bool:
     """Return whether torchrun starts all processes again after a failure."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def error_file() -> str | None:
+    """Return the file in which torchrun looks for why this process ended; None without torchrun."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 
 def grace_seconds() -> float:

@@ -248,7 +248,7 @@ def run_steps(case: PpoCase) -> tuple[list[dict[str, float]], Rollout, Any]:
     """Take six real steps on real rollouts; returns metrics, the last rollout and the gradients."""
     trainer, chain = build_trainer(case)
     metrics = [trainer.train_step() for _ in range(6)]
-    return metrics, trainer.loader.rollout, chain.steps if dist.get_rank() == 0 else []
+    return metrics, trainer.stage.maker.rollout, chain.steps if dist.get_rank() == 0 else []
 
 
 def real(advantage: str = "gae", **how: Any) -> PpoCase:
@@ -321,7 +321,7 @@ def test_gathering_for_the_sampler_leaves_training_as_it_was():
 def weights_of_steps(case: PpoCase) -> list[torch.Tensor]:
     """The weights before the steps of the last rollout and after each of them."""
     trainer, _ = build_trainer(case)
-    trainer.step, weights = 8, trainer.engine.partition.masters[0]
+    trainer.step, weights = 8, trainer.engine.sub_groups[0].master
     found = [weights.detach().clone()]
     for _ in range(4):
         trainer.train_step()
@@ -340,7 +340,7 @@ def test_a_step_without_anything_to_train_leaves_the_weights_alone():
 def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
     """The scores of three answers by the frozen engine, and by the plain model one answer at a time."""
     trainer, _ = build_trainer(PpoCase(sp=2, options=REAL))
-    maker, source = trainer.loader, HostWeights(SHAPE, 4)
+    maker, source = trainer.stage.maker, HostWeights(SHAPE, 4)
     maker.scorer = frozen_engine(lambda: RewardModel(SHAPE, maker.mesh), source)
     maker.config, maker.reward = PpoSection(reward="models/rm"), None
     rollout = maker.answer(0, prompts(), [3, 1, 5])

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
 from tests.harness import (
     AS_LARGE,
     PATIENCE,
@@ -107,22 +109,27 @@ def run(launcher: str, arguments: list[str], processes: int = 1, *, agents: int 
 
 
 class Ranks(Processes):
-    """Processes of one run without a launcher.
+    """Processes of one run without a launcher, or under torchrun's agent, which is then the only one of `processes`.
 
     Args:
         before: called in every process with its rank before the script starts: where a test plants a fault.
         script: what they run.
+        restarts: how often an agent starts them again.
     """
 
     def __init__(
         self, arguments: list[Any], processes: int, logs: Path | None = None, before: Any = None,
-        script: str = "train.py",
+        script: str = "train.py", restarts: int = 0,
     ) -> None:  # fmt: skip
         preload("torch.utils.tensorboard", "tqdm", "models.lora", "ulysses.run.training_run")
         self.logs = logs or Path(tempfile.mkdtemp(prefix="logs-", dir=CACHE.name))
         self.logs.mkdir(parents=True, exist_ok=True)
         line = [script, *map(str, arguments)]
-        super().__init__(_become_rank, processes, free_port(), line, self.logs, before)
+        setting = free_port(), line, self.logs, before
+        if restarts:
+            super().__init__(_become_agent, 1, *setting, processes, restarts)
+        else:
+            super().__init__(_become_rank, processes, *setting)
 
     def wait(self, timeout: float = PATIENCE) -> Outcome:
         """Wait for the end, and fail if it does not come in time."""
@@ -142,25 +149,43 @@ def ranks(arguments: list[Any], processes: int, *, code: int = 0, **more: Any) -
     return Ranks(arguments, processes, **more).wait().check(code)
 
 
+def run_script(text: str, folder: Path) -> Outcome:
+    """Run a program of its own in a folder, on a forked process, to its end, which is a good one."""
+    file = Path(tempfile.mkdtemp(prefix="script-", dir=CACHE.name)) / "script.py"
+    file.write_text(text)
+    return ranks([], 1, script=str(file), before=lambda _: os.chdir(folder))
+
+
+def _become_agent(
+    _: int, __: int, port: int, line: list[str], logs: Path, before: Any, processes: int, restarts: int
+) -> None:  # fmt: skip
+    """Do what torchrun does for train.py, but fork the processes, which it tells by the environment who they are."""
+
+    def rank() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _prepare(int(os.environ["RANK"]), logs, before)
+        from ulysses.train import main
+
+        if code := main(line[1:]):  # a good end has a value, for which the agent waits
+            os._exit(code)
+
+    os.environ.update(environment())
+    config = LaunchConfig(
+        1, 1, processes, run_id=f"run{port}", rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}",
+        max_restarts=restarts, start_method="fork",
+    )  # fmt: skip
+    elastic_launch(config, rank)()
+
+
 def _become_rank(
     rank: int, world: int, port: int, line: list[str], logs: Path, before: Any
 ) -> None:
     code = 1
     try:
-        for name, number in (("out", 1), ("err", 2)):
-            os.dup2(
-                os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number
-            )
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        os.environ.update(environment())
-        hide_gpus()
         if world > 1 or line[0] != "train.py":  # which alone starts without a launcher
             set_rank(rank, world)
             os.environ["MASTER_PORT"] = str(port)
-        os.chdir(ROOT)
-        begin_rank()
-        if before is not None:
-            before(rank)
+        _prepare(rank, logs, before)
         sys.argv = line
         runpy.run_path(
             str(ROOT / line[0]), run_name="__main__"
@@ -171,6 +196,21 @@ def _become_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _prepare(rank: int, logs: Path, before: Any) -> None:
+    """Let this process print into files of its own and look at nothing of the tests' process."""
+    for name, number in (("out", 1), ("err", 2)):
+        os.dup2(
+            os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number
+        )
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.environ.update(environment())
+    hide_gpus()
+    os.chdir(ROOT)
+    begin_rank()
+    if before is not None:
+        before(rank)
 
 
 def plant_in_losses(fault: Callable[[int, Callable[[], Any]], Any]) -> None:

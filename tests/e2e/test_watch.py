@@ -12,19 +12,21 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.e2e.drills import Drills
-from tests.e2e.launch import ROOT, Ranks, plant_in_losses, tiny
-from tests.harness import PATIENCE, STUCK, until
+from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, tiny
+from tests.harness import PATIENCE, STUCK, Processes, until
+from ulysses.check.checkpoint_folders import resume_point
 from ulysses.config.schema import RunSection
-from ulysses.run.checkpoint import resume_point
+from ulysses.watch.correspondence import Correspondence
 from ulysses.watch.failure import grace_note, report_failure
 from ulysses.watch.watch import Watch
 
@@ -140,42 +142,51 @@ def test_no_process_group_gives_up_before_the_watch(tmp_path):
     assert len(re.findall(r"^limits [3-9] \{1\}$", printed, re.M)) == 2
 
 
-def test_what_the_watch_reads_itself_is_no_progress(monkeypatch):
-    """As many beats as a stuck save may take pass in a second or two: it reads its own counters in each."""
-    monkeypatch.setattr("ulysses.watch.watch.BEAT_SECONDS", 0.005)
+def test_what_the_watch_reads_itself_is_no_progress():
+    """It reads its own counters in each beat."""
     store, alive = dist.HashStore(), "ulysses/alive/0"
     watch = Watch()
     watch.phase("save")
     watch.start(lambda: store)
-    assert until(lambda: store.check([alive]) and json.loads(store.get(alive))[2] > 2)
+    assert until(lambda: store.check([alive]) and json.loads(store.get(alive))[2] > 4)
     watch.stop()
 
 
-def test_an_error_is_told_on_its_own_line_although_the_store_does_not_answer(
-    monkeypatch, capsys
-):
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_store_that_does_not_answer_keeps_no_error_from_being_told(alone, capsys):
+    """But who only cannot reach another process says nothing."""
+
     def refuse(*_: Any) -> None:
         raise dist.DistStoreError
 
-    mute = SimpleNamespace(add=refuse, set=refuse, get=refuse)
-    monkeypatch.setattr("ulysses.watch.failure.common_store", lambda: mute)
+    mute: Any = SimpleNamespace(add=refuse, set=refuse, get=refuse)
+    Correspondence(mute).tell("error: rank 0, full", alone=alone)
+    assert capsys.readouterr().err == "\nerror: rank 0, full\n" * alone
+
+
+def test_an_error_without_a_text_is_told_on_its_own_line(capsys):
     report_failure(MemoryError(), debug=False)
     told = "error: rank 0, MemoryError: no reason is given; has this process no memory left?"
     assert capsys.readouterr().err.endswith(f"\n\n{told}\n")
 
 
-def test_a_run_outside_of_with_ends_no_program(monkeypatch):
+def test_a_run_outside_of_with_ends_no_program(capfd):
     """It does not belong to the run how long a program looks at its data; once it enters, it does."""
-    ended: list[Any] = []
-    monkeypatch.setattr(Watch, "_end", lambda self, _: ended.append(self.stop()))
-    watch = Watch(0, 1)
-    watch.phase("tokenising")
-    watch.pause()
-    watch.start(dist.HashStore)
-    time.sleep(3)
-    assert not ended
-    watch.phase("start")
-    assert until(lambda: ended)
+
+    def program(*_: Any) -> None:
+        watch = Watch(0, 1)
+        watch.pause()
+        watch.start(dist.HashStore)
+        time.sleep(3)
+        print("still here", flush=True)
+        watch.phase("start")
+        time.sleep(STUCK)
+
+    run = Processes(program, 1)
+    run.end()
+    said = capfd.readouterr()
+    assert run.codes == [1] and said.out == "still here\n"
+    assert "error: rank 0 on" in said.err and "has not moved since start" in said.err
 
 
 def test_a_deleted_run_folder_is_told(tmp_path):
@@ -281,29 +292,66 @@ def test_an_error_while_saving_names_the_step_that_was_saved(tmp_path):
 
 
 def test_torchrun_starts_a_run_again_and_it_continues(tmp_path):
-    assert "recovered" in Drills(60, tmp_path).restarts("1", times=1)[1]
+    """All attempts share one store."""
+
+    def before(rank: int) -> None:
+        def killed(taken: int, compute: Any) -> Any:
+            if taken == 3 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return compute()
+
+        plant_in_losses(killed)
+
+    line = tiny("sft", tmp_path / "run", "--run.save_every 2 --run.export false")
+    outcome = Ranks(line, 2, before=before, restarts=2).wait().check()
+    assert "resumed " in outcome.stdout
+    assert re.search(IS_GONE.format(r"step \d, \w+"), *outcome.errors)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
 def test_a_reward_that_ends_all_processes_is_told_of(tmp_path):
-    assert "has ended before the run" in Drills(60, tmp_path).silent("python")[1]
+    run = Ranks(tiny("ppo", tmp_path / "run", "--ppo.reward tests.e2e.drills:leave"), 1)
+    assert run.wait().code == 0
+    assert until(lambda: "error: rank 0 on" in (run.logs / "0.err").read_text())
 
 
 @pytest.mark.parametrize(
-    "word, lives, says", [("", 0, True), ("told", 0, False), ("", 9, False)]
+    "word, launcher, says",
+    [
+        ("", "true", True),
+        ("told", "true", False),
+        ("", "exec sleep 3", True),  # a slow one
+        ("", f"sleep {STUCK} & wait", False),
+    ],
 )
-def test_the_witness_speaks_if_nobody_else_can(word, lives, says):
-    """Nobody has told the reason, and the launcher has ended before the other processes could."""
-    launcher = subprocess.Popen(["sleep", str(lives)])
-    line = f"{sys.executable} -IS {ROOT}/ulysses/watch/witness.py {launcher.pid} 1 gone"
+def test_the_witness_speaks_if_nobody_else_can(word, launcher, says):
+    """Nobody has told the reason, and no process is left that could."""
+    shell = subprocess.Popen(["sh", "-c", launcher], start_new_session=True)
+    line = f"{sys.executable} -IS {ROOT}/ulysses/watch/witness.py {shell.pid} 1 gone"
     done = subprocess.run(line.split(), input=word, capture_output=True, text=True, check=True)
-    launcher.kill()
-    launcher.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(shell.pid, signal.SIGKILL)
+    shell.wait()
     assert done.stderr == "\ngone\n" * says
 
 
 def test_ranks_whose_launcher_is_gone_save_and_end(tmp_path):
-    """The front process of deepspeed's alone, which is what a user kills."""
-    assert "saved step-" in Drills(60, tmp_path).asked("deepspeed", "SIGKILL")[1]
+    """As under deepspeed, whose launcher has another one in front of it, which is what a user kills."""
+
+    def before(rank: int) -> None:
+        os.environ["CROSS_SIZE"] = "1"
+        slow_steps(rank)
+
+    front = Processes(
+        lambda *_: Processes(lambda *_: training(tmp_path, before).wait(), 1).end(), 1
+    )
+    file = tmp_path / "run/metrics.jsonl"
+    front.until(lambda: file.exists() and file.read_text().count("\n") > 1)
+    [launcher] = psutil.Process(front.processes[0].pid).children()
+    ranks = launcher.children()
+    front.send(signal.SIGKILL)
+    assert until(lambda: not any(map(psutil.Process.is_running, ranks))) and len(ranks) == 2
+    assert len(saved(tmp_path)) == 1
 
 
 def test_restarts_and_overwriting_exclude_each_other(tmp_path, monkeypatch):

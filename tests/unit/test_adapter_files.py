@@ -16,6 +16,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
+from models.initial_weights import InitialWeights
 from models.lora import add_adapters, base_name, is_adapter, save_adapters
 from models.quantized import dense, pack, unpack
 from tests.family_case import FAMILIES
@@ -23,7 +24,6 @@ from tests.model_folder import tiny_config, write_model
 from ulysses import export
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.disk import write_json
-from ulysses.run.build import InitialWeights
 
 SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=64, hidden_size=16))
 
@@ -201,22 +201,24 @@ def test_merging_onto_the_original_weights_says_how_far_they_are(base, tmp_path,
 
 
 def test_the_same_adapters_give_the_same_bytes(base, tmp_path):
-    """In processes that order sets and tables otherwise."""
+    """Each table has an order of its own, and sets have one in each process."""
     code = f"""
-import sys, torch
+import torch
 from pathlib import Path
 from models.lora import save_adapters
 from ulysses.config.schema import LoraSection, ModelSection
 section = ModelSection(path={str(base)!r}, lora=LoraSection(rank=2), quantize="nf4")
-save_adapters(Path(sys.argv[1]), {{"model.q_proj.lora_A.default.weight": torch.ones(2, 3)}}, section, reward=True)
+adapters = {{"model.q_proj.lora_A.default.weight": torch.ones(2, 3)}}
+for name in names:
+    (Path({str(tmp_path)!r}) / name).mkdir()
+    save_adapters(Path({str(tmp_path)!r}) / name, adapters, section, reward=True)
 """
-    for seed in range(4):
-        (tmp_path / str(seed)).mkdir()
-        line = [sys.executable, "-c", code, str(tmp_path / str(seed))]
-        subprocess.run(line, env=os.environ | {"PYTHONHASHSEED": str(seed)}, check=True)
+    exec(code, {"names": "0123"})
+    env = os.environ | {"PYTHONHASHSEED": "1"}
+    subprocess.run([sys.executable, "-c", f"names = '4'\n{code}"], env=env, check=True)
     first, *others = (
-        {path.name: path.read_bytes() for path in (tmp_path / str(seed)).iterdir()}
-        for seed in range(4)
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in "01234"
     )
     assert len(first) == 2 and all(found == first for found in others)
     assert load_file(tmp_path / "0/adapter_model.safetensors")

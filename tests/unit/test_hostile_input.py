@@ -19,11 +19,11 @@ from models.hf_format import WeightFiles, copy_side_files, write_weights
 from tests import data_case
 from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import made_tokenizer
-from ulysses.check.preflight import check_weights
+from ulysses.check.input_files import check_weights
 from ulysses.config.section import ConfigError, error_context
 from ulysses.data import DataError
 from ulysses.data.read import templates
-from ulysses.data.read.chat import TextEncoder
+from ulysses.data.read.tokenizer import TextEncoder
 from ulysses.data.serve.preview import preview_examples
 from ulysses.disk import write_json
 

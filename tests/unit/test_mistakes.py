@@ -8,6 +8,7 @@ from tests.tiny_tokenizer import write_rows
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import check, parse_command_line
 from ulysses.config.section import ConfigError
+from ulysses.run.build import open_data
 from ulysses.run.dry_run import dry_run, inspect
 
 BASE = "--stage dpo --model.path m --run.steps 3"
@@ -168,17 +169,18 @@ MISTAKES = {
     "SFT --data.train {\"path\":\"x\",\"weight\":Infinity}": "data source x: weight: Input should be a finite number",
     "DEMO --dpo.loss_type [\"sigmoid\",\"sft\"]": "or set dpo.sft_weight",
     "DEMO --dpo.loss_type [\"sigmoid\",\"hinge\"] --dpo.loss_weights [1]": "names 2 losses and loss_weights has 1",
-    "DEMO --gradients.preset pro": "is 'pro': input should be 'default', 'steady' or 'ulysses-pro'",
+    "DEMO --gradients.preset pro": "is 'pro': input should be 'default' or 'ulysses-pro'",
+    "DEMO --gradients.preset steady": 'no better than clipping; use "default"',
     "DEMO --gradients.policies {\"policy\":\"clip\"}": "gradients.policies",
     "DEMO --gradients.policies [{\"max_norm\":1.0}]": "policies[0]: policy is None but must be one of stop_on_non_",
     "DEMO --gradients.policies [{\"policy\":\"clip_global_norm\",\"max_nrom\":1}]":
         "has no setting 'max_nrom'; it has max_norm, together",
-    "DEMO --gradients.policies [{\"policy\":\"zclip\"},{\"policy\":\"zclip\",\"first\":[]}]":
-        "gradients.policies[1]: zclip has no setting 'first'; it has threshold, decay, warmup",
+    "DEMO --gradients.policies [{\"policy\":\"skip_spike\"},{\"policy\":\"skip_spike\",\"recent\":[]}]":
+        "gradients.policies[1]: skip_spike has no setting 'recent'; it has sigma, window, warmup",
+    "DEMO --gradients.policies [{\"policy\":\"zclip\"}]": "zclip has gone, use clip_global_norm",
     "DEMO --gradients.policies [{\"policy\":\"clip_global_norm\",\"max_norm\":-1}]": "max_norm is -1 but must be",
     "DEMO --gradients.policies [{\"policy\":\"skip_spike\",\"window\":4,\"warmup\":8}]": "2 <= warmup <= window",
-    "DEMO --gradients.policies [{\"policy\":\"zclip\",\"decay\":\"much\"}]": "not supported between",
-    "DEMO --gradients.policies [{\"policy\":\"zclip\",\"decay\":1.0}]": "decay must be below 1",
+    "DEMO --gradients.policies [{\"policy\":\"skip_spike\",\"sigma\":\"much\"}]": "not supported between",
     "DEMO --gradients.policies [{\"policy\":\"gradient_noise\"}]": "exactly one of them must be set",
     "DEMO --gradients.policies [{\"policy\":\"gradient_noise\",\"sigma\":1,\"ratio\":1}]": "exactly one of them must",
     "DEMO --data.train PLACE/none.jsonl": "none.jsonl does not exist",
@@ -226,7 +228,6 @@ MISTAKES = {
     "SFT --run.output s3://user:secret@bucket/x": "is an address, but a path on this machine is needed",
     "SFT --run.seed https://user:secret@wandb.host": "run.seed is 'https***'",
     "https://user:secret@host": "has no key before it",
-    "PPO --ppo.reward ulysses.training.rewards:gsm8k_reward": "it has moved: write ulysses.rl.rewards:gsm8k_reward",
     "PPO --ppo.dual_clip 1.2": "ppo: dual_clip is 1.2 but must be above 1 + clip_high, 1.2",
     "PPO --ppo.policy_loss cispo --ppo.dual_clip 3.0": "only the kind clip has it",
     "PPO --ppo.advantage group": "ppo.answers_per_prompt is 1",
@@ -274,7 +275,7 @@ def typed(line, place):
 def test_one_sentence(line, place, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ConfigError) as caught:
-        prepare(parse_command_line(typed(line, place)).config).open_data()
+        open_data(prepare(parse_command_line(typed(line, place)).config))
     sentence = str(caught.value)
     assert MISTAKES[line].replace("PLACE", str(place)) in sentence
     assert "\n" not in sentence and len(sentence) < 600 and "secret" not in sentence
@@ -314,7 +315,7 @@ def test_files_as_other_systems_write_them(encoding, tmp_path):
 def test_deep_columns(place, tmp_path):
     train = {"path": str(place / "chats.jsonl"), "columns": {"messages": "conv.messages"}}
     line = tiny("sft", tmp_path / "run", data__train=train)
-    train, _ = prepare(parse_command_line(line).config, 1).open_data()
+    train, _ = open_data(prepare(parse_command_line(line).config, 1))
     assert len(train) == 1
 
 

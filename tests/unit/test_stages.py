@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from models.arch import ARCHITECTURES
+from models.initial_weights import InitialWeights
 from tests.e2e.launch import ROOT
 from tests.engine_case import FROZEN, dataset
 from tests.shuffled_loader import ShuffledLoader
@@ -15,12 +16,12 @@ from tests.stage_case import STAGE_CASES
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import KtoSection
+from ulysses.data.cache import content_digest
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.registry import STAGES, stage_of
-from ulysses.run.build import InitialWeights
 from ulysses.stages.kto import KtoStage, weight_hint
 from ulysses.stages.referenced import mismatched_lengths, pairs_of_run, read_reference
 from ulysses.stages.rm import RmStage
@@ -60,6 +61,31 @@ def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
     shape = replace(ARCHITECTURES["llama3-8b"], eos_token_id=tuple(eos), pad_token_id=9)
     config = check({"stage": "rm"})
     assert RmStage(config).exported_config(shape, tokenizer).pad_token_id == expected
+
+
+EMPTY = [
+    *((name, {}) for name in STAGE_CASES if callable(STAGE_CASES[name].formula)),
+    ("dpo", {"ld_alpha": 0.3}),
+]
+
+
+@pytest.mark.parametrize("name, options", EMPTY)
+def test_a_group_without_data_has_the_columns_of_the_others(name, options):
+    """Its losses are sums over nothing, which read the same columns."""
+    stage, data = stage_of(check({"stage": name, name: options})), dataset(name)
+    loader = StepLoader(data, 1, tokens_per_microbatch=1000, data_parallel_size=2)
+    device = SimpleNamespace(device=CPU)
+    packs = [
+        replace(stage, model=device, mesh=ParallelMesh(1))
+        .read(replace(loader, dp_rank=i), 0)
+        .batches[0]
+        for i in range(2)
+    ]
+    assert [pack.num_sequences > 0 for pack in packs] == [True, False]
+    for columns in ("token_columns", "sequence_columns"):
+        full, empty = ({k: x.dtype for k, x in getattr(p, columns).items()} for p in packs)
+        assert full == empty
+    assert packs[1].num_valid == 0 and packs[1].tokens.tolist() == [0]
 
 
 # How many are good and bad, their weights, and what is said.
@@ -169,7 +195,7 @@ def test_a_content_digest_sees_every_tensor(tmp_path):
 
     def fingerprint():
         save_file(tensors, tmp_path / "model.safetensors")
-        return InitialWeights(None, 0, tmp_path).content(tmp_path / "cache")
+        return content_digest(InitialWeights(None, 0, tmp_path).paths, tmp_path / "cache")
 
     found = {fingerprint(), fingerprint()}
     for name, place in (("b.small", 3), ("c.large", 1_000_005)):

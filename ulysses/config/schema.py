@@ -12,8 +12,10 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from ulysses.config import stage_sections as stages
 from ulysses.config.section import LOCAL, Place, PlaceOrName, PlaceOrWord, Section, TemplateName
@@ -174,12 +176,21 @@ class OptimizerSection(Section):
 
 
 class GradientsSection(Section):
-    preset: Literal["default", "steady", "ulysses-pro"] = "default"
+    preset: Literal["default", "ulysses-pro"] = "default"
     """Named chain of gradient policies; "default" stops on gradients that are not finite and clips their norm."""
     max_norm: NonNegativeFloat = 1.0
     """Global norm to which the preset clips the gradient; 0 does not clip."""
     policies: list[dict[str, Any]] = []
     """The chain written out, as tables {policy = name, ...settings}; it replaces preset and max_norm."""
+
+    @field_validator("preset", mode="before")
+    @classmethod
+    def _steady_has_gone(cls, value: Any) -> Any:
+        if value == "steady":
+            raise PydanticCustomError(
+                "gone", 'it has gone, because it trained no better than clipping; use "default"'
+            )
+        return value
 
 
 class MemorySection(Section):
@@ -236,8 +247,13 @@ class RunSection(Section):
     """Seconds without progress after which the run ends and names the process that it waits for."""
     stall_warning: NonNegativeFloat = 60.0
     """Seconds without progress after which a line names that process; 0 prints none."""
+    trackers: list[str] = ["tensorboard"]
+    """What gets the metrics besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or your own class as
+    module:Class."""
+    project: str = "ulysses"
+    """Project, or experiment, under which the services among the trackers file the run."""
     wandb: str = ""
-    """Name of a Weights & Biases project that receives the metrics; an empty name sends nothing."""
+    """Name of a Weights & Biases project: short for wandb among the trackers and this project."""
 
 
 class DeepSpeedSection(Section):

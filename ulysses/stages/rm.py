@@ -7,16 +7,17 @@ loss = -log sigmoid(s_w - s_l - margin) + center_coefficient * (s_w + s_l)^2    
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from losses.reward_model import reward_loss
 from models.arch import ModelConfig
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
+from ulysses.data.serve.dataset import Example
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.sums import sequence_last
-from ulysses.stages.base import MetricSums, Stage, Term
+from ulysses.stages.base import MetricSums, Normaliser, Stage, Term
 
 
 class RmStage(Stage):
@@ -27,7 +28,9 @@ class RmStage(Stage):
     sequences_per_example = 2
     sequence_fields = ("margin",)
 
-    def exported_config(self, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
+    def exported_config(
+        self, model_config: ModelConfig, tokenizer: PreTrainedTokenizerFast
+    ) -> ModelConfig:
         """Name a padding token that ends no sequence, or none.
 
         transformers reads the score at the last token that is not padding, so a padding token that also ends sequences
@@ -37,20 +40,19 @@ class RmStage(Stage):
         ends = pad in (*model_config.eos_token_id, tokenizer.eos_token_id)
         return replace(model_config, pad_token_id=None if ends else pad)
 
-    def sequences(self, example: Any) -> list[Sequence]:
+    def sequences(self, example: Example) -> list[Sequence]:
         found = super().sequences(example)
         return [
             replace(s, columns={"rank": place, **s.columns, "first": not place})
             for place, s in enumerate(found)
         ]
 
-    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+    def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         return {"pairs": self.on_first_rank(better(batch).sum())}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         scores, pairs = sequence_last(self.model(batch), batch), better(batch)
-        # a batch without sequences has no columns
-        margins = batch.sequence_columns.get("margin", scores.detach())
+        margins = batch.sequence_columns["margin"]
         good, bad, margins = torch.broadcast_tensors(scores[:, None], scores, margins[:, None])
         losses = reward_loss(good, bad, margins, self.table.center_coefficient) * pairs
         difference = (good - bad) * pairs  # a tie is wrong
@@ -69,7 +71,6 @@ class RmStage(Stage):
 
 def better(batch: ShardedBatch) -> Tensor:
     """Return [N, N]: whether sequence i is ranked above sequence j of the same list."""
-    nothing = batch.cu_seqlens[:0]  # a batch without sequences has no columns
-    first, ranks = (batch.sequence_columns.get(name, nothing) for name in ("first", "rank"))
+    first, ranks = (batch.sequence_columns[name] for name in ("first", "rank"))
     lists = first.cumsum(0)
     return (lists[:, None] == lists) & (ranks[:, None] < ranks)
