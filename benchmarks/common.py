@@ -26,23 +26,21 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.arch import ModelConfig
-from ulysses.check.preflight import read_shape
+from models.initial_weights import InitialWeights
+from ulysses.check.input_files import read_shape
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh, gather
-from ulysses.plan.memory_choice import (
-    choose_memory,
-    layer_memory,
-    planner_case,
-    this_machine,
-)
-from ulysses.plan.planner import GIB, Workload, step_flops
-from ulysses.run.build import InitialWeights, build_engine
-from ulysses.run.metrics import device_peaks, model_flops
-from ulysses.run.optim import gradient_policies
+from ulysses.plan.case import Plan
+from ulysses.plan.machine import GIB, device_peaks, this_machine
+from ulysses.plan.memory_choice import choose_memory, layer_memory
+from ulysses.plan.planned_run import planner_case
+from ulysses.plan.seconds import model_flops, step_flops
+from ulysses.registry import gradient_policies
+from ulysses.run.build import build_engine
 from ulysses.zero.engine import ZeroEngine
 
 FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped
@@ -124,14 +122,14 @@ def build(config: Config, device: torch.device, tokens: int, documents: int = 1)
 
 def planned(
     config: Config, shape: ModelConfig, device: torch.device, tokens: int, documents: int
-) -> Workload:
+) -> Plan:
     """Return the planner's choice for packs of so many tokens and documents; all ranks call it together."""
     config = changed(config, "data", max_length=max(8, tokens // documents))
     machine = this_machine(device, config.memory.host_memory)
     return choose_memory(planner_case(config, shape, machine, tokens))
 
 
-def remember(bench: Bench, tokens: int, documents: int = 1) -> Workload:
+def remember(bench: Bench, tokens: int, documents: int = 1) -> Plan:
     """Let the planner choose what the layers keep for such packs, as a run does; all ranks call it together.
 
     Raises ConfigError where a run would refuse.
@@ -187,7 +185,7 @@ def timed_steps(
 def measure(
     bench: Bench,
     length: int,
-    choice: Workload,
+    choice: Plan,
     *,
     documents: int = 1,
     micro_batches: int = 1,
@@ -213,8 +211,9 @@ def measure(
         name = torch.cuda.get_device_name()
     own = float(loss), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, *peaks
     losses, hosts, allocated, reserved = zip(*gather(own))
-    adapters = 0 if choice.model.is_full else choice.model.trained
-    flops = model_flops(choice.model, tokens, batch.num_squares, tokens)
+    model = choice.case.model
+    adapters = 0 if model.is_full else model.trained
+    flops = model_flops(model, tokens, batch.num_squares, tokens)
     # of each GPU: packs per second
     rate = groups * micro_batches / seconds / mesh.world_size
     # what a rank's step really computes, as the planner counts it

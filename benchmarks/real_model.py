@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 from examples.demo import read_lines, read_metrics
 from models.decoder import CausalLM
 from models.folders import read_config, resolve_model
+from models.initial_weights import InitialWeights
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.data.serve.steps import StepLoader
@@ -34,7 +35,7 @@ from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.rewards import gsm8k_reward
 from ulysses.rl.sampler import Sampler, SamplingOptions
-from ulysses.run.build import InitialWeights
+from ulysses.run.build import open_data
 
 ROOT = Path(__file__).parents[1]
 HELD_OUT = 473
@@ -305,7 +306,7 @@ def dpo(study: Study) -> None:
     config = parse_command_line(
         [], **DPO, **files, **alone, **{"data.cache": str(study.out / "cache")}
     ).config
-    train, held_out = prepare(config, 1).open_data()
+    train, held_out = open_data(prepare(config, 1))
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(study.o.model))
     loader = StepLoader(train, 32, tokens_per_microbatch=16384, seed=0)
     order = [i for step in range(loader.steps_per_epoch) for i in loader.indices(0, step)]

@@ -9,13 +9,14 @@ adapter or watched by a hook is called as a module, and sees every use.
 Shapes: S local tokens, D width.
 """
 
-from functools import partial
+from functools import cache, partial
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models.arch import ModelConfig
+from models.arch import LayerKind, ModelConfig
 from models.mlp import MLP
 from models.modules import Linear, MakeLinear, RMSNorm
 from models.ops.gated_mlp import GatedMLP
@@ -23,6 +24,7 @@ from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.levels import LayerNode, Mixer, Pair, Rope
 from ulysses.memory.offload import Offloader
+from ulysses.memory.size import FeedForwardSize, LayerSize, MixerSize, Setting
 from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 
@@ -160,3 +162,33 @@ class DecoderLayer(nn.Module):
             [p for m in stage if m is not None for p in m.parameters() if p.requires_grad]
             for stage in stages
         )
+
+
+@cache
+def layer_sizes(config: ModelConfig, setting: Setting) -> tuple[LayerSize, LayerSize]:
+    """Return the mean of a model's layers, and a layer that is as large as the largest in everything."""
+    parts = [*zip(*(_part_sizes(config, kind, setting) for kind in config.layers))]
+    norms_after = sum(map(bool, config.family.norms[1::2]))
+
+    def over_layers(function: Any) -> LayerSize:
+        sizes = (type(part[0])._make(map(function, zip(*part))) for part in parts)
+        return LayerSize(config.hidden_size, norms_after, *sizes)
+
+    return over_layers(fmean), over_layers(max)
+
+
+def _part_sizes(
+    config: ModelConfig, kind: LayerKind, setting: Setting
+) -> tuple[MixerSize, FeedForwardSize]:
+    """Return what the mixer and the feed-forward of a kind of layer say of themselves."""
+    match kind.mixer:
+        case "full_attention" | "sliding_attention":
+            mixer = SelfAttention.size(config, setting)
+    match kind.feed_forward:
+        case "mlp":
+            feed_forward = MLP.size(config, setting)
+        case "experts":
+            from models.moe import MoE
+
+            feed_forward = MoE.size(config, setting)
+    return mixer, feed_forward

@@ -13,6 +13,7 @@ from models.ops.activation import ActivateNode
 from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.ops.plain import is_plain, is_watched
+from ulysses.memory.size import FeedForwardSize, Setting
 
 
 class MLP(nn.Module):
@@ -44,3 +45,10 @@ class MLP(nn.Module):
             return None
         weights: list[Any] = [module and module.weight for module in modules]
         return GatedMLP._make((*weights, self.rule, self.activation, factor))
+
+    @staticmethod
+    def size(config: ModelConfig, setting: Setting) -> FeedForwardSize:
+        """Return what an MLP takes; adapters keep the inputs of its products as well."""
+        D, F = config.hidden_size, config.intermediate_size
+        kept = 2 * F + (D + F) * (not setting.is_full)
+        return FeedForwardSize(3 * D * F, 3 * D * F, F, 0, kept, 0, work=4 * F)

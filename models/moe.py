@@ -23,6 +23,7 @@ from models.ops.experts import (
 )
 from models.ops.norm import NormRule
 from models.ops.plain import is_plain, is_watched
+from ulysses.memory.size import FeedForwardSize, Setting
 from ulysses.memory.tiling import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch
 
@@ -236,4 +237,27 @@ class MoE(nn.Module):
             self.gate.normalise,
             self.record,
             self.place,
+        )
+
+    @staticmethod
+    def size(config: ModelConfig, setting: Setting) -> FeedForwardSize:
+        """Return what experts take, with their router."""
+        assert config.moe is not None
+        D, N, k = config.hidden_size, config.moe.num_experts, config.moe.num_experts_per_tok
+        each = 3 * config.moe.moe_intermediate_size * D
+        inner, copied = k * config.moe.moe_intermediate_size, k * D
+        # a router that is trained keeps its rows in float32 too
+        rows = D * (setting.is_full and setting.element_size < 4)
+        return FeedForwardSize(
+            parameters=N * (each + D),
+            met=k * each + N * D,
+            inner=inner,
+            copied=copied,
+            kept=2 * inner + D,
+            exact=N + 4 * k + rows,  # probabilities, and of the choice its weights and numbers
+            # two kinds of copies, and gate and up with their gradients, both twice as wide
+            work=6 * inner + 2 * copied,
+            unpacked=2 * N * (each + D) // 3,  # gate and up
+            tile_factor=EXPERT_TILES,
+            captured=0,
         )

@@ -16,6 +16,7 @@ from models.ops.plain import is_plain, is_watched
 from models.ops.project import ProjectNode
 from models.ops.rotary import RotateNode
 from ulysses.memory.levels import Rope
+from ulysses.memory.size import MixerSize, Setting
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.exchange import (
     exchange_out_backward,
@@ -24,6 +25,7 @@ from ulysses.parallel.exchange import (
     exchange_qkv_forward,
 )
 from ulysses.parallel.kernels.choice import VARLEN, resolve_kernel
+from ulysses.parallel.layout import head_layout
 
 
 class SelfAttention(nn.Module):
@@ -137,3 +139,31 @@ class SelfAttention(nn.Module):
     def stages(self) -> tuple[Sequence[nn.Module], ...]:
         """The modules of project, of the mix itself and of output."""
         return (self.q_proj, self.k_proj, self.v_proj, *self.norms), (), (self.o_proj,)
+
+    @staticmethod
+    def size(config: ModelConfig, setting: Setting) -> MixerSize:
+        """Return what softmax attention takes; keys that are copied to several ranks count on each."""
+        E, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        ranks, head_ranks = setting.ranks, setting.head_ranks
+        keys = head_layout(H, K, head_ranks).key
+        query, key, held = H * E, K * E, keys * ranks * E
+        normalised = (query + key) * (config.family.qk_norm != "none")
+        return MixerSize(
+            parameters=2 * config.hidden_size * (query + key),
+            out=query,
+            results=query,
+            exact=H,  # the log-sum-exp
+            tensors=2,
+            # queries, keys and values, the output if it is exchanged, and what the adapters of projections read
+            kept=query * (1 + (ranks > 1))
+            + 2 * held
+            + normalised
+            + config.hidden_size * (not setting.is_full),
+            restored=normalised,
+            # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these
+            work=5 * query + 8 * held,
+            packed=3 * (query + 2 * key * (ranks // head_ranks)),  # every row set has all keys
+            sent=E * (2 * H // head_ranks * (head_ranks - 1) + 2 * keys * (ranks - 1)),
+            pair_flops=2 * query,
+            cached=2 * key,
+        )

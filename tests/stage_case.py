@@ -16,6 +16,7 @@ from torch import Tensor
 
 from losses.dpo import dpo_loss
 from models.decoder import CausalLM
+from models.initial_weights import InitialWeights
 from models.lora import is_adapter
 from tests.engine_case import TEACHER, Case, trained
 from tests.memory_case import assert_same_gradients
@@ -23,7 +24,6 @@ from tests.zero_case import filled
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.build import InitialWeights
 
 
 def compared(case: Case, world: int, step: int = 0, **changes: Any) -> dict[str, float]:

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from models.initial_weights import InitialWeights
 from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
 from ulysses.config.schema import OptimizerSection
 from ulysses.gradients.gradients import Gradients, GradientSlice
-from ulysses.run.build import InitialWeights
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import ZeroEngine

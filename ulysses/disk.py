@@ -214,7 +214,7 @@ def strangers(folder: Path, record: str = RECORD) -> list[str]:
 def check_replaceable(folder: Path, record: str = RECORD) -> None:
     """Raise ValueError for a folder that holds anything but what was written there as a whole, naming what it is."""
     if found := strangers(folder, record):
-        more = f" and {len(found) - 3} more" * (len(found) > 3)
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError(
             f"{folder.absolute()} holds {', '.join(found[:3])}{more}, which no run or export wrote there, or which has "
             "changed since; move that away, or give another folder"
@@ -247,7 +247,9 @@ def replace_folder(folder: Path, new: Path | None = None, record: str = RECORD) 
 def check_apart(key: str, out: Path, read: Iterable[tuple[str, Path]]) -> None:
     """Raise ValueError if a folder to be written is, holds or lies in one of the places that settings read."""
     for setting, place in read:
-        if how := ("", "lies in", "holds", "is")[lies_in(out, place) + 2 * lies_in(place, out)]:
+        inside, around = lies_in(out, place), lies_in(place, out)
+        if inside or around:
+            how = "is" if inside and around else "lies in" if inside else "holds"
             raise ValueError(
                 f"{key} {out.absolute()} {how} {place.absolute()}, which is {setting}; give a folder apart from it"
             )

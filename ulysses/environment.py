@@ -1,7 +1,8 @@
 """What launchers and users say through environment variables, and what libraries are told; no other file uses them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import inf
 
 LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}  # set by torchrun and by deepspeed's launcher
@@ -54,6 +55,18 @@ def preset(variables: Mapping[str, str]) -> None:
     """Set variables for libraries and for processes that this one starts; what the user has set stays."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Let torch.compile leave functions as they are: to prepare it takes seconds, also where nothing is compiled."""
+    name = "TORCHDYNAMO_DISABLE"
+    before = os.environ.get(name, "")
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ[name] = before
 
 
 def silence_tokenizers() -> None:

@@ -1,20 +1,46 @@
-"""Command line of the export: `python -m ulysses.export RUN/checkpoints/step-N OUT`, or `--merge ADAPTER OUT`.
+"""Export without a run: `python -m ulysses.export RUN/checkpoints/step-N OUT`, or `--merge ADAPTER OUT`.
 
-Needs no GPU, no launcher and no process group.
+Needs no GPU, no launcher and no process group, and holds one shard or one parameter at a time.
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from ulysses.imports import explained_imports
 
 with explained_imports():
+    import torch
+    from torch import Tensor
+
     import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
-    from models.folders import ADAPTER_CONFIG, CONFIG
-    from ulysses.config.section import absolute, existing
-    from ulysses.run.export_model import export_checkpoint, merge_adapter
+    from models.arch import ModelConfig
+    from models.decoder import empty_model
+    from models.folders import ADAPTER_CONFIG, CONFIG, folder_with, read_config, resolve_model
+    from models.hf_format import (
+        GENERATION,
+        Rounding,
+        WeightFiles,
+        copy_side_files,
+        write_weights,
+    )
+    from ulysses.check.checkpoint_folders import read_run_state
+    from ulysses.config.command_line import check
+    from ulysses.config.section import ConfigError, absolute, existing
+    from ulysses.disk import (
+        check_apart,
+        check_files,
+        check_replaceable,
+        whole_folder,
+        write_json,
+    )
+    from ulysses.registry import stage_of
+    from ulysses.run.export_model import CARD, export_model
+    from ulysses.zero.state import SavedSlices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,12 +73,126 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             note = export_checkpoint(source, out, merge=merge, dtype=given.dtype)
     except (ValueError, OSError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        # which hides a key or a password in an address, such as HF_ENDPOINT's
+        print(f"error: {ConfigError(error)}", file=sys.stderr)
         return 2
     if note:
         print(f"warning: {note}", file=sys.stderr)
     print(f"exported {out}")
     return 0
+
+
+def export_checkpoint(
+    checkpoint: Path, out: Path, *, merge: bool = False, dtype: str = ""
+) -> str:
+    """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
+
+    Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights, as
+    model.lora.merge does. A base that is not of model.dtype is rounded after the adapters are added, where the run
+    rounds it before. Returns what is to be said of the weights' precision, or "".
+
+    Args:
+        dtype: of the weights: float32, the master weights, or bfloat16; by default model.dtype, in which they were
+            trained.
+
+    Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
+    checkpoint, the base of merged adapters is in no file, or `out` may not be replaced.
+    """
+    state = read_run_state(checkpoint)
+    check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})
+    model = state["config"]["model"]
+    trained, lora = model["dtype"], model["lora"]
+    written = dtype or trained
+    merge = lora["merge"] = lora["rank"] > 0 and (merge or lora["merge"])
+    # adapters are rounded once only, after they were added
+    model["dtype"] = trained if merge and dtype != "float32" else written
+    state["config"]["run"]["output"] = str(checkpoint.parent.parent)
+    config, shape = check(state["config"]), ModelConfig.from_hf(state["shape"])
+    source, stage, saved = config.model, stage_of(config), SavedSlices(checkpoint)
+    if merge and source.init == "random":  # a GPU drew other numbers
+        raise ValueError(
+            "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
+        )
+    _check_out(out, [checkpoint, config.output / "tokenizer", Path(source.path or checkpoint)])
+    model, rounded, base = empty_model(shape, reward=stage.reward), None, {}
+    if source.lora.rank:
+        from models.lora import add_adapters
+
+        add_adapters(model, source.lora)
+    elif trained > written and source.init == "pretrained" and Path(source.path).is_dir():
+        rounded, files = Rounding(torch.bfloat16), WeightFiles(Path(source.path))
+        base = files.tensors
+
+    def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            if wanted(name):
+                tensor = torch.empty(parameter.numel())
+                saved.read_into(tensor, name, "master")
+                if name in base and base[name].shape == parameter.shape:
+                    tensor = rounded(tensor, files.read(name))
+                yield name, tensor.to(getattr(torch, source.dtype)).view(parameter.shape)
+
+    if not merge:
+        return export_model(read, out, shape, config, state["step"], rounded=rounded)
+    resolve_model(source.path, source.revision)  # a base that is gone is refused by its setting
+    with TemporaryDirectory() as folder:
+        adapters = Path(folder) / "adapters"
+        export_model(read, adapters, shape, config, state["step"])
+        return merge_adapter(adapters, out, written)
+
+
+def _check_out(out: Path, read: Iterable[Path]) -> None:
+    """Raise ValueError for a folder that an export may not replace, or that belongs to what it reads."""
+    check_replaceable(out)
+    check_apart("the export's folder", out, (("read for it", place) for place in read))
+
+
+def merge_adapter(folder: Path, out: Path, dtype: str = "") -> str:
+    """Write the model that a LoRA adapter's folder and its base make together, one parameter at a time.
+
+    Returns what is to be said of the weights' precision, or "".
+
+    Args:
+        dtype: of the weights; by default the adapters', in which they were trained.
+
+    Raises ValueError if it is no plain LoRA adapter, or `out` may not be replaced.
+    """
+    files, shape = WeightFiles(folder), read_config(folder)
+    _check_out(out, [folder, *(path.parent for path in files.paths)])
+    reward = files.adapter.get("task_type") == "SEQ_CLS"
+    sizes = {n: p.shape for n, p in empty_model(shape, reward=reward).named_parameters()}
+    files.check(sizes)
+    dtype = dtype or str(files.dtype).removeprefix("torch.")
+    rounded, kind = Rounding(getattr(torch, dtype)), files.quantize
+
+    def weight(name: str) -> Tensor:
+        exact = files.read(name).float()
+        trained = files.read(name, quantize=kind) if kind != "none" else None
+        return rounded(exact, files.base(name), trained).view(sizes[name])
+
+    with whole_folder(out) as new:
+        write_weights(new, ((name, weight(name)) for name in sizes))
+        write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
+        for pattern in (GENERATION, "tokenizer*"):
+            copy_side_files(folder_with(folder, pattern), new)
+        card = merged_card(files.adapter, dtype, rounded.note)
+        (new / CARD).write_text(card, encoding="utf-8")
+    return rounded.note
+
+
+def merged_card(adapter: Mapping[str, Any], dtype: str, note: str) -> str:
+    """Return README.md of a base with an adapter in it, of which nobody has measured anything yet."""
+    base = adapter["base_model_name_or_path"]
+    name = Path(base).name if Path(base).is_absolute() else base
+    return f"""---
+base_model: {json.dumps(name)}
+tags: [ulysses-engine]
+---
+# {name} with LoRA adapters in its weights
+
+Adapters of rank {adapter["r"]} were added to its weights, which are written in {dtype}.
+No metrics were measured after that{": " if note else ""}{note}.
+"""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Explain in one sentence why a command cannot even be imported."""
 
+import gc
 import os
 import signal
 import sys
@@ -17,7 +18,11 @@ def announce_imports() -> None:
 
 @contextmanager
 def explained_imports() -> Iterator[None]:
-    """End the process if a package is not installed, or if a foreign one has the name of one of the engine's own."""
+    """End the process if a package is not installed, or if a foreign one has the name of one of the engine's own.
+
+    The collector of garbage waits: it would look through all modules again and again while they are made.
+    """
+    gc.disable()
     try:
         yield
     except ModuleNotFoundError as error:
@@ -26,6 +31,8 @@ def explained_imports() -> Iterator[None]:
         ) from None
     except ImportError as error:
         raise SystemExit(f"error: {error}") from None
+    finally:
+        gc.enable()
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""The stages by name; each is imported when a run asks for it."""
+"""The parts that a configuration names, and the module and class of each; a part is imported when a run asks for it."""
 
 from importlib import import_module
 from typing import Any
 
-from ulysses.config.schema import Config
+from ulysses.config.schema import Config, GradientsSection
+from ulysses.gradients.chain import GradientPolicyChain, build_chain
 
-# the module and the class
 STAGES = {
     "pt": "ulysses.stages.pt:PtStage",
     "sft": "ulysses.stages.sft:SftStage",
@@ -15,14 +15,37 @@ STAGES = {
     "kto": "ulysses.stages.kto:KtoStage",
     "ppo": "ulysses.rl.ppo:PpoStage",
 }
+# run.trackers; the package that each needs has its name
+TRACKERS = {
+    "tensorboard": "ulysses.run.trackers.tensorboard:TensorBoard",
+    "wandb": "ulysses.run.trackers.wandb:Wandb",
+    "mlflow": "ulysses.run.trackers.mlflow:Mlflow",
+    "trackio": "ulysses.run.trackers.trackio:Trackio",
+    "swanlab": "ulysses.run.trackers.swanlab:Swanlab",
+}
+# what decodes PPO's answers
+SAMPLERS = {
+    "engine": "ulysses.rl.engine_sampler:EngineSampler",
+    "servers": "ulysses.rl.outside_sampler:OutsideSampler",
+}
+
+
+def load(place: str) -> Any:
+    """Import what a place such as "package.module:name" names."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def stage_class(name: str) -> Any:
     """Return the class of a stage, derived from ulysses.stages.base.Stage."""
-    module, _, found = STAGES[name].partition(":")
-    return getattr(import_module(module), found)
+    return load(STAGES[name])
 
 
 def stage_of(config: Config) -> Any:
     """Return the stage of a configuration, not yet built around an engine."""
     return stage_class(config.stage)(config)
+
+
+def gradient_policies(settings: GradientsSection) -> GradientPolicyChain:
+    """Build the chain of gradient policies; ValueError names the table and the key that cannot be honoured."""
+    return build_chain(settings.policies or settings.preset, settings.max_norm)

@@ -3,10 +3,11 @@
 The arguments are those of train.py at the top of the repository, which only calls `start`.
 """
 
+import gc
 import os
 import sys
 from time import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ulysses.environment import rank, wants_debug
 from ulysses.imports import announce_imports, explained_imports, interruptible
@@ -15,49 +16,62 @@ from ulysses.imports import announce_imports, explained_imports, interruptible
 def main(arguments: list[str]) -> int:
     """Train, or inspect or plan a run, as the arguments ask; return the exit code after printing any error."""
     debug = wants_debug(arguments)
-    with explained_imports():
+    with explained_imports():  # none of them imports torch: a wrong command is told at once
         from ulysses.config.command_line import help_text, parse_command_line
         from ulysses.config.section import ConfigError
+        from ulysses.watch.complaint import report_config_error
     if {"-h", "--help"} & set(arguments):
         print(help_text())
         return 0
+    try:
+        config, options = parse_command_line(arguments)
+        return perform(config, options, debug=debug)
+    except ConfigError as error:
+        report_config_error(error, debug=debug)
+        return 2
+
+
+def perform(config: Any, options: Any, *, debug: bool) -> int:
+    """Do what a checked command line asks; return the exit code, 1 after printing an error.
+
+    Raises ConfigError for a setting that cannot be honoured.
+    """
+    is_first, only_looks = rank() == 0, options.dry_run or options.inspect
+    if only_looks and not is_first:
+        return 0
+    if is_first and options.adjust_lr == 1 and "adjust_lr" in options.model_fields_set:
+        print("--adjust-lr 1 changes nothing; give another factor, such as --adjust-lr 0.5")
     announce_imports()
     with explained_imports():
         from psutil import Process
 
+        from ulysses.config.section import ConfigError
         from ulysses.run.quiet import quiet
 
         if not debug:
             quiet()  # before the imports below: libraries speak while they are imported
         from ulysses.run.training_run import TrainingRun
-        from ulysses.watch.failure import report_config_error, report_failure
+        from ulysses.watch.failure import report_failure
 
+        if only_looks:
+            from ulysses.run.dry_run import dry_run, inspect
+    gc.freeze()  # modules stay: no later collection need look through them
+    imports = time() - Process().create_time()
     try:
-        config, options = parse_command_line(arguments)
-        is_first = rank() == 0
-        if (options.dry_run or options.inspect) and not is_first:
-            return 0
-        if is_first and options.adjust_lr == 1 and "adjust_lr" in options.model_fields_set:
-            print("--adjust-lr 1 changes nothing; give another factor, such as --adjust-lr 0.5")
-        if options.dry_run or options.inspect:
-            with explained_imports():
-                from ulysses.run.dry_run import dry_run, inspect
-            if options.dry_run:
-                return dry_run(config, options)
-            return inspect(config, options.inspect)
-        imports = time() - Process().create_time()
-        with TrainingRun(
-            config, debug=debug, verify_weights=options.verify_weights, imports=imports
-        ) as run:
+        if only_looks:
+            return (
+                dry_run(config, options)
+                if options.dry_run
+                else inspect(config, options.inspect)
+            )
+        verify = options.verify_weights
+        with TrainingRun(config, debug=debug, verify_weights=verify, imports=imports) as run:
             run.train()
         return 0
-    except ConfigError as error:
-        report_config_error(error, debug=debug)
-        return 2
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # code of the user's, such as a reward, may end the process
+    except ConfigError:
+        raise
+    # code of the user's, such as a reward, may end the process
+    except (Exception, SystemExit) as error:
         report_failure(error, debug=debug)
         return 1
 

@@ -248,7 +248,7 @@ def run_steps(case: PpoCase) -> tuple[list[dict[str, float]], Rollout, Any]:
     """Take six real steps on real rollouts; returns metrics, the last rollout and the gradients."""
     trainer, chain = build_trainer(case)
     metrics = [trainer.train_step() for _ in range(6)]
-    return metrics, trainer.loader.rollout, chain.steps if dist.get_rank() == 0 else []
+    return metrics, trainer.stage.maker.rollout, chain.steps if dist.get_rank() == 0 else []
 
 
 def real(advantage: str = "gae", **how: Any) -> PpoCase:
@@ -334,7 +334,7 @@ def test_a_step_without_anything_to_train_leaves_the_weights_alone():
 def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
     """The scores of three answers by the frozen engine, and by the plain model one answer at a time."""
     trainer, _ = build_trainer(PpoCase(sp=2, options=REAL))
-    maker, source = trainer.loader, HostWeights(SHAPE, 4)
+    maker, source = trainer.stage.maker, HostWeights(SHAPE, 4)
     maker.scorer = frozen_engine(lambda: RewardModel(SHAPE, maker.mesh), source)
     maker.config, maker.reward = PpoSection(reward="models/rm"), None
     rollout = maker.answer(0, prompts(), [3, 1, 5])

@@ -15,14 +15,10 @@ import torch.distributed as dist
 from tests.engine_case import SHAPE, Case, build_trainer
 from tests.harness import run_distributed
 from tests.zero_case import whole
+from ulysses.check.checkpoint_folders import read_run_state, saved_checkpoints
 from ulysses.config.schema import RunSection
 from ulysses.disk import DiskError
-from ulysses.run.checkpoint import (
-    check_share,
-    read_run_state,
-    save_checkpoint,
-    saved_checkpoints,
-)
+from ulysses.run.checkpoint import check_share, save_checkpoint
 from ulysses.zero.state import KINDS, slice_state
 
 BEFORE, AFTER = 3, 3

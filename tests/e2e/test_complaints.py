@@ -17,10 +17,11 @@ from tests.e2e import launch
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny
 from tests.harness import STUCK, full
 from tests.model_folder import demo_model
+from ulysses.check.checkpoint_folders import write_run_state
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
-from ulysses.run.checkpoint import write_run_state
+from ulysses.run.build import open_data
 
 DATA = ROOT / "configs/demo/data"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -111,7 +112,7 @@ def test_one_sentence(name, place):
     start, pattern = CASES[name]
     config = parse_command_line(arguments(place, start)).config
     with pytest.raises(ConfigError, match=pattern) as error:
-        prepare(config, 2).open_data()
+        open_data(prepare(config, 2))
     said = str(error.value)
     assert "\n" not in said and len(said) < 500 and not (place / "run").exists()
 

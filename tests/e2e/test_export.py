@@ -12,16 +12,17 @@ from transformers import AutoModelForCausalLM
 from models.arch import ModelConfig
 from models.decoder import empty_model, init_parameter
 from models.hf_format import WeightFiles, write_weights
+from models.initial_weights import InitialWeights
 from tests.e2e.launch import ranks, tiny
 from tests.harness import run_distributed
-from ulysses.check.preflight import read_shape
+from ulysses.check.checkpoint_folders import write_run_state
+from ulysses.check.input_files import read_shape
 from ulysses.config.command_line import check
 from ulysses.disk import digest_of, write_json
-from ulysses.export import main
+from ulysses.export import export_checkpoint, main
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.build import InitialWeights, build_engine
-from ulysses.run.checkpoint import write_run_state
-from ulysses.run.export_model import export_checkpoint, export_model
+from ulysses.run.build import build_engine
+from ulysses.run.export_model import export_model
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import full_parameters
 

@@ -30,3 +30,17 @@ def test_every_line_is_the_runs_own(tmp_path):
     assert len([line for line in found if line.strip()]) >= 5
     assert not [line for line in found if not OURS.match(line)]
     assert re.search("DeepSpeed|Warning|WARNING", "".join(lines(tmp_path, "--debug")))
+
+
+def test_a_start_imports_no_compiler_that_it_does_not_use(tmp_path):
+    """DeepSpeed compiles an optimizer that nobody asked for; only to prepare that takes seconds."""
+    line = f"import sys; from ulysses.train import main; main({tiny('sft', tmp_path / 'run', '--run.steps 1')}); "
+    line += "print('torch._inductor.compile_fx' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", line],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1] == "False", done.stdout + done.stderr

@@ -70,11 +70,11 @@ FACTS = {
 @pytest.mark.parametrize("fact", FACTS)
 def test_what_differs_on_a_node_is_named(tmp_path, fact):
     def before(rank: int) -> None:
-        import ulysses.run.training_run as run
+        import ulysses.check.agreement as agreement
 
-        facts_of = run.facts_of
+        facts_of = agreement.facts_of
         other = {fact: "x"} if rank else {}
-        run.facts_of = lambda *data, **more: facts_of(*data, **more) | other
+        agreement.facts_of = lambda *read: facts_of(*read) | other
 
     outcome = ranks(arguments(tmp_path), 2, code=2, before=before)
     outcome.refused(
@@ -200,22 +200,27 @@ def test_two_runs_may_fill_one_cache_at_once(tmp_path):
 @pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])
 def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path, file):
     def before(rank: int) -> None:
-        from ulysses.run.metrics import MetricsLog
+        from torch.utils.tensorboard import SummaryWriter
 
-        report = MetricsLog.report
+        from ulysses.run.trackers.metrics_file import MetricsFile
 
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
+        add_scalar, log = SummaryWriter.add_scalar, MetricsFile.log
 
-        def reported(self: MetricsLog, step: int, *more: Any) -> None:
-            if step == 3 and file == "tensorboard":
-                self.board.add_scalar = full
-            elif step == 3:
+        def added(self: SummaryWriter, name: str, value: float, step: int) -> None:
+            if step >= 3:
+                raise OSError(28, "No space left on device")
+            add_scalar(self, name, value, step)
+
+        def logged(self: MetricsFile, step: int, values: Any) -> None:
+            if step == 3:
                 self.file.close()
                 self.file = open("/dev/full", "a")
-            report(self, step, *more)
+            log(self, step, values)
 
-        MetricsLog.report = reported
+        if file == "tensorboard":
+            SummaryWriter.add_scalar = added
+        else:
+            MetricsFile.log = logged
 
     line = arguments(tmp_path, "--run.steps 50")
     ranks(line, 2, code=1, before=before).refused(

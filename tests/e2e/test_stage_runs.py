@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from models.decoder import RewardModel
 from models.folders import read_config
+from models.initial_weights import InitialWeights
 from models.lora import is_adapter
 from tests.e2e.launch import metrics, rows, tiny
 from tests.harness import run_distributed
@@ -26,8 +27,8 @@ from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
-from ulysses.plan.memory_choice import planner_model
-from ulysses.run.build import InitialWeights
+from ulysses.plan.planned_run import planner_model
+from ulysses.run.build import open_data
 from ulysses.run.training_run import TrainingRun
 from ulysses.zero.engine import full_parameters
 
@@ -165,7 +166,7 @@ def logps(model: Any, sequence: Any) -> torch.Tensor:
 
 
 def held_out(line: list[str]) -> Any:
-    return prepare(configured(line), 2).open_data()[1]
+    return open_data(prepare(configured(line), 2))[1]
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm"])

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, tiny
 from tests.harness import PATIENCE, STUCK, Processes, until
+from ulysses.check.checkpoint_folders import resume_point
 from ulysses.config.schema import RunSection
-from ulysses.run.checkpoint import resume_point
 from ulysses.watch.correspondence import Correspondence
 from ulysses.watch.failure import grace_note, report_failure
 from ulysses.watch.watch import Watch

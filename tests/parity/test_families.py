@@ -10,17 +10,17 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
 from models.folders import read_config
 from models.hf_format import WeightFiles
+from models.layers import layer_sizes
 from tests.family_case import FAMILIES, NO_CLASSIFIER, VOCABULARY, family_model
 from tests.model_folder import write_model
 from tests.unit.test_adapter_files import adapter_by_peft
 from tests.unit.test_memory_levels import held_by_autograd, kept_on_the_host
 from tests.unit.test_sampler import exact, sampled
-from ulysses.memory.levels import LEVELS
+from ulysses.memory.levels import LEVELS, kept_bytes
+from ulysses.memory.size import Setting
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.memory_choice import plain_model
-from ulysses.plan.planner import GIB, Machine, Workload, kept_bytes
 
 LENGTHS = (5, 40, 1, 23)
 # of a norm, in float32
@@ -98,15 +98,15 @@ def test_packed_documents_at_every_level_and_tile_equal_transformers(name: str) 
 
 
 @families
-def test_the_planner_knows_what_each_level_keeps(name: str) -> None:
+def test_each_level_keeps_what_it_says(name: str) -> None:
     config = ModelConfig.from_hf(FAMILIES[name])
-    case = Workload(plain_model(config), Machine(1, GIB), 26, element_size=4)
+    layer, _ = layer_sizes(config, Setting(element_size=4))
     for level in ("keep_attention", "block"):
-        each = kept_bytes(case, level)
+        each = 26 * kept_bytes(level, layer, 4)
         assert kept_on_the_host(level, config) == config.num_hidden_layers * each
     # torch's norm, which comes after OLMo's attention, keeps a copy of its rows on a CPU
     copies = 0 if config.family.centred_norms else bool(config.family.norms[1])
-    wanted = kept_bytes(case, "none") + copies * 4 * 26 * (config.hidden_size + 1)
+    wanted = 26 * kept_bytes("none", layer, 4) + copies * 4 * 26 * (config.hidden_size + 1)
     assert held_by_autograd(config) == wanted
 
 

@@ -16,13 +16,13 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
+from models.initial_weights import InitialWeights
 from models.lora import add_adapters, base_name, is_adapter, save_adapters
 from models.quantized import dense, pack, unpack
 from tests.model_folder import tiny_config, write_model
 from ulysses import export
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.disk import write_json
-from ulysses.run.build import InitialWeights
 
 SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=64, hidden_size=16))
 

@@ -1,5 +1,7 @@
 """Configuration from TOML and arguments."""
 
+import subprocess
+import sys
 from importlib import import_module
 from typing import get_args
 
@@ -137,3 +139,10 @@ def test_a_missing_file_is_called_missing(command, tmp_path, capsys):
     assert import_module(f"ulysses.{tool}").main(words) == 2
     said = capsys.readouterr().err
     assert f"there is no {tmp_path}/nope; correct the path" in said and "Errno" not in said
+
+
+def test_a_wrong_command_is_told_before_torch_is_imported():
+    line = "import sys; from ulysses.train import main; print(main(['--quux', '5']), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
+    assert done.stdout == "2 False\n" and "error: " in done.stderr and "quux" in done.stderr
+    assert "loading the libraries" not in done.stderr

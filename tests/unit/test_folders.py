@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from models.hf_format import write_weights
 from tests.model_folder import demo_model
-from ulysses.check.continuation import digests_of_inputs
+from ulysses.check.agreement import digests_of_inputs
+from ulysses.check.checkpoint_folders import resume_point, saved_checkpoints, write_run_state
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.data.cache import build_once
 from ulysses.disk import check_replaceable, whole_folder, write_json
-from ulysses.run.checkpoint import resume_point, saved_checkpoints, write_run_state
+from ulysses.export import main
 
 DEMO = os.path.abspath("configs/demo")
 
@@ -249,10 +250,8 @@ def test_a_users_own_file_in_the_run_folder_is_refused(
 
 
 def digests(folder, model, changes=""):
-    plan = check(folder, model, changes)
-    found = digests_of_inputs(
-        SimpleNamespace(folder=folder), None, plan.frozen, folder / "cache"
-    )
+    inputs = check(folder, model, changes)
+    found = digests_of_inputs(inputs, SimpleNamespace(folder=folder), None)
     return {k.removeprefix("the weights of "): v for k, v in [*found.items()][2:]}
 
 
@@ -383,3 +382,19 @@ def test_the_cache_removes_what_it_named_itself_and_nothing_else(tmp_path):
     shell(tmp_path, f"mkdir -p {'a' * 32}.node-1.tmp/x notes.tmp/x")
     build_once(tmp_path / ("b" * 32), lambda folder: (folder / "file").touch())
     assert {path.name for path in tmp_path.iterdir()} == {"notes.tmp", "b" * 32}
+
+
+def test_an_export_tells_no_secret_of_an_address(tmp_path, model, monkeypatch, capsys):
+    """The hub's address may hold a password, and the sentence about a base that is not there names the address."""
+    adapter = write_adapter(tmp_path / "adapter", model)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    write_json(
+        adapter / "adapter_config.json",
+        settings | {"base_model_name_or_path": "nobody/nothing"},
+    )
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://me:hunter2@localhost:1")
+    assert main(["--merge", str(adapter), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "nobody/nothing" in said and "not found at http***" in said and "hunter2" not in said
+    )

@@ -1,35 +1,25 @@
 """A run whose GPU waits for the host is told so, with what to set that "auto" could not choose."""
 
-from collections import deque
-from types import SimpleNamespace
-
 import pytest
 
-from ulysses.run.trainer import Trainer
+from ulysses.run.trainer import host_note
 
 
 @pytest.mark.parametrize(
-    ("device", "waits", "tokens", "micro_batches", "told"),
+    ("share", "tokens", "micro_batches", "processes", "told"),
     [
-        ("cuda", (0.9, 0.5), "auto", 1, ""),
-        ("cuda", (0.01, 0.03), "auto", 1, "more batch.examples, or use fewer GPUs"),
-        ("cuda", (0.01, 0.03), "auto", 2, ""),
-        ("cuda", (0.01, 0.03), 1024, 2, 'batch.tokens_per_microbatch = "auto", or use fewer GPUs'),
-        ("cpu", (0.0, 0.0), "auto", 1, ""),
+        (0.7, "auto", 1, 2, ""),
+        (0.02, "auto", 1, 2, "at a time by more batch.examples, or use fewer GPUs"),
+        (0.02, "auto", 1, 1, "at a time by more batch.examples"),
+        (0.02, "auto", 2, 2, ""),
+        (0.02, 1024, 2, 2, 'by batch.tokens_per_microbatch = "auto", or use fewer GPUs'),
+        (0.02, 1024, 3, 1, 'by batch.tokens_per_microbatch = "auto"'),
     ],
-)  # fmt: skip
-def test_only_a_gpu_that_waits_for_its_host_is_told_of(
-    device, waits, tokens, micro_batches, told
+)
+def test_a_host_that_keeps_its_gpu_waiting_is_told_of(
+    share, tokens, micro_batches, processes, told
 ):
-    batch = SimpleNamespace(tokens_per_microbatch=tokens)
-    trainer = SimpleNamespace(
-        _waits=deque(waits),
-        _cuts=micro_batches,
-        engine=SimpleNamespace(device=SimpleNamespace(type=device)),
-        stage=SimpleNamespace(config=SimpleNamespace(batch=batch)),
-        mesh=SimpleNamespace(world_size=2),
-    )
-    note = Trainer._host_note(trainer)
+    note = host_note(share, tokens, micro_batches, processes)
     assert note.endswith(told) and bool(note) == bool(told)
     if told:
         assert "waits for the GPU in 2% of a step only" in note

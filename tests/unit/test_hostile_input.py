@@ -19,7 +19,7 @@ from models.hf_format import WeightFiles, copy_side_files, write_weights
 from tests import data_case
 from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import made_tokenizer
-from ulysses.check.preflight import check_weights
+from ulysses.check.input_files import check_weights
 from ulysses.config.section import ConfigError, error_context
 from ulysses.data import DataError
 from ulysses.data.read import templates

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.arch import LayerKind
+from models.layers import layer_sizes
 from models.lora import add_adapters
 from models.rope import rotary_table
 from tests.memory_case import (
@@ -22,15 +24,11 @@ from tests.memory_case import (
     gradients,
 )
 from ulysses.config.schema import LoraSection as Adapters
-from ulysses.memory.levels import LEVELS
+from ulysses.memory.levels import LEVELS, computed_again, kept_bytes
 from ulysses.memory.offload import Offloader
+from ulysses.memory.size import Setting
 from ulysses.memory.tiling import TILE_ROWS, add_by_tiles, tile_gradients
-from ulysses.parallel.attention import UlyssesAttention
-from ulysses.plan.model_size import Model
-from ulysses.plan.planner import GIB, Machine, Workload, kept_bytes
 
-# memory_case's shape, as the planner sees it
-PLANNED = Model(24, 40, 4, 2, 6, 67, CONFIG.num_hidden_layers, 10_000, 10_000)
 # a level for each of the three layers
 MIXED = [*map(str.split, ("block none keep_attention", "pair block pair", "block pair pair"))]
 FAMILIES = pytest.mark.parametrize(
@@ -69,38 +67,24 @@ def test_levels_that_are_unknown_or_too_few_are_refused(wrong):
         build(recompute=wrong)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Count the attention kernel's calls in each direction, and torch's linear by the shape of the weight."""
-    calls = Counter()
+@DENSE
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_each_level_computes_again_what_it_says(level, config):
+    """FLOPs of products and calls of the attention kernel, as torch counts them."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    config = replace(config, num_hidden_layers=4)
 
-    def count(module, name, key):
-        real = getattr(module, name)
+    def counted(level):
+        model, calls = build(config=config, recompute=level), {attend: lambda *_, **__: 1}
+        with FlopCounterMode(display=False, custom_mapping=calls) as counter:
+            gradients(model)
+        found = counter.get_flop_counts()["Global"]
+        return found.pop(attend), sum(found.values())
 
-        def call(*args, **kwargs):
-            calls[key(*args)] += 1
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, call)
-
-    count(UlyssesAttention, "attend_forward", lambda *_: "forward")
-    count(UlyssesAttention, "attend_backward", lambda *_: "backward")
-    count(nn.functional, "linear", lambda x, weight, *_: tuple(weight.shape))
-    return calls
-
-
-@pytest.mark.parametrize("level, attends, passes", [
-    ("none", 3, 3), ("keep_attention", 3, 6), ("block", 6, 6), ("pair", 6 + 1, 6 + 1)
-])  # fmt: skip
-def test_each_level_runs_what_it_says(level, attends, passes, calls):
-    gradients(build(recompute=level, mlp_tile=TILE))
-    tiles_of_a_pass = 1 if level == "none" else 4
-    # our own backward of the plain MLP never repeats its last product
-    down = passes - 3 * (level != "none")
-    assert (calls["forward"], calls["backward"]) == (attends, 3)
-    assert calls[12, 24] == 2 * passes  # key and value
-    assert calls[40, 24] == 2 * passes * tiles_of_a_pass  # gate and up
-    assert calls[24, 40] == down * tiles_of_a_pass
+    products, mixes = computed_again(level, layer_sizes(config, Setting())[0], True)
+    (calls, flops), (plain_calls, plain_flops) = counted(level), counted("none")
+    assert calls == plain_calls * (1 + mixes)
+    assert flops - plain_flops == pytest.approx(2 * 26 * 4 * products)
 
 
 def kept_on_the_host(level, config):
@@ -130,11 +114,10 @@ def held_by_autograd(config, rank=0):
 
 
 @DENSE
-def test_each_level_keeps_what_is_planned(config):
-    shape = PLANNED._replace(head_dim=config.head_dim, qk_norm=config.family.qk_norm != "none")
-
-    def planned(level, model=shape):
-        return kept_bytes(Workload(model, Machine(1, GIB), 26, element_size=4), level)
+def test_each_level_keeps_what_it_says(config):
+    def planned(level, config=config, is_full=True):
+        setting = Setting(is_full=is_full, element_size=4)
+        return 26 * kept_bytes(level, layer_sizes(config, setting)[0], 4)
 
     for level in ("keep_attention", "block"):
         assert kept_on_the_host(level, config) == 3 * planned(level)
@@ -142,13 +125,11 @@ def test_each_level_keeps_what_is_planned(config):
     assert kept_on_the_host("pair", config) == 2 * 2 * planned("pair")
     assert held_by_autograd(config) == planned("none")
     sparse = replace(MOE, pattern=(LayerKind(feed_forward="experts"),))
-    experts = {"sparse_layers": 3, "experts": 5, "active_experts": 2, "expert_width": 16}
-    of_experts = planned("none", shape._replace(head_dim=8, qk_norm=True, **experts))
     # a norm that is no node keeps its rows again on a CPU, and a scale; the weights their sum
-    assert held_by_autograd(sparse) == of_experts + 26 * 4 * (24 + 2)
+    assert held_by_autograd(sparse) == planned("none", sparse) + 26 * 4 * (24 + 2)
     # the adapters' own r numbers and the norms' scales are not planned
-    adapted = shape._replace(trained=500)
-    assert held_by_autograd(config, rank=2) == planned("none", adapted) + 26 * 4 * (7 * 2 + 2)
+    adapted = planned("none", is_full=False) + 26 * 4 * (7 * 2 + 2)
+    assert held_by_autograd(config, rank=2) == adapted
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])

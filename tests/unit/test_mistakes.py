@@ -8,6 +8,7 @@ from tests.tiny_tokenizer import write_rows
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import check, parse_command_line
 from ulysses.config.section import ConfigError
+from ulysses.run.build import open_data
 from ulysses.run.dry_run import dry_run, inspect
 
 BASE = "--stage dpo --model.path m --run.steps 3"
@@ -226,7 +227,6 @@ MISTAKES = {
     "SFT --run.output s3://user:secret@bucket/x": "is an address, but a path on this machine is needed",
     "SFT --run.seed https://user:secret@wandb.host": "run.seed is 'https***'",
     "https://user:secret@host": "has no key before it",
-    "PPO --ppo.reward ulysses.training.rewards:gsm8k_reward": "it has moved: write ulysses.rl.rewards:gsm8k_reward",
     "PPO --ppo.dual_clip 1.2": "ppo: dual_clip is 1.2 but must be above 1 + clip_high, 1.2",
     "PPO --ppo.policy_loss cispo --ppo.dual_clip 3.0": "only the kind clip has it",
     "PPO --ppo.advantage group": "ppo.answers_per_prompt is 1",
@@ -274,7 +274,7 @@ def typed(line, place):
 def test_one_sentence(line, place, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ConfigError) as caught:
-        prepare(parse_command_line(typed(line, place)).config).open_data()
+        open_data(prepare(parse_command_line(typed(line, place)).config))
     sentence = str(caught.value)
     assert MISTAKES[line].replace("PLACE", str(place)) in sentence
     assert "\n" not in sentence and len(sentence) < 600 and "secret" not in sentence
@@ -314,7 +314,7 @@ def test_files_as_other_systems_write_them(encoding, tmp_path):
 def test_deep_columns(place, tmp_path):
     train = {"path": str(place / "chats.jsonl"), "columns": {"messages": "conv.messages"}}
     line = tiny("sft", tmp_path / "run", data__train=train)
-    train, _ = prepare(parse_command_line(line).config, 1).open_data()
+    train, _ = open_data(prepare(parse_command_line(line).config, 1))
     assert len(train) == 1
 
 

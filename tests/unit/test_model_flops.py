@@ -1,58 +1,72 @@
-"""MFU's numerator against torch's own count of what matrix products do."""
+"""FLOPs, of MFU and of the planner, against torch's own count of what a model's products do."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.engine_case import Case, build_trainer, dataset
+from models.lora import add_adapters
+from tests.engine_case import Case as EngineCase
+from tests.engine_case import build_trainer, dataset
 from tests.harness import run_distributed
+from tests.memory_case import CONFIG, MOE, QWEN3, batch, build
+from ulysses.config.schema import LoraSection
 from ulysses.parallel import ParallelMesh, Sequence, pack_shard
-from ulysses.plan.model_size import Model
-from ulysses.plan.planner import Machine, Workload, step_flops
-from ulysses.run.metrics import model_flops
+from ulysses.plan.case import Case, Plan
+from ulysses.plan.machine import Machine
+from ulysses.plan.planned_run import plain_model
+from ulysses.plan.seconds import model_flops, step_flops
 
-LAYERS, D, V, T, RANK, TRAINED = 3, 16, 40, 24, 2, 7
-
-
-def shape(vocabulary, layers, parameters, trained):
-    return Model(D, 0, 1, 1, D, vocabulary, layers, parameters, trained)
+ADDED = {torch.ops.aten.addmm_: lambda _, a, b, *__, **___: 2 * a[0] * a[1] * b[1]}
+LENGTHS = 9, 1, 16  # of tests.memory_case.batch
 
 
-@pytest.mark.parametrize("rank", [0, RANK], ids=["all weights", "adapters"])
-def test_equals_what_torch_counts(rank):
-    matrices = torch.randn(LAYERS, D, D, requires_grad=not rank)
-    head = torch.randn(D, V, requires_grad=not rank)
-    adapters = torch.randn(LAYERS, 2 * D * rank, requires_grad=True)
-    x = torch.randn(T, D, requires_grad=True)
-    with FlopCounterMode(display=False) as counted:
-        y = x
-        for matrix, adapter in zip(matrices, adapters):
-            a, b = adapter.view(2, D, rank)
-            y = y @ matrix + (y @ a @ b.mT if rank else 0)
-        (y[:TRAINED] @ head).sum().backward()
-    parameters = LAYERS * D * D + D * V + adapters.numel()
-    model = shape(V, 0, parameters, adapters.numel() or parameters)
-    assert model_flops(model, T, 0.0, TRAINED) == counted.get_total_flops()
+def products(model):
+    """Return the FLOPs of matrix products in a step on the batch; attention is none of them."""
+    with FlopCounterMode(display=False, custom_mapping=ADDED) as counted:
+        model(batch(), nll=True).nll.backward()
+    return counted.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "config, rank", [(CONFIG, 0), (CONFIG, 2), (QWEN3, 0), (QWEN3, 2), (MOE, 0)]
+)
+def test_equals_what_torch_counts(config, rank):
+    model, planned = build(config=config), plain_model(config)
+    # norms and biases, which MFU's formula takes for products
+    rest = planned.parameters - planned.vocabulary_parameters
+    rest -= planned.layers * planned.layer.parameters
+    if rank:
+        add_adapters(model, LoraSection(rank=rank))
+        adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        planned = planned._replace(parameters=planned.parameters + adapters, trained=adapters)
+    found = model_flops(planned, sum(LENGTHS), 0.0, sum(LENGTHS) - len(LENGTHS))
+    assert found - (4 if rank else 6) * sum(LENGTHS) * rest == products(model)
 
 
 def test_causal_attention_counts_half_of_the_square():
-    q, k, v = (torch.randn(1, 1, T, D, requires_grad=True) for _ in range(3))
+    shape = plain_model(CONFIG)
+    length, width = 24, shape.shape.num_attention_heads * shape.shape.head_dim
+    q, k, v = (torch.randn(1, 1, length, width, requires_grad=True) for _ in range(3))
     with FlopCounterMode(display=False) as counted:
         ((q @ k.mT).softmax(-1) @ v).sum().backward()
-    assert model_flops(shape(0, 1, 0, 0), T, float(T * T), 0) == counted.get_total_flops() / 2
+    found = model_flops(shape, 0, float(length**2), 0)
+    assert found == shape.layers * counted.get_total_flops() / 2
 
 
 @pytest.mark.parametrize("windows", [(4, None, None), (4, 10, 4), (24, 25, 99)])
-def test_windows_are_counted_by_metrics_and_planner_alike(windows):
+def test_windows_are_counted_by_batches_and_planner_alike(windows, monkeypatch):
     """Of a pack with a shared prompt the metrics take the batch's count, and the planner its own of equal documents."""
     pairs = sum(24**2 - max(0, 24 - (w or 24)) ** 2 for w in windows)
     mesh = ParallelMesh(windows=windows)
     batch = pack_shard([Sequence(range(24), [1] * 24)] * 2, mesh)
-    model = shape(0, 3, 0, 0)._replace(windows=windows)
+    model = plain_model(CONFIG)
     counted = model_flops(model, 0, batch.num_squares, 0)
-    assert counted == pytest.approx(6 * D * 2 * pairs)
-    case = Workload(model, Machine(1, 1e9), 48, documents=2, levels=("none",) * 3)
-    assert step_flops(case)[1] == pytest.approx(3.5 * 2 * D * 2 * pairs)
+    width = CONFIG.num_attention_heads * CONFIG.head_dim
+    assert counted == pytest.approx(6 * width * 2 * pairs)
+    monkeypatch.setattr(type(CONFIG), "windows", windows)
+    case = Case(model, Machine(1, 1e9), 48, documents=2)
+    attention = step_flops(Plan(case, ("none",) * 3))[1]
+    assert attention == pytest.approx(3.5 * 2 * width * 2 * pairs)
     whole = Sequence(range(20), [1] * 20)
     branch = Sequence(range(4), [1] * 4, prefix_length=20, prefix_owner=1)
     shared = pack_shard([whole, branch], mesh).num_squares
@@ -61,7 +75,7 @@ def test_windows_are_counted_by_metrics_and_planner_alike(windows):
 
 def counted_amounts():
     data = dataset("sft")
-    trainer, _ = build_trainer(Case("sft"))
+    trainer, _ = build_trainer(EngineCase("sft"))
     seen = []
 
     def flops(*amounts):

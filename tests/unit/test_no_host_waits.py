@@ -4,8 +4,6 @@ Every stage runs on torch's meta device, which has no values: reading one raises
 values decide. `torch.tensor` on a device copies from pageable memory, which waits too; it is refused here.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -32,11 +30,12 @@ class Waits(TorchFunctionMode):
 
 
 class FrozenModel:
-    """A model with the face of a frozen engine whose weights stay."""
+    """A model with the face of a frozen engine, whose weights nobody has cut."""
+
+    weights = None
 
     def __init__(self, module):
         self.module, self.inference = module, torch.no_grad
-        self.weights = SimpleNamespace(wait=lambda: None)
 
     def __call__(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -61,15 +60,15 @@ def test_no_stage_waits_for_the_device(name, shape):
     else:
         data = dataset(name)
         sequences = [s for i in range(4) for s in stage.sequences(data[i])]
-    of_step = {"baseline": torch.zeros((), device=META)} if name == "kto" else {}
+    of_step = [torch.zeros((), device=META)] if name == "kto" else []
     batch = pack_shard(sequences, mesh, META)
     with Waits():
         normalisers = stage.normalisers(batch)
-        terms = stage.losses(batch, metrics, **of_step)
+        terms = stage.losses(batch, metrics, *of_step)
         metrics.add("projected", float(batch.num_valid))
         sum(t.value * (t.weight / normalisers[t.normaliser]) for t in terms).backward()
         for term in terms:
-            metrics.add("loss", stage.on_first_rank(term.value))
+            metrics.add("loss", stage.share(term))
     assert all(p.grad is not None for p in model.parameters())
     with pytest.raises(RuntimeError, match="meta"):  # what this test relies on
         metrics.reduce()

@@ -1,189 +1,493 @@
-"""The planner against measured steps, and its own arithmetic."""
+"""What the planner chooses for a run, what it refuses, and that every rank and layer gets what was chosen."""
 
 import json
+import os
+from dataclasses import replace
 from math import inf
-from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
-from models.arch import ARCHITECTURES, ModelConfig, architecture
-from models.decoder import count_parameters
-from ulysses.plan.memory_choice import choose, longest_sequence, plain_model
-from ulysses.plan.planner import (
-    GIB,
-    PROCESS_BYTES,
-    Machine,
-    PlannedRollout,
-    Workload,
-    predict,
-    step_seconds,
+from models.arch import ModelConfig, architecture
+from tests.engine_case import SHAPE
+from tests.harness import run_distributed
+from ulysses.config.command_line import check
+from ulysses.config.schema import Options
+from ulysses.config.section import ConfigError
+from ulysses.data.serve.steps import StepLoader
+from ulysses.disk import write_json
+from ulysses.memory.levels import LayerMemory
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.plan.case import Case, Plan, PlannedStep
+from ulysses.plan.footprint import predict
+from ulysses.plan.machine import GIB, Machine, planned_machine, this_machine
+from ulysses.plan.memory_choice import (
+    choose,
+    choose_memory,
+    cut_steps,
+    layer_memory,
+    longest_sequence,
+    memory_line,
+    micro_batch_line,
 )
-from ulysses.run.metrics import PEAKS
+from ulysses.plan.planned_run import plain_model, planned_step, planner_case
+from ulysses.plan.seconds import step_flops, step_seconds
+from ulysses.run.build import InitialWeights, build_engine
 
-ROWS = Path(__file__).parents[2] / "benchmarks/measured.jsonl"
-LLAMA = plain_model(architecture("llama3-8b"))
-ADAPTERS = LLAMA._replace(trained=10**7)
+LLAMA = architecture("llama3-8b")
+WHOLE, SCORES = plain_model(LLAMA), plain_model(LLAMA, reward=True)
+SMALL = ModelConfig.from_hf(
+    LLAMA.to_hf()
+    | {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "num_hidden_layers": 30,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    }
+)
+CPU = torch.device("cpu")
 
 
-def node(gpus=8, gib=139.8, host_gib=0):
+def node(gpus=8, gib=139.8, host_gib=0.0):
     return Machine(gpus, gib * GIB, host_gib * GIB)
 
 
-NODE = node()
+def config(stage="sft", lora=0, sp=1, dtype="float32", table=None, **memory):
+    model = {"arch": "llama3-8b", "init": "random", "dtype": dtype, "lora": {"rank": lora}}
+    given = {
+        "stage": stage,
+        "model": model,
+        "data": {"train": "none.jsonl"},
+        "parallel": {"sequence_parallel_size": sp},
+        "memory": memory,
+        "run": {"steps": 1},
+    }
+    return check(given | {stage: table} if table else given)
 
 
-def case(tokens, level="none", model=LLAMA, machine=NODE, sp=0, **more):
-    more = {"levels": (level,) * model.layers, **more}
-    return Workload(model, machine, tokens, sp or machine.gpus, **more)
+def asked(tokens, gib=139.8, host_gib=0.0, *, gpus=8, sp=0, **settings):
+    settings = config(sp=sp or gpus, dtype="bfloat16", **settings)
+    return planner_case(settings, LLAMA, node(gpus, gib, host_gib), tokens)
 
 
-def predicted(*arguments, **more):
-    return predict(case(*arguments, **more))
+def chosen(*given, **settings):
+    return choose_memory(asked(*given, **settings))
 
 
-def measured(row):
-    """Return what the planner is asked about a measured row; keys that are absent mean the plain case."""
-    hf = {**architecture(row["arch"]).to_hf(), "num_hidden_layers": row["layers"]}
-    hf |= {"vocab_size": row.get("vocab_size", hf["vocab_size"]), **row.get("config", {})}
-    if "heads" in row:  # "query/kv", of the same size as the shape's own
-        query, kv = map(int, row["heads"].split("/"))
-        hf |= {"num_attention_heads": query, "num_key_value_heads": kv}
-    model, others = plain_model(ModelConfig.from_hf(hf)), ()
-    # "U x R": U ranks exchange heads, as another model's heads ask for, and R split rows
-    if "ranks" in row:
-        heads = int(row["ranks"].split(" x ")[0])
-        others = (model._replace(heads=heads, kv_heads=1, parameters=0),)
-    if adapters := row.get("adapters"):
-        base, total = row["quantize"], model.parameters + adapters
-        model = model._replace(parameters=total, trained=adapters, quantize=base)
-    levels = ()
-    for part in row["recompute"].split("+"):
-        level, _, count = part.partition("*")
-        levels += (level,) * int(count or row["layers"])
-    names = "weights documents micro_batches mean_tokens squares sp tokens".split()
-    given = {name: row[name] for name in names if name in row}
-    flops, rate = PEAKS[row["gpu"]]
-    machine = node(row["gpus"])._replace(peak_flops=flops, memory_rate=rate)
-    given |= {"model": model, "machine": machine, "levels": levels, "others": others}
-    return case(**given, offloaded_layers=row["offload"])
-
-
-def named(row):
-    return " ".join(
-        str(row.get(key, "")) for key in "arch layers tokens recompute quantize".split()
-    )
-
-
-@pytest.mark.parametrize("row", map(json.loads, ROWS.read_text().splitlines()), ids=named)
-def test_measured_steps_are_predicted(row):
-    """Memory within 5%, time within 15%. What a CUDA graph holds for itself counts as reserved only.
-
-    Rows with `first_s` alone are first steps, which compile kernels and pin host memory as well.
-    """
-    asked = measured(row)
-    if "seconds" in row:
-        assert step_seconds(asked) == pytest.approx(row["seconds"], rel=0.15)
-    assert not row.get("weights") or asked.graphs == row["graphs"]
-    found = row.get("reserved_gib" if row.get("graphs") else "peak_gib")
-    if found:
-        assert predict(asked).allocated / GIB == pytest.approx(found, rel=0.05)
-
-
-def test_states_are_eighteen_bytes_per_parameter():
-    N, several = LLAMA.parameters, predicted(8192)
-    assert N == count_parameters(ARCHITECTURES["llama3-8b"])
-    assert LLAMA.layer_parameters + 2 * 4096 == 218_112_000
-    assert several.states == 18 * N / 8
-    assert predicted(8192, model=ADAPTERS).states == (2 * N + 16e7) / 8
-    away = predicted(8192, offload_optimizer=True, offload_parameters=True)
-    assert away.states == 0 and away.host == PROCESS_BYTES + 22 * N / 8
-    beside = predicted(8192, others=(LLAMA,))
-    assert beside.states == 20 * N / 8 and beside.host == PROCESS_BYTES + N / 2
-    # CUDA, NCCL
-    for p, outside in ((predicted(8192, machine=node(1)), 1.3e9), (several, 3.4e9)):
-        assert p.gpu - 1.03 * p.allocated == pytest.approx(outside)
-
-
-def test_rollouts_hold_the_whole_policy_and_its_cache():
-    rollout = PlannedRollout(128, 64, 1024, 1024, 8192)
-    asked = None, rollout, rollout._replace(merged=True)
-    plain, more, merged = (predicted(2048, "block", rollout=r) for r in asked)
-    cache = 2 * 2 * 32 * 64 * 2048 * 1024
-    assert more.allocated > plain.states + 2 * LLAMA.parameters + cache > plain.allocated
-    both = merged.allocated - more.allocated
-    assert both == pytest.approx(2 * LLAMA.parameters, rel=1e-3)
-
-
-def test_passes_without_gradient_are_planned_for():
-    """A reference or reward model may be larger than the trained one: its gathered layers and its work are the peak."""
-    small = plain_model(architecture("qwen2.5-0.5b"))
-    large = plain_model(architecture("llama3-70b"))._replace(parameters=0)  # its shards aside
-    alone, other = (predicted(1 << 19, "block", small, others=o) for o in ((), (large,)))
-    gathered = 2 * 2 * large.layer_parameters
-    rows = 2 * (1 << 16) * 3 * (large.query_width + 2 * large.kv_width)
-    assert other.states == alone.states and other.kept == alone.kept
-    assert other.allocated - other.states > gathered + rows > alone.allocated - alone.states
-
-
-def test_links_between_nodes_are_slower():
-    slow, fast = (step_seconds(case(1 << 15, machine=Machine(16, GIB, 0, n))) for n in (8, 16))
-    assert slow > 1.5 * fast
-
-
-def chosen(tokens, machine=NODE, **more):
-    choice = choose(case(tokens, machine=machine, **more))
-    assert predict(choice).fits
-    return choice
+# ---------------------------------------------------------------- levels, offload, the place of weights
 
 
 def test_the_fastest_level_that_fits_and_the_next_one_on_the_last_layers():
-    assert chosen(1 << 17).name == "none"
+    case = Case(WHOLE, node(), 1 << 17, sp=8)
+    assert choose(case).name == "none"
     for tokens, level, upper in (
         (1 << 19, "keep_attention", "none"),
         (1 << 21, "block", "keep_attention"),
         (3 << 20, "pair", "block"),
     ):
-        choice = chosen(tokens)
-        count = choice.levels.count(upper)
-        assert choice.levels == (level,) * (32 - count) + (upper,) * count and 0 <= count < 32
-        assert choice.name == (f"{level}*{32 - count}+{upper}*{count}" if count else level)
-        assert not predicted(tokens, levels=(*choice.levels[1:], upper)).fits
-        assert not predicted(tokens, upper).fits
-    assert not predict(choose(case(4096, machine=node(1, 80)))).fits
+        plan = choose(case._replace(tokens=tokens))
+        count = plan.levels.count(upper)
+        assert plan.levels == (level,) * (32 - count) + (upper,) * count and 0 <= count < 32
+        assert plan.name == (f"{level}*{32 - count}+{upper}*{count}" if count else level)
+        assert predict(plan).fits
+        for levels in ((*plan.levels[1:], upper), (upper,) * 32):
+            assert not predict(plan._replace(levels=levels)).fits
+    assert not predict(choose(Case(WHOLE, node(1, 80), 4096))).fits
+
+
+@pytest.mark.parametrize("gpus, gib", [(8, 139.8), (6, 139.8), (1, 80.0)])
+def test_an_automatic_degree_is_the_smallest_that_fits(gpus, gib):
+    found = []
+    for tokens in (1 << 13, 1 << 19, 1 << 24):
+        plans = {
+            d: choose(asked(tokens, gib, gpus=gpus, sp=d))
+            for d in range(1, gpus + 1)
+            if gpus % d == 0
+        }
+        fitting = [degree for degree, plan in plans.items() if predict(plan).fits]
+        found.append(asked(tokens, gib, gpus=gpus, sp="auto").sp)
+        assert found[-1] == min(fitting, default=gpus)
+    assert found == sorted(found) and not fitting  # no degree fits 16 million tokens
+    assert len({*found}) > 1 or gpus == 1
+
+
+def test_auto_on_cpu_keeps_everything():
+    for offload in ("none", "auto"):
+        settings = config(sp="auto", offload=offload)
+        plan = choose_memory(planner_case(settings, LLAMA, this_machine(CPU), 1 << 20))
+        assert memory_line(plan) == "memory: recompute none (auto: CPU)"
+        assert layer_memory(plan) == LayerMemory(("none",) * 32, offloaded_layers=0)
+        assert plan.resident
+
+
+def test_a_level_set_by_hand_is_kept_while_it_may_fit():
+    assert "may run out" not in memory_line(chosen(1 << 17, recompute="block"))
+    need = predict(chosen(1 << 17, recompute="none", weights="sharded")).gpu / GIB
+    plan = chosen(1 << 17, need + 0.5, recompute="none")
+    assert plan.levels == ("none",) * 32 and memory_line(plan).endswith("may run out")
+    said = r'GiB on each GPU with memory.recompute = "none" .*; set memory.recompute and memory.offload to "auto"'
+    with pytest.raises(ConfigError, match=said):
+        chosen(1 << 17, need - 0.5, recompute="none")
+
+
+def test_weights_stay_where_that_is_faster_and_fits():
+    """32 layers of short sequences wait for weights; of a longer one the room is worth more for activations."""
+    short, long = chosen(1 << 15), chosen(1 << 20)
+    assert short.resident and memory_line(short).endswith("; weights resident")
+    assert not long.resident and long == chosen(1 << 20, weights="sharded")
+    assert f"memory: recompute {long.name} (auto: " in memory_line(long)
+    # what does not fit on every GPU is sharded, unless that is asked for
+    assert not chosen(1 << 13, 30.0).resident and chosen(1 << 13, 30.0, recompute="block")
+    with pytest.raises(ConfigError, match="weights, optimizer and gradients"):
+        chosen(1 << 13, 30.0, weights="resident")
+    assert chosen(1 << 13, gpus=1, gib=200.0, weights="sharded").resident  # nothing to share
 
 
 def test_offload_auto_takes_the_fewest_layers():
-    machine = node(host_gib=550)
-    asked = case(3 << 20, machine=machine, recompute="block")
-    assert not predict(choose(asked)).fits
-    choice = chosen(3 << 20, machine, recompute="block", offload="auto")
-    away = choice.offloaded_layers
-    assert 0 < away < 32 and predict(choice).host <= 0.9 * 550 * GIB / 8
-    assert not predict(choice._replace(offloaded_layers=away - 1)).fits_gpu
+    given = {"host_gib": 550, "recompute": "block"}
+    assert not predict(choose(asked(3 << 20, **given))).fits
+    plan = chosen(3 << 20, **given, offload="auto")
+    away = plan.offloaded_layers
+    assert 0 < away < 32 and predict(plan).host <= 0.9 * 550 * GIB / 8
+    assert not predict(plan._replace(offloaded_layers=away - 1)).fits_gpu
     # the host is too small
-    small = choose(asked._replace(machine=node(host_gib=100), offload="auto"))
-    assert not predict(small).fits
-    needless = chosen(1 << 20, machine, offload="auto")
-    assert needless._replace(offload="none") == chosen(1 << 20, machine)
+    small = asked(3 << 20, host_gib=100, recompute="block", offload="auto")
+    assert not predict(choose(small)).fits
+    assert not chosen(1 << 20, host_gib=550, offload="auto").offloaded_layers
     # a faster level, with some layers on the host
-    assert chosen(1 << 21, machine, offload="auto").name == "keep_attention"
+    assert chosen(1 << 21, host_gib=550, offload="auto").name == "keep_attention"
+
+
+def test_offload_of_all_layers_stays_in_its_budget():
+    everything = {"offload": "checkpoints", "recompute": "block"}
+    plan = chosen(1 << 17, host_gib=550, **everything)
+    assert (plan.levels, plan.offloaded_layers) == (("block",) * 32, 32)
+    assert " of 32 layers' activations in host memory" in memory_line(plan)
+    # what the host cannot hold stays
+    assert 0 < chosen(2 << 20, host_gib=300, **everything).offloaded_layers < 32
 
 
 def test_longest_sequence_is_the_longest():
-    def longest(machine=NODE, offload="none", documents=1):
-        return longest_sequence(case(0, machine=machine, documents=documents, offload=offload))
+    case = Case(WHOLE, node(), 0, sp=8)
+    length, small = longest_sequence(case), Case(WHOLE, node(1, 24), 0)
+    assert length % 1024 == 0 and longest_sequence(small) == 0
+    assert predict(choose(case._replace(tokens=length))).fits
+    assert not predict(choose(case._replace(tokens=length + 1024))).fits
+    assert longest_sequence(case._replace(documents=2)) <= length // 2
+    large = case._replace(machine=node(8, 141, 550), offload="auto")
+    assert longest_sequence(large) >= 4 << 20
 
-    length = longest()
-    assert length % 1024 == 0 and chosen(length) and longest(node(1, 24)) == 0
-    assert not predict(choose(case(length + 1024))).fits and longest(documents=2) <= length // 2
-    assert longest(node(8, 141, 550), "auto") >= 4 << 20
+
+ON_GPU = r"needs \d+\.\d GiB on each GPU with memory.recompute = .*has 79.0 GiB; .* use more"
+ON_HOST = (
+    r"needs \d+\.\d GiB of host memory, .* but has 86.4 GiB, its share of the node's 96.0 GiB; "
+    r"set memory.offload_optimizer and .*, use more nodes, or set memory.host_memory if"
+)
 
 
-def test_processes_on_cpus_need_what_gloo_copies_and_not_the_buffers_of_nccl():
-    small = LLAMA._replace(layers=2)
-    alone, two = (predicted(512, model=small, machine=node(n, inf), sp=1) for n in (1, 2))
-    nccl = predicted(512, model=small, machine=node(2), sp=1)
-    copies = 2 * 2 * small.vocabulary_parameters  # of two threads, of two bytes
-    slack = (alone.gpu - two.gpu + copies) / (alone.allocated - two.allocated)
-    assert 1 <= slack < 1.2 and nccl.allocated == two.allocated
-    assert nccl.gpu - two.gpu + copies == pytest.approx(2.1e9)
+def test_too_large_is_refused_with_sizes():
+    with pytest.raises(ConfigError, match=ON_GPU):
+        chosen(4096, 79, gpus=1)
+    with pytest.raises(ConfigError, match=ON_HOST):
+        chosen(4096, 79, 96, gpus=1, offload_optimizer=True)
+    assert set(chosen(4096, 79, gpus=1, lora=16).levels) == {"none"}
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+def predicted(**changed):
+    return predict(Plan(Case(WHOLE, node(), 8192, sp=8)._replace(**changed), ("block",) * 32))
+
+
+def test_states_are_eighteen_bytes_per_trained_parameter_on_the_gpu_or_the_host():
+    N, plain = WHOLE.parameters, predicted()
+    assert plain.states == 18 * N / 8
+    assert predicted(model=WHOLE._replace(trained=10**7)).states == (2 * N + 16e7) / 8
+    away = predicted(offload_optimizer=True, offload_parameters=True)
+    assert away.states == 0 and away.host - plain.host == 18 * N / 8
+    assert predicted(others=(WHOLE,)).states == 20 * N / 8
+    # processes on CPUs need what gloo copies, and not the buffers of NCCL
+    small = {"model": plain_model(SMALL)}
+    on_cpus, on_gpus = predicted(**small, machine=node(8, inf)), predicted(**small)
+    assert on_cpus.allocated == on_gpus.allocated and on_cpus.gpu < on_gpus.gpu - 1e9
+
+
+def test_rollouts_hold_the_whole_policy_and_its_cache():
+    settings = config("ppo", table=PPO, dtype="bfloat16", sp=8)
+    rollout = planner_case(settings, LLAMA, node(), 8192).rollout
+    rollout = rollout._replace(answers=512, batch=64, prompt_tokens=1024, new_tokens=7168)
+    plain, more = predicted(), predicted(rollout=rollout)
+    merged = predicted(rollout=rollout._replace(merged=True))
+    cache = 2 * 2 * 32 * 64 * 8192 * 1024
+    assert more.allocated > plain.states + 2 * WHOLE.parameters + cache > plain.allocated
+    both = merged.allocated - more.allocated
+    assert both == pytest.approx(2 * WHOLE.parameters, rel=1e-3)
+    assert predicted(rollout=rollout._replace(batch=0)).allocated == plain.allocated  # servers
+
+
+def test_passes_of_a_larger_model_are_planned_for():
+    """Its gathered layers and its work may be the peak."""
+    large = plain_model(architecture("llama3-70b"))._replace(parameters=0)  # its shards aside
+    small = {"model": plain_model(architecture("qwen2.5-0.5b")), "tokens": 1 << 19}
+    alone, other = predicted(**small), predicted(**small, others=(large,))
+    gathered = 2 * 2 * large.layer.parameters
+    assert other.states == alone.states and other.kept == alone.kept
+    assert other.allocated - other.states > gathered + alone.kept
+    assert alone.allocated - alone.states < 1.01 * (alone.kept + alone.working)
+
+
+def test_links_between_nodes_are_slower():
+    plans = (
+        Plan(Case(WHOLE, Machine(16, GIB, 0, n), 1 << 15, sp=16), ("none",) * 32)
+        for n in (8, 16)
+    )
+    slow, fast = map(step_seconds, plans)
+    assert slow > 1.5 * fast
+
+
+def stage_case(stage, lora=0, sp=1, **table):
+    return planner_case(config(stage, lora, sp, table=table), LLAMA, Machine(8, GIB), 8192)
+
+
+LIVE = {"reference": "live"}
+PPO = {"reward": "ulysses.rl.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
+MODEL = PPO | {"reward": "some/reward", "kl_coefficient": 0.0}
+# The stage, the rank of its adapters and its table; the model that stands beside, and the passes that are counted.
+STAGE_PASSES = """
+rm | 0 | {} | none | 0
+dpo | 0 | {} | none | 0
+dpo | 0 | {"reference": "live"} | whole | 1
+dpo | 4 | {"reference": "live"} | none | 1
+dpo | 0 | {"reference": "live", "loss_type": "simpo"} | none | 0
+kto | 0 | {} | none | 1
+kto | 0 | {"reference": "live"} | whole | 3
+kto | 0 | {"loss_type": "apo_zero_unpaired"} | none | 0
+ppo | 0 | {"reward": "math:sqrt", "epochs": 2, "minibatches": 3} | whole | 1
+ppo | 4 | {"reward": "some/reward", "epochs": 2, "minibatches": 3, "kl_coefficient": 0} | scores | half
+"""
+BESIDE = {"none": (), "whole": (WHOLE,), "scores": (SCORES,)}
+# the policy's pass and the reward model's, which has no head and so costs less, over two epochs
+HALF = (1 + SCORES.forward_parameters / WHOLE.forward_parameters) / 2
+
+
+@pytest.mark.parametrize("line", STAGE_PASSES.strip().splitlines())
+def test_every_stage_counts_its_own_models_and_passes(line):
+    stage, lora, table, beside, forwards = line.split(" | ")
+    case = stage_case(stage, int(lora), **json.loads(table))
+    assert case.others == BESIDE[beside]
+    assert case.forwards == (HALF if forwards == "half" else int(forwards))
+
+
+def test_the_planner_knows_the_trained_model_and_the_rollout():
+    scored, pairs, ppo = stage_case("rm"), stage_case("dpo", lora=4), stage_case("ppo", **PPO)
+    assert scored.model == SCORES and scored.documents == pairs.documents == 2
+    N = WHOLE.parameters
+    assert pairs.model.parameters == N + pairs.model.trained < 1.01 * N
+    assert stage_case("dpo").model.trained == N
+    assert ppo.model.parameters == N + LLAMA.hidden_size
+    assert ppo.rollout[:4] == (1, 64, 4096, 256) and not ppo.rollout.merged
+    assert stage_case("ppo", lora=4, **MODEL).rollout.merged
+
+
+def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path):
+    other = architecture("qwen2.5-7b")  # 28 heads beside 32: 4 of 8 ranks exchange heads
+    write_json(tmp_path / "config.json", other.to_hf())
+    assert stage_case("dpo", sp=8, **LIVE).common_heads == 32
+    for stage, table, passes in (
+        ("dpo", {"reference": str(tmp_path)}, lambda size: size),
+        # ppo trains on a rollout 4 times
+        ("ppo", MODEL | {"reward": str(tmp_path), "epochs": 4}, lambda size: (1 + size) / 4),
+    ):
+        case = stage_case(stage, sp=8, **table)
+        model = plain_model(other, reward=stage == "ppo")
+        assert case.common_heads == 4 and case.others == (model,)
+        # its passes are counted at its own size
+        size = model.forward_parameters / WHOLE.forward_parameters
+        assert case.forwards == pytest.approx(passes(size)) and size < 0.96
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+def step(*tokens):
+    return PlannedStep([*tokens], [float(n * n) for n in tokens])
+
+
+def planned(shape, examples, *, gpus=1, gib=80.0, sp=1, auto=True, tokens=0, **memory):
+    settings, machine = config(sp=sp, dtype="bfloat16", **memory), node(gpus, gib)
+    case = planner_case(settings, shape, machine, tokens or max(examples.tokens))
+    return choose_memory(cut_steps(case, examples, examples, auto))
+
+
+def test_a_small_model_takes_a_step_at_once():
+    plan = planned(SMALL, step(*[215] * 31, 1024))
+    assert (plan.case.tokens, plan.case.micro_batches) == (31 * 215 + 1024, 1)
+    assert plan.levels == ("none",) * 30 and predict(plan).fits
+    # what keeps nothing takes more at a time, in no more memory
+    assert plan.pass_tokens >= 4 * plan.case.tokens
+    assert predict(plan).allocated == predict(plan._replace(pass_tokens=0)).allocated
+    text = micro_batch_line(plan, auto=True)
+    assert text.startswith(
+        "micro-batches: 1 in a typical step, each of at most 7,689 tokens (auto)"
+    )
+
+
+@pytest.mark.parametrize("gpus, sp", [(2, 1), (2, 2), (4, 2)])
+def test_every_group_gets_its_share_of_a_step(gpus, sp):
+    case = planned(SMALL, step(*[256] * 64), gpus=gpus, sp=sp).case
+    assert (case.tokens, case.micro_batches) == (64 * 256 * sp // gpus, 1)
+    assert case.work == case.tokens
+
+
+def step_products(plan):
+    return sum(step_flops(plan)) * plan.case.micro_batches
+
+
+def test_nothing_more_is_recomputed_for_a_larger_one():
+    examples = step(*[2048] * 256)
+    smallest = planned(SMALL, examples, auto=False)
+    large = planned(SMALL, examples, auto=False, tokens=256 * 2048)
+    plan = planned(SMALL, examples)
+    assert {*smallest.levels} == {*plan.levels} == {"none"} and {*large.levels} != {"none"}
+    assert 2048 < plan.case.tokens < 256 * 2048 and predict(plan).fits
+    assert step_seconds(plan) < step_seconds(smallest)
+    assert step_products(plan) == pytest.approx(step_products(smallest))
+
+
+def test_a_long_example_stays_alone_and_what_fits_is_never_refused():
+    # the longest example alone needs more than it would keep
+    case = planned(LLAMA, step(*[65536] * 16), gpus=8, sp=8).case
+    assert case.tokens == 65536 and case.micro_batches == 16
+    for gib in (50.0, 60.0, 80.0):
+        examples = step(*[32768] * 8)
+        smallest = planned(LLAMA, examples, gpus=8, sp=8, gib=gib, auto=False)
+        plan = planned(LLAMA, examples, gpus=8, sp=8, gib=gib)
+        assert step_products(plan) <= 8 * sum(step_flops(smallest))
+
+
+def test_a_size_set_by_hand_stays():
+    plan = planned(SMALL, step(*[215] * 32), auto=False, tokens=1024)
+    assert (plan.case.tokens, plan.case.micro_batches) == (1024, 8)
+    assert "(auto)" not in micro_batch_line(plan, auto=False)
+
+
+def test_a_cpu_takes_what_hides_its_overhead():
+    machine, examples = this_machine(CPU), step(*[100] * 64)
+    tiny = replace(SMALL, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    for shape, at_once in ((tiny, True), (LLAMA, False)):
+        case = cut_steps(planner_case(config(), shape, machine, 100), examples, examples, True)
+        assert (case.tokens > 1600) == at_once
+
+
+class Data(SimpleNamespace):
+    def __len__(self):
+        return len(self.lengths)
+
+
+def test_the_typical_and_the_largest_step_are_those_of_the_data():
+    lengths = np.array([1, 2, 3, 40, 5, 6, 7])
+    data = Data(lengths=lengths, sources=0 * lengths, source_weights=[1.0])
+    loader = StepLoader(data, 2, tokens_per_microbatch=64, shuffle=False)
+    assert loader.planned_steps() == ([4, 5], [2, 3])
+
+
+def test_answers_are_planned_as_long_as_they_may_be_and_prompts_once():
+    """Two prompts of 11 and 21 tokens with 4 answers of 30, in two optimizer steps."""
+    table = {
+        "reward": "math:sqrt",
+        "answers_per_prompt": 4,
+        "max_new_tokens": 30,
+        "minibatches": 2,
+    }
+    settings = config("ppo", table=table | {"advantage": "group"})
+    settings = settings.model_copy(
+        update={"batch": settings.batch.model_copy(update={"examples": 2})}
+    )
+    lengths = np.array([[11], [21]])
+    data = Data(sequence_lengths=lengths, prefix_lengths=0 * lengths, lengths=lengths[:, 0])
+    shared = planned_step(settings, LLAMA, data, [0, 1], 0.0)
+    assert sum(shared.tokens) == pytest.approx(10 + 4 * 31, abs=4)
+    # each of its tokens sees the whole prompt nevertheless
+    assert sum(shared.squares) < 4 * 41**2 < 1.1 * sum(shared.squares)
+    whole = planned_step(settings, LLAMA, data, [0, 1], 1e9)
+    assert shared.shares and whole == ([41] * 4, [41.0**2] * 4, False)
+
+
+# ---------------------------------------------------------------- one machine, one decision
+
+
+def test_plan_and_run_ask_a_gpu_for_its_peaks_once(monkeypatch):
+    properties = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_: 1.0)
+    options = Options(host_memory=1, gpus=1, dry_run=True)
+    plan, run = planned_machine(config(), options, 1), this_machine(torch.device("cuda"), 1.0)
+    assert plan[:3] == run[:3] and plan[4:] == run[4:] == (312e12, 2e12)
+
+
+def test_a_node_s_host_memory_can_be_told():
+    def host(told=0.0, **given):
+        options = Options(**given, dry_run=True)
+        return planned_machine(config(host_memory=told), options, 8).host_bytes / GIB
+
+    assert (host(480.0), host(480.0, host_memory=96), host(gpus=8)) == (480, 96, 0)
+    assert host() > 0
+
+
+def seen():
+    """What a rank of a node of 2, or of one of 1, takes for the machine, had it a GPU."""
+    device, rank = SimpleNamespace(type="cuda"), dist.get_rank()
+    os.environ["LOCAL_WORLD_SIZE"] = "21"[rank // 2]
+    gpu = SimpleNamespace(total_memory=GIB * (1 + rank))
+    share = {0: 1.0, 1: 0.25, 2: 1.0}[rank]  # of rank 1's GPU of 2 GiB, half a GiB
+    with (
+        mock.patch("torch.cuda.get_device_properties", lambda _: gpu),
+        mock.patch("torch.cuda.get_per_process_memory_fraction", lambda _: share),
+    ):
+        return this_machine(device, 100.0 - rank)
+
+
+def test_ranks_of_unequal_nodes_see_one_machine():
+    """Else they would choose different memory settings, and wait for each other's collectives."""
+    machine = Machine(3, GIB // 2, 98 * GIB, 2)
+    assert run_distributed(seen, 3, cpu=True) == [machine] * 3
+
+
+MIXED = ("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1)
+
+
+def settings_of_layers(rank=0):
+    from ulysses.zero.construct import initialize_distributed
+
+    initialize_distributed()
+    mesh, weights, found = ParallelMesh(1), InitialWeights(SHAPE, 0), []
+    for settings, trainable, changed in (
+        (config(lora=2, recompute="block", offload="checkpoints"), True, {}),
+        (config(recompute="keep_attention"), False, {}),
+        (config(), True, {"levels": MIXED, "offloaded_layers": 1}),
+    ):
+        plan = choose_memory(planner_case(settings, SHAPE, node(1, 80, 80), 64))
+        plan = plan._replace(**changed)
+        engine = build_engine(settings, weights, mesh, plan if trainable else None)
+        layers = engine.module.model.layers
+        found.append([(layer.recompute, layer.offloader is not None) for layer in layers])
+        engine.destroy()
+    return found
+
+
+def test_every_setting_reaches_the_layers():
+    (found,) = run_distributed(settings_of_layers, 1, cpu=True)
+    block, frozen, mixed = found
+    assert {*block} == {("block", True)} and {*frozen} == {("none", False)}
+    assert mixed == [(level, level != "none") for level in MIXED]

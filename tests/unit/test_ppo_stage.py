@@ -27,7 +27,7 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rewards import Rewards, gsm8k_reward
-from ulysses.rl.rollout import Rollout, RolloutMaker
+from ulysses.rl.rollout import Rollout, RolloutMaker, RolloutSteps
 from ulysses.rl.sampler import Completion
 from ulysses.stages.base import MetricSums
 from ulysses.watch.watch import Watch
@@ -212,9 +212,8 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
         made.append(number)
         return answered([[1, 2]] * len(indices), [[3]] * len(indices), number)
 
-    steps = maker("epochs=2 minibatches=3")
-    steps.prompts = prompts
-    monkeypatch.setattr(steps, "make", make)
+    steps = RolloutSteps(maker("epochs=2 minibatches=3"), prompts)
+    monkeypatch.setattr(steps.maker, "make", make)
     assert steps.steps_per_epoch == 3 * 6  # 25 prompts are 3 rollouts, the last of 5
     orders = [steps.indices(0, k) for k in range(18)]
     assert made == [0, 1, 2]
@@ -382,9 +381,9 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
     asked = Mock(answer=lambda number, *_: rounds[number % 2])
     stage = PpoStage(Config(stage="ppo", ppo=section), maker=asked)
     metrics = stage.evaluate(Mock(steps_per_epoch=2))
-    assert metrics["eval/objective/scores"] == pytest.approx(3.5 / 4) == -metrics["eval/loss"]
-    assert metrics["eval/objective/scores/models/rm"] == 3
-    assert metrics[f"eval/objective/scores/{HALF}"] == pytest.approx(3.5 / 4)
+    assert metrics["objective/scores"] == pytest.approx(3.5 / 4) == -metrics["loss"]
+    assert metrics["objective/scores/models/rm"] == 3
+    assert metrics[f"objective/scores/{HALF}"] == pytest.approx(3.5 / 4)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +404,7 @@ def test_answers_end_with_a_turn(tmp_path):
     folder = write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>")
     line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
-    run = Mock(prepared=plan, resources=ExitStack(), watch=Watch())
+    run = Mock(inputs=plan, resources=ExitStack(), watch=Watch())
     sampler = PpoStage(plan.config).build(run).maker.sampler
     names = plan.tokenizer.convert_ids_to_tokens(sampler.options.stop_tokens)
     # the template ends turns with <|im_end|>

@@ -15,6 +15,7 @@ import pytest
 from tests.harness import PATIENCE
 from ulysses.progress import progress
 from ulysses.run.metrics import MetricsLog
+from ulysses.run.trackers import TrackedRun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +37,8 @@ def shown(tmp_path, screen):
     """What six steps show, each with a loss of its own number."""
 
     def steps(terminal: bool, log_every: int = 1, **more: float) -> str:
-        written, log = screen(terminal), MetricsLog(tmp_path, 6, 0, "run", None)
+        written = screen(terminal)
+        log = MetricsLog(TrackedRun(tmp_path, "project", "run", 0, {}), [], 6)
         for step in range(1, 7):
             values = {"loss": float(step), "lr": 1e-3, "tokens_per_second": 9.0, **more}
             log.report(step, values, due=step % log_every == 0)

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles
+from models.initial_weights import InitialWeights
 from models.quantized import pack, packed_parts, unpack
 from tests.e2e.launch import ROOT
 from tests.model_folder import tiny_config, write_model
@@ -25,7 +26,6 @@ from ulysses.disk import write_json
 from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.build import InitialWeights
 
 SHAPE = ModelConfig.from_hf(tiny_config())
 MATRIX = "model.layers.1.mlp.up_proj.weight"

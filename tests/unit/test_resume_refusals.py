@@ -5,12 +5,12 @@ import json
 import pytest
 
 from models.arch import ARCHITECTURES
+from ulysses.check.checkpoint_folders import FORMAT, write_run_state
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.disk import digest_of, write_json
-from ulysses.run.checkpoint import FORMAT, write_run_state
-from ulysses.run.optim import gradient_policies
+from ulysses.registry import gradient_policies
 
 
 def config(output, changes=""):

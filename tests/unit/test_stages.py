@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from models.arch import ARCHITECTURES
+from models.initial_weights import InitialWeights
 from tests.e2e.launch import ROOT
 from tests.engine_case import FROZEN, dataset
 from tests.shuffled_loader import ShuffledLoader
@@ -15,12 +16,12 @@ from tests.stage_case import STAGE_CASES
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import KtoSection
+from ulysses.data.cache import content_digest
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.registry import STAGES, stage_of
-from ulysses.run.build import InitialWeights
 from ulysses.stages.kto import KtoStage, weight_hint
 from ulysses.stages.referenced import mismatched_lengths, pairs_of_run, read_reference
 from ulysses.stages.rm import RmStage
@@ -169,7 +170,7 @@ def test_a_content_digest_sees_every_tensor(tmp_path):
 
     def fingerprint():
         save_file(tensors, tmp_path / "model.safetensors")
-        return InitialWeights(None, 0, tmp_path).content(tmp_path / "cache")
+        return content_digest(InitialWeights(None, 0, tmp_path).paths, tmp_path / "cache")
 
     found = {fingerprint(), fingerprint()}
     for name, place in (("b.small", 3), ("c.large", 1_000_005)):

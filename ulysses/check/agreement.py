@@ -10,34 +10,57 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ulysses.check.preflight import Prepared
+from ulysses.check.preflight import RunInputs
+from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, flat
+from ulysses.data.cache import content_digest, digest_of_value
 from ulysses.data.read.chat import tokenizer_digest
 from ulysses.disk import HOLDER, DiskError, digest_of, held, sampled_digest
 from ulysses.environment import NODE, local_rank
 from ulysses.parallel.mesh import gather
 
 PACKAGES = Path(__file__).parents[2]
+TRAINED_ON, HELD_OUT = "the training data or how they are tokenised", "the held-out data"
+OWN = "model.path"  # the setting of the trained model
 
 
-def facts_of(plan: Prepared, inputs: dict[str, str], *, verify: bool) -> dict[str, Any]:
+def digests_of_inputs(inputs: RunInputs, train: Any, held_out: Any) -> dict[str, str]:
+    """Return digests of what a run's numbers depend on and its checkpoints do not hold, by words that name it.
+
+    Weights are told by whole files: a part would not show an edited layer, or a row of an embedding. What config.json
+    says of the trained model is compared key by key, and is not in its digest; weights drawn at random have none.
+    """
+    found = {TRAINED_ON: train.folder.name, HELD_OUT: str(held_out and held_out.folder.name)}
+    config, frozen = inputs.config, inputs.others
+    # adapters and a stage that compares with the initial policy need what the run began with
+    if config.model.lora.rank or not all(m.path for m in inputs.stage.requirements.models):
+        frozen = {OWN: inputs.weights, **frozen}
+    for setting, weights in frozen.items():
+        if weights.paths:
+            shape = "" if setting == OWN else str(weights.shape)
+            content = content_digest(weights.paths, Path(config.data.cache))
+            found[f"the weights of {setting}"] = digest_of_value([shape, content])
+    return found
+
+
+def facts_of(inputs: RunInputs, digests: Mapping[str, str], verify: bool) -> dict[str, Any]:
     """Return what must be equal on all ranks, by the words that name it; files are read by one process of a node.
 
     Args:
-        inputs: digests of data and weights, by words that name them.
+        digests: from `digests_of_inputs`.
         verify: compare whole weight files, and not only 64 blocks of each.
     """
-    facts = flat(plan.config.model_dump(mode="json"))
-    facts |= inputs | {"the checkpoint to resume": str(plan.resume_from)}
+    facts = flat(inputs.config.model_dump(mode="json"))
+    facts |= digests | {"the checkpoint to resume": str(inputs.resume_from)}
     facts |= {package: version(package) for package in ("torch", "deepspeed")}
     if local_rank() == 0:
-        facts["the tokenizer"] = tokenizer_digest(plan.tokenizer)
+        facts["the tokenizer"] = tokenizer_digest(inputs.tokenizer)
         for package in ("losses", "models", "ulysses"):
             for path in (PACKAGES / package).rglob("*"):
                 if path.suffix in (".py", ".toml", ".jinja"):
                     facts[str(path.relative_to(PACKAGES))] = digest_of(path)
         read = digest_of if verify else sampled_digest
-        for setting, weights in plan.models.items():
+        for setting, weights in {OWN: inputs.weights, **inputs.others}.items():
             for path in weights.paths:
                 facts[f"{setting} {path.name}"] = read(path)
     return facts
@@ -56,13 +79,13 @@ def agree(facts: Mapping[str, Any]) -> None:
                 )
 
 
-def hold_output(output: Path, resources: ExitStack) -> tuple[str, str]:
+def hold_output(config: Config, resources: ExitStack) -> tuple[str, str]:
     """Let rank 0 hold the run folder until `resources` are closed, and see that all nodes share it.
 
     Return the run's id and who held the folder before without giving it back. Raises ConfigError on every rank if
     another run holds the folder, or a node does not see what rank 0 writes there.
     """
-    run_id, before, complaint = token_hex(4), "", ""
+    output, run_id, before, complaint = config.output, token_hex(4), "", ""
     holder = f"run {run_id}, process {os.getpid()} on {NODE}"
     if dist.get_rank() == 0:
         try:

@@ -3,40 +3,54 @@
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from models.arch import ModelConfig
+from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError
+from ulysses.data.read.sources import parse_sources
 from ulysses.disk import check_apart, check_replaceable
-from ulysses.plan.memory_choice import planner_model
-from ulysses.plan.planner import GIB
+from ulysses.plan.planned_run import planner_model
 
 # How files begin that are written anew whenever a run starts, config.json and metrics.jsonl.
 BEGINNING = re.compile(rb'\{\s*"(stage|step)": |$')
 
 
-def check_folders(config: Config, read: Iterable[tuple[str, Path]]) -> None:
+def check_folders(
+    config: Config,
+    folder: Path | None,
+    weights: InitialWeights,
+    others: Mapping[str, InitialWeights],
+) -> None:
     """Refuse an output folder in which something of the user's would be lost, or that belongs to what the run reads.
 
     Args:
-        read: the files and folders that the run reads, with the settings that name them.
+        folder: of the trained model.
     """
-    run, output, read = config.run, config.output, list(read)
+    run, output, data = config.run, config.output, config.data
+    read = []
+    for setting, given in (("data.train", data.train), ("data.eval", data.eval)):
+        read += [(setting, s.place) for s in parse_sources(given) if not s.is_on_hub]
+    read.append(("data.cache", Path(data.cache)))
+    if folder:
+        read.append(("model.path", folder))
+    for setting, found in {"model.path": weights, **others}.items():
+        read += [(setting, place) for place in {path.parent for path in found.paths}]
     parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
-    for folder in (output, *parts):
-        check_apart("run.output", folder, read)
-    replaced = parts[1 : 2 + (run.export or run.overwrite)]
+    for place in (output, *parts):
+        check_apart("run.output", place, read)
+    replaced = parts[1:] if run.export or run.overwrite else parts[1:2]
     if config.ppo.sampler:
         taken = (("a folder of run.output", part) for part in parts)
         check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
         replaced.append(config.sampler_folder)
-    for folder in replaced:
-        check_replaceable(folder)
+    for place in replaced:
+        check_replaceable(place)
     for name in ("config.json", "metrics.jsonl"):
         path = output / name
         if path.exists() and not BEGINNING.match(path.open("rb").read(64)):
@@ -45,7 +59,7 @@ def check_folders(config: Config, read: Iterable[tuple[str, Path]]) -> None:
             )
 
 
-def check_disk(config: Config, shape: ModelConfig, *, resumes: bool) -> str:
+def check_disk(config: Config, shape: ModelConfig, resume_from: Path | None) -> str:
     """Refuse a disk that cannot hold the export and the checkpoints that are saved by step.
 
     Return a warning if it cannot hold those of run.save_minutes, which a short run never saves. What the run folder
@@ -62,36 +76,44 @@ def check_disk(config: Config, shape: ModelConfig, *, resumes: bool) -> str:
         with suppress(OSError):
             free += file.lstat().st_size
     trained = planner_model(config, shape).trained
-    export = run.export * trained * getattr(torch, config.model.dtype).itemsize
-    asked = "run.save_last", run.save_last * (1 + resumes)
-    if run.save_every:
-        asked = "run.save_every", 2 + (run.keep or run.steps // run.save_every)
-    timed = "run.save_minutes", bool(run.save_minutes) * (1 + run.keep)
-    for setting, count in (asked, timed):
+    export = trained * getattr(torch, config.model.dtype).itemsize if run.export else 0
+
+    def lacking(setting: str, count: int) -> str:
+        """Return a sentence if there is no room for so many checkpoints, which a setting asks for, and the export."""
         need = 12 * trained * count + export
         if need <= free:
-            continue
-        what, changes = ["the export"] * run.export, ["run.export = false"] * run.export
+            return ""
+        what, changes = [], []
         if count:
-            best = ", the best" * bool(run.save_every)
-            kept = f" (run.keep = {run.keep}{best} and one being written)" * (count > 2)
-            what.insert(0, f"{count} checkpoint{'s' * (count > 1)} of {setting}{kept}")
-            changes.insert(0, f"{setting} = {'false' if setting == 'run.save_last' else 0}")
+            kept = ""
+            if count > 2:
+                best = ", the best" if run.save_every else ""
+                kept = f" (run.keep = {run.keep}{best} and one being written)"
+            what.append(f"{count} checkpoint{'s' if count > 1 else ''} of {setting}{kept}")
+            changes.append(f"{setting} = {'false' if setting == 'run.save_last' else 0}")
+        if run.export:
+            what.append("the export")
+            changes.append("run.export = false")
         if count > 2 and run.keep != 1:
             changes.append("run.keep = 1")
-        sentence = (
+        return (
             f"run.output {place} has {_size(free)} free but {' and '.join(what)} need {_size(need)}; "
             f"set {' or '.join(changes)}, or use another disk"
         )
-        if setting != "run.save_minutes":
-            raise AbsentError(sentence)
-        return sentence
-    return ""
+
+    if run.save_every:
+        sentence = lacking("run.save_every", 2 + (run.keep or run.steps // run.save_every))
+    else:  # a run that continues a checkpoint keeps it until the last one is written
+        count = 2 if resume_from else 1
+        sentence = lacking("run.save_last", count if run.save_last else 0)
+    if sentence:
+        raise AbsentError(sentence)
+    return lacking("run.save_minutes", 1 + run.keep) if run.save_minutes else ""
 
 
 def _size(count: float) -> str:
     """Write a number of bytes so that it does not round to nothing."""
-    power, unit = (
-        (30, "GiB") if count >= GIB else (20, "MiB") if count >= 1 << 20 else (10, "KiB")
-    )
-    return f"{count / (1 << power):.1f} {unit}"
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.1f} {unit}"
+    return f"{count / 1024:.1f} KiB"

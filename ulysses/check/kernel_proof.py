@@ -1,14 +1,83 @@
-"""Prove the attention kernel before a run, once for each machine, version and shape."""
+"""Choose the attention kernel, and prove it before a run, once for each machine, version and shape."""
 
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from models.arch import ModelConfig
+from ulysses.config.schema import Config
+from ulysses.config.section import error_context
 from ulysses.data.cache import digest_of_value
 from ulysses.disk import write_json
 from ulysses.parallel.attention import prove_kernel
+from ulysses.parallel.kernels.choice import KernelChoice, resolve_kernel
+from ulysses.parallel.layout import head_layout
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.stages.base import Stage
+
+# Tokens of sequences up to which torch's attention is as fast as flash4, whose import takes seconds.
+SHORT = 1024
+
+
+def choose_kernel(
+    config: Config, stage: Stage, shape: ModelConfig, strict: bool
+) -> tuple[str, KernelChoice | None]:
+    """Return what the layers are told of the kernel, and the one that computes whole attention here.
+
+    A dry run, which is not `strict`, may plan for another machine and chooses none.
+
+    Raises ConfigError for a kernel that cannot run here.
+    """
+    model = config.model
+    if not strict:
+        return model.attention, None
+    told, device = model.attention, "cuda" if torch.cuda.is_available() else "cpu"
+    if told == "auto" and device == "cuda" and model.dtype == "bfloat16":
+        if stage.requirements.longest_example <= SHORT:
+            told = "torch"
+    case = device, getattr(torch, model.dtype), shape.head_dim
+    with error_context("model.attention"):
+        for window in (*shape.windows, None):  # the whole attention's is the one to report
+            found = resolve_kernel(told, *case, window=window)
+    return told, found
+
+
+def check_fp8(config: Config, strict: bool) -> Iterator[str]:
+    """Yield a sentence if this GPU does not multiply numbers of 8 bits."""
+    if strict and config.model.quantize == "fp8" and torch.cuda.is_available():
+        if torch.cuda.get_device_capability() < (8, 9):
+            yield (
+                'model.quantize is "fp8" but this GPU does not multiply such numbers (compute capability 8.9); '
+                'set it to "nf4"'
+            )
+
+
+def check_kernel(
+    config: Config,
+    stage: Stage,
+    shape: ModelConfig,
+    kernel: str,
+    device: torch.device,
+    mesh: ParallelMesh,
+) -> None:
+    """Prove the kernel on the heads that a rank has, and on the longest example; FloatingPointError if it is wrong."""
+    heads = head_layout(
+        shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
+    )
+    prove_once(
+        Path(config.data.cache).expanduser(),
+        kernel,
+        device,
+        getattr(torch, config.model.dtype),
+        heads.query,
+        heads.key,
+        shape.head_dim,
+        stage.requirements.longest_example,
+        shape.windows or (None,),
+    )
 
 
 def prove_once(cache: Path, kernel: str, device: torch.device, *case: Any) -> None:
@@ -17,11 +86,8 @@ def prove_once(cache: Path, kernel: str, device: torch.device, *case: Any) -> No
     Raises FloatingPointError for a kernel that is wrong; nothing is kept then.
     """
     facts = [kernel, *map(str, case), torch.__version__, torch.get_deterministic_debug_mode()]
-    for name in ("ulysses-engine", "flash-attn-4", "triton"):
-        try:
-            facts.append(version(name))
-        except PackageNotFoundError:
-            facts.append("")
+    for name in ("ulysses-engine", "flash-attn-4", "triton"):  # some are not installed
+        facts += [name, *(package.version for package in distributions(name=name))]
     if device.type == "cuda":
         facts += [str(torch.cuda.get_device_properties(device)), torch.backends.cudnn.version()]
     path = cache / f"kernel-{digest_of_value(facts)[:24]}.json"

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from models.arch import ModelConfig
-from models.expert_files import MLP_TARGETS
 from ulysses import environment
 from ulysses.config.schema import Config
 from ulysses.config.section import CREDENTIALS, error_context, refuse
 from ulysses.parallel.mesh import divisors
-from ulysses.registry import STAGES, stage_of
-from ulysses.run.optim import gradient_policies
+from ulysses.registry import STAGES, TRACKERS, gradient_policies, load, stage_of
 from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -44,15 +42,32 @@ def check_settings(config: Config, world_size: int) -> None:
         ("model.lora.rank", config.model.lora.rank, "peft"),
         ("model.quantize", config.model.quantize == "nf4", "bitsandbytes"),
         ("run.wandb", config.run.wandb, "wandb"),
+        *(("run.trackers", name, name) for name in config.run.trackers if name in TRACKERS),
     ):
         if wanted and importlib.util.find_spec(package) is None:
             errors.append(
                 f"{key} is set but the package {package} is not installed; pip install {package}"
             )
+    errors += tracker_errors(config)
+    from ulysses.zero.deepspeed_internals import wrong_version  # it takes long to import
+
+    errors += filter(None, [wrong_version()])
     with error_context("", errors):
         check_raw(config.deepspeed.zero_optimization)
         gradient_policies(config.gradients)
     refuse(errors)
+
+
+def tracker_errors(config: Config) -> Iterator[str]:
+    """Yield which of run.trackers are neither ours nor classes that can be imported."""
+    for name in sorted({*config.run.trackers} - {*TRACKERS}):
+        try:
+            load(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            yield (
+                f"run.trackers has {name!r}, which cannot be imported ({error}); name {', '.join(TRACKERS)}, or a "
+                "class as module:Class, with the module's folder on PYTHONPATH"
+            )
 
 
 def require_determinism() -> None:
@@ -66,45 +81,24 @@ def require_determinism() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def router_errors(config: Config, shape: ModelConfig) -> Iterator[str]:
-    """Yield what is wrong with settings of experts, once the model's shape is known."""
+def check_adapters(config: Config, shape: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with settings of adapters and of experts, once the model's shape is known."""
     model = config.model
-    given = model.model_dump(
-        include={"router_aux_loss_coefficient", "freeze_router"}, exclude_defaults=True
-    )
-    for key in given if not shape.moe else ():
-        yield f"model.{key} is {given[key]} but a {shape.model_type} model has no experts; remove it"
-    if "router_aux_loss_coefficient" in given and shape.moe:
-        if model.freeze_router or model.lora.rank:
-            why = "model.freeze_router" if model.freeze_router else "model.lora.rank"
-            yield (
-                f"model.router_aux_loss_coefficient is {model.router_aux_loss_coefficient:g} but {why} is set, which "
-                "trains no router; set it to 0"
-            )
+    if model.lora.rank > shape.hidden_size:
+        yield (
+            f"model.lora.rank: is {model.lora.rank} but the model's matrices are {shape.hidden_size} wide; set a "
+            "smaller one (8 to 64 are usual), or 0 to train all weights"
+        )
+    routers = {"router_aux_loss_coefficient", "freeze_router"}
+    given = model.model_dump(include=routers, exclude_defaults=True)
+    if shape.moe:
+        from ulysses.check.expert_settings import adapter_errors, router_errors
 
-
-def expert_adapter_errors(config: Config, shape: ModelConfig) -> Iterator[str]:
-    """Yield why adapters of a model with experts cannot be trained as asked, or not be exported for PEFT."""
-    lora = config.model.lora
-    of_mlp = sorted({*lora.targets} & {*MLP_TARGETS})
-    if not lora.rank or not shape.moe or not of_mlp:
+        yield from router_errors(model, given)
+        yield from adapter_errors(model.lora, shape)
         return
-    if ("gate_proj" in of_mlp) != ("up_proj" in of_mlp):
-        yield (
-            f"model.lora.targets has {' and '.join(of_mlp)}, but experts hold gate_proj and up_proj in one matrix; "
-            "name both or none"
-        )
-    dense = [i for i, kind in enumerate(shape.layers) if kind.feed_forward == "mlp"]
-    if dense:
-        yield (
-            f"model.lora.targets has {', '.join(of_mlp)}, but PEFT loads no adapters of the MLP in layer {dense[0]} "
-            "beside those of experts in others; name q_proj, k_proj, v_proj and o_proj only"
-        )
-    if lora.dropout:
-        yield (
-            f"model.lora.dropout is {lora.dropout:g} but adapters of experts have none; set it to 0, or take "
-            f"{', '.join(of_mlp)} out of model.lora.targets"
-        )
+    for key, value in given.items():
+        yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"
 
 
 def contradictions(config: Config) -> Iterator[str]:

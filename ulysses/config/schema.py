@@ -236,8 +236,13 @@ class RunSection(Section):
     """Seconds without progress after which the run ends and names the process that it waits for."""
     stall_warning: NonNegativeFloat = 60.0
     """Seconds without progress after which a line names that process; 0 prints none."""
+    trackers: list[str] = ["tensorboard"]
+    """What gets the metrics besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or your own class as
+    module:Class."""
+    project: str = "ulysses"
+    """Project, or experiment, under which the services among the trackers file the run."""
     wandb: str = ""
-    """Name of a Weights & Biases project that receives the metrics; an empty name sends nothing."""
+    """Name of a Weights & Biases project: short for wandb among the trackers and this project."""
 
 
 class DeepSpeedSection(Section):

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from ulysses.memory.offload import Group, Offloader
+from ulysses.memory.offload import CHUNK_BYTES, Group, Offloader
+from ulysses.memory.size import LayerSize
 from ulysses.memory.tiling import TILE_ROWS
 
 LEVELS = ("none", "keep_attention", "block", "pair")  # the fastest first, which keeps most
@@ -102,6 +103,34 @@ class LayerMemory(NamedTuple):
     offloader: Offloader | None = None
     offloaded_layers: int | None = None
     graphs: bool = False
+
+
+def kept_bytes(level: str, layer: LayerSize, element_size: int) -> float:
+    """Return the bytes that a layer's graph keeps for each local row at a level, weights aside."""
+    D, mixer, feed_forward = layer.width, layer.mixer, layer.feed_forward
+    kept, exact = D / 2 if level == "pair" else D, 0.0
+    if level in ("none", "keep_attention"):
+        kept, exact = kept + mixer.results, mixer.exact
+    if level == "none":  # and between the halves
+        kept += D * (1 + layer.norms_after) + mixer.kept + feed_forward.kept
+        exact += feed_forward.exact
+    return element_size * kept + 4 * exact
+
+
+def pinned_bytes(level: str, layer: LayerSize, kept: float) -> float:
+    """Return the most host bytes that what a layer keeps takes: any tensor's last chunk may stay partly empty."""
+    return kept + CHUNK_BYTES * (1 + layer.mixer.tensors * (level == "keep_attention"))
+
+
+def computed_again(level: str, layer: LayerSize, is_full: bool) -> tuple[float, float]:
+    """Return what backward repeats at a level: parameters that each row meets once more, and passes of the mix."""
+    if level == "none":
+        return 0.0, 0.0
+    # the last product of the feed-forward is repeated for adapters only
+    products = layer.mixer.parameters + layer.feed_forward.met * (2 / 3 if is_full else 1)
+    if level == "pair":  # and the whole forward pass of every second layer
+        return products + layer.met / 2, 1.5
+    return products, float(level == "block")
 
 
 class Pair:

@@ -7,7 +7,7 @@
 
 The activations of one layer are a `Group`. In each direction two groups are on the GPU: one in use, one being copied.
 The host never waits; the streams wait for each other's events. Host memory is pinned in chunks of one size, which
-tensors of any size can use again; the planner asks for no more layers than the host holds (plan.py, `pinned_bytes`).
+tensors of any size can use again; the planner asks for no more layers than the host holds (levels.py, `pinned_bytes`).
 On CPU the same code copies from memory to memory, which is of use to tests alone.
 """
 

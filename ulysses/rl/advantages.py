@@ -12,17 +12,18 @@ rank.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from losses.ppo import group_advantages, packed_gae, whiten
+from ulysses.config.stage_sections import PpoSection
 
 Found = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Found:
+def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: PpoSection) -> Found:
     advantages, returns = packed_gae(rewards, values, cu_seqlens, config.gamma, config.lam)
     whitened = whiten(advantages, torch.ones_like(values))
     columns = {"advantages": whitened, "old_values": values, "returns": returns}
@@ -31,7 +32,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Fou
     return columns, {"val/explained_variance": 1 - left / variance} if variance else {}
 
 
-def compared(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Found:
+def compared(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: PpoSection) -> Found:
     lengths, size = cu_seqlens.diff(), config.answers_per_prompt
     scores = torch.stack([answer.sum() for answer in rewards.split(lengths.tolist())])
     advantages = group_advantages(scores, size, config.advantage, scale=config.scale_by_std)
@@ -41,7 +42,7 @@ def compared(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -
     return {"advantages": advantages.repeat_interleave(lengths)}, metrics
 
 
-def reinforce(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Found:
+def reinforce(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: PpoSection) -> Found:
     nothing = torch.zeros_like(rewards)
     _, to_come = packed_gae(rewards, nothing, cu_seqlens, config.gamma, lam=1.0)
     return {"advantages": whiten(to_come, torch.ones_like(to_come))}, {}
@@ -50,7 +51,7 @@ def reinforce(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) 
 class Advantage(NamedTuple):
     """An algorithm: its function, and whether it trains a value and compares several answers to a prompt."""
 
-    compute: Callable[[Tensor, Tensor, Tensor, Any], Found]
+    compute: Callable[[Tensor, Tensor, Tensor, PpoSection], Found]
     needs_value: bool = False
     needs_group: bool = False
 

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from models.quantized import dense
+from ulysses.config.schema import Config, LoraSection
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.progress import progress
 from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
+from ulysses.stages.base import Run
+from ulysses.zero.engine import ZeroEngine, free_bytes, gathered_weights
 
 MOST_SLOTS = 512  # of an automatic batch
 
@@ -27,22 +30,25 @@ class EngineSampler:
         renew: is told of progress.
     """
 
-    engine: Any
+    engine: ZeroEngine
     mesh: ParallelMesh
     options: SamplingOptions
     automatic_batch: bool = True
-    lora: Any = None
+    lora: LoraSection | None = None
     renew: Callable[[], None] = lambda: None
     warned: bool = False  # that there are no CUDA graphs
+
+    @classmethod
+    def of(cls, run: Run, config: Config, options: SamplingOptions) -> Self:
+        """Make the sampler of a run."""
+        automatic = config.ppo.generation_batch == "auto"
+        return cls(run.engine, run.mesh, options, automatic, config.model.lora, run.watch.renew)
 
     def synchronise(self, rollout: int = 0) -> None:
         """Do nothing: every call of `sample` reads the current weights."""
 
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number; all ranks call it together."""
-        # deepspeed, which a configuration alone does without
-        from ulysses.zero.engine import free_bytes, gathered_weights
-
         model, device, options = self.engine.module, self.engine.device, self.options
         main, fitting, why = self.mesh.is_main, 0, "there is no GPU"
         bar = progress(desc="sampling", unit="tokens", leave=False, disable=not main)

@@ -14,39 +14,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
-from ulysses.config.stage_sections import is_function
-from ulysses.data.serve.steps import PlannedStep
+from ulysses.config.stage_sections import PpoSection, is_function
+from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.layout import squares
 from ulysses.parallel.sums import segment_sums
+from ulysses.registry import SAMPLERS, load
 from ulysses.rl.advantages import ADVANTAGES
-from ulysses.rl.engine_sampler import EngineSampler
-from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards
-from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
-from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
+from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
+from ulysses.rl.sampler import Completion, SamplingOptions
 from ulysses.stages.base import (
     AuxiliaryModel,
     MetricSums,
+    Normaliser,
     PlannedRollout,
     Requirements,
     Run,
     Term,
 )
-from ulysses.stages.referenced import ReferencedStage
+from ulysses.stages.referenced import COLUMN, ReferencedStage
 
 ROLLOUT = "rollout.safetensors"
+CHANGE = "policy/logp_change"  # the metric: mean |log-probability - what the rollout holds| per trained token
 HELD_OUT = 1 << 40  # evaluations draw with rollout numbers from here on: always the same noise
 
 
-def policy_options(config: Any) -> dict[str, Any]:
+def policy_options(config: PpoSection) -> dict[str, object]:
     """Return the arguments that the [ppo] table fixes in `losses.ppo_policy_loss`."""
     bounds = {name: getattr(config, name) or None for name in ("clip_high", "dual_clip")}
     return {"clip": config.clip, "kind": config.policy_loss, **bounds}
@@ -60,7 +59,7 @@ class OverAnswers(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, batch: ShardedBatch, mean: bool) -> Tensor:
+    def forward(ctx: FunctionCtx, values: Tensor, batch: ShardedBatch, mean: bool) -> Tensor:
         ctx.rest, trained = (batch, mean), batch.loss_weights != 0
         sums, counts = segment_sums(
             torch.stack([values, trained], 1) * trained[:, None], batch
@@ -71,7 +70,7 @@ class OverAnswers(torch.autograd.Function):
         return own[batch.sequence_ids] * trained
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
         return OverAnswers.apply(gradient, *ctx.rest), None, None
 
 
@@ -139,10 +138,10 @@ class PpoStage(ReferencedStage):
             models += (AuxiliaryModel("reward", "ppo.reward", ppo.reward_model),)
         sampled = PlannedRollout(
             answers,
-            ppo.planned_batch,
+            0 if ppo.sampler else ppo.planned_batch,
             prompts,
             ppo.max_new_tokens,
-            PREFILL_TOKENS,
+            ppo.epochs * ppo.minibatches,
             merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
@@ -151,51 +150,45 @@ class PpoStage(ReferencedStage):
             steps_per_load=ppo.epochs * ppo.minibatches,
             # every model reads a rollout once, which is trained on `epochs` times
             extra_forwards=1 / ppo.epochs,
+            # entropies take several passes over the logits more
+            logit_bytes=base.logit_bytes + 32,
             value=needs_value,
             scopes={"policy": 1.0, "value": ppo.value_lr_factor} if needs_value else None,
             models=tuple(model._replace(passes=1 / ppo.epochs) for model in models),
-            rollout=None if ppo.sampler else sampled,
+            rollout=sampled,
         )
 
-    def planned_step(
-        self,
-        data: Any,
-        indices: list[int],
-        launched: float,
-        windows: tuple[int | None, ...] = (),
-    ) -> PlannedStep:
-        """Return one optimizer step's share of the answers, all of them as long as they may be."""
-        ppo, K = self.table, self.table.answers_per_prompt
-        wholes = data.lengths[indices] + ppo.max_new_tokens
-        shares = (
-            self.config.batch.share_prompts and K * wholes.sum() > launched * ppo.minibatches
-        )
-        # a prompt that is shared counts once, and its last token with every answer
-        own = wholes - (data.lengths[indices] - 1) * (1 - 1 / K) * shares
-        found = np.stack([own.round(), squares(own, wholes - own, windows)]).repeat(K, axis=1)
-        tokens, pairs = found[:, : self.requirements.examples_per_step].tolist()
-        return PlannedStep([*map(int, tokens)], pairs)
-
-    def arguments(self, run: Run) -> dict[str, Any]:
+    def arguments(self, run: Run) -> dict[str, object]:
         found = super().arguments(run)
         ppo, memory = self.table, run.memory
         reward, scorer = None, found.pop("reward", None)
         if functions := list(filter(is_function, ppo.reward)):
             reward = Rewards(
                 functions,
-                run.prepared.tokenizer,
+                run.inputs.tokenizer,
                 ppo.reward_workers,
                 ppo.reward_timeout,
                 run.watch.renew,
             )
             run.resources.callback(reward.close)
+        options = SamplingOptions(
+            ppo.max_new_tokens,
+            ppo.temperature,
+            ppo.top_p,
+            ppo.top_k,
+            run.inputs.shape.eos_token_id,
+            self.config.run.seed,
+            ppo.planned_batch,
+        )
         found["maker"] = RolloutMaker(
             engine=run.engine,
             mesh=run.mesh,
             config=ppo,
-            sampler=self._sampler(run),
+            sampler=load(SAMPLERS["servers" if ppo.sampler else "engine"]).of(
+                run, self.config, options
+            ),
             budget=memory.pass_tokens,
-            shared_budget=memory.tokens if self.config.batch.share_prompts else 0,
+            shared_budget=memory.case.tokens if self.config.batch.share_prompts else 0,
             reference=found.get("reference"),
             reward=reward,
             scorer=scorer,
@@ -203,36 +196,18 @@ class PpoStage(ReferencedStage):
         )
         return found
 
-    def _sampler(self, run: Run) -> EngineSampler | OutsideSampler:
-        config, ppo, renew = self.config, self.table, run.watch.renew
-        options = SamplingOptions(
-            ppo.max_new_tokens,
-            ppo.temperature,
-            ppo.top_p,
-            ppo.top_k,
-            run.prepared.shape.eos_token_id,
-            config.run.seed,
-            ppo.planned_batch,
-        )
-        if ppo.sampler:
-            export, folder = partial(run.export, for_servers=True), config.sampler_folder
-            return OutsideSampler(ppo, export, folder, run.mesh.is_main, options, renew)
-        automatic = ppo.generation_batch == "auto"
-        return EngineSampler(run.engine, run.mesh, options, automatic, config.model.lora, renew)
-
     # ---------------------------------------------------------------- what the loop reads
 
-    def loader(self, prompts: Any) -> RolloutMaker:
-        self.maker.prompts = prompts
-        return self.maker
+    def loader(self, data: StepLoader) -> RolloutSteps:
+        return RolloutSteps(self.maker, data)
 
     def may_prepare(self, step: int) -> bool:
         """A rollout needs the weights of its moment."""
-        return step % self.maker.steps_per_rollout != 0
+        return step % self.requirements.steps_per_load != 0
 
     # ---------------------------------------------------------------- the loss
 
-    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+    def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         per_answer = {"sequence": 1, "constant": self.table.max_new_tokens}
         if count := per_answer.get(self.table.loss_aggregation):
             return {"tokens": self.on_first_rank(batch.num_sequences * count)}
@@ -253,7 +228,7 @@ class PpoStage(ReferencedStage):
         means = {
             "policy/approxkl_avg": 0.5 * gap.square(),
             "policy/clipfrac_avg": policy.clipped,
-            "policy/logp_change": gap.abs(),
+            CHANGE: gap.abs(),
             "val/ratio": policy.ratios,
             "policy/entropy_avg": out.entropy,
             "loss/policy_avg": policy_losses,
@@ -266,7 +241,7 @@ class PpoStage(ReferencedStage):
             means |= {"val/clipfrac_avg": value.clipped, "loss/value_avg": value.losses}
             trained.append((value.losses, config.value_coefficient))
         if config.kl_in != "reward" and config.kl_coefficient:
-            kl = kl_estimate(out.logps, columns["reference_logps"], config.kl_estimator)
+            kl = kl_estimate(out.logps, columns[COLUMN], config.kl_estimator)
             if config.kl_in == "loss_with_ratio":
                 kl = kl * (logps - old).exp()
             means["loss/kl_avg"] = kl
@@ -284,7 +259,7 @@ class PpoStage(ReferencedStage):
     def check_first_step(self, metrics: dict[str, float]) -> None:
         super().check_first_step(metrics)
         # a step may train nothing: all of its answers were cut
-        change, allowed = metrics.get("policy/logp_change", 0.0), self.tolerance
+        change, allowed = metrics.get(CHANGE, 0.0), self.tolerance
         if not change <= allowed:
             raise RuntimeError(
                 f"at step 0 the policy is the one that made the rollout, but its log-probabilities differ by "
@@ -294,16 +269,15 @@ class PpoStage(ReferencedStage):
 
     # ---------------------------------------------------------------- held-out prompts
 
-    def evaluate(self, loader: Any) -> dict[str, float]:
-        """Answer the held-out prompts and return their mean score; eval/loss is its negative."""
+    def evaluate(self, source: StepLoader) -> dict[str, float]:
+        """Answer the held-out prompts and return the mean of their scores; the loss is its negative."""
         self.maker.sampler.synchronise()
         answers: list[Completion] = []
-        for k in range(loader.steps_per_epoch):
-            asked = loader.dataset, loader.indices(0, k)
+        for k in range(source.steps_per_epoch):
+            asked = source.dataset, source.indices(0, k)
             answers += self.maker.answer(HELD_OUT + k, *asked).answers
-        found = answer_metrics(answers)
-        metrics = {f"eval/{name}": float(x) for name, x in found.items()}
-        return {"eval/loss": -metrics["eval/objective/scores"], **metrics}
+        metrics = {name: float(x) for name, x in answer_metrics(answers).items()}
+        return {"loss": -metrics[SCORES], **metrics}
 
     # ---------------------------------------------------------------- state
 

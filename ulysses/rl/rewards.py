@@ -21,17 +21,27 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from queue import Queue
 from traceback import extract_tb, format_exception_only
-from typing import Any
+from typing import Protocol
 
 from ulysses.config.section import ConfigError, UserCodeError, visible
 from ulysses.rl.servers import post
 
+Reward = Callable[..., object]  # what users write: it may return anything
+Row = dict[str, object]
+Asked = tuple[list[str], list[str], list[Row]]  # prompts, completions and rows
 
-def load_function(reward: str, timeout: float = 60.0) -> Callable[..., Any]:
+
+class Decodes(Protocol):
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+def load_function(reward: str, timeout: float = 60.0) -> Reward:
     """Import "module:function", or return what asks a server for `timeout` seconds for each answer at most.
 
     Raises ConfigError if there is no such module or function.
@@ -43,18 +53,16 @@ def load_function(reward: str, timeout: float = 60.0) -> Callable[..., Any]:
         if not callable(found):
             raise AttributeError("it is not a function")
     except (ImportError, AttributeError) as error:
-        mend = "name a function as module:function, with the module's folder on PYTHONPATH"
-        if reward.startswith("ulysses.training."):
-            mend = f"it has moved: write {reward.replace('training', 'rl', 1)}"
         raise ConfigError(
-            f"ppo.reward is {reward!r} but it cannot be imported ({error}); {mend}"
+            f"ppo.reward is {reward!r} but it cannot be imported ({error}); name a function as module:function, with "
+            "the module's folder on PYTHONPATH"
         ) from None
     return found
 
 
 def _ask_server(
-    prompts: list[str], completions: list[str], rows: list[Any], *, url: str, timeout: float
-) -> Any:
+    prompts: list[str], completions: list[str], rows: list[Row], *, url: str, timeout: float
+) -> object:
     asked = [
         {"prompt": prompt, "completion": completion, "row": row}
         for prompt, completion, row in zip(prompts, completions, rows)
@@ -75,7 +83,7 @@ class Rewards:
     """
 
     names: list[str]
-    tokenizer: Any
+    tokenizer: Decodes
     workers: int = 0
     timeout: float = 60.0
     renew: Callable[[], None] = lambda: None
@@ -83,8 +91,8 @@ class Rewards:
     def __post_init__(self) -> None:
         # a forked copy of this process would hold its locks without the threads that release them
         context = multiprocessing.get_context("spawn")
-        self.processes: dict[Any, Any] = {}  # by our ends of their pipes
-        self.idle: Queue[Any] = Queue()
+        self.processes: dict[Connection, SpawnProcess] = {}  # by our ends of their pipes
+        self.idle: Queue[Connection] = Queue()
         for _ in range(self.workers):
             pipe, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)
@@ -92,7 +100,7 @@ class Rewards:
             theirs.close()
             self.processes[pipe] = process
             self.idle.put(pipe)
-        self.map: Any = ThreadPool(self.workers).imap_unordered if self.workers else map
+        self.map = ThreadPool(self.workers).imap_unordered if self.workers else map
 
     def close(self) -> None:
         """Stop the workers."""
@@ -103,7 +111,7 @@ class Rewards:
         self,
         prompts: list[list[int]],
         answers: list[list[int]],
-        rows: list[Any],
+        rows: list[Row],
         indices: list[int],
     ) -> list[dict[str, float]]:
         """Return each answer's scores by the names of the functions and servers.
@@ -121,7 +129,7 @@ class Rewards:
         columns = [self._scores(name, asked, indices) for name in self.names]
         return [dict(zip(self.names, scores)) for scores in zip(*columns, strict=True)]
 
-    def _scores(self, name: str, asked: Any, indices: list[int]) -> list[float]:
+    def _scores(self, name: str, asked: Asked, indices: list[int]) -> list[float]:
         """Return the scores by one function; `asked` holds prompts, completions and rows."""
         batch, where, found = takes_all(load_function(name)), "", {}
         results = (
@@ -143,7 +151,9 @@ class Rewards:
                 )
         return scores
 
-    def _score(self, name: str, numbered: Any) -> tuple[int, list[float] | str]:
+    def _score(
+        self, name: str, numbered: tuple[int, tuple[str, str, Row]]
+    ) -> tuple[int, list[float] | str]:
         """Return an answer's place, and the outcome of its call, or what became of the worker that was asked for it."""
         place, call = numbered
         if not self.workers:  # in this thread, which alone may set timers and handle signals
@@ -161,7 +171,7 @@ class Rewards:
         return place, found
 
 
-def serve(pipe: Any) -> None:
+def serve(pipe: Connection) -> None:
     """Score what comes through a pipe until that is closed: the main function of a worker."""
     # what asks the run to stop reaches the workers too, and the run needs them for the step after which it saves
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -171,12 +181,14 @@ def serve(pipe: Any) -> None:
             pipe.send(outcome(*pipe.recv()))
 
 
-def takes_all(function: Callable[..., Any]) -> bool:
+def takes_all(function: Reward) -> bool:
     """Return whether a reward function scores all answers at once."""
     return next(iter(inspect.signature(function).parameters), "") == "prompts"
 
 
-def outcome(name: str, call: Any, timeout: float = 0.0) -> list[float] | str:
+def outcome(
+    name: str, call: Asked | tuple[str, str, Row], timeout: float = 0.0
+) -> list[float] | str:
     """Call a reward function, and return its numbers or, whatever went wrong, the end of a sentence about it."""
     try:
         function = load_function(name, timeout)
@@ -199,7 +211,7 @@ def outcome(name: str, call: Any, timeout: float = 0.0) -> list[float] | str:
         return f"failed: {said}{where}"
 
 
-def gsm8k_reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
+def gsm8k_reward(prompt: str, completion: str, row: Row) -> float:
     """Score a worked solution: 1 if its last number is the row's answer, else 0.
 
     The row's `answer` is a number, or a solution that ends in "#### number" as in GSM8K (2110.14168). Thousands marks,

@@ -18,10 +18,10 @@ Letters: N sequences (answers with their prompts), T tokens of all sequences, K 
 import json
 import time
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,16 +30,20 @@ from safetensors import safe_open
 from torch import Tensor
 
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
+from ulysses.config.stage_sections import PpoSection
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.encode import Example
 from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
-from ulysses.rl.engine_sampler import EngineSampler
-from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import Completion
 from ulysses.stages.passes import token_values
+from ulysses.stages.referenced import COLUMN, GAP
+from ulysses.zero.engine import ZeroEngine
+
+SCORES = "objective/scores"  # the metric that an evaluation is judged by
 
 
 @dataclass
@@ -146,12 +150,12 @@ def answer_metrics(answers: list[Completion]) -> dict[str, Tensor]:
     """Return the metrics of answers and of each reward; held-out prompts have them too."""
     lengths, scores, ended = answer_table(answers)
     parts = {
-        f"objective/scores/{name}": torch.tensor([a.scores[name] for a in answers]).mean()
+        f"{SCORES}/{name}": torch.tensor([a.scores[name] for a in answers]).mean()
         for name in answers[0].scores
     }
     return {
-        "objective/scores": scores.mean(),
-        "objective/scores_std": scores.std(correction=0),
+        SCORES: scores.mean(),
+        f"{SCORES}_std": scores.std(correction=0),
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
@@ -159,14 +163,19 @@ def answer_metrics(answers: list[Completion]) -> dict[str, Tensor]:
     }
 
 
+class AnswerSampler(Protocol):
+    """What decodes answers: ulysses/registry.py names them."""
+
+    def synchronise(self, rollout: int = 0) -> None: ...
+
+    def sample(
+        self, prompts: Mapping[int, Tensor], rollout: int = 0
+    ) -> dict[int, Completion]: ...
+
+
 @dataclass(eq=False, kw_only=True)
 class RolloutMaker:
-    """Make rollouts with the current weights, and serve the optimizer steps over them with the face of a StepLoader.
-
-    steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
-
-    A rollout is made when its first step is asked for, with the weights of that moment; `config.epochs` passes over it
-    take its prompts in a new order each, in `config.minibatches` steps. All ranks call every method together.
+    """Make rollouts with the weights of the moment; all ranks call every method together.
 
     Args:
         engine: trains models.decoder.PolicyValue, or CausalLM without a value.
@@ -180,55 +189,30 @@ class RolloutMaker:
         phase: is told of every phase of the work by name.
 
     Attributes:
-        prompts: gives each rollout's prompts; its step k is rollout k of the epoch.
-        rollout: the one of the last step that was asked for.
+        rollout: the one that was asked for last.
     """
 
-    engine: Any
+    engine: ZeroEngine
     mesh: ParallelMesh
-    config: Any
-    sampler: EngineSampler | OutsideSampler
+    config: PpoSection
+    sampler: AnswerSampler
     budget: int
     shared_budget: int = 0
     reference: Callable[..., Tensor] | None = None
     reward: Callable[..., list[dict[str, float]]] | None = None
-    scorer: Any = None
+    scorer: ZeroEngine | None = None
     phase: Callable[..., None] = lambda *_, **__: None
-    prompts: StepLoader | None = None
     rollout: Rollout | None = None
-    holds = "the rollout"
-
-    # ---------------------------------------------------------------- steps
-
-    @property
-    def steps_per_rollout(self) -> int:
-        return self.config.epochs * self.config.minibatches
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.prompts.steps_per_epoch * self.steps_per_rollout
-
-    def indices(self, epoch: int, k: int) -> list[int]:
-        """Return the rollout's examples of step k in a fixed order, after making a new rollout."""
-        load, within = divmod(k, self.steps_per_rollout)
-        number = epoch * self.prompts.steps_per_epoch + load
-        if self.rollout is None or self.rollout.number != number:
-            prompts = self.prompts.indices(epoch, load)
-            self.rollout = self.make(number, self.prompts.dataset, prompts)
-        minibatches = self.config.minibatches
-        one_pass, part = divmod(within, minibatches)
-        count = len(self.rollout.lengths) // self.rollout.answers_per_prompt
-        order = shuffled(count, self.prompts.seed, number, one_pass)
-        return self.rollout.examples(np.array_split(order, minibatches)[part].tolist())
-
-    def step(self, epoch: int, k: int) -> list[list[Example]]:
-        """Return this group's micro-batches of step k."""
-        indices = self.indices(epoch, k)
-        return self.prompts.micro_batches(self.rollout, indices)
 
     # ---------------------------------------------------------------- answers
 
-    def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
+    def current(self, number: int, dataset: TokenizedDataset, indices: list[int]) -> Rollout:
+        """Return the rollout of this number, which is made if it is not the last one."""
+        if self.rollout is None or self.rollout.number != number:
+            self.rollout = self.make(number, dataset, indices)
+        return self.rollout
+
+    def make(self, number: int, dataset: TokenizedDataset, indices: list[int]) -> Rollout:
         """Answer the prompts `indices` and turn scores into advantages."""
         began = time.perf_counter()
         self.sampler.synchronise(number)
@@ -240,7 +224,11 @@ class RolloutMaker:
         return rollout
 
     def answer(
-        self, number: int, dataset: Any, indices: list[int], answers_per_prompt: int = 1
+        self,
+        number: int,
+        dataset: TokenizedDataset,
+        indices: list[int],
+        answers_per_prompt: int = 1,
     ) -> Rollout:
         """Decode and score answers to every prompt; token t of answer n is drawn by the key (seed, number, n, t)."""
         K = answers_per_prompt
@@ -338,7 +326,7 @@ class RolloutMaker:
         columns, of_advantages = compute(rewards, values, cu_seqlens, config)
         columns["old_logps"] = old
         if config.kl_in != "reward":
-            columns["reference_logps"] = reference
+            columns[COLUMN] = reference
         sampled = [logp for answer in rollout.answers for logp in answer.logps]
         gap = old - torch.tensor(sampled, dtype=torch.float64)
         N = len(rollout.answers)
@@ -349,7 +337,7 @@ class RolloutMaker:
             "objective/entropy": -old.sum() / N,
             "objective/non_score_reward": -kl_coefficient * kl.sum() / N,
             "objective/rlhf_reward": rewards.sum() / N,
-            "reference_gap": (old - reference).abs().mean(),
+            GAP: (old - reference).abs().mean(),
             "sampler/logp_gap": gap.abs().mean(),
             "sampler/logp_gap_max": gap.abs().max(),
             **of_advantages,
@@ -364,3 +352,42 @@ class RolloutMaker:
         for name, column in columns.items():
             empty = torch.zeros(len(predicts))
             rollout.columns[name] = empty.masked_scatter_(predicts, (column * kept).float())
+
+
+@dataclass(eq=False)
+class RolloutSteps:
+    """Serve the optimizer steps over rollouts, with the face of a StepLoader.
+
+    steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
+
+    A rollout is made when its first step is asked for; `config.epochs` passes over it take its prompts in a new order
+    each, in `config.minibatches` steps. All ranks call every method together.
+
+    Args:
+        prompts: its step k has the prompts of rollout k of the epoch.
+    """
+
+    maker: RolloutMaker
+    prompts: StepLoader
+    holds = "the rollout"
+
+    @property
+    def steps_per_epoch(self) -> int:
+        config = self.maker.config
+        return self.prompts.steps_per_epoch * config.epochs * config.minibatches
+
+    def indices(self, epoch: int, k: int) -> list[int]:
+        """Return the rollout's examples of step k in a fixed order, after making a new rollout."""
+        prompts, config = self.prompts, self.maker.config
+        load, within = divmod(k, config.epochs * config.minibatches)
+        number = epoch * prompts.steps_per_epoch + load
+        rollout = self.maker.current(number, prompts.dataset, prompts.indices(epoch, load))
+        one_pass, part = divmod(within, config.minibatches)
+        count = len(rollout.lengths) // rollout.answers_per_prompt
+        order = shuffled(count, prompts.seed, number, one_pass)
+        return rollout.examples(np.array_split(order, config.minibatches)[part].tolist())
+
+    def step(self, epoch: int, k: int) -> list[list[Example]]:
+        """Return this group's micro-batches of step k."""
+        indices = self.indices(epoch, k)
+        return self.prompts.micro_batches(self.maker.rollout, indices)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
 from models.decoder import empty_model
+from models.layers import layer_sizes
 from models.rope import rotary_tables
+from ulysses.memory.size import Setting
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 
@@ -96,15 +98,19 @@ class State(NamedTuple):
     key: Tensor
 
 
+def sampling_bytes(config: ModelConfig, longest: int, element_size: int) -> tuple[float, float]:
+    """Return what sampling takes beside the weights: in any case, and for each slot of `longest` tokens."""
+    (mean, layer), layers = layer_sizes(config, Setting()), config.num_hidden_layers
+    inner = layer.feed_forward
+    prefill = PREFILL_TOKENS * (3 * inner.inner + inner.copied + 4 * layer.width)
+    cached = layers * (longest * mean.mixer.cached + mean.mixer.state)
+    return element_size * prefill, element_size * cached + DRAWING_BYTES * config.vocab_size
+
+
 def fitting_slots(config: ModelConfig, longest: int, dtype: torch.dtype, free: float) -> int:
     """Return how many slots of `longest` tokens fit into `free` bytes, graphs and prefill included."""
-    widths = 3 * config.intermediate_size + 4 * config.hidden_size
-    if moe := config.moe:
-        each = 3 * moe.moe_intermediate_size + config.hidden_size
-        widths = max(widths, moe.num_experts_per_tok * each + 4 * config.hidden_size)
-    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    each = longest * cached * dtype.itemsize + DRAWING_BYTES * config.vocab_size
-    return int((free - PREFILL_TOKENS * widths * dtype.itemsize) // each)
+    fixed, each = sampling_bytes(config, longest, dtype.itemsize)
+    return int((free - fixed) // each)
 
 
 @dataclass(eq=False)
@@ -168,7 +174,7 @@ class Sampler:
         self.new = zeros(2, count, dtype=torch.float64)
         self.held: dict[Prompt, int] = {}
         self.captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self.pool: Any = None
+        self.pool: tuple[int, int] | None = None
 
     @torch.no_grad()
     @sdpa_kernel(KERNELS)
@@ -278,7 +284,7 @@ class Sampler:
         ) -> Tensor:
             cache[:, slots, :, first:last] = both = torch.stack([key, value])
             keys, values = cache[:, slots, :, :last] if first else both
-            mask: Any = causal_lower_right(last - first, last)
+            mask = causal_lower_right(last - first, last)
             if how.window and how.window < last:
                 age = positions[:, None] - torch.arange(last, device=self.device)
                 mask = (age >= 0) & (age < how.window)
@@ -382,8 +388,7 @@ class Sampler:
         shape, decoder = tokens.shape, self.decoder
         ropes = rotary_tables(positions.reshape(-1), self.config)
         hidden = decoder.embed(tokens.reshape(-1))
-        layers: Any = decoder.layers
-        for layer, kept in zip(layers, cache):
+        for layer, kept in zip(decoder.layers, cache):
             *projected, hidden = layer.project(hidden, ropes[layer.kind.rotary])
             heads = (a.unflatten(0, shape).transpose(1, 2) for a in projected)
             attended = attend(kept, layer.mixer.attention, *heads).transpose(1, 2).flatten(0, 1)

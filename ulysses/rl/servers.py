@@ -10,11 +10,12 @@ import httpx
 
 from ulysses.environment import api_headers
 
+Json = Any  # None, numbers, texts, and lists and objects of these
 PAUSE = 1.0  # seconds before a request that failed is sent again, twice as long before the last attempt
 MOST_BYTES = 256 << 20  # of an answer
 
 
-def post(url: str, body: Any, timeout: float) -> Any:
+def post(url: str, body: Json, timeout: float) -> Json:
     """POST a value as JSON, with the key in ULYSSES_API_KEY, and return the JSON of the answer, None if that is empty.
 
     A request has `timeout` seconds for all of its answer, and one that takes longer is not sent again. Any other

@@ -1,26 +1,25 @@
-"""From configuration and weights to a partitioned model on every rank."""
+"""From the inputs of a run to its parts: open data, loaders of steps, and a partitioned model on every rank."""
 
-import math
-from collections.abc import Iterable, Iterator
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from models.arch import ModelConfig
-from models.decoder import CausalLM, PolicyValue, RewardModel, empty_model, init_parameter
-from models.hf_format import WeightFiles
-from models.layers import DecoderLayer
-from models.quantized import dense, pack
+from models.decoder import CausalLM, PolicyValue, RewardModel
+from models.initial_weights import InitialWeights
+from models.layers import DecoderLayer, layer_sizes
+from ulysses.check.preflight import RunInputs, make_checks
 from ulysses.config.schema import Config
-from ulysses.data.cache import content_digest
+from ulysses.config.section import error_context
+from ulysses.data.read.sources import parse_sources
+from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
+from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
+from ulysses.environment import without_compiler
 from ulysses.memory.levels import LayerMemory
+from ulysses.memory.size import Setting
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.random_keys import keyed_generator
-from ulysses.plan.memory_choice import layer_memory, plain_model
-from ulysses.plan.planner import Workload
+from ulysses.plan.case import Plan
+from ulysses.plan.memory_choice import layer_memory
 from ulysses.registry import stage_of
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
@@ -28,89 +27,67 @@ from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
 
 
-class InitialWeights:
-    """The weights that training starts from, given slice by slice; the same on any number of ranks.
+def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | None]:
+    """Open the training and held-out data, tokenising it once per node if needed.
 
-    They come from safetensors files. What these lack (a new score head), or everything without a folder, is drawn at
-    random, keyed by (seed, name). A policy and its value both start from the same model. Of an adapter A is uniform in
-    +-1 / sqrt(inputs) and B zero.
+    Raises ConfigError for data that is missing or broken, or that the run cannot train on.
     """
+    config, data = inputs.config, inputs.config.data
 
-    def __init__(
-        self,
-        shape: ModelConfig,
-        seed: int,
-        folder: Path | None = None,
-        quantize: str = "none",
-    ) -> None:
-        self.shape, self.quantize = shape, quantize
-        self.seed = seed
-        self.files = WeightFiles(folder) if folder else None
-        self.stored = self.files.tensors if self.files else {}
-        self.paths = self.files.paths if self.files else []
-
-    def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
-        plain = name.removeprefix("value.")  # models.decoder.PolicyValue
-        plain = plain.replace(".base_layer.", ".")  # models.lora
-        stop, device = start + out.numel(), out.device
-        if out.dtype == torch.uint8:
-            whole = self._packed(plain, device)
-        elif plain in self.stored:
-            out.copy_(self.files.read(plain, start, stop, device=device))
-            return
-        elif ".lora_" in name:
-            whole = torch.zeros(shape, device=device)
-            if ".lora_A." in name:
-                bound = 1 / math.sqrt(shape[-1])
-                generator = keyed_generator(device, self.seed, name)
-                whole.uniform_(-bound, bound, generator=generator)
-        else:
-            whole = init_parameter(
-                plain, shape, self.shape, self.seed, device=device, dtype=out.dtype
+    def opened(given: Any, held_out: bool = False) -> TokenizedDataset:
+        sources = parse_sources(given)
+        with error_context("data", absent=any(source.is_on_hub for source in sources)):
+            return open_dataset(
+                sources,
+                inputs.stage.dataset_type,
+                inputs.tokenizer,
+                data,
+                held_out=held_out,
+                share_prompts=config.batch.share_prompts,
             )
-        out.copy_(whole.view(-1)[start:stop])
 
-    def _packed(self, name: str, device: torch.device) -> Tensor:
-        """Return the bytes of a quantised matrix, on the device; nothing else of the model is held."""
-        stored = self.stored.get(name)
-        if stored and stored.state:
-            return stored.read_packed()
-        shape = self._shapes[name]
-        dtype = stored.dtype if stored else torch.float32
-        matrix = torch.empty(shape, dtype=dtype, device=device)
-        InitialWeights.fill(self, name, shape, 0, matrix.view(-1))
-        return pack(self.quantize, matrix)
+    train, held_out = opened(data.train), None
+    if data.eval_fraction:
+        held_out = opened(data.train, held_out=True)
+    elif data.eval:
+        held_out = opened(data.eval)
+    make_checks("data", config=config, train=train, held_out=held_out)
+    return train, held_out
 
-    @cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
-        return {name: p.shape for name, p in empty_model(self.shape).named_parameters()}
 
-    def originals(
-        self, weights: Iterable[tuple[str, Any]], model: nn.Module, trained_on: bool
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield whole weights with matrices in place of quantised ones: those that the files hold.
-
-        Without files, or if it is to be what was `trained_on`, they are dequantised.
-        """
-        if trained_on or not self.stored:
-            yield from dense(model, weights)
-            return
-        for name, weight in weights:
-            if weight is not None and weight.dtype == torch.uint8:
-                plain = name.replace(".base_layer.", ".")
-                weight = self.files.read(plain).view(self.stored[plain].shape)
-            yield name, weight
-
-    def content(self, cache: Path) -> str:
-        """Return a digest of all that the files hold, which the folder `cache` remembers, or the seed without them."""
-        return content_digest(self.paths, cache) if self.paths else f"seed {self.seed}"
+def step_loader(
+    inputs: RunInputs,
+    dataset: Any,
+    tokens: int,
+    groups: int,
+    group: int = 0,
+    *,
+    evaluation: bool = False,
+    launched_tokens: float = 0.0,
+) -> StepLoader:
+    """Serve a dataset's steps, in micro-batches of so many tokens, to one of several data-parallel groups."""
+    config, shape = inputs.config, inputs.shape
+    if config.batch.tokens_per_microbatch == "auto":  # which was chosen by the training data
+        tokens = max(tokens, int(dataset.lengths.max()))
+    return StepLoader(
+        dataset,
+        inputs.stage.requirements.examples_per_load,
+        tokens_per_microbatch=tokens,
+        seed=config.run.seed,
+        data_parallel_size=groups,
+        dp_rank=group,
+        shuffle=not evaluation,
+        attention_length=ATTENTION_WIDTHS * shape.hidden_size,
+        windows=shape.windows,
+        launched_tokens=launched_tokens,
+    )
 
 
 def build_engine(
     config: Config,
     weights: InitialWeights,
     mesh: ParallelMesh,
-    memory: Workload | None = None,
+    memory: Plan | None = None,
     *,
     attention: str = "",
     reward: bool = False,
@@ -125,47 +102,50 @@ def build_engine(
     language model, a reward model, or a policy with a value. Without, it is a frozen causal language model, or a
     frozen reward model if `reward` says so.
     """
-    lora, shape, stage = config.model.lora, weights.shape, stage_of(config)
-    trained, sizes = memory is not None, plain_model(shape)
+    model, shape, stage = config.model, weights.shape, stage_of(config)
+    trained, (_, largest) = memory is not None, layer_sizes(shape, Setting())
     settings = derive(
-        dtype=getattr(torch, config.model.dtype),
+        dtype=getattr(torch, model.dtype),
         offload_optimizer=config.memory.offload_optimizer and trained,
         offload_parameters=config.memory.offload_parameters,
-        layer_matrices=sizes.layer_parameters,
-        vocabulary_matrices=2 * sizes.vocabulary_parameters,
+        layer_matrices=int(largest.parameters),
+        vocabulary_matrices=2 * shape.vocab_size * shape.hidden_size,
         raw=config.deepspeed.zero_optimization,
     )
-    kept = layer_memory(memory) if memory else LayerMemory()
+    kept, kind = LayerMemory(), RewardModel if reward else CausalLM
     if memory:
-        resident, reward = memory.resident, stage.reward
-    kind: Any = RewardModel if reward else CausalLM
-    if trained and stage.requirements.value:
-        kind = PolicyValue
-
-    adapted = trained and lora.rank
+        kept, resident = layer_memory(memory), memory.resident
+        kind = RewardModel if stage.reward else CausalLM
+        if stage.requirements.value:
+            kind = PolicyValue
+    adapted = trained and model.lora.rank
     if adapted:  # peft is optional, and its imports fail while DeepSpeed replaces the constructors of tensors
         from models.lora import add_adapters
 
     def create() -> nn.Module:
-        given = {"attention": attention or config.model.attention, "memory": kept}
-        quantize = config.model.quantize if trained else "none"
-        model = kind(shape, mesh, quantize=quantize, **given)
-        if config.model.freeze_router:
+        made = kind(
+            shape,
+            mesh,
+            quantize=model.quantize if trained else "none",
+            attention=attention or model.attention,
+            memory=kept,
+        )
+        if model.freeze_router:
             from models.moe import Router
 
-            for module in filter(lambda m: isinstance(m, Router), model.modules()):
+            for module in filter(lambda m: isinstance(m, Router), made.modules()):
                 module.requires_grad_(False)
-        return add_adapters(model, lora) if adapted else model
+        return add_adapters(made, model.lora) if adapted else made
 
-    model = build_partitioned(create, settings, weights.fill).train(trained)
+    built = build_partitioned(create, settings, weights.fill).train(trained)
+    optimizer = None
     if trained:
-        groups = parameter_groups(
-            model, config.optimizer.weight_decay, stage.requirements.scopes
-        )
+        decay, scopes = config.optimizer.weight_decay, stage.requirements.scopes
+        optimizer = adamw(parameter_groups(built, decay, scopes), config.optimizer)
     else:
-        model.requires_grad_(False)
-    between = getattr(torch, config.optimizer.reduce_dtype)
+        built.requires_grad_(False)
     # a graph of all layers gathers and reduces nothing in between
     units = () if kept.graphs else (DecoderLayer,)
-    optimizer = adamw(groups, config.optimizer) if trained else None
-    return ZeroEngine(model, settings, optimizer, units, between, resident=resident)
+    between = getattr(torch, config.optimizer.reduce_dtype)
+    with without_compiler():  # DeepSpeed imports Muon, which it compiles and nobody uses here
+        return ZeroEngine(built, settings, optimizer, units, between, resident=resident)

@@ -3,38 +3,38 @@
 A dry run needs no weights, no data and no GPU: it reports what is absent as findings and plans the rest.
 """
 
-import math
-
 import torch
 
-from ulysses.check.preflight import Prepared, prepare
+from ulysses.check.checkpoint_folders import resume_point
+from ulysses.check.preflight import RunInputs, prepare
+from ulysses.check.remarks import remarks
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
-from ulysses.plan.memory_choice import (
+from ulysses.plan.case import Case
+from ulysses.plan.footprint import predict
+from ulysses.plan.machine import (
     ASSUMED_GIB,
+    GIB,
+    Machine,
+    cpu_flops,
+    cpu_machine,
+    planned_machine,
+    slow_products,
+)
+from ulysses.plan.memory_choice import (
     choose_memory,
     first_fit,
     longest_sequence,
     memory_line,
     micro_batch_line,
-    planned_machine,
-    planner_run,
 )
-from ulysses.plan.planner import (
-    CPU_FLOPS,
-    GIB,
-    Machine,
-    Workload,
-    predict,
-    step_flops,
-    step_seconds,
-)
-from ulysses.run.checkpoint import resume_point
-from ulysses.run.metrics import cpu_flops, slow_products
+from ulysses.plan.planned_run import planner_run
+from ulysses.plan.seconds import step_flops, step_seconds
+from ulysses.run.build import open_data, step_loader
 
 # exit code of a right configuration that names something which is not on this machine
 ABSENT = 3
@@ -49,10 +49,10 @@ def dry_run(config: Config, options: Options) -> int:
     world = options.gpus or world_size()
     if not torch.cuda.is_available():
         print(
-            f"this machine has no GPU: the plan is for {world} GPU{'s' * (world > 1)} of "
+            f"this machine has no GPU: the plan is for {counted(world, 'GPU')} of "
             f"{options.gpu_memory or ASSUMED_GIB:g} GiB; --gpus and --gpu-memory name others"
         )
-    prepared = prepare(config, world, findings)
+    inputs = prepare(config, world, findings)
     if options.debug or wants_debug([]):
         print(config.model_dump_json(indent=2))
     verdict = "the run can start"
@@ -60,7 +60,7 @@ def dry_run(config: Config, options: Options) -> int:
         resume_point(config.run)
     except ValueError as error:
         verdict = f"the run would be refused: {error}"
-    if prepared.shape is None:
+    if inputs.shape is None:
         print(
             "without the model's config.json there is no plan of its memory",
             *findings,
@@ -68,44 +68,49 @@ def dry_run(config: Config, options: Options) -> int:
         )
     else:
         machine = planned_machine(config, options, world)
-        train = _open(prepared, findings)
-        _plan_steps(prepared, planner_run(prepared, machine, train), train, findings)
+        train = _open(inputs, findings)
+        _plan_steps(inputs, planner_run(config, inputs.shape, machine, train), train, findings)
         if not (torch.cuda.is_available() or options.gpus or options.gpu_memory):
-            _plan_cpu(prepared, machine, train)
+            _plan_cpu(inputs, machine, train)
     if findings:
         verdict = f"the settings are right; absent on this machine: {len(findings)}, see the findings above"
     print(f"verdict: {verdict}")
     return ABSENT if findings else 0
 
 
-def _open(prepared: Prepared, findings: list[str]) -> TokenizedDataset | None:
+def counted(count: int, thing: str, ending: str = "s") -> str:
+    """Write how many there are of a thing."""
+    return f"{count} {thing}{ending if count > 1 else ''}"
+
+
+def _open(inputs: RunInputs, findings: list[str]) -> TokenizedDataset | None:
     """Return the training data, or None if anything is absent."""
     if not findings:
         try:
-            return prepared.open_data()[0]
+            return open_data(inputs)[0]
         except AbsentError as error:  # the hub may not have the data
             findings.append(str(error))
     return None
 
 
 def _plan_steps(
-    prepared: Prepared, case: Workload, train: TokenizedDataset | None, findings: list[str]
+    inputs: RunInputs, case: Case, train: TokenizedDataset | None, findings: list[str]
 ) -> None:
     """Print how the run is divided, how long it is, and what it takes."""
-    config, machine = prepared.config, case.machine
-    stage, run, facts = prepared.stage, config.run, prepared.stage.requirements
+    config, machine = inputs.config, case.machine
+    stage, run, facts = inputs.stage, config.run, inputs.stage.requirements
     groups = machine.gpus // case.sp
     print(
-        f"{machine.gpus} process{'es' * (machine.gpus > 1)}: data parallel {groups} x sequence parallel {case.sp}, "
+        f"{counted(machine.gpus, 'process', 'es')}: data parallel {groups} x sequence parallel {case.sp}, "
         "among neighbours"
     )
     if train:
-        loader = prepared.loader(train, case.tokens, groups)
+        loader = step_loader(inputs, train, case.tokens, groups)
         per_epoch = loader.steps_per_epoch * facts.steps_per_load
         total = stage.total_steps(loader)
         print(
             f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}",
-            *prepared.remarks(loader),
+            *remarks(inputs, loader),
             sep="\n",
         )
     else:
@@ -114,64 +119,62 @@ def _plan_steps(
         print("finding:", finding)
     rate, reason = config.usual_lr
     if config.optimizer.lr == rate:
-        more = "; adapters take ten times as much" * bool(config.model.lora.rank)
+        more = "; adapters take ten times as much" if config.model.lora.rank else ""
         print(f"optimizer.lr {rate:g} is the default of {stage.name}: {reason}{more}")
-    _plan_memory(prepared, case)
+    _plan_memory(inputs, case)
 
 
-def _plan_memory(prepared: Prepared, case: Workload) -> None:
+def _plan_memory(inputs: RunInputs, case: Case) -> None:
     """Print what every level takes, the longest sequence and what the run itself would choose.
 
     Raises ConfigError for a run that does not fit.
     """
-    config, machine, model = prepared.config, case.machine, case.model
-    world, batches = machine.gpus, case.micro_batches
-    sequences = prepared.stage.sequences_per_example
-    if config.model.path and prepared.folder is None:
+    config, machine, model = inputs.config, case.machine, case.model
+    world = machine.gpus
+    plans = [first_fit(case._replace(recompute=level)) for level in LEVELS]
+    sequences = inputs.stage.sequences_per_example
+    if config.model.path and inputs.folder is None:
         print(f"\nthe model is planned with the published shape of {config.model.path}")
     print(
-        f"\n{prepared.shape.describe_window()}\n"
-        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), "
+        f"\n{inputs.shape.describe_window()}\n"
+        f"predicted for {counted(world, 'GPU')} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), "
         f"{machine.host_bytes / GIB:.0f} GiB of host memory per node (--host-memory; 0 is unknown):\n"
-        f"{model.parameters:,} parameters, {model.trained:,} trained; {batches} "
-        f"micro-batch{'es' * (batches > 1)} per group and step, the fullest: {case.tokens:,} tokens in "
-        f"{case.documents} sequence{'s' * (case.documents > 1)}; weights "
-        f"{'resident' if case.resident else 'sharded'}:\n"
+        f"{model.parameters:,} parameters, {model.trained:,} trained; "
+        f"{counted(case.micro_batches, 'micro-batch', 'es')} per group and step, the fullest: {case.tokens:,} tokens "
+        f"in {counted(case.documents, 'sequence')}; weights {'resident' if plans[0].resident else 'sharded'}:\n"
         f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
     )
-    for level in LEVELS:
-        choice = first_fit(case._replace(recompute=level))
-        p = predict(choice)
+    for level, plan in zip(LEVELS, plans):
+        p = predict(plan)
         print(
             f"  {level:<16}{p.gpu / GIB:9.1f}{p.host * machine.local_processes / GIB:17.1f}"
-            f"{choice.offloaded_layers:18}{step_seconds(choice):10.2f}{'' if p.fits else '   does not fit'}"
+            f"{plan.offloaded_layers:18}{step_seconds(plan):10.2f}{'' if p.fits else '   does not fit'}"
         )
     if case.rollout:
         print("  (the time of sampling comes on top)")
-    note = " on each side of a pair" * (sequences == 2)
+    note = " on each side of a pair" if sequences == 2 else ""
     for sp in sorted({case.sp, world}):
         longest = longest_sequence(case._replace(sp=sp, documents=sequences))
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
-    choice = choose_memory(case)
-    print(f"{memory_line(choice)}; {step_seconds(choice):.2f} s / step")
-    print(micro_batch_line(choice, config.batch.tokens_per_microbatch == "auto"))
+    plan = choose_memory(case)
+    print(f"{memory_line(plan)}; {step_seconds(plan):.2f} s / step")
+    print(micro_batch_line(plan, config.batch.tokens_per_microbatch == "auto"))
 
 
-def _plan_cpu(prepared: Prepared, machine: Machine, train: TokenizedDataset | None) -> None:
+def _plan_cpu(inputs: RunInputs, machine: Machine, train: TokenizedDataset | None) -> None:
     """Print how long a step takes on this machine's CPU, which recomputes nothing."""
-    config = prepared.config
+    config = inputs.config
     dtype, count = config.model.dtype, config.batch.tokens_per_microbatch
-    cpu = Machine(machine.gpus, math.inf, math.inf, 1, CPU_FLOPS, CPU_FLOPS)
-    choice = choose_memory(planner_run(prepared, cpu, train))
-    flops = sum(step_flops(choice)) * choice.micro_batches
+    plan = choose_memory(planner_run(config, inputs.shape, cpu_machine(machine.gpus), train))
+    flops = sum(step_flops(plan)) * plan.case.micro_batches
     seconds = flops * machine.gpus / cpu_flops(dtype)
-    needed = predict(choice).gpu
+    needed = predict(plan).gpu
     line = f"on this machine's CPU a step takes about {seconds:.1f} s"
     line += f", and each process about {needed / GIB:.1f} GiB of memory"
     if needed * machine.gpus > machine.host_bytes:
         line += ", which is more than is free"
     print("; ".join(filter(None, (line, slow_products(dtype)))))
-    print(micro_batch_line(choice, count == "auto"))
+    print(micro_batch_line(plan, count == "auto"))
 
 
 def inspect(config: Config, samples: int) -> int:
@@ -179,9 +182,9 @@ def inspect(config: Config, samples: int) -> int:
     # neither the number of processes nor the weights, the disk or the folder's checkpoints matter here
     findings: list[str] = []
     degree = config.parallel.sequence_parallel_size
-    prepared = prepare(config, 1 if degree == "auto" else degree, findings)
-    if prepared.tokenizer is None:
+    inputs = prepare(config, 1 if degree == "auto" else degree, findings)
+    if inputs.tokenizer is None:
         raise ConfigError(findings[0])
-    preview_examples(prepared.open_data()[0], prepared.tokenizer, samples)
-    print(prepared.shape.describe_window())
+    preview_examples(open_data(inputs)[0], inputs.tokenizer, samples)
+    print(inputs.shape.describe_window())
     return 0

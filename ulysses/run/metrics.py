@@ -1,18 +1,14 @@
-"""What a step costs in FLOPs, and where metrics are written."""
+"""The log of a run's metrics: a progress bar and trackers."""
 
-import json
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable
 
-import torch
-
-from ulysses.disk import DiskError, replace_file, writing
-from ulysses.plan.model_size import Model
+from ulysses.config.section import CREDENTIALS, ConfigError, visible
+from ulysses.disk import DiskError
 from ulysses.progress import progress
+from ulysses.registry import TRACKERS, load
+from ulysses.run.trackers import TrackedRun, Tracker
+from ulysses.run.trackers.metrics_file import METRICS
 
 SHOWN = {  # by the progress bar, of those that a stage has
     "loss": ".4f",
@@ -21,110 +17,42 @@ SHOWN = {  # by the progress bar, of those that a stage has
     "lr": ".2e",
     "tokens_per_second": ".0f",
 }
-PEAKS = {  # dense bfloat16 FLOP/s, and bytes/s of memory, by part of the device name, from the vendors' data sheets
-    "H200": (989e12, 4.8e12),
-    "H100": (989e12, 3.35e12),
-    "H800": (989e12, 3.35e12),
-    "B200": (2250e12, 8e12),
-    "A100": (312e12, 2e12),
-    "A800": (312e12, 2e12),
-    "L40S": (362e12, 0.86e12),
-    "4090": (165e12, 1e12),
-}
-
-
-def model_flops(model: Model, tokens: float, squared_lengths: float, projected: float) -> float:
-    """Return the FLOPs of one forward and backward pass, the numerator of MFU: 6 N T + 6 L (H E) sum(length^2).
-
-    6 = 2 forward + 2 for the gradient of the activations + 2 for that of the weights. Frozen weights have no
-    gradient: with A parameters of adapters it is 4 N T + 6 A T. Causal attention counts half of the full square.
-    Recomputation, passes without gradient (references, rollouts) and the optimizer count nothing.
-
-    Args:
-        projected: tokens that meet the vocabulary projection: those whose target is trained.
-    """
-    head = model.vocabulary_parameters * model.has_head
-    adapters = 0 if model.is_full else model.trained
-    # of its layer's experts a token meets a few
-    met = model.parameters - adapters - (model.matrices - model.active_matrices)
-    weights = (met - head) * tokens + head * projected
-    linear = (6.0 if model.is_full else 4.0) * weights + 6.0 * adapters * tokens
-    return linear + 6.0 * model.layers * model.query_width * squared_lengths
-
-
-def device_peaks() -> tuple[float, float] | None:
-    """Return this GPU's dense bfloat16 FLOP/s and the bytes/s of its memory, or None where they are not known."""
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name()
-    return next((peaks for part, peaks in PEAKS.items() if part in name), None)
-
-
-def cpu_flops(dtype: str) -> float:
-    """Measure the FLOP/s of this process's cores in a product of matrices: 512 wide, the fastest of three."""
-    matrix, seconds = torch.rand(512, 512).to(getattr(torch, dtype)), []
-    for _ in range(3):
-        begun = time.perf_counter()
-        matrix @ matrix
-        seconds.append(time.perf_counter() - begun)
-    return 2 * 512**3 / min(seconds)
-
-
-def slow_products(dtype: str) -> str:
-    """Return a sentence if this CPU multiplies matrices of the dtype much more slowly than float32's, or ""."""
-    if dtype == "float32" or (factor := cpu_flops("float32") / cpu_flops(dtype)) < 2:
-        return ""
-    return (
-        f"products of {dtype} matrices are {factor:.0f} times slower than those of float32 on this CPU; "
-        'set model.dtype = "float32"'
-    )
-
-
-def logged(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl; a kill may have cut the last one short."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
+FILE = "ulysses.run.trackers.metrics_file:MetricsFile"
 
 
 class MetricsLog:
-    """Write metrics.jsonl, TensorBoard and optionally W&B, and show a progress bar. Rank 0 only.
+    """Show a progress bar, and give the metrics to the trackers of a run. Rank 0 only.
 
     Args:
-        first_step: what metrics.jsonl holds of later steps is dropped, because a resumed run writes it again.
-        run_id: stands in every line.
-        wandb: a run of Weights & Biases that receives the metrics, or None.
+        names: of trackers, as in ulysses/registry.py or places of one's own; metrics.jsonl is always written.
 
     Attributes:
-        failure: the first failure to write; the loop stops once it has tried to save a checkpoint.
+        failure: the first file that could not be written; the loop stops once it has tried to save a checkpoint.
+
+    Raises ConfigError if a tracker does not start.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        total_steps: int,
-        first_step: int,
-        run_id: str,
-        wandb: Any,
-    ) -> None:
-        # it takes long to import, and only rank 0 needs it
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.run_id, self.wandb = run_id, wandb
+    def __init__(self, run: TrackedRun, names: Iterable[str], total_steps: int) -> None:
         self.failure: DiskError | None = None
-        self.path, board = folder / "metrics.jsonl", str(folder / "tensorboard")
-        with writing(self.path):
-            kept = [line for line in logged(self.path) if line["step"] <= first_step]
-            replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
-            self.file = self.path.open("a")
-            self.board = SummaryWriter(board, purge_step=first_step + 1)
-        self.bar = progress(
-            total=total_steps, initial=first_step, unit="steps", seconds=math.inf
-        )
+        self.trackers: dict[str, Tracker] = {}
+        for name, place in {METRICS: FILE, **{n: TRACKERS.get(n, n) for n in names}}.items():
+            try:
+                tracker = load(place)()
+                tracker.start(run)
+            except DiskError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} does not start ({visible(repr(error))}); mend that, or leave it out",
+                    "run.trackers",
+                ) from None
+            self.trackers[name] = tracker
+        self.bar = progress(total=total_steps, initial=run.step, unit="steps", seconds=math.inf)
 
     def report(self, step: int, values: dict[str, float], due: bool) -> None:
         """Move the progress bar to `step`, and log the values if that is due or if there was an evaluation.
 
-        Numbers that are not finite become null. What cannot be written is kept as `failure`.
+        Numbers that are not finite become None.
         """
         shown = {k: format(values[k], style) for k, style in SHOWN.items() if k in values}
         self.bar.set_postfix(shown, refresh=False)
@@ -141,34 +69,28 @@ class MetricsLog:
         elif not due:
             return
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        when = f" at step {step}"
-        with self._trying("metrics.jsonl", when):
-            line = json.dumps({"step": step, "run": self.run_id, **clean})
-            print(line, file=self.file, flush=True)
-        with self._trying("tensorboard", when):
-            for name, value in clean.items():
-                if value is not None:
-                    self.board.add_scalar(name, value, step)
-        if self.wandb is not None:
-            self.wandb.log(clean, step=step)
+        self._tell(lambda tracker: tracker.log(step, clean))
 
-    @contextmanager
-    def _trying(self, name: str, when: str) -> Iterator[None]:
-        try:
-            with writing(self.path.with_name(name), when):
-                yield
-        except DiskError as error:
-            self.failure = self.failure or error
-        if not self.path.exists():  # the open file takes what nobody finds
-            self.failure = DiskError(
-                f"{self.path.absolute()} was deleted while the run wrote it; leave the run folder in its place"
-            )
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self.trackers.items()):
+            try:
+                call(tracker)
+            except DiskError as error:
+                self.failure = self.failure or error
+            except Exception as error:
+                del self.trackers[name]
+                said = CREDENTIALS.sub("***", visible(repr(error)))
+                self.bar.write(
+                    f"{name} has failed and gets no more metrics; {METRICS} does: {said}"
+                )
+
+    def fail(self) -> None:
+        """Tell the trackers that an error ends the run."""
+        self._tell(lambda tracker: tracker.fail())
 
     def close(self) -> None:
         """Close everything; DiskError if something could not be written, which nobody has been told yet."""
         self.bar.close()
-        for name, sink in (("metrics.jsonl", self.file), ("tensorboard", self.board)):
-            with self._trying(name, " at the end of the run"):
-                sink.close()
+        self._tell(lambda tracker: tracker.close())
         if self.failure is not None:
             raise self.failure

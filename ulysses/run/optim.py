@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ulysses.config.schema import GradientsSection, OptimizerSection
-from ulysses.gradients.chain import GradientPolicyChain, build_chain
+from ulysses.config.schema import OptimizerSection
 
 
 def parameter_groups(
@@ -65,8 +64,3 @@ def learning_rate(step: int, total: int, config: OptimizerSection) -> float:
         "wsd": max(0.0, (step - (total - decay)) / decay),
     }
     return config.lr * (1 - (1 - config.min_lr) * gone[config.schedule])
-
-
-def gradient_policies(settings: GradientsSection) -> GradientPolicyChain:
-    """Build the chain of gradient policies; ValueError names the table and the key that cannot be honoured."""
-    return build_chain(settings.policies or settings.preset, settings.max_norm)

@@ -7,14 +7,13 @@ first backward pass. With one micro-batch it is, once that has run forward; with
 The same as transformers' load_balancing_loss_func (Fedus et al. 2021, 2101.03961) of one batch that holds the step.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import MetricSums
+from ulysses.zero.engine import ZeroEngine
 
 
 class Routers:
@@ -24,7 +23,7 @@ class Routers:
         coefficient: of the balance loss; 0 has none.
     """
 
-    def __init__(self, engine: Any, coefficient: float) -> None:
+    def __init__(self, engine: ZeroEngine, coefficient: float) -> None:
         self.engine, self.coefficient = engine, coefficient
         self.record, self.config = engine.module.model.record, engine.module.config
         self.shares: Tensor | None = None  # f, and what it is a mean over

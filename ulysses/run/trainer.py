@@ -1,4 +1,4 @@
-"""The loop: step, evaluate, keep the best, save, stop. It knows no algorithm and no feature.
+"""The loop: step, evaluate, keep the best, save, stop. What an algorithm decides is asked of the stage.
 
 One optimizer step on every rank:
 
@@ -11,22 +11,26 @@ One optimizer step on every rank:
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ulysses.check.checkpoint_folders import read_run_state
+from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
+from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import StepContext
-from ulysses.parallel.batch import ShardedBatch, pack_shard
+from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.random_keys import seed_of
-from ulysses.run.checkpoint import check_share, read_run_state, save_checkpoint
-from ulysses.run.metrics import MetricsLog, device_peaks
+from ulysses.plan.machine import device_peaks
+from ulysses.run.checkpoint import check_share, save_checkpoint
+from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate
-from ulysses.stages.base import MetricSums, Stage, StepBatches
+from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
 from ulysses.watch.failure import grace_note
 from ulysses.watch.watch import Watch
 from ulysses.zero.state import load_state
@@ -35,12 +39,39 @@ LOOK_AT = 8  # the step at which it is told if the host is too slow: kernels are
 LEAST_WAIT = 0.05  # share of a step
 
 
+class Work(NamedTuple):
+    """What all ranks computed in a step: tokens, the sum of squared lengths, and tokens whose target is trained."""
+
+    tokens: float
+    squares: float
+    projected: float
+
+
+def host_note(share: float, tokens: int | str, cuts: int, processes: int) -> str:
+    """Return what to set if a GPU has nothing to do while its host prepares the work, or an empty text.
+
+    Args:
+        share: of a step in which the host waits for the GPU.
+        tokens: batch.tokens_per_microbatch.
+        cuts: micro-batches of a step; "auto" chose several because larger ones gain nothing, or do not fit.
+    """
+    auto = tokens == "auto"
+    if share > LEAST_WAIT or (auto and cuts > 1):
+        return ""
+    advice = "more batch.examples" if auto else 'batch.tokens_per_microbatch = "auto"'
+    fewer = ", or use fewer GPUs" if processes > 1 else ""
+    return (
+        f"the GPU waits for its host, which waits for the GPU in {share:.0%} of a step only: give it more work at "
+        f"a time by {advice}{fewer}"
+    )
+
+
 @dataclass(kw_only=True, eq=False)
 class Trainer:
     """Train the engine that a stage is built around; all ranks call every method together.
 
     Args:
-        loader: gives each step's micro-batches for this data-parallel group (ulysses.data.serve.steps.StepLoader).
+        loader: gives each step's examples for this data-parallel group.
         eval_loader: the same over held-out data, or None.
         policies: gradient policies, which act on the reduced gradient once per step.
         flops: (tokens, sum of squared lengths, tokens whose target is trained) -> model FLOPs of a forward and backward
@@ -51,12 +82,12 @@ class Trainer:
     """
 
     stage: Stage
-    loader: Any
-    eval_loader: Any = None
+    loader: StepLoader
+    eval_loader: StepLoader | None = None
     total_steps: int
     policies: GradientPolicyChain
     flops: Callable[[float, float, float], float] = lambda *_: 0.0
-    description: dict[str, Any] = field(default_factory=dict)
+    description: dict[str, object] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
 
@@ -69,14 +100,14 @@ class Trainer:
         # agreed on by all ranks at a step's boundary
         self.stop_requested = self.save_due = False
         self._saved = time.monotonic()
-        self._next = None  # what `_prepare` returned for the coming step
-        self.routers: Any = None  # of a model with experts
+        self._next: StepBatches | None = None  # of the coming step, if they are read already
+        self._cuts = 0  # micro-batches of the last step
+        self.parts = []  # what takes part in every step besides the stage: the routers of a model with experts
         if self.engine.module.config.moe:
             from ulysses.run.routers import Routers
 
-            self.routers = Routers(
-                self.engine, self.stage.config.model.router_aux_loss_coefficient
-            )
+            coefficient = self.stage.config.model.router_aux_loss_coefficient
+            self.parts.append(Routers(self.engine, coefficient))
         # shares of the last steps in which the host waited for the device
         self._waits: deque[float] = deque(maxlen=LOOK_AT // 2)
 
@@ -90,39 +121,28 @@ class Trainer:
         Args:
             log: where rank 0 writes the metrics; None on the other ranks.
         """
-        run = self.run
+        run, began = self.run, self.step
         try:
-            began = self.step
             while not self.finished and not self.stop_requested:
                 current = self.step + 1
                 values = self.train_step()
-                if current == began + 1:
-                    self.say(self.watch.start_line())
-                # the first step takes longer than others
-                if self.step == 2 and (note := grace_note(values["seconds"])):
+                for note in self._notes(values["seconds"], first=current == began + 1):
                     self.say(note)
-                if self.step == LOOK_AT and (note := self._host_note()):
-                    self.say(note)
-                if self.finished or (run.eval_every and self.step % run.eval_every == 0):
+                if self.finished or self._is_due(run.eval_every):
                     values |= self.evaluate()
-                loss, best = values.get("eval/loss", math.nan), self.best or (0, math.inf)
-                improved = -math.inf < loss < best[1]  # never if it is not finite
-                if improved:
-                    self.best = [self.step, loss]
-                last = self.finished
+                improved = self._keep_best(values)
                 if log is not None:
-                    log.report(self.step, values, last or self.step % run.log_every == 0)
+                    log.report(self.step, values, self.finished or self._is_due(run.log_every))
                     if log.failure is not None:
                         self.watch.ask_to_stop()  # after the coming step, with a checkpoint, which all ranks write
+                asked = self.save_due or self.stop_requested or self._is_due(run.save_every)
                 is_best = improved and (run.save_every or run.patience)
-                due = run.save_every and self.step % run.save_every == 0
-                due = due or self.save_due or self.stop_requested
-                if is_best or due or (last and run.save_last):
+                if asked or is_best or (self.finished and run.save_last):
                     self.save()
         except Exception as error:
             error.add_note(f"step {current}")
             raise
-        if self.finished and self.step < self.total_steps:
+        if self.best and self.finished and self.step < self.total_steps:
             self.say(
                 f"stopped at step {self.step}: eval/loss was not below that of step {self.best[0]} in {run.patience} "
                 "evaluations; ulysses export writes that step's checkpoint as a model"
@@ -133,19 +153,29 @@ class Trainer:
                 "--run.resume auto"
             )
 
-    def _host_note(self) -> str:
-        """Return what to set if the device had nothing to do while the host prepared its work, or an empty text."""
-        share = sum(self._waits) / len(self._waits)
-        auto = self.stage.config.batch.tokens_per_microbatch == "auto"
-        # several micro-batches were chosen because larger ones gain nothing, or do not fit
-        if self.engine.device.type != "cuda" or share > LEAST_WAIT or (auto and self._cuts > 1):
-            return ""
-        advice = "more batch.examples" if auto else 'batch.tokens_per_microbatch = "auto"'
-        fewer = ", or use fewer GPUs" * (self.mesh.world_size > 1)
-        return (
-            f"the GPU waits for its host, which waits for the GPU in {share:.0%} of a step only: give it more work at "
-            f"a time by {advice}{fewer}"
-        )
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _notes(self, seconds: float, first: bool) -> Iterator[str]:
+        """Yield what is to be said after this step."""
+        if first:
+            yield self.watch.start_line()
+        # the first step takes longer than others
+        if self.step == 2 and (note := grace_note(seconds)):
+            yield note
+        if self.step == LOOK_AT and self.engine.device.type == "cuda":
+            tokens = self.stage.config.batch.tokens_per_microbatch
+            share = sum(self._waits) / len(self._waits)
+            if note := host_note(share, tokens, self._cuts, self.mesh.world_size):
+                yield note
+
+    def _keep_best(self, values: dict[str, float]) -> bool:
+        """Remember the step if it has the lowest eval/loss so far, and return whether it has."""
+        loss = values.get("eval/loss", math.nan)
+        improved = -math.inf < loss < (self.best[1] if self.best else math.inf)
+        if improved:  # never if it is not finite
+            self.best = [self.step, loss]
+        return improved
 
     @property
     def finished(self) -> bool:
@@ -161,104 +191,39 @@ class Trainer:
 
         Raises FloatingPointError if loss or gradient is not finite; the weights are then untouched.
         """
-        began = time.perf_counter()
-        step = self.step
+        began, step = time.perf_counter(), self.step
         # Only dropout draws from this generator, so a resumed run needs no generator state.
         torch.manual_seed(seed_of(self.run.seed, step, self.mesh.rank))
         self.watch.phase("data", step + 1)
-        read = self._next or self._prepare(self.loader, step)
-        self._next, batches = None, read.batches
-        self._cuts = len(batches)
+        read = self._next or self.stage.read(self.loader, step)
         of_step = self.stage.before_step(read)
-        normalisers = self._normalisers(batches)
+        normalisers = self._normalisers(read.batches)
         metrics = MetricSums(self.engine.device)
-        if self.routers:
-            self.routers.begin(batches)
-        for batch, known in zip(batches, of_step, strict=True):
+        for part in self.parts:
+            part.begin(read.batches)
+        for batch, known in zip(read.batches, of_step, strict=True):
             self.watch.phase("forward")
-            terms = self.stage.losses(batch, metrics, **known)
-            metrics.add("projected", 0.0 if self.stage.reward else float(batch.num_valid))
-            for name in ("tokens", "tokens_shared", "squares"):
-                metrics.add(
-                    name, self.stage.on_first_rank(float(getattr(batch, f"num_{name}")))
-                )
-            loss = 0.0
-            for term in terms:
-                value = term.value * (term.weight / normalisers[term.normaliser])
-                metrics.add(
-                    "loss", self.stage.on_first_rank(value) if term.per_sequence else value
-                )
-                loss = loss + value
+            terms = self.stage.losses(batch, metrics, *known)
+            loss = self._loss(terms, normalisers, metrics)
+            self._count(batch, metrics)
             self.watch.phase("backward")
-            last = batch is batches[-1]
+            last = batch is read.batches[-1]
             self.engine.backward(loss * float(self.mesh.world_size), last=last)
         # Host work while the device still computes.
-        if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
-            self._next = self._prepare(self.loader, step + 1)
+        ahead = step + 1 < self.total_steps and self.stage.may_prepare(step + 1)
+        self._next = self.stage.read(self.loader, step + 1) if ahead else None
         self.watch.phase("optimizer step")
-        if self.routers:
-            self.routers.add(metrics)
+        for part in self.parts:
+            part.add(metrics)
         gradients = self.engine.gradients()
-        metrics.add("stop", float(self.watch.stop_wanted))
-        late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0
-        metrics.add("save", float(late and self.mesh.is_main))  # one clock decides
-        launched = time.perf_counter()
-        values = metrics.reduce()
-        waited = time.perf_counter() - launched
-        self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
-        work = values["tokens"], values.pop("squares"), values.pop("projected")
-        values = self.stage.finalise_metrics(values)
+        values, work, waited = self._agree(metrics)
         if step == 0:
             self.stage.check_first_step(values)
-        context = StepContext(
-            step=step,
-            total_steps=self.total_steps,
-            loss=values["loss"],
-            lr=learning_rate(step, self.total_steps, self.stage.config.optimizer),
-            seed=self.run.seed,
-        )
-        report = self.policies.apply(gradients, context)
-        if context.stop:
-            examples = self.loader.indices(*divmod(step, self.loader.steps_per_epoch))[:8]
-            raise FloatingPointError(
-                f"{context.stop}; examples {examples} ... of {self.loader.holds}"
-            )
-        lr = context.lr * context.lr_scale
-        if context.skip or not work[0]:  # a step without a token
-            self.engine.skip_step()
-        else:
-            groups = self.engine.optimizer.param_groups
-            self.engine.step([lr * group.get("lr_factor", 1.0) for group in groups])
-            self.stage.after_step(values)
-        if context.skip:
-            self.say(f"skipped {context.skip}")
-        self.step = step + 1
-        seconds = time.perf_counter() - began
-        self._waits.append(waited / seconds)
-        values |= report | {
-            "lr": lr,
-            "tokens_per_second": work[0] / seconds,
-            "seconds": seconds,
-        }
-        if self.peak_flops:
-            rate = self.flops(*work) / seconds
-            values["mfu"] = rate / self.mesh.world_size / self.peak_flops
-        if self.engine.device.type == "cuda":
-            values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        values |= self._update(gradients, values, work.tokens > 0)
+        self.step, self._cuts = step + 1, len(read.batches)
+        values |= self._measured(time.perf_counter() - began, waited, work)
         self.metrics = values
         return values
-
-    def _prepare(self, loader: Any, step: int) -> StepBatches:
-        """Return what a step reads on this rank."""
-        position = divmod(step, loader.steps_per_epoch)
-        batches = [
-            pack_shard(
-                self.stage.packed(examples), self.mesh, self.engine.device, may_be_empty=True
-            )
-            for examples in loader.step(*position)
-        ]
-        kl_batches = self.stage.kl_batches(loader, loader.indices(*position))
-        return StepBatches(step, batches, kl_batches)
 
     def _normalisers(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
         """Sum them over all micro-batches and ranks, before the first backward. One collective."""
@@ -270,30 +235,84 @@ class Trainer:
         # nothing to train on: zero loss, zero gradient
         return dict(zip(found.sums, totals.masked_fill(totals == 0, 1).float(), strict=True))
 
-    # ---------------------------------------------------------------- evaluation
+    def _loss(
+        self, terms: list[Term], normalisers: dict[str, Tensor], metrics: MetricSums
+    ) -> Tensor:
+        """Return a micro-batch's part of the step's mean, by which its gradient is scaled, and add it as `loss`."""
+        parts = []
+        for term in terms:
+            scaled = term._replace(weight=term.weight / normalisers[term.normaliser])
+            metrics.add("loss", self.stage.share(scaled))
+            parts.append(scaled.value * scaled.weight)
+        return sum(parts[1:], parts[0])
+
+    def _count(self, batch: ShardedBatch, metrics: MetricSums) -> None:
+        """Add what the micro-batch lets this rank compute."""
+        metrics.add("projected", float(batch.num_valid))
+        for name in ("tokens", "tokens_shared", "squares"):
+            metrics.add(name, self.stage.on_first_rank(float(getattr(batch, f"num_{name}"))))
+
+    def _agree(self, metrics: MetricSums) -> tuple[dict[str, float], Work, float]:
+        """Return the step's global metrics, its work, and the seconds that the host waited for them. One collective.
+
+        All ranks learn with them whether a stop or a checkpoint is asked for.
+        """
+        metrics.add("stop", float(self.watch.stop_wanted))
+        late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0
+        metrics.add("save", float(late and self.mesh.is_main))  # one clock decides
+        launched = time.perf_counter()
+        values = metrics.reduce()
+        waited = time.perf_counter() - launched
+        self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
+        work = Work(values["tokens"], values.pop("squares"), values.pop("projected"))
+        return self.stage.finalise_metrics(values), work, waited
+
+    def _update(
+        self, gradients: Gradients, values: dict[str, float], any_token: bool
+    ) -> dict[str, float]:
+        """Let the gradient policies act, update the weights, and return what is reported of both."""
+        context = StepContext(
+            step=self.step,
+            total_steps=self.total_steps,
+            loss=values["loss"],
+            lr=learning_rate(self.step, self.total_steps, self.stage.config.optimizer),
+            seed=self.run.seed,
+        )
+        report = self.policies.apply(gradients, context)
+        if context.stop:
+            position = divmod(self.step, self.loader.steps_per_epoch)
+            raise FloatingPointError(
+                f"{context.stop}; examples {self.loader.indices(*position)[:8]} ... of {self.loader.holds}"
+            )
+        lr = context.lr * context.lr_scale
+        if context.skip or not any_token:
+            self.engine.skip_step()
+        else:
+            groups = self.engine.optimizer.param_groups
+            self.engine.step([lr * group.get("lr_factor", 1.0) for group in groups])
+            self.stage.after_step(values)
+        if context.skip:
+            self.say(f"skipped {context.skip}")
+        return report | {"lr": lr}
+
+    def _measured(self, seconds: float, waited: float, work: Work) -> dict[str, float]:
+        """Return the metrics of speed and memory."""
+        self._waits.append(waited / seconds)
+        values = {"tokens_per_second": work.tokens / seconds, "seconds": seconds}
+        if self.peak_flops:
+            rate = self.flops(*work) / seconds
+            values["mfu"] = rate / self.mesh.world_size / self.peak_flops
+        if self.engine.device.type == "cuda":
+            values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return values
 
     def evaluate(self) -> dict[str, float]:
         """Return `eval/...` metrics over all held-out data with the training's own weighting."""
         if self.eval_loader is None:
             return {}
         self.watch.phase("evaluation")
-        if (own := self.stage.evaluate(self.eval_loader)) is not None:
-            return own
-        sums = MetricSums(self.engine.device)
-        with self.engine.inference():
-            for k in range(self.eval_loader.steps_per_epoch):
-                read = self._prepare(self.eval_loader, k)
-                of_step = self.stage.before_step(read)
-                for batch, known in zip(read.batches, of_step, strict=True):
-                    normalisers = self.stage.normalisers(batch)
-                    for i, term in enumerate(self.stage.losses(batch, sums, **known)):
-                        value = term.value * term.weight
-                        value = self.stage.on_first_rank(value) if term.per_sequence else value
-                        sums.add(f"term{i}", value, normalisers[term.normaliser])
-        means = sums.reduce()
-        loss = sum(means.pop(name) for name in list(means) if name.startswith("term"))
-        values = {"loss": loss, **self.stage.finalise_metrics(means)}
-        return {f"eval/{name}": value for name, value in values.items()}
+        found = self.stage.evaluate(self.eval_loader)
+        return {f"eval/{name}": value for name, value in found.items()}
 
     # ---------------------------------------------------------------- state
 

@@ -1,6 +1,6 @@
 """TrainingRun: a configuration in, a trained and exported model out. It only puts the parts together.
 
-configuration -> checks (no allocation) -> data -> processes and mesh -> engine -> stage -> Trainer -> export
+configuration -> checks -> data -> processes meet -> plan -> engine -> stage -> Trainer -> export
 """
 
 from collections.abc import Callable, Iterator
@@ -13,27 +13,24 @@ import torch
 import torch.distributed as dist
 
 from ulysses import environment
-from ulysses.check.agreement import agree, facts_of, hold_output
-from ulysses.check.continuation import changes, digests_of_inputs
-from ulysses.check.kernel_proof import prove_once
-from ulysses.check.preflight import prepare
+from ulysses.check.agreement import digests_of_inputs
+from ulysses.check.checkpoint_folders import restarts
+from ulysses.check.preflight import make_checks, prepare
+from ulysses.check.remarks import remarks
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.disk import replace_file
-from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.memory_choice import (
-    choose_memory,
-    memory_line,
-    micro_batch_line,
-    planner_run,
-    this_machine,
-)
-from ulysses.run.build import build_engine
-from ulysses.run.checkpoint import clear_run_folder, restarts
+from ulysses.plan.machine import slow_products, this_machine
+from ulysses.plan.memory_choice import memory_line, micro_batch_line
+from ulysses.plan.planned_run import planner_run
+from ulysses.plan.seconds import model_flops
+from ulysses.registry import gradient_policies
+from ulysses.run.build import build_engine, open_data, step_loader
+from ulysses.run.checkpoint import clear_run_folder
 from ulysses.run.export_model import export_model, save_tokenizer
-from ulysses.run.metrics import MetricsLog, model_flops, slow_products
-from ulysses.run.optim import gradient_policies
+from ulysses.run.metrics import MetricsLog
+from ulysses.run.trackers import TrackedRun
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import AuxiliaryModel
 from ulysses.watch.watch import Watch
@@ -71,13 +68,13 @@ class TrainingRun:
         self.watch.start(partial(meet, max(config.run.timeout, IMPORT_SECONDS)))
         try:
             self.watch.phase("checks")
-            self.prepared = prepare(config)
+            self.inputs = inputs = prepare(config)
             self.watch.phase("tokenising")
             self.say("reading the data ...")
-            self.train_data, self.eval_data = data = self.prepared.open_data()
-            frozen, cache = self.prepared.frozen, Path(config.data.cache)
-            self.inputs = digests_of_inputs(*data, frozen, cache)
-            self.changes = changes(config, self.prepared.resume_from, self.inputs)
+            self.train_data, self.eval_data = data = open_data(inputs)
+            self.digests = digests_of_inputs(inputs, *data)
+            known = make_checks("resuming", **vars(inputs), digests=self.digests)
+            self.changes: list[str] = known.get("changes", [])
             self.watch.pause()  # a host program may look at the data, and never enter
         except BaseException:
             self.watch.stop()
@@ -90,110 +87,112 @@ class TrainingRun:
         self.watch.leave_witness()
         self.device = initialize_distributed(self.watch.wait_for_store())
         try:
+            self._meet()
+            self._plan()
             self.trainer = self._build()
+            self._begin()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
         return self
 
-    def _build(self) -> Trainer:
-        """Put all parts together, and restore the checkpoint that the run continues."""
-        config, prepared, shape = self.config, self.prepared, self.prepared.shape
-        stage, resume_from = prepared.stage, prepared.resume_from
-        # refuse to start if the ranks differ
-        agree(facts_of(prepared, self.inputs, verify=self.verify_weights))
-        self.run_id, before = hold_output(config.output, self.resources)
-        if before:
+    def _meet(self) -> None:
+        """Refuse processes that differ, and take the run folder."""
+        inputs, output = self.inputs, self.config.output
+        make_checks(
+            "processes", inputs=inputs, digests=self.digests, verify=self.verify_weights
+        )
+        held = make_checks("folder", config=self.config, resources=self.resources)
+        self.run_id = held["run_id"]
+        if held["left_by"]:
             self.say(
-                f"{config.output} was left by {before}, which has ended, and is taken over"
+                f"{output} was left by {held['left_by']}, which has ended, and is taken over"
             )
+        if restarts(self.config.run):
+            self.say("torchrun may restart this run, so run.resume is auto")
+
+    def _plan(self) -> None:
+        """Choose the degree of sequence parallelism, the micro-batches and what layers keep, and say so."""
+        config, inputs, shape = self.config, self.inputs, self.inputs.shape
         torch.backends.cuda.matmul.allow_tf32 = False
         machine = this_machine(self.device, config.memory.host_memory)
-        case = planner_run(prepared, machine, self.train_data)
+        case = planner_run(config, shape, machine, self.train_data)
         if config.parallel.sequence_parallel_size == "auto":
             self.say(f"parallel.sequence_parallel_size is auto: {case.sp}")
-        mesh = self.mesh = ParallelMesh(
-            case.sp, num_heads=case.common_heads, windows=shape.windows
-        )
-        # what may not work on this machine is tried before anything is written
-        heads = head_layout(
-            shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
-        )
+        self.mesh = ParallelMesh(case.sp, num_heads=case.common_heads, windows=shape.windows)
         self.watch.phase("kernels")
-        prove_once(
-            Path(config.data.cache).expanduser(),
-            prepared.attention,
-            self.device,
-            getattr(torch, config.model.dtype),
-            heads.query,
-            heads.key,
-            shape.head_dim,
-            stage.requirements.longest_example,
-            shape.windows or (None,),
+        found = make_checks(
+            "plan", **vars(inputs), device=self.device, mesh=self.mesh, case=case
         )
-        if restarts(config.run):
-            self.say("torchrun may restart this run, so run.resume is auto")
-        self.say(f"attention kernel: {prepared.kernel.name} ({prepared.kernel.reason})")
+        self.memory = memory = found["memory"]
+        self.say(f"attention kernel: {inputs.kernel.name} ({inputs.kernel.reason})")
         if self.device.type == "cpu" and (slow := slow_products(config.model.dtype)):
             self.say(slow)
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data:
                 self.say(f"{name} data: {data.report}")
-        memory = self.memory = choose_memory(case)
         self.say(memory_line(memory))
         self.say(micro_batch_line(memory, config.batch.tokens_per_microbatch == "auto"))
+
+    def _build(self) -> Trainer:
+        """Put the parts together."""
+        config, inputs, memory = self.config, self.inputs, self.memory
         self.watch.phase("building the model")
-        self.say(f"building the model of {memory.model.parameters:,} parameters ...")
+        self.say(f"building the model of {memory.case.model.parameters:,} parameters ...")
         self.engine = build_engine(
-            config, prepared.weights, mesh, memory, attention=prepared.attention
+            config, inputs.weights, self.mesh, memory, attention=inputs.attention
         )
         self.resources.callback(self.engine.destroy)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
         self.watch.phase("preparing the stage")
-        stage = stage.build(self)
+        stage = inputs.stage.build(self)
         train_data, eval_data = stage.extend_data(self)
         loader = self.loader(train_data, launched_tokens=memory.launched_tokens)
-        for line in prepared.remarks(loader):
+        for line in remarks(inputs, loader):
             self.say(line)
-        trainer = Trainer(
+        return Trainer(
             stage=stage,
             loader=stage.loader(loader),
             eval_loader=eval_data and self.loader(eval_data, evaluation=True),
             total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
-            flops=partial(model_flops, memory.model),
+            flops=partial(model_flops, memory.case.model),
             description={
                 "run": self.run_id,
                 "config": config.model_dump(mode="json"),
-                "shape": shape.to_hf(),
-                "inputs": self.inputs,
+                "shape": inputs.shape.to_hf(),
+                "inputs": self.digests,
             },
             say=self.say,
             watch=self.watch,
         )
-        if resume_from is not None:
-            trainer.resume(resume_from)
-            self.say(f"resumed {resume_from} at step {trainer.step}")
+
+    def _begin(self) -> None:
+        """Restore the checkpoint that the run continues and, now that nothing can be refused, begin its folder."""
+        config, inputs, checkpoint = self.config, self.inputs, self.inputs.resume_from
+        if checkpoint is not None:
+            self.trainer.resume(checkpoint)
+            self.say(f"resumed {checkpoint} at step {self.trainer.step}")
             for change in self.changes:
                 self.say(f"  changed since then: {change}")
-        if mesh.is_main:  # now that nothing can be refused any more
+        if self.mesh.is_main:
             if config.run.overwrite:
-                for path in clear_run_folder(config.output, resume_from):
+                for path in clear_run_folder(config.output, checkpoint):
                     self.say(f"deleted {path}")
             (config.output / "checkpoints").mkdir(exist_ok=True)
             replace_file(config.output / "config.json", config.model_dump_json(indent=2))
-            save_tokenizer(prepared, config.output / "tokenizer")
+            save_tokenizer(inputs, config.output / "tokenizer")
         dist.barrier()
-        return trainer
 
     # ---------------------------------------------------------------- what a stage asks for
 
     def loader(self, dataset: Any, *, evaluation: bool = False, **options: Any) -> Any:
         """Return the loader of this data-parallel group; an evaluation is a pass without gradient."""
-        mesh, memory = self.mesh, self.memory
-        tokens = memory.pass_tokens if evaluation else memory.tokens
-        place = mesh.data_parallel_size, mesh.dp_rank
-        return self.prepared.loader(dataset, tokens, *place, evaluation=evaluation, **options)
+        tokens = self.memory.pass_tokens if evaluation else self.memory.case.tokens
+        place = self.mesh.data_parallel_size, self.mesh.dp_rank
+        return step_loader(
+            self.inputs, dataset, tokens, *place, evaluation=evaluation, **options
+        )
 
     def frozen(self, model: AuxiliaryModel) -> Any:
         """Build a frozen engine of another model, or find one of the initial policy."""
@@ -203,12 +202,13 @@ class TrainingRun:
             from models.lora import BasePolicy  # peft is an optional dependency
 
             return BasePolicy(self.engine)
-        weights = self.prepared.others[model.setting] if model.path else self.prepared.weights
+        inputs = self.inputs
+        weights = inputs.others[model.setting] if model.path else inputs.weights
         engine = build_engine(
             self.config,
             weights,
             self.mesh,
-            attention=self.prepared.attention,
+            attention=inputs.attention,
             reward=model.is_reward,
             resident=self.memory.resident,
         )
@@ -219,20 +219,15 @@ class TrainingRun:
 
     def train(self) -> None:
         """Train to the end (or to a requested stop), evaluating, saving and exporting as configured."""
-        trainer, run, folder, wandb = self.trainer, self.config.run, self.config.output, None
+        trainer, run, folder = self.trainer, self.config.run, self.config.output
         if self.mesh.is_main:
-            if run.wandb:
-                from wandb import init
-
-                wandb = init(
-                    project=run.wandb,
-                    config=trainer.description["config"],
-                    name=folder.name,
-                    dir=folder,
-                    resume="allow",
-                )
-                self.resources.callback(wandb.finish)
-            self.log = MetricsLog(folder, trainer.total_steps, trainer.step, self.run_id, wandb)
+            settings = {"run_id": self.run_id, **trainer.description["config"]}
+            project, names = (
+                run.wandb or run.project,
+                [*run.trackers, *["wandb"] * bool(run.wandb)],
+            )
+            tracked = TrackedRun(folder, project, self.run_id, trainer.step, settings)
+            self.log = MetricsLog(tracked, names, trainer.total_steps)
             self.resources.callback(self.log.close)
         self.resources.enter_context(self.watch.signals())
         trainer.train(self.log)
@@ -251,12 +246,12 @@ class TrainingRun:
             found = full_parameters(
                 self.engine, lambda name: wanted(name) and not name.startswith("value.")
             )
-            return self.prepared.weights.originals(found, self.engine.module, for_servers)
+            return self.inputs.weights.originals(found, self.engine.module, for_servers)
 
         merge = for_servers or config.model.lora.merge
-        note = export_model(read, folder, self.prepared.shape, config, step, merge=merge)
+        note = export_model(read, folder, self.inputs.shape, config, step, merge=merge)
         if self.mesh.is_main and not for_servers:
-            self.say(f"exported {folder}" + f"; {note}" * bool(note))
+            self.say(f"exported {folder}; {note}" if note else f"exported {folder}")
         dist.barrier()
 
     def say(self, text: str) -> None:
@@ -272,6 +267,8 @@ class TrainingRun:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Release files, engines and the process group, which after an error still has to tell the other processes."""
         self.watch.report_failure(error)  # while the signals of a launcher are still caught
+        if error is not None and self.log is not None:
+            self.log.fail()
         self.resources.close()
         self.trainer = self.engine = self.log = None
         if dist.get_world_size() > 1 and error is not None:

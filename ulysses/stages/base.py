@@ -3,40 +3,55 @@
 A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
 ulysses/config/stage_sections.py. The rest asks ulysses/registry.py and never compares `config.stage` with a name.
 
-before the run     check, check_models, requirements, ...
-construction       build, extend_data
-every step         packed, kl_batches, before_step, normalisers, losses, finalise_metrics, after_step
-PPO only           loader, may_prepare, evaluate, save, load: a stage that makes its own data
+before the run     check, check_models, requirements, planned_step, exported_config
+construction       build, arguments, extend_data, loader, total_steps
+every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step
+now and then       evaluate; save and load, of a stage with a state of its own
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from models.arch import ModelConfig
+from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
-from ulysses.data.serve.steps import PlannedStep
-from ulysses.parallel.batch import Sequence, ShardedBatch
-from ulysses.parallel.layout import squares
+from ulysses.config.section import Section
+from ulysses.data.read.chat import PreTrainedTokenizerFast
+from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.data.serve.encode import Example
+from ulysses.data.serve.steps import StepLoader
+from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.zero.engine import ZeroEngine
+
+Normaliser = Literal[
+    "tokens", "chosen_tokens", "pairs", "examples"
+]  # what a loss term is a mean over
+Number = TypeVar("Number", float, Tensor)
 
 
 class PlannedRollout(NamedTuple):
-    """What one process decodes before it trains: PPO's answers, `batch` of them at a time."""
+    """The answers to each prompt that PPO trains on, which a process decodes before, `batch` of them at a time.
+
+    batch: 0 if servers decode. steps: optimizer steps on them. merged: adapters are added into a copy of the matrices
+    first.
+    """
 
     answers: int
     batch: int
     prompt_tokens: int
     new_tokens: int
-    prefill_tokens: int  # of prompts that the sampler computes together
-    merged: bool = False  # adapters are added into a copy of the matrices first
+    steps: int = 1
+    merged: bool = False
 
 
 class Term(NamedTuple):
@@ -46,8 +61,8 @@ class Term(NamedTuple):
     """
 
     value: Tensor
-    normaliser: str
-    weight: float = 1.0
+    normaliser: Normaliser
+    weight: float | Tensor = 1.0
     per_sequence: bool = False
 
 
@@ -114,12 +129,8 @@ class AuxiliaryModel(NamedTuple):
     def is_reward(self) -> bool:
         return self.role == "reward"
 
-    def check(self, prepared: Any) -> Iterator[str]:
-        """Yield an error if its vocabulary is not the one that it needs: a reward model's is exactly the policy's."""
-        policy, own = (p.shape.vocab_size for p in (prepared, prepared.others[self.setting]))
-        # a policy that is sampled may say any token of its vocabulary
-        sampled = prepared.stage.dataset_type == "prompt"
-        needed = policy if sampled else len(prepared.tokenizer)
+    def check(self, own: int, needed: int) -> Iterator[str]:
+        """Yield an error if its `own` vocabulary is not the one that it needs: a reward model's is exactly that."""
         if self.is_reward and own != needed:
             yield (
                 f"{self.setting} {self.path} has {own} tokens and the policy {needed}, but it must read the policy's "
@@ -133,11 +144,10 @@ class AuxiliaryModel(NamedTuple):
 
 
 class StepBatches(NamedTuple):
-    """What one optimizer step reads on this rank: its micro-batches, and the sequences of `Stage.kl_batches`."""
+    """What one optimizer step reads on this rank: its micro-batches, and those that `before_step` only looks at."""
 
-    step: int
     batches: list[ShardedBatch]
-    kl_batches: list[ShardedBatch]
+    looked_at: list[ShardedBatch] = []
 
 
 class Requirements(NamedTuple):
@@ -148,11 +158,13 @@ class Requirements(NamedTuple):
         optimizer steps that are taken on them.
     examples_per_step: examples of one optimizer step over all processes.
     extra_forwards: the trained model's forward passes without gradient over each trained token.
+    logit_bytes: what the loss reads and writes for each logit more than the likelihood of the targets alone, which
+        makes its gradient at once (losses/logprobs.py).
     value: whether the trained model has a value too (models.decoder).
     scopes: the submodules that form parameter groups of their own, with factors of their learning rates; gradient
         policies can be limited to one of them. None leaves all parameters in one group.
     models: the models that the run reads besides the trained one.
-    rollout: the answers that are decoded to each prompt before each round of training; None if there are none.
+    rollout: the answers to each prompt that are drawn before each round of training; None if there are none.
     """
 
     longest_example: int
@@ -160,21 +172,46 @@ class Requirements(NamedTuple):
     examples_per_step: int
     steps_per_load: int = 1
     extra_forwards: float = 0.0
+    logit_bytes: int = 0
     value: bool = False
     scopes: dict[str, float] | None = None
     models: tuple[AuxiliaryModel, ...] = ()
     rollout: PlannedRollout | None = None
 
 
+class Checked(Protocol):
+    """What the checks found (ulysses.check.preflight.RunInputs), as far as a stage reads it."""
+
+    shape: ModelConfig
+    tokenizer: PreTrainedTokenizerFast
+    weights: InitialWeights
+    kernel: KernelChoice
+    resume_from: Path | None
+
+
+class MicroBatches(Protocol):
+    tokens: int
+
+
+class MemoryChoice(Protocol):
+    """How the layers run (ulysses.plan.case.Plan): tokens of a micro-batch, and of one without gradient."""
+
+    case: MicroBatches
+    pass_tokens: int
+    graphs: bool
+
+
+class Watched(Protocol):
+    def phase(self, name: str) -> None: ...
+
+    def renew(self) -> None: ...
+
+
 class Run(Protocol):
     """What a stage reads of the run that it is built for (ulysses.run.training_run.TrainingRun).
 
-    prepared: what the checks found: the model's shape, the tokenizer, the initial weights, the kernel, the tokens of a
-        micro-batch, the checkpoint to resume (ulysses.check.preflight.Prepared).
-    engine: of the trained model.
-    memory: what its layers keep, and how they run (ulysses.plan.planner.Workload).
-    train_data, eval_data: TokenizedDatasets; the latter None without held-out data.
-    loader: (dataset, evaluation=False) -> the StepLoader of this data-parallel group.
+    engine: of the trained model. eval_data: None without held-out data.
+    loader: (dataset, evaluation=False) -> the loader of this data-parallel group.
     watch: is told of every phase, and that this process still works.
     resources: closed at the end of the run, whatever happens.
     frozen: returns an engine of an auxiliary model; all ranks call it together.
@@ -182,16 +219,16 @@ class Run(Protocol):
     say: prints a line.
     """
 
-    prepared: Any
-    engine: Any
-    memory: Any
+    inputs: Checked
+    engine: ZeroEngine
+    memory: MemoryChoice
     mesh: ParallelMesh
-    train_data: Any
-    eval_data: Any
-    loader: Callable[..., Any]
-    watch: Any
+    train_data: TokenizedDataset
+    eval_data: TokenizedDataset | None
+    loader: Callable[..., StepLoader]
+    watch: Watched
     resources: ExitStack
-    frozen: Callable[[AuxiliaryModel], Any]
+    frozen: Callable[[AuxiliaryModel], ZeroEngine]
     export: Callable[..., None]
     say: Callable[[str], None]
 
@@ -213,13 +250,13 @@ class Stage:
     sequence_fields: ClassVar[tuple[str, ...]] = ()
 
     config: Config
-    model: Any = None
-    mesh: Any = None
+    model: ZeroEngine | None = None
+    mesh: ParallelMesh | None = None
 
     # ---------------------------------------------------------------- checks
 
     @cached_property
-    def table(self) -> Any:
+    def table(self) -> Section:
         """The stage's own table of the configuration."""
         return getattr(self.config, self.name)
 
@@ -227,13 +264,22 @@ class Stage:
         """Yield the errors that follow from the configuration alone."""
         yield from ()
 
-    def check_models(self, prepared: Any) -> Iterator[str]:
-        """Yield the errors that need what the other checks found: the models' shapes, or the tokenizer."""
+    def check_models(
+        self,
+        shape: ModelConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        others: Mapping[str, InitialWeights],
+    ) -> Iterator[str]:
+        """Yield the errors that need the tokenizer or the models, the others by the settings that name them."""
+        # a policy that is sampled may say any token of its vocabulary
+        needed = shape.vocab_size if self.dataset_type == "prompt" else len(tokenizer)
         for model in self.requirements.models:
             if model.path:
-                yield from model.check(prepared)
+                yield from model.check(others[model.setting].shape.vocab_size, needed)
 
-    def exported_config(self, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
+    def exported_config(
+        self, model_config: ModelConfig, tokenizer: PreTrainedTokenizerFast
+    ) -> ModelConfig:
         """Return the model's configuration as the export's config.json describes it."""
         return model_config
 
@@ -245,79 +291,61 @@ class Stage:
         examples = self.config.batch.examples
         return Requirements(self.config.data.max_length, examples, examples)
 
-    def planned_step(
-        self,
-        data: Any,
-        indices: list[int],
-        launched: float,
-        windows: tuple[int | None, ...] = (),
-    ) -> PlannedStep:
-        """Return what a step of the data loader with these examples trains, as far as that is known.
-
-        `launched` is the number of tokens up to which a step shares no prompts (StepLoader), `windows` those of the
-        model's layers.
-        """
-        lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
-        if (lengths + prefixes).sum() <= launched:
-            lengths, prefixes = lengths + prefixes, 0 * prefixes
-        pairs = squares(1.0 * lengths, prefixes, windows)
-        return PlannedStep(lengths.sum(1).tolist(), pairs.sum(1).tolist())
-
-    def total_steps(self, loader: Any) -> int:
+    def total_steps(self, loader: StepLoader) -> int:
         """Return the optimizer steps of the whole run."""
         steps_per_epoch = loader.steps_per_epoch * self.requirements.steps_per_load
         return self.config.run.steps or max(1, round(self.config.run.epochs * steps_per_epoch))
 
     # ---------------------------------------------------------------- construction
 
-    def extend_data(self, run: Run) -> tuple[Any, Any]:
+    def extend_data(self, run: Run) -> tuple[TokenizedDataset, TokenizedDataset | None]:
         """Return the training and held-out data with what the losses need besides; all ranks call it together."""
         return run.train_data, run.eval_data
 
-    def build(self, run: Run) -> "Stage":
+    def build(self, run: Run) -> Self:
         """Return the stage around its engine; all ranks call it together."""
         return replace(self, model=run.engine, mesh=run.mesh, **self.arguments(run))
 
-    def arguments(self, run: Run) -> dict[str, Any]:
+    def arguments(self, run: Run) -> dict[str, object]:
         """Return the further arguments of the stage's constructor, its frozen models under their roles among them."""
         return {model.role: run.frozen(model) for model in self.requirements.models}
 
     # ---------------------------------------------------------------- every step
 
-    def sequences(self, example: Any) -> list[Sequence]:
+    def read(self, source: StepLoader, step: int) -> StepBatches:
+        """Return what a step reads on this rank."""
+        found = source.step(*divmod(step, source.steps_per_epoch))
+        return StepBatches(
+            [
+                pack_shard(
+                    self.packed(examples), self.mesh, self.model.device, may_be_empty=True
+                )
+                for examples in found
+            ]
+        )
+
+    def sequences(self, example: Example) -> list[Sequence]:
         """Return the example's sequences as they are packed, with the numbers that `losses` needs."""
         fields = {name: example.columns.get(name, 0.0) for name in self.sequence_fields}
         return [replace(s, columns={**s.columns, **fields}) for s in example.sequences]
 
-    def packed(self, examples: list[Any]) -> list[Sequence]:
+    def packed(self, examples: list[Example]) -> list[Sequence]:
         """Return the sequences of a micro-batch's examples, those of one example one after the other."""
         return [sequence for example in examples for sequence in self.sequences(example)]
 
-    def kl_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
-        """Return further packed sequences for `before_step` (KTO's KL baseline), as many batches on every rank.
+    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
+        """Return for each micro-batch what `losses` must know of the whole optimizer step, found without gradient."""
+        return [()] * len(read.batches)
 
-        Args:
-            loader: the step's StepLoader.
-            indices: dataset indices of the whole step, on every rank.
-        """
-        return []
-
-    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
-        """Return for each micro-batch the further arguments of `losses`: what it needs of the whole optimizer step.
-
-        They are found without gradient.
-        """
-        return [{}] * len(read.batches)
-
-    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+    def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         """Return this rank's own share of what each loss term is divided by, by default tokens.
 
         A sequence counts on sequence-parallel rank 0 only.
         """
         return {"tokens": batch.loss_weights.sum(dtype=torch.float64)}
 
-    def losses(self, batch: ShardedBatch, metrics: MetricSums, **of_step: Any) -> list[Term]:
-        """Return the loss terms of one micro-batch and add its metrics; `of_step` is what `before_step` returned."""
+    def losses(self, batch: ShardedBatch, metrics: MetricSums, *of_step: Tensor) -> list[Term]:
+        """Return the loss terms of one micro-batch and add its metrics; `of_step` is what `before_step` found."""
         raise NotImplementedError
 
     def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -333,29 +361,46 @@ class Stage:
     def after_step(self, metrics: dict[str, float]) -> None:
         """Take in the reduced metrics of a step whose update was applied; the same on every rank."""
 
-    def on_first_rank(self, value: Any) -> Any:
+    def on_first_rank(self, value: Number) -> Number:
         """Return the value on sequence-parallel rank 0 and zero elsewhere: a sequence counts once per group."""
         return value if self.mesh.sp_rank == 0 else value * 0
 
-    def add_means(self, metrics: MetricSums, values: dict[str, Tensor], count: Any) -> None:
+    def share(self, term: Term) -> Tensor:
+        """Return what this rank adds to the global weighted sum of a term."""
+        value = term.value * term.weight
+        return self.on_first_rank(value) if term.per_sequence else value
+
+    def add_means(
+        self, metrics: MetricSums, values: dict[str, Tensor], count: Tensor | float
+    ) -> None:
         """Add means of values [N] per sequence (or pair) over `count` of them."""
         for name, value in values.items():
             total = self.on_first_rank(value.detach().sum(dtype=torch.float64))
             metrics.add(name, total, self.on_first_rank(count))
 
-    # ---------------------------------------------------------------- a stage that makes its own data
+    # ---------------------------------------------------------------- steps, evaluation and state
 
-    def loader(self, prompts: Any) -> Any:
-        """Return what the loop reads its steps from; by default the data itself."""
-        return prompts
+    def loader(self, data: StepLoader) -> StepLoader:
+        """Return what the loop reads its steps from: the data, or what the stage makes of them."""
+        return data
 
     def may_prepare(self, step: int) -> bool:
         """Return whether the batches of `step` may be prepared while the step before it still computes."""
         return True
 
-    def evaluate(self, loader: Any) -> dict[str, float] | None:
-        """Return `eval/...` metrics (eval/loss among them), or None to have the loop evaluate the losses."""
-        return None
+    def evaluate(self, source: StepLoader) -> dict[str, float]:
+        """Return the metrics of held-out data, `loss` among them, with the training's own weighting."""
+        sums = MetricSums(self.model.device)
+        with self.model.inference():
+            for step in range(source.steps_per_epoch):
+                read = self.read(source, step)
+                for batch, known in zip(read.batches, self.before_step(read), strict=True):
+                    normalisers = self.normalisers(batch)
+                    for i, term in enumerate(self.losses(batch, sums, *known)):
+                        sums.add(f"term{i}", self.share(term), normalisers[term.normaliser])
+        means = sums.reduce()
+        loss = sum(means.pop(name) for name in list(means) if name.startswith("term"))
+        return {"loss": loss, **self.finalise_metrics(means)}
 
     def save(self, folder: Path) -> None:
         """Write the stage's own state into a checkpoint; rank 0 only."""

@@ -8,17 +8,18 @@ The rows are conversations, or prompts with answers of the student's own: what a
 both models read the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from losses.distill import distillation
 from losses.token_nll import weighted_sum
+from models.arch import ModelConfig
 from models.folders import folder_with, resolve_model
-from ulysses.data.read.chat import load_tokenizer
+from models.initial_weights import InitialWeights
+from ulysses.data.read.chat import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term
-from ulysses.zero.engine import gathered
+from ulysses.zero.engine import ZeroEngine, gathered
 
 
 @dataclass(eq=False)
@@ -31,18 +32,23 @@ class DistillStage(Stage):
 
     name, dataset_type = "distill", "sequence"
 
-    teacher: Any = None
+    teacher: ZeroEngine | None = None
 
     def check(self) -> Iterator[str]:
         if not self.table.teacher:
             yield "distill.teacher is missing; set it to the folder or hub id of the model to learn from"
 
-    def check_models(self, prepared: Any) -> Iterator[str]:
-        yield from super().check_models(prepared)
+    def check_models(
+        self,
+        shape: ModelConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        others: Mapping[str, InitialWeights],
+    ) -> Iterator[str]:
+        yield from super().check_models(shape, tokenizer, others)
         path = self.table.teacher
         folder = resolve_model(path, need_weights=False, key="distill.teacher")
         words = load_tokenizer(folder_with(folder, "tokenizer*")).get_vocab()
-        for word, number in prepared.tokenizer.get_vocab().items():
+        for word, number in tokenizer.get_vocab().items():
             if words.get(word) != number:
                 yield (
                     f"distill.teacher {path} has another tokenizer: {word!r} is token {number} of the student and "

@@ -14,7 +14,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +21,15 @@ from torch import Tensor
 
 from losses.dpo import REFERENCE_FREE, dpo_loss, ld_dpo_weights
 from losses.preference import aot_margins
+from ulysses.data.serve.encode import Example
 from ulysses.disk import write_json
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import gather
-from ulysses.stages.base import MetricSums, StepBatches, Term
+from ulysses.stages.base import MetricSums, Normaliser, StepBatches, Term
 from ulysses.stages.referenced import ReferencedStage
 
 STATE = "dpo.json"  # in a checkpoint
+MEAN = "rewards/mean"  # the metric that bco_pair averages over all steps
 
 
 class DpoStage(ReferencedStage):
@@ -40,7 +41,7 @@ class DpoStage(ReferencedStage):
     rewards: tuple[float, int] = (0.0, 0)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """The arguments that the configuration fixes in `losses.dpo_loss`."""
         return self.table.model_dump(exclude={"ld_alpha", "sft_weight", "reference"})
 
@@ -62,7 +63,7 @@ class DpoStage(ReferencedStage):
     def looks_ahead(self) -> bool:
         return "aot" in self.table.loss_types
 
-    def sequences(self, example: Any) -> list[Sequence]:
+    def sequences(self, example: Example) -> list[Sequence]:
         pair, alpha = super().sequences(example), self.table.ld_alpha
         if alpha == 1:
             return pair
@@ -78,14 +79,14 @@ class DpoStage(ReferencedStage):
             for s, w in zip(pair, weights)
         ]
 
-    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+    def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         chosen = batch.loss_weights * (batch.sequence_ids % 2 == 0)
         return {
             "pairs": self.on_first_rank(batch.num_sequences // 2),
             "chosen_tokens": chosen.sum(dtype=torch.float64),
         }
 
-    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
+    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
         """Return what aot compares each micro-batch's margins with: those of the whole step, sorted, [N/2] each."""
         if not self.looks_ahead:
             return super().before_step(read)
@@ -98,7 +99,7 @@ class DpoStage(ReferencedStage):
         margins = aot_margins(*(whole[:, 0::2] - whole[:, 1::2]))
         parts = margins.split([each.shape[1] // 2 for each in sums])
         mine = parts[self.mesh.dp_rank * len(own) :][: len(own)]
-        return [{"reference_margins": part.to(self.model.device)} for part in mine]
+        return [(part.to(self.model.device),) for part in mine]
 
     def losses(
         self, batch: ShardedBatch, metrics: MetricSums, reference_margins: Tensor | None = None
@@ -129,7 +130,7 @@ class DpoStage(ReferencedStage):
         }
         if "bco_pair" in config.loss_types:
             ratios = (chosen - base[0::2] + rejected - base[1::2]) / 2
-            means["rewards/mean"] = config.beta * ratios
+            means[MEAN] = config.beta * ratios
         terms = [Term(losses.sum(), "pairs", per_sequence=True)]
         if config.sft_weight:
             weights = weights * (batch.sequence_ids % 2 == 0)
@@ -142,9 +143,9 @@ class DpoStage(ReferencedStage):
 
     def after_step(self, metrics: dict[str, float]) -> None:
         """Count the step's rewards in the mean that bco_pair subtracts from the next step on."""
-        if "rewards/mean" in metrics:
+        if MEAN in metrics:
             mean, steps = self.rewards
-            self.rewards = mean + (metrics["rewards/mean"] - mean) / (steps + 1), steps + 1
+            self.rewards = mean + (metrics[MEAN] - mean) / (steps + 1), steps + 1
 
     def save(self, folder: Path) -> None:
         write_json(folder / STATE, self.rewards)

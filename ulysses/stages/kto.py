@@ -5,14 +5,13 @@
           j = the next example of the step (cyclic) with a different prompt
     good: weight * (1 - sigmoid(beta (r - z0)))       bad: weight * (1 - sigmoid(beta (z0 - r)))
 
-Mismatched sequences (x_i, y_j) are packed by themselves (`kl_batches`) and only looked at, before the first backward;
+Mismatched sequences (x_i, y_j) are packed by themselves and only looked at, before the first backward;
 z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_unpaired (2408.06266) has no baseline.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +19,11 @@ from torch import Tensor
 from losses.kto import kto_loss
 from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import KtoSection
+from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.data.serve.encode import Example
+from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, ShardedBatch, branch, common_prefix
-from ulysses.stages.base import MetricSums, Run, StepBatches, Term
+from ulysses.stages.base import MetricSums, Normaliser, Run, StepBatches, Term
 from ulysses.stages.passes import packed_batches
 from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
 
@@ -59,7 +61,7 @@ class KtoStage(ReferencedStage):
     def looks_ahead(self) -> bool:
         return self.table.loss_type == "kto"
 
-    def extend_data(self, run: Run) -> tuple[Any, Any]:
+    def extend_data(self, run: Run) -> tuple[TokenizedDataset, TokenizedDataset | None]:
         if self.looks_ahead and len(run.train_data) < 2:
             raise ConfigError(
                 "data.train has one example but kto's baseline pairs each example with another; give it more"
@@ -69,14 +71,14 @@ class KtoStage(ReferencedStage):
             run.say(hint)
         return super().extend_data(run)
 
-    def arguments(self, run: Run) -> dict[str, Any]:
+    def arguments(self, run: Run) -> dict[str, object]:
         memory = run.memory
         return super().arguments(run) | {
             "graphs": memory.graphs,
             "pass_tokens": memory.pass_tokens,
         }
 
-    def packed(self, examples: list[Any]) -> list[Sequence]:
+    def packed(self, examples: list[Example]) -> list[Sequence]:
         prompts = [example.columns["prompt_id"] for example in examples]
         return self._shared(prompts, super().packed(examples))
 
@@ -90,10 +92,13 @@ class KtoStage(ReferencedStage):
             for place, (owner, s) in enumerate(zip(owners, sequences, strict=True))
         ]
 
-    def kl_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
+    def read(self, source: StepLoader, step: int) -> StepBatches:
+        """Return the step's micro-batches, and those of the mismatched sequences."""
+        read = super().read(source, step)
         if not self.looks_ahead:
-            return []
-        dataset, pairs = loader.dataset, loader.mismatched_pairs(indices)
+            return read
+        indices = source.indices(*divmod(step, source.steps_per_epoch))
+        dataset, pairs = source.dataset, source.mismatched_pairs(indices)
 
         def mismatched(numbers: list[int]) -> list[Sequence]:
             prompts = [dataset.columns["prompt_id"][pairs[p][0]] for p in numbers]
@@ -104,26 +109,26 @@ class KtoStage(ReferencedStage):
             mismatched,
             self.mesh,
             self.model.device,
-            max(loader.tokens_per_microbatch, self.pass_tokens),
+            max(source.tokens_per_microbatch, self.pass_tokens),
         )
-        return [batch for _, batch in batches]
+        return read._replace(looked_at=[batch for _, batch in batches])
 
-    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
+    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
         """Return z0, which is the same for every micro-batch."""
         if not self.looks_ahead:
             return super().before_step(read)
         gaps = MetricSums(self.model.device)
         with self.model.inference():
-            for batch in read.kl_batches:
+            for batch in read.looked_at:
                 gap = self.model(batch).logps.double() - self.reference_logps(batch).double()
                 count = self.on_first_rank(batch.num_sequences)
                 gaps.add("gap", (gap * batch.loss_weights).sum(), count)
         total, count = gaps.totals()
         # 0 in a step without any mismatch
         baseline = (total / count.clamp(min=1)).clamp(min=0)
-        return [{"baseline": baseline}] * len(read.batches)
+        return [(baseline,)] * len(read.batches)
 
-    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+    def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         return {"examples": self.on_first_rank(batch.num_sequences)}
 
     def losses(

@@ -4,7 +4,6 @@ An item is what must stay in one micro-batch: one sequence, or both sides of a p
 """
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +11,14 @@ from torch import Tensor
 
 from ulysses.data.serve.steps import pack_step, sequence_cost
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import gather_tokens
 
 
 def packed_batches(
     lengths: list[int],
     sequences: Callable[[list[int]], list[Sequence]],
-    mesh: Any,
+    mesh: ParallelMesh,
     device: torch.device,
     budget: int,
 ) -> Iterator[tuple[list[int], ShardedBatch]]:
@@ -39,7 +39,7 @@ def packed_batches(
 def token_values(
     compute: Callable[[ShardedBatch], Tensor],
     items: list[Collection[Sequence]],
-    mesh: Any,
+    mesh: ParallelMesh,
     device: torch.device,
     budget: int,
     *columns: int,

@@ -18,25 +18,30 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ulysses.config.section import ConfigError, error_context
-from ulysses.data.cache import check_once, digest_of_value
+from ulysses.data.cache import check_once, content_digest, digest_of_value
+from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import lock_file, write_digested, write_json, writing
 from ulysses.environment import NODE, local_rank
+from ulysses.parallel.batch import Sequence as PackedSequence
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.mesh import gather
+from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.parallel.sums import segment_sums
 from ulysses.progress import progress
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Run, Stage
 from ulysses.stages.passes import token_values
+from ulysses.zero.engine import ZeroEngine
 
 CHUNK = 32  # items per data-parallel group that are computed before their values are written
-COLUMN = "reference_logps"
+COLUMN = "reference_logps"  # of the sequences
+GAP = "reference_gap"  # the metric: mean |policy - reference| per trained token
 Pairs = list[tuple[int, int]]
 # mean |policy - reference| per token that rounding alone explains: between two ways through 30 layers of a pretrained
 # model of 135M parameters it was 0.028 in bfloat16
@@ -97,55 +102,53 @@ class ReferencedStage(Stage):
             or (given == "live" and self.config.model.lora.rank > 0),
         )
         models = (model,) if self.needs_reference else ()
-        return super().requirements._replace(extra_forwards=float(ahead), models=models)
+        # log-probabilities are found forward, and their gradient from other logits backward
+        return super().requirements._replace(
+            extra_forwards=float(ahead), models=models, logit_bytes=12
+        )
 
     # ---------------------------------------------------------------- construction
 
-    def extend_data(self, run: Run) -> tuple[Any, Any]:
+    def extend_data(self, run: Run) -> tuple[TokenizedDataset, TokenizedDataset | None]:
         """Let the data carry the initial policy's log-probabilities if they are to be cached.
 
         They are computed now, with the weights that are about to be trained, unless data.cache holds them.
         """
-        config = self.config
-        if not self.is_cached:
-            return super().extend_data(run)
+        train, held_out = super().extend_data(run)
+        if self.is_cached:
+            loader = run.loader(train)
+            train = self._with_reference(run, loader, self.total_steps(loader))
+            if held_out is not None:
+                loader = run.loader(held_out, evaluation=True)
+                held_out = self._with_reference(run, loader, loader.steps_per_epoch)
+        return train, held_out
+
+    def _with_reference(self, run: Run, loader: StepLoader, steps: int) -> TokenizedDataset:
+        """Return the loader's data with what the reference says of all that its first `steps` steps read."""
+        config, checked, data = self.config, run.inputs, loader.dataset
         # adapters, even switched off, take the base another way through the kernels
         adapted = config.model.lora.rank > 0
-        plan, cache = run.prepared, Path(config.data.cache)
-        weights = plan.weights
-        source = f"""{weights.shape} {weights.content(cache)} {weights.quantize} {config.model.dtype}
-            {plan.kernel.name} {adapted}"""
-
-        def extended(data: Any, *, evaluation: bool = False) -> Any:
-            loader = run.loader(data, evaluation=evaluation)
-            steps = loader.steps_per_epoch if evaluation else self.total_steps(loader)
-            mismatched = data.kind == "unpaired" and self.looks_ahead
-            pairs = pairs_of_run(loader, steps) if mismatched else []
-            key = digest_of_value(f"{source} {data.fingerprint} {pairs}")
-            path = cache / f"reference-{key[:24]}.bin"
-            exists = path.with_suffix(".json").exists()
-            if plan.resume_from and not (adapted or exists):
-                raise ConfigError(
-                    f"the reference log-probabilities of this run are gone: there is no {path}, and resuming no "
-                    f"longer has the initial policy; restore data.cache, or set {self.name}.reference to the "
-                    "initial model's path"
-                )
-            values = read_reference(
-                data,
-                pairs,
-                path,
-                self.reference,
-                run.mesh,
-                run.engine.device,
-                run.memory.pass_tokens,
-                run.say,
+        mismatched = data.kind == "unpaired" and self.looks_ahead
+        pairs = pairs_of_run(loader, steps) if mismatched else []
+        weights, cache = checked.weights, Path(config.data.cache)
+        content = f"seed {weights.seed}"
+        if weights.paths:
+            content = content_digest(weights.paths, cache)
+        source = f"""{weights.shape} {content} {weights.quantize} {config.model.dtype}
+            {checked.kernel.name} {adapted}"""
+        key = digest_of_value(f"{source} {data.fingerprint} {pairs}")
+        path = cache / f"reference-{key[:24]}.bin"
+        if checked.resume_from and not adapted and not path.with_suffix(".json").exists():
+            raise ConfigError(
+                f"the reference log-probabilities of this run are gone: there is no {path}, and resuming no longer has "
+                f"the initial policy; restore data.cache, or set {self.name}.reference to the initial model's path"
             )
-            return data.with_column(COLUMN, *values)
+        how = run.mesh, run.engine.device, run.memory.pass_tokens, run.say
+        return data.with_column(
+            COLUMN, *read_reference(data, pairs, path, self.reference, *how)
+        )
 
-        train = extended(run.train_data)
-        return train, run.eval_data and extended(run.eval_data, evaluation=True)
-
-    def arguments(self, run: Run) -> dict[str, Any]:
+    def arguments(self, run: Run) -> dict[str, object]:
         found = super().arguments(run)
         if engine := found.get("reference"):
             found["reference"] = logps_of(engine)
@@ -171,7 +174,7 @@ class ReferencedStage(Stage):
         reference, logps = self.reference_logps(batch), self.model(batch).logps
         trained = batch.loss_weights != 0
         gap = (logps.detach() - reference).abs() * trained
-        metrics.add("reference_gap", gap.sum(), trained.sum())
+        metrics.add(GAP, gap.sum(), trained.sum())
         return logps, reference
 
     def answer_sums(
@@ -188,7 +191,7 @@ class ReferencedStage(Stage):
         return policy, base.detach(), lengths.detach()
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
-        gap = metrics.get("reference_gap", 0.0)
+        gap = metrics.get(GAP, 0.0)
         if self.table.reference in self.reference_words and not gap <= self.tolerance:
             raise RuntimeError(
                 f"at step 0 the policy is the reference, but their log-probabilities differ by {gap:.3g} per token "
@@ -197,24 +200,24 @@ class ReferencedStage(Stage):
             )
 
 
-def logps_of(engine: Any) -> Callable[..., Tensor]:
+def logps_of(engine: ZeroEngine) -> Callable[..., Tensor]:
     """Return what computes an engine's log-probabilities [S] of a batch's targets, without gradient."""
 
-    def logps(batch: ShardedBatch, **options: Any) -> Tensor:
+    def logps(batch: ShardedBatch, **options: object) -> Tensor:
         with engine.inference():
             return engine(batch, **options).logps
 
     return logps
 
 
-def pairs_of_run(loader: Any, steps: int) -> Pairs:
+def pairs_of_run(loader: StepLoader, steps: int) -> Pairs:
     """Return every (example, other) that the loader's first `steps` steps pair, sorted, the same on every rank."""
     positions = (divmod(step, loader.steps_per_epoch) for step in range(steps))
     found = (loader.mismatched_pairs(loader.indices(*position)) for position in positions)
     return sorted({*chain.from_iterable(found)})
 
 
-def mismatched_lengths(dataset: Any, pairs: Pairs) -> list[int]:
+def mismatched_lengths(dataset: TokenizedDataset, pairs: Pairs) -> list[int]:
     """Return the tokens of each `dataset.mismatch(i, j)` without reading one."""
     heads, lengths = dataset.columns.get("prompt_length"), dataset.sequence_lengths
     whole = (int(heads[i] + lengths[j, 0] - heads[j]) for i, j in pairs)
@@ -222,11 +225,11 @@ def mismatched_lengths(dataset: Any, pairs: Pairs) -> list[int]:
 
 
 def read_reference(
-    dataset: Any,
+    dataset: TokenizedDataset,
     pairs: Pairs,
     path: Path,
     logprobs: Callable[[ShardedBatch], Tensor],
-    mesh: Any,
+    mesh: ParallelMesh,
     device: torch.device,
     budget: int,
     say: Callable[[str], None],
@@ -236,7 +239,6 @@ def read_reference(
     They are computed if any node lacks the file; all ranks call this together.
 
     Args:
-        dataset: a TokenizedDataset.
         pairs: each once: the mismatched sequences that the run will ask for.
         path: the file of values, named after everything that they depend on; a .json next to it holds its digest.
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
@@ -248,7 +250,7 @@ def read_reference(
         numbers = range(len(dataset) + len(pairs))
         say(f"computing reference log-probabilities of {len(numbers)} items -> {path}")
 
-        def sequences(number: int) -> Sequence[Any]:
+        def sequences(number: int) -> Sequence[PackedSequence]:
             if number < len(dataset):
                 return dataset[number].sequences
             return [dataset.mismatch(*pairs[number - len(dataset)])]
@@ -265,14 +267,10 @@ def read_reference(
         )
         with writing(temporary, advice="set data.cache to another folder"):
             if local_rank() == 0:
-                digest = write_digested(temporary, chunks, 4 * sum(sizes))
-                with lock_file(path.with_suffix(".lock")):
-                    # another run that came first reads its own
-                    if not seal.exists():
-                        os.replace(temporary, path)
-                        write_json(seal, {path.name: digest})
-                temporary.unlink(missing_ok=True)
-            for _ in chunks:  # all ranks compute them together, and one writes them
+                _keep(path, seal, temporary, write_digested(temporary, chunks, 4 * sum(sizes)))
+            for (
+                _
+            ) in chunks:  # all ranks compute them together, and one of each node writes them
                 pass
         gather(None)  # no node reads what is still written
     with error_context("data.cache"):
@@ -280,3 +278,12 @@ def read_reference(
     values = np.asarray(np.memmap(path, np.float32, "r"))
     own, *mismatched = np.split(values, np.cumsum(sizes)[:-1])
     return own, dict(zip(pairs, mismatched, strict=True))
+
+
+def _keep(path: Path, seal: Path, temporary: Path, digest: str) -> None:
+    """Give the complete file its name, unless another run came first, whose file is read then."""
+    with lock_file(path.with_suffix(".lock")):
+        if not seal.exists():
+            os.replace(temporary, path)
+            write_json(seal, {path.name: digest})
+    temporary.unlink(missing_ok=True)

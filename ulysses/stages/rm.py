@@ -7,16 +7,17 @@ loss = -log sigmoid(s_w - s_l - margin) + center_coefficient * (s_w + s_l)^2    
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from losses.reward_model import reward_loss
 from models.arch import ModelConfig
+from ulysses.data.read.chat import PreTrainedTokenizerFast
+from ulysses.data.serve.encode import Example
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.sums import sequence_last
-from ulysses.stages.base import MetricSums, Stage, Term
+from ulysses.stages.base import MetricSums, Normaliser, Stage, Term
 
 
 class RmStage(Stage):
@@ -27,7 +28,9 @@ class RmStage(Stage):
     sequences_per_example = 2
     sequence_fields = ("margin",)
 
-    def exported_config(self, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
+    def exported_config(
+        self, model_config: ModelConfig, tokenizer: PreTrainedTokenizerFast
+    ) -> ModelConfig:
         """Name a padding token that ends no sequence, or none.
 
         transformers reads the score at the last token that is not padding, so a padding token that also ends sequences
@@ -37,14 +40,14 @@ class RmStage(Stage):
         ends = pad in (*model_config.eos_token_id, tokenizer.eos_token_id)
         return replace(model_config, pad_token_id=None if ends else pad)
 
-    def sequences(self, example: Any) -> list[Sequence]:
+    def sequences(self, example: Example) -> list[Sequence]:
         found = super().sequences(example)
         return [
             replace(s, columns={"rank": place, **s.columns, "first": not place})
             for place, s in enumerate(found)
         ]
 
-    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+    def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         return {"pairs": self.on_first_rank(better(batch).sum())}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:

@@ -8,17 +8,15 @@ All of it lies in the store through which the processes have met.
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
-from time import monotonic, sleep, time
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ulysses import environment
+from ulysses.watch.complaint import record, say
 
 ALIVE, CLAIMS, REASON = "ulysses/alive", "ulysses/claims", "ulysses/reason"
 BEAT_SECONDS = 1.0
@@ -95,24 +93,6 @@ class Correspondence:
                 within(PATIENCE, self.store.set, REASON, reason)
             # the others leave before their connections to this process break noisily
             sleep(2.5 * BEAT_SECONDS)
-
-
-def say(reason: str) -> None:
-    """Print why this process ends on stderr, and hand it to the launcher."""
-    say_below(reason)
-    record(reason)
-
-
-def say_below(sentence: str) -> None:
-    """Print a sentence on stderr, on a line of its own: a progress bar may stand on the last one, of any rank."""
-    print(f"\n{sentence}", file=sys.stderr, flush=True)
-
-
-def record(reason: str) -> None:
-    """Write why this process ends where torchrun reads it: its report, which fills the screen, then ends with it."""
-    if file := environment.error_file():
-        with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": reason, "timestamp": int(time())}))
 
 
 def within(seconds: float, ask: Callable[..., Any], *arguments: Any) -> Any:

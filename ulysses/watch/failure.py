@@ -1,13 +1,13 @@
 """One error anywhere ends every process, and is printed once.
 
-    a configuration error    every process finds the same one; the first process of each node prints it: exit code 2
+    a configuration error    every process finds the same one; the first process of each node prints it (complaint.py):
+                             exit code 2
     any other error          the process that is the first to fail prints it and tells the others (correspondence.py);
                              the watch (watch.py) ends them, also out of a collective that would never end: exit code 1
 
 A launcher ends all its processes as soon as one has left. So nobody leaves before the error is printed.
 """
 
-import time
 import traceback
 
 import torch.distributed as dist
@@ -15,10 +15,9 @@ import torch.distributed as dist
 from ulysses import environment
 from ulysses.config.section import UserCodeError
 from ulysses.disk import DiskError
-from ulysses.watch.correspondence import Correspondence, say
+from ulysses.watch.complaint import say
+from ulysses.watch.correspondence import Correspondence
 from ulysses.zero.construct import common_store
-
-LAUNCHER_SECONDS = 60.0  # by which one process may start later than another
 
 
 def report_failure(error: Exception, *, debug: bool) -> None:
@@ -45,18 +44,6 @@ def breaks_off(error: BaseException | None) -> bool:
     """Whether an error only says that another process does not answer."""
     said = str(error)
     return isinstance(error, dist.DistError) or "gloo" in said or "pair closure" in said
-
-
-def report_config_error(error: Exception, *, debug: bool) -> None:
-    """Print a configuration error in one sentence, once on each node: another node may lack what the first one has."""
-    if debug:
-        traceback.print_exception(error)
-    if environment.local_rank() == 0:
-        rank = environment.rank()
-        node = f" (node of rank {rank})" if rank else ""
-        say(f"error{node}: {error}")
-    elif environment.launched():  # it ends this process as soon as the one that prints has left
-        time.sleep(LAUNCHER_SECONDS)
 
 
 def grace_note(seconds: float) -> str:

@@ -32,14 +32,12 @@ import psutil
 
 from ulysses import environment
 from ulysses.environment import NODE
+from ulysses.watch.complaint import record, say, say_below
 from ulysses.watch.correspondence import (
     BEAT_SECONDS,
     SILENT_SECONDS,
     Beat,
     Correspondence,
-    record,
-    say,
-    say_below,
 )
 from ulysses.watch.failure import breaks_off
 from ulysses.watch.signals import STOPPING, stop_signals

@@ -26,7 +26,9 @@ if __name__ == "__main__":
     with suppress(OSError, AttributeError):  # an old kernel
         ended = os.pidfd_open(int(launcher))
         if not sys.stdin.read(1):
-            if not select.select([ended], [], [], float(seconds))[0] and has_processes(launcher):
+            if not select.select([ended], [], [], float(seconds))[0] and has_processes(
+                launcher
+            ):
                 sys.exit()
             select.select([ended], [], [])
             print(f"\n{sentence}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ rank computes the whole plan and takes its own part of it.
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,13 +24,6 @@ from ulysses.parallel.random_keys import STEP, scatter_bits, wrapped
 # At this many times the model's width attention costs as much as the rest of the model.
 ATTENTION_WIDTHS = 12.0
 ATTENTION_LENGTH = 50_000.0
-
-
-class PlannedStep(NamedTuple):
-    """What a step trains: of each example its tokens, and twice the pairs of a query and a key that it sees."""
-
-    tokens: list[int]
-    squares: list[float]
 
 
 @dataclass(eq=False)

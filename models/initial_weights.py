@@ -1,0 +1,90 @@
+"""The weights that training starts from: read from files, or drawn at random."""
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.arch import ModelConfig
+from models.decoder import empty_model, init_parameter
+from models.hf_format import WeightFiles
+from models.quantized import dense, pack
+from ulysses.parallel.random_keys import keyed_generator
+
+
+class InitialWeights:
+    """The weights that training starts from, given slice by slice; the same on any number of ranks.
+
+    They come from safetensors files. What these lack (a new score head), or everything without a folder, is drawn at
+    random, keyed by (seed, name). A policy and its value both start from the same model. Of an adapter A is uniform in
+    +-1 / sqrt(inputs) and B zero.
+    """
+
+    def __init__(
+        self,
+        shape: ModelConfig,
+        seed: int,
+        folder: Path | None = None,
+        quantize: str = "none",
+    ) -> None:
+        self.shape, self.quantize = shape, quantize
+        self.seed = seed
+        self.files = WeightFiles(folder) if folder else None
+        self.stored = self.files.tensors if self.files else {}
+        self.paths = self.files.paths if self.files else []
+
+    def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
+        plain = name.removeprefix("value.")  # models.decoder.PolicyValue
+        plain = plain.replace(".base_layer.", ".")  # models.lora
+        stop, device = start + out.numel(), out.device
+        if out.dtype == torch.uint8:
+            whole = self._packed(plain, device)
+        elif plain in self.stored:
+            out.copy_(self.files.read(plain, start, stop, device=device))
+            return
+        elif ".lora_" in name:
+            whole = torch.zeros(shape, device=device)
+            if ".lora_A." in name:
+                bound = 1 / math.sqrt(shape[-1])
+                generator = keyed_generator(device, self.seed, name)
+                whole.uniform_(-bound, bound, generator=generator)
+        else:
+            whole = init_parameter(
+                plain, shape, self.shape, self.seed, device=device, dtype=out.dtype
+            )
+        out.copy_(whole.view(-1)[start:stop])
+
+    def _packed(self, name: str, device: torch.device) -> Tensor:
+        """Return the bytes of a quantised matrix, on the device; nothing else of the model is held."""
+        stored = self.stored.get(name)
+        if stored and stored.state:
+            return stored.read_packed()
+        shape = self._shapes[name]
+        dtype = stored.dtype if stored else torch.float32
+        matrix = torch.empty(shape, dtype=dtype, device=device)
+        InitialWeights.fill(self, name, shape, 0, matrix.view(-1))
+        return pack(self.quantize, matrix)
+
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: p.shape for name, p in empty_model(self.shape).named_parameters()}
+
+    def originals(
+        self, weights: Iterable[tuple[str, Any]], model: nn.Module, trained_on: bool
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield whole weights with matrices in place of quantised ones: those that the files hold.
+
+        Without files, or if it is to be what was `trained_on`, they are dequantised.
+        """
+        if trained_on or not self.stored:
+            yield from dense(model, weights)
+            return
+        for name, weight in weights:
+            if weight is not None and weight.dtype == torch.uint8:
+                plain = name.replace(".base_layer.", ".")
+                weight = self.files.read(plain).view(self.stored[plain].shape)
+            yield name, weight

@@ -1,0 +1,98 @@
+"""The planner against measured steps: memory within 5%, time within 15%."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.arch import ModelConfig, architecture
+from tests.unit.test_plan import SMALL, Data, config, node
+from ulysses.plan.case import Case, Plan
+from ulysses.plan.footprint import predict
+from ulysses.plan.machine import GIB, PEAKS, Machine
+from ulysses.plan.memory_choice import choose, choose_memory, cut_steps
+from ulysses.plan.planned_run import plain_model, planned_step, planner_case
+from ulysses.plan.seconds import step_seconds
+
+ROWS = Path(__file__).parents[2] / "benchmarks/measured.jsonl"
+
+
+def measured(row):
+    """Return the plan of a measured row; keys that are absent mean the plain case."""
+    hf = {**architecture(row["arch"]).to_hf(), "num_hidden_layers": row["layers"]}
+    hf |= {"vocab_size": row.get("vocab_size", hf["vocab_size"]), **row.get("config", {})}
+    if "heads" in row:  # "query/kv", of the same size as the shape's own
+        query, kv = map(int, row["heads"].split("/"))
+        hf |= {"num_attention_heads": query, "num_key_value_heads": kv}
+    model, others = plain_model(ModelConfig.from_hf(hf)), ()
+    # "U x R": U ranks exchange heads, as another model's heads ask for, and R split rows
+    if "ranks" in row:
+        heads = int(row["ranks"].split(" x ")[0])
+        shape = replace(model.shape, num_attention_heads=heads, num_key_value_heads=1)
+        others = (model._replace(shape=shape, parameters=0),)
+    if adapters := row.get("adapters"):
+        base, total = row["quantize"], model.parameters + adapters
+        model = model._replace(parameters=total, trained=adapters, quantize=base)
+    levels = ()
+    for part in row["recompute"].split("+"):
+        level, _, count = part.partition("*")
+        levels += (level,) * int(count or row["layers"])
+    names = "documents micro_batches mean_tokens squares sp tokens".split()
+    given = {name: row[name] for name in names if name in row}
+    flops, rate = PEAKS[row["gpu"]]
+    machine = Machine(row["gpus"], 139.8 * GIB, peak_flops=flops, memory_rate=rate)
+    stay = row.get("weights") == "resident" or row["gpus"] == 1
+    return Plan(Case(model, machine, others=others, **given), levels, row["offload"], stay)
+
+
+def named(row):
+    return " ".join(
+        str(row.get(key, "")) for key in "arch layers tokens recompute quantize".split()
+    )
+
+
+@pytest.mark.parametrize("row", map(json.loads, ROWS.read_text().splitlines()), ids=named)
+def test_measured_steps_are_predicted(row):
+    """What a CUDA graph holds for itself counts as reserved only.
+
+    Rows with `first_s` alone are first steps, which compile kernels and pin host memory as well.
+    """
+    plan = measured(row)
+    if "seconds" in row:
+        assert step_seconds(plan) == pytest.approx(row["seconds"], rel=0.15)
+    assert not row.get("weights") or plan.graphs == row["graphs"]
+    found = row.get("reserved_gib" if row.get("graphs") else "peak_gib")
+    if found:
+        assert predict(plan).allocated / GIB == pytest.approx(found, rel=0.05)
+
+
+GRPO = {
+    "reward": "math:sqrt", "advantage": "group", "answers_per_prompt": 8, "max_new_tokens": 256,
+    "kl_coefficient": 0.04, "kl_in": "loss", "epochs": 1, "minibatches": 1,
+}  # fmt: skip
+# Of docs/performance.md, a model of 135M parameters on one H100: the stage, its table, the examples of a step, the
+# sequences of each and their tokens, and the seconds of a step without sampling.
+STAGES = [
+    ("sft", {}, 32, 1, 180, 0.0226),
+    ("dpo", {}, 32, 2, 244, 0.0485),
+    ("kto", {}, 32, 1, 222, 0.0666),
+    ("ppo", GRPO, 64, 1, 150, 1.2),
+]
+
+
+@pytest.mark.parametrize("stage, table, examples, sides, tokens, seconds", STAGES)
+def test_stages_are_predicted(stage, table, examples, sides, tokens, seconds):
+    settings = config(stage, table=table, dtype="bfloat16")
+    batch = settings.batch.model_copy(update={"examples": examples})
+    settings = settings.model_copy(update={"batch": batch})
+    lengths = np.full((examples, sides), tokens)
+    data = Data(sequence_lengths=lengths, prefix_lengths=0 * lengths, lengths=lengths.sum(1))
+    machine = node(1, 79.6)._replace(memory_rate=PEAKS["H100"][1])
+    longest = sides * tokens + table.get("max_new_tokens", 0)
+    case = planner_case(settings, SMALL, machine, longest)
+    step = planned_step(settings, SMALL, data, [*range(examples)], choose(case).launched_tokens)
+    plan = choose_memory(cut_steps(case, step, step, True))
+    assert plan.case.micro_batches == 1
+    assert step_seconds(plan) == pytest.approx(seconds, rel=0.15)

@@ -1,0 +1,171 @@
+"""What every tracker is told: packages that are not installed are small modules here, which remember their calls."""
+
+import math
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from unittest.mock import MagicMock, call
+
+import pytest
+
+from tests.own_tracker import Remembers
+from ulysses.check.setting_checks import check_settings
+from ulysses.config.command_line import check
+from ulysses.config.section import ConfigError
+from ulysses.disk import DiskError
+from ulysses.registry import TRACKERS, load
+from ulysses.run.metrics import MetricsLog
+from ulysses.run.trackers import TrackedRun
+from ulysses.run.trackers.metrics_file import METRICS, logged
+
+SETTINGS = {"run_id": "1a2b", "stage": "sft", "optimizer": {"lr": 1e-3}}
+FOLDER = Path("run")
+# the calls by which each service starts, takes a step, and ends well or badly, in its own documented names
+CALLS = {
+    "wandb": (
+        [call.init(project="lab", config=SETTINGS, name="run", dir=FOLDER, resume="allow")],
+        [call.init().log({"loss": 2.5, "reward/a:b": None}, step=4)],
+        [call.init().finish(exit_code=0)],
+        [call.init().finish(exit_code=1)],
+    ),
+    "mlflow": (
+        [
+            call.set_experiment("lab"),
+            call.start_run(run_name="run", tags={"run_id": "1a2b"}),
+            call.log_dict(SETTINGS, "settings.json"),
+        ],
+        [call.log_metrics({"loss": 2.5}, step=4)],
+        [call.end_run("FINISHED")],
+        [call.end_run("FAILED")],
+    ),
+    "trackio": (
+        [call.init(project="lab", name="run", config=SETTINGS, resume="allow")],
+        [call.log({"loss": 2.5}, step=4)],
+        [call.finish()],
+        [call.log({"failed": 1}), call.finish()],
+    ),
+    "swanlab": (
+        [
+            call.init(
+                project="lab", experiment_name="run", config=SETTINGS, logdir=f"{FOLDER}/swanlab"
+            )
+        ],
+        [call.log({"loss": 2.5}, step=4)],
+        [call.finish()],
+        [call.log({"failed": 1}), call.finish()],
+    ),
+}
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """Put a module that remembers its calls in the place of a package, and return it."""
+
+    def stand_in(name):
+        module = MagicMock(__spec__=ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.delitem(sys.modules, TRACKERS[name].partition(":")[0], raising=False)
+        return module
+
+    return stand_in
+
+
+@pytest.fixture(autouse=True)
+def run_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    FOLDER.mkdir()
+
+
+def followed(*names, step=0):
+    return MetricsLog(TrackedRun(FOLDER, "lab", "1a2b", step, SETTINGS), names, 6)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_service_is_told_of_the_run_its_steps_and_its_end(name, fails, package):
+    service, (start, step, well, badly) = package(name), CALLS[name]
+    log = followed(name)
+    log.report(4, {"loss": 2.5, "reward/a:b": math.nan}, due=True)
+    if fails:
+        log.fail()
+    log.close()
+    assert service.mock_calls == [*start, *step, *(badly if fails else well)]
+    [line] = logged(FOLDER / METRICS)
+    assert line == {"step": 4, "run": "1a2b", "loss": 2.5, "reward/a:b": None}
+
+
+def test_tensorboard_and_the_file_hold_steps_and_settings():
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last in ((1, 4), (3, 6)):  # the second run continues after step 2
+        log = followed("tensorboard", step=first - 1)
+        for step in range(first, last + 1):
+            log.report(step, {"loss": float(step)}, due=True)
+        log.close()
+    assert [line["step"] for line in logged(FOLDER / METRICS)] == [*range(1, 7)]
+    board = EventAccumulator("run/tensorboard").Reload()
+    assert [event.value for event in board.Scalars("loss")] == [*range(1, 7)]
+    text = board.Tensors("settings/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert "run_id = 1a2b" in text and "0.001" in text
+
+
+def test_mlflow_gets_names_that_it_takes(package):
+    service, log = package("mlflow"), followed("mlflow")
+    log.report(1, {"objective/scores/http://host:80/a": 1.0, "eval/loss": 2.0}, due=True)
+    log.close()
+    [(names,)] = (args for name, args, _ in service.mock_calls if name == "log_metrics")
+    assert {*names} == {"objective/scores/http_/_host_80/a", "eval/loss"}
+
+
+def test_a_tracker_that_fails_loses_neither_the_run_nor_the_others(capsys):
+    Remembers.steps.clear()
+    log = followed("tests.own_tracker:Remembers")
+    for step in (1, 2, 3):
+        log.report(step, {"loss": 1.0}, due=True)
+    log.close()
+    assert Remembers.steps == [1, 2] and log.failure is None
+    assert [line["step"] for line in logged(FOLDER / METRICS)] == [1, 2, 3]
+    said = capsys.readouterr()
+    [line] = [x for x in (said.out + said.err).splitlines() if "has failed" in x]
+    assert "Remembers has failed and gets no more metrics; metrics.jsonl does" in line
+    assert "sk-0123" not in line and "\x1b" not in line
+
+
+def test_a_file_that_cannot_be_written_is_told_once_the_run_has_saved():
+    log = followed()
+    (FOLDER / METRICS).unlink()
+    for step in (1, 2):
+        log.report(step, {"loss": 1.0}, due=True)
+        assert "was deleted while the run wrote it" in str(log.failure)
+    with pytest.raises(DiskError, match="was deleted while the run wrote it"):
+        log.close()
+
+
+def test_a_tracker_that_does_not_start_refuses_the_run(package):
+    package("wandb").init.side_effect = RuntimeError("no key")
+    with pytest.raises(ConfigError, match=r"run.trackers: wandb does not start .*no key"):
+        followed("wandb")
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("mlflow", "run.trackers is set but the package mlflow is not installed; pip install"),
+        ("wanbd", "run.trackers has 'wanbd', which cannot be imported .*name tensorboard, wandb"),
+        ("tests.own_tracker:Gone", "has 'tests.own_tracker:Gone', .*no attribute"),
+        ("", "run.trackers has ''"),
+    ],
+)
+def test_trackers_are_refused_before_any_work(name, sentence, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    config = check({"stage": "sft", "run": {"trackers": ["tensorboard", name]}})
+    with pytest.raises(ConfigError, match=sentence):
+        check_settings(config, 1)
+
+
+def test_every_name_has_a_class_with_the_four_calls(package):
+    for name, place in TRACKERS.items():
+        if name != "tensorboard":
+            package(name)
+        found = load(place)
+        assert all(callable(getattr(found, each)) for each in ("start", "log", "fail", "close"))

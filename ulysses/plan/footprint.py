@@ -1,0 +1,200 @@
+"""Predict the bytes of a training step from what the parts of the model say of themselves.
+
+    allocated = states + the largest moment
+        head:    all that the layers keep; gathered vocabulary weights, their gradient and its reduction
+        layer:   all that the layers up to it keep; two gathered layers, one's gradients, its mixer or its feed-forward
+                 (CUDA graphs hold both moments, and every layer's gradients, in memory of their own)
+        forward: a pass without gradient, of the model itself or of another one; nothing is kept yet
+        rollout: PPO's whole policy, and what its sampler takes; nothing is kept yet
+    gpu  = allocated * SLACK + CUDA context + NCCL's buffers    (the allocator gives its cache back when it must)
+    host = the process + optimizer, parameters and activations moved there + the copy that a checkpoint passes through
+
+ZeRO-3 states of a trained parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (accumulated gradient) = 18 bytes over
+all ranks in bfloat16; a frozen one costs its weight. Resident weights take their 2 bytes on every rank, and nothing is
+gathered. Measured steps judge all this (tests/unit/test_measured_steps.py).
+
+Shapes: S local tokens, D width, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
+from ulysses.memory.levels import kept_bytes, pinned_bytes
+from ulysses.memory.size import LayerSize
+from ulysses.memory.tiling import TILE_ROWS, tile_rows
+from ulysses.plan.case import Model, Plan
+
+FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
+# offloaded layers whose tensors are on the GPU nevertheless: one in use, one being copied
+WORKING_GROUPS = 2
+PROCESS_BYTES = 4e9  # host memory of one process: interpreter, libraries, NCCL's shared buffers
+SLACK = 1.03  # the allocator's peak with the fragments that it cannot give back
+CONTEXT_BYTES = 1.3e9  # CUDA context and libraries, outside the allocator, on an H200
+COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
+
+
+class Prediction(NamedTuple):
+    """Bytes of one rank.
+
+    gpu: all that the GPU must hold. allocated: the allocator's peak, of which states, kept and working are parts.
+    host: the host's; moved: all that the settings moved there, pinned memory for activations included.
+    fits_host: whether the node has room for what is moved there; a node of unknown memory has. Where nothing is moved,
+    what seems free decides nothing: some kernels report memory that grows on demand.
+    """
+
+    gpu: float
+    host: float
+    allocated: float
+    states: float
+    kept: float
+    working: float
+    moved: float
+    fits_gpu: bool
+    fits_host: bool
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_gpu and self.fits_host
+
+
+def predict(plan: Plan) -> Prediction:
+    """Predict the bytes of a rank."""
+    case, model, machine = plan.case, plan.case.model, plan.case.machine
+    world, size = machine.gpus, case.element_size
+    held = sum(m.weight_bytes(size) for m in (model, *case.others))
+    weights = held / (1 if plan.resident else world)
+    trained = 16 * model.trained / world  # float32 weights have a separate master too
+    states = weights * (not case.offload_parameters) + trained * (not case.offload_optimizer)
+    first, last = plan.levels[0], plan.levels[-1]
+    first_layers, in_pairs = plan.levels.count(first), first == "pair"
+    away = min(plan.offloaded_layers, first_layers)
+    on_gpu = first_layers - away + min(away, WORKING_GROUPS * (1 + in_pairs))
+    # a layer without a second one keeps its own input, and the pair at work its second layer's too
+    on_gpu += (first_layers % 2 + 2) * in_pairs
+    mean, largest = case.layer_sizes(model)
+    kept_by_last = kept_bytes(last, mean, size) * case.local * (model.layers - first_layers)
+    kept = kept_bytes(first, mean, size) * case.local * on_gpu + kept_by_last
+    head = _head_moment(plan)
+    # the last layers are done when the first ones work, and what they kept is free
+    layer = _layer_moment(plan, largest, first) - kept_by_last
+    layer = max(layer, _layer_moment(plan, largest, last))
+    working = max(head, layer)
+    if plan.graphs:
+        working = head + layer + size * model.layers * mean.parameters
+    passes = pass_bytes(plan, plan.pass_tokens or case.tokens)
+    allocated = states + max(kept + working, _rollout_bytes(plan), passes)
+    # each of gloo's two threads copies the tensor that it gathers
+    gloo = 2 * size * model.vocabulary_parameters
+    buffers = COMMUNICATOR_BYTES if machine.is_gpu else gloo
+    gpu = allocated * SLACK + CONTEXT_BYTES + buffers * (world > 1)
+    moved = weights + trained - states + pinned_layer(plan) * away
+    # a checkpoint passes through, one kind of the state at a time
+    host = moved + 4 * model.trained / world + PROCESS_BYTES
+    return Prediction(
+        gpu,
+        host,
+        allocated,
+        states,
+        kept,
+        working,
+        moved,
+        fits_gpu=gpu <= FILL * machine.gpu_bytes,
+        fits_host=not (moved and machine.host_bytes) or host <= machine.host_budget,
+    )
+
+
+def pinned_layer(plan: Plan) -> float:
+    """Return the most host bytes that one of the first layers' activations take."""
+    case, level = plan.case, plan.levels[0]
+    mean, _ = case.layer_sizes(case.model)
+    return pinned_bytes(level, mean, kept_bytes(level, mean, case.element_size) * case.local)
+
+
+def pass_bytes(plan: Plan, tokens: int) -> float:
+    """Return the bytes of a pass without gradient over so many tokens, of the model that needs most."""
+    case = plan.case
+    return max(_forward_moment(plan, m, tokens) for m in (case.model, *case.others))
+
+
+def _forward_moment(plan: Plan, model: Model, tokens: int) -> float:
+    """Return the bytes of a pass without gradient: two gathered layers and one's work, or the head."""
+    size, S = plan.case.element_size, -(-tokens // plan.case.sp)
+    _, layer = plan.case.layer_sizes(model)
+    inner = layer.feed_forward
+    mlp = _tile_rows(layer, S) * (3 * inner.inner + inner.copied)
+    head = model.has_head * sum(_head(plan, model, S, 1))
+    work = max(size * mlp, size * S * layer.mixer.packed, head)
+    return _base(plan, model, layer) + 2 * size * layer.width * S + work
+
+
+def _base(plan: Plan, model: Model, layer: LayerSize) -> int:
+    """Return the bytes that every moment needs: two gathered layers."""
+    gathered = model.matrix_bytes(layer.parameters, plan.case.element_size)
+    return int(2 * gathered * (not plan.resident))
+
+
+def _head(plan: Plan, model: Model, rows: int, tiles: int) -> tuple[int, int]:
+    """Return the bytes of the gathered vocabulary, and of float32 tiles of logits and one in the weights' dtype."""
+    size, V = plan.case.element_size, model.shape.vocab_size
+    rows = equal_tiles(rows, 4 * V * tiles, CUDA_TILE_BYTES)
+    words = size * model.vocabulary_parameters * (not plan.resident)
+    return words, rows * V * (4 * tiles + size)
+
+
+def _head_moment(plan: Plan) -> float:
+    case, model, size = plan.case, plan.case.model, plan.case.element_size
+    world, words, S = case.machine.gpus, model.vocabulary_parameters, case.local
+    _, layer = case.layer_sizes(model)
+    gathered, tile = _head(plan, model, S, LOSS_TILES if case.teacher else 1)
+    # the rows' hidden states and gradients
+    fixed = _base(plan, model, layer) + 3 * size * layer.width * S + gathered
+    if case.teacher:  # its rows and its whole matrix
+        words_of_teacher = case.teacher.vocabulary_parameters * (not plan.resident)
+        fixed += size * (case.teacher.shape.hidden_size * S + words_of_teacher)
+    if not model.has_head:  # the embedding's gradient, whole, and its reduction
+        return fixed + 2 * size * words * model.is_full
+    if not model.is_full:
+        return fixed + tile
+    # the float32 sum over the tiles, then its cast, the buffer it travels in and the float32 sum over the ranks
+    reduction = (2 * size + 4 / world) * words * (world > 1)
+    return fixed + 4 * words + max(tile, reduction)
+
+
+def _layer_moment(plan: Plan, layer: LayerSize, level: str) -> float:
+    case, model, size, S = plan.case, plan.case.model, plan.case.element_size, plan.case.local
+    D, mixer, feed_forward = layer.width, layer.mixer, layer.feed_forward
+    rows = S if level == "none" else _tile_rows(layer, S)
+    travels = case.machine.gpus > 1 or case.offload_optimizer
+    fixed = _base(plan, model, layer)
+    if model.is_full:
+        # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's on its way elsewhere
+        fixed += size * (layer.parameters + model.vocabulary_parameters * travels)
+        fixed += 4 * feed_forward.parameters * (rows < S)
+    if model.quantize != "none":
+        fixed += size * feed_forward.unpacked
+    # as measured one more output where gradients travel; before and after the mix: what the exchanges pack
+    mixing = max(mixer.work + travels * mixer.out, mixer.packed)
+    # two gradients of the residual, out
+    mixing += 2 * D + mixer.out * (level in ("block", "pair"))
+    if level != "none":
+        mixing += mixer.restored
+    return fixed + size * max(4 * S * D + rows * feed_forward.work, S * mixing)
+
+
+def _tile_rows(layer: LayerSize, rows: int) -> int:
+    """Return the rows of a feed-forward's tile."""
+    return tile_rows(rows, TILE_ROWS * int(layer.feed_forward.tile_factor))
+
+
+def _rollout_bytes(plan: Plan) -> float:
+    """Return the bytes of decoding: the gathered policy, and what the sampler takes."""
+    case, model, rollout = plan.case, plan.case.model, plan.case.rollout
+    if rollout is None or not rollout.batch:
+        return 0.0
+    from ulysses.rl.sampler import sampling_bytes
+
+    size, longest = case.element_size, rollout.prompt_tokens + rollout.new_tokens
+    weights = size * model.parameters * rollout.merged
+    weights += model.weight_bytes(size) * (not plan.resident)
+    fixed, each = sampling_bytes(model.shape, longest, size)
+    return weights + fixed + each * min(rollout.answers, rollout.batch)

@@ -1,0 +1,152 @@
+"""From a configuration, a model's shape and the data to the case that the planner is asked about."""
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from models.arch import ModelConfig
+from models.decoder import count_parameters, empty_model
+from models.expert_files import adapted_experts
+from models.folders import read_config, resolve_model
+from ulysses.config.schema import Config
+from ulysses.data.serve.steps import StepLoader
+from ulysses.parallel.layout import squares
+from ulysses.parallel.mesh import divisors
+from ulysses.plan.case import Case, Model, PlannedStep
+from ulysses.plan.footprint import predict
+from ulysses.plan.machine import Machine
+from ulysses.plan.memory_choice import choose, cut_steps
+from ulysses.registry import stage_of
+from ulysses.stages.base import AuxiliaryModel
+
+
+def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
+    """Return the planner's view of a model that trains all its weights."""
+    parameters = count_parameters(shape, reward=reward)
+    return Model(shape, parameters, trained=parameters, has_head=not reward)
+
+
+def planner_model(config: Config, shape: ModelConfig) -> Model:
+    """Return the planner's view of the trained model, adapters and the score head of PPO's value included."""
+    stage, lora = stage_of(config), config.model.lora
+    model = plain_model(shape, reward=stage.reward)
+    score = shape.hidden_size * stage.requirements.value
+    parameters = trained = model.parameters + score
+    if lora.rank:
+        own, sides = adapted_experts(lora.targets), 0
+        for name, matrix in empty_model(shape).named_parameters():
+            stem = name.removesuffix(".weight").rpartition(".")[2]
+            if matrix.dim() == 3:  # of all experts
+                sides += len(matrix) * sum(matrix.shape[1:]) * (stem in own)
+            elif matrix.dim() == 2 and stem in lora.targets:
+                sides += sum(matrix.shape)
+        parameters += lora.rank * sides
+        trained = lora.rank * sides + (score or shape.hidden_size * stage.reward)
+    return model._replace(
+        parameters=parameters, trained=trained, quantize=config.model.quantize
+    )
+
+
+def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: int) -> Case:
+    """Return the planner's view of a run: one micro-batch of `tokens`, full of longest sequences.
+
+    The degree "auto" is the smallest whose plan fits, or all processes if none does.
+    """
+    stage, degree = stage_of(config), config.parallel.sequence_parallel_size
+    facts = stage.requirements
+    auxiliary = [(model, _auxiliary_model(model, shape)) for model in facts.models]
+    # a pass costs what its own model's size says
+    own = plain_model(shape).forward_parameters
+    passes = (model.passes * frozen.forward_parameters / own for model, frozen in auxiliary)
+    rollout = facts.rollout
+    if rollout:
+        prompts = -(-facts.examples_per_load // machine.gpus)
+        rollout = rollout._replace(answers=prompts * rollout.answers)
+    case = Case(
+        planner_model(config, shape),
+        machine,
+        tokens,
+        documents=max(stage.sequences_per_example, tokens // facts.longest_example),
+        forwards=sum(passes, start=facts.extra_forwards),
+        logit_bytes=facts.logit_bytes,
+        rollout=rollout,
+        element_size=getattr(torch, config.model.dtype).itemsize,
+        others=tuple(frozen for model, frozen in auxiliary if not model.shares_weights),
+        teacher=next((frozen for model, frozen in auxiliary if model.role == "teacher"), None),
+        **config.memory.model_dump(exclude={"host_memory"}),
+    )
+    degrees = divisors(machine.gpus) if degree == "auto" else [degree]
+    cases = [case._replace(sp=sp) for sp in degrees]
+    return next((case for case in cases if predict(choose(case)).fits), cases[-1])
+
+
+def least_tokens(config: Config, train: Any) -> int:
+    """Return the tokens of a packed micro-batch as they are set, or the fewest that "auto" may choose.
+
+    These are room for the longest example of the data or, if that is not known, for one that the settings allow.
+    """
+    stage, tokens = stage_of(config), config.batch.tokens_per_microbatch
+    if tokens != "auto":
+        return tokens
+    if train is None or train.kind == "prompt":
+        return stage.sequences_per_example * stage.requirements.longest_example
+    return int(train.lengths.max())
+
+
+def planner_run(config: Config, shape: ModelConfig, machine: Machine, train: Any) -> Case:
+    """Return the planner's view of a run and of the micro-batches of its typical step.
+
+    Args:
+        train: the training data; None plans with examples of the greatest length that the settings allow.
+    """
+    stage, tokens = stage_of(config), least_tokens(config, train)
+    facts, seed = stage.requirements, config.run.seed
+    case = planner_case(config, shape, machine, tokens)
+    if train:
+        launched = choose(case).launched_tokens * machine.gpus / case.sp
+        loader = StepLoader(
+            train, facts.examples_per_load, tokens_per_microbatch=tokens, seed=seed
+        )
+        steps = loader.planned_steps()
+        typical, largest = (planned_step(config, shape, train, s, launched) for s in steps)
+    else:
+        sides = stage.sequences_per_example
+        longest = min(tokens, sides * facts.longest_example)
+        pairs = sides * squares(longest / sides, windows=shape.windows)
+        examples = facts.examples_per_step
+        typical = largest = PlannedStep([longest] * examples, [pairs] * examples)
+    auto = config.batch.tokens_per_microbatch == "auto"
+    return cut_steps(case, typical, largest, auto)
+
+
+def planned_step(
+    config: Config, shape: ModelConfig, data: Any, indices: list[int], launched: float
+) -> PlannedStep:
+    """Return what an optimizer step trains of these examples of the data loader's step, as far as that is known.
+
+    `launched` is the number of tokens up to which a step shares no prompts (StepLoader).
+    """
+    facts = stage_of(config).requirements
+    lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
+    if (
+        facts.rollout
+    ):  # as long as they may be; a prompt counts once, and its last token with every answer
+        count, prompts = facts.rollout.answers, lengths.repeat(facts.rollout.answers, axis=0)
+        prefixes = (prompts - 1) * (1 - 1 / count) * config.batch.share_prompts
+        lengths = prompts + facts.rollout.new_tokens - prefixes
+        lengths, prefixes = (x[: facts.examples_per_step] for x in (lengths, prefixes))
+    if (lengths + prefixes).sum() <= launched:
+        lengths, prefixes = lengths + prefixes, 0 * prefixes
+    pairs = squares(1.0 * lengths, prefixes, shape.windows)
+    tokens = np.rint(lengths.sum(1)).astype(int).tolist()
+    return PlannedStep(tokens, pairs.sum(1).tolist(), bool(prefixes.any()))
+
+
+def _auxiliary_model(model: AuxiliaryModel, shape: ModelConfig) -> Model:
+    """Return the planner's view of it; the initial policy, and a model that is not here, are as large as the policy."""
+    with suppress(ValueError, OSError):
+        if model.path:
+            shape = read_config(resolve_model(model.path, need_weights=False))
+    return plain_model(shape, reward=model.is_reward)
