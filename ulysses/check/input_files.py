@@ -18,8 +18,9 @@ from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.config.stage_sections import is_function
-from ulysses.data.read.chat import ChatTemplate, load_tokenizer
+from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import missing_sources, parse_sources
+from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.data.serve.steps import check_fits
 from ulysses.registry import stage_of
 from ulysses.stages.base import AuxiliaryModel, Stage

@@ -4,7 +4,7 @@ Read in this order: mesh, layout, batch, exchange, kernels/choice, kernels/docum
 """
 
 from .attention import UlyssesAttention
-from .batch import Sequence, ShardedBatch, pack_shard, share_prefix
+from .batch import Sequence, ShardedBatch, pack_shard
 from .exchange import SeqAllToAll4D
 from .mesh import ParallelMesh
 from .sums import gather_tokens, segment_sums, sequence_last
@@ -19,5 +19,4 @@ __all__ = [
     "pack_shard",
     "segment_sums",
     "sequence_last",
-    "share_prefix",
 ]

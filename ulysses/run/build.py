@@ -13,8 +13,9 @@ from ulysses.check.preflight import RunInputs, make_checks
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context
 from ulysses.data.read.sources import parse_sources
-from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
+from ulysses.data.serve.tokenise import open_dataset
 from ulysses.environment import without_compiler
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.size import Setting

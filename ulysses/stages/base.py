@@ -24,9 +24,8 @@ from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
 from ulysses.config.section import Section
-from ulysses.data.read.chat import PreTrainedTokenizerFast
-from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.encode import Example
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
+from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import KernelChoice

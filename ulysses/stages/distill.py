@@ -16,7 +16,7 @@ from losses.token_nll import weighted_sum
 from models.arch import ModelConfig
 from models.folders import folder_with, resolve_model
 from models.initial_weights import InitialWeights
-from ulysses.data.read.chat import PreTrainedTokenizerFast, load_tokenizer
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term
 from ulysses.zero.engine import ZeroEngine
