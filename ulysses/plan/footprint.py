@@ -127,10 +127,10 @@ def _forward_moment(plan: Plan, model: Model, tokens: int) -> float:
     return _base(plan, model, layer) + 2 * size * layer.width * S + work
 
 
-def _base(plan: Plan, model: Model, layer: LayerSize) -> int:
+def _base(plan: Plan, model: Model, layer: LayerSize) -> float:
     """Return the bytes that every moment needs: two gathered layers."""
     gathered = model.matrix_bytes(layer.parameters, plan.case.element_size)
-    return int(2 * gathered * (not plan.resident))
+    return 2 * gathered * (not plan.resident)
 
 
 def _head(plan: Plan, model: Model, rows: int, tiles: int) -> tuple[int, int]:

@@ -91,8 +91,9 @@ def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
         )
         host, peaks = host_gib * GIB or free_host_bytes(), device_peaks() or PEAKS["H200"]
         own = Machine(1, memory, host, local_world_size(), *peaks)
-    gpus, memories, hosts, nodes, *peaks = zip(*gather(own))
-    return Machine(sum(gpus), min(memories), min(hosts), max(nodes), *map(min, peaks))
+    gpus, memories, hosts, nodes, flops, rates = zip(*gather(own))
+    slowest = min(flops), min(rates)
+    return Machine(sum(gpus), min(memories), min(hosts), max(nodes), *slowest)
 
 
 def device_peaks() -> tuple[float, float] | None:
