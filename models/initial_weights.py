@@ -43,7 +43,7 @@ class InitialWeights:
         stop, device = start + out.numel(), out.device
         if out.dtype == torch.uint8:
             whole = self._packed(plain, device)
-        elif plain in self.stored:
+        elif self.files and plain in self.stored:
             out.copy_(self.files.read(plain, start, stop, device=device))
             return
         elif ".lora_" in name:
@@ -80,7 +80,7 @@ class InitialWeights:
 
         Without files, or if it is to be what was `trained_on`, they are dequantised.
         """
-        if trained_on or not self.stored:
+        if trained_on or not self.files:
             yield from dense(model, weights)
             return
         for name, weight in weights:

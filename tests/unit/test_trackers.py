@@ -67,10 +67,16 @@ def package(monkeypatch):
     def stand_in(name):
         module = MagicMock(__spec__=ModuleSpec(name, None))
         monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.delitem(sys.modules, TRACKERS[name].partition(":")[0], raising=False)
+        forget(name)
         return module
 
-    return stand_in
+    def forget(name):
+        """The next import of the tracker finds what then stands for its package."""
+        sys.modules.pop(TRACKERS[name].partition(":")[0], None)
+
+    yield stand_in
+    for name in TRACKERS:
+        forget(name)
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ulysses.gradients.gradients import Gradients
 from ulysses.zero.construct import streaming_memory
 from ulysses.zero.deepspeed_internals import ShardedWeights, empty
+from ulysses.zero.partition import MakeOptimizer, parameter_slices, sub_groups
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.resident import ResidentWeights
-from ulysses.zero.update import MakeOptimizer, ParameterGroup, parameter_slices, sub_groups
+from ulysses.zero.update import ParameterGroup
 
 
 class ZeroEngine:
