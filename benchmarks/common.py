@@ -154,13 +154,14 @@ def take_step(
 ) -> torch.Tensor:
     """Run forward, backward, gradient policies and the update; return this rank's sum of losses."""
     engine = bench.engine
-    for left in reversed(range(micro_batches)):
+    for _ in range(micro_batches):
         loss = engine(batch, nll=True).nll
-        engine.backward(loss * (bench.mesh.world_size / count / micro_batches), last=not left)
+        engine.backward(loss * (bench.mesh.world_size / count / micro_batches))
+    gradients = engine.gradients()
     gradient_policies(bench.config.gradients).apply(
-        engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)
+        gradients, StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)
     )
-    engine.step([LR] * len(engine.optimizer.param_groups))
+    engine.step(gradients, LR)
     return loss.detach()
 
 

@@ -27,7 +27,7 @@ from common import (
     timed_steps,
 )
 
-from ulysses.parallel.batch import ShardedBatch, share_prefix
+from ulysses.parallel.batch import ShardedBatch
 from ulysses.plan.machine import GIB
 from ulysses.zero.construct import initialize_distributed
 
@@ -79,12 +79,16 @@ def random_tree(
     answers = [random(answer) for _ in range(branches)]
     if form == "sft":
         answers = [torch.cat(answers)]
+    number = 0 if form == "shared" else None
     sequences = [
-        Sequence(torch.cat([shared, one]), (torch.arange(prompt + len(one)) >= prompt).float())
+        Sequence(
+            torch.cat([shared, one]),
+            (torch.arange(prompt + len(one)) >= prompt).float(),
+            prompt=number,
+            prompt_length=prompt,
+        )
         for one in answers
     ]
-    if form == "shared":
-        sequences = share_prefix(sequences)
     return pack_shard(sequences, bench.mesh, bench.engine.device)
 
 

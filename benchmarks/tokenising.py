@@ -26,9 +26,9 @@ from common import add_options, plain_parser, say, table
 
 from examples.demo_data import COLOURS, MATERIALS, OWNERS, ROOMS, THINGS, write_demo
 from ulysses.config.schema import DataSection
-from ulysses.data.read.chat import load_tokenizer
 from ulysses.data.read.sources import parse_sources
-from ulysses.data.serve.dataset import open_dataset
+from ulysses.data.read.tokenizer import load_tokenizer
+from ulysses.data.serve.tokenise import open_dataset
 
 WORDS = (*COLOURS, *MATERIALS, *OWNERS, *ROOMS, *THINGS, "and,", "of 12.")
 

@@ -21,7 +21,8 @@ KINDS: Mapping[str, tuple[str, Any]] = TABLES["kinds"]
 
 def read_experts(known: Mapping[str, Any], family: Family) -> Experts:
     """Read the fields of Experts, all of them positive numbers but for norm_topk_prob."""
-    known = {"moe_intermediate_size": known.get("intermediate_size"), **known}
+    if family.clamped_experts:  # their width has the name that others give to the MLP's
+        known = {**known, "moe_intermediate_size": known.get("intermediate_size")}
     name = "shared_expert_intermediate_size"
     return Experts(
         **numbers(Experts, known),

@@ -37,6 +37,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import keyed_generator
 
 SCORE_ROWS = 8192
+VALUE = "value."  # begins the names of what PolicyValue has besides the policy
 
 
 class Decoder(nn.Module):
@@ -125,10 +126,10 @@ class Decoder(nn.Module):
                 f"the {count} layers"
             )
         layers: Any = self.layers
-        for layer, level in zip(layers, levels):
-            layer.recompute, layer.mlp_tile, layer.offloader = level, memory.mlp_tile, None
-        for layer in layers[: memory.offloaded_layers]:
-            layer.offloader = memory.offloader
+        away = count if memory.offloaded_layers is None else memory.offloaded_layers
+        for number, (layer, level) in enumerate(zip(layers, levels)):
+            offloader = memory.offloader if number < away else None
+            layer.set_memory(level, memory.mlp_tile, offloader)
         self.graphs = LayerGraphs(layers) if memory.graphs else None
 
 
@@ -273,7 +274,7 @@ class PolicyValueOutput(NamedTuple):
 
 
 class PolicyValue(CausalLM):
-    """A language model whose last hidden states also give values; its exports leave `value.score.weight` out."""
+    """A language model whose last hidden states also give values; its exports leave these (`VALUE`) out."""
 
     def add_head(self) -> None:
         super().add_head()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.decoder import empty_model, init_parameter
+from models.decoder import VALUE, empty_model, init_parameter
 from models.hf_format import WeightFiles
 from models.quantized import dense, pack
 from ulysses.parallel.random_keys import keyed_generator
@@ -38,12 +38,12 @@ class InitialWeights:
         self.paths = self.files.paths if self.files else []
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
-        plain = name.removeprefix("value.")  # models.decoder.PolicyValue
+        plain = name.removeprefix(VALUE)
         plain = plain.replace(".base_layer.", ".")  # models.lora
         stop, device = start + out.numel(), out.device
         if out.dtype == torch.uint8:
             whole = self._packed(plain, device)
-        elif plain in self.stored:
+        elif self.files and plain in self.stored:
             out.copy_(self.files.read(plain, start, stop, device=device))
             return
         elif ".lora_" in name:
@@ -80,7 +80,7 @@ class InitialWeights:
 
         Without files, or if it is to be what was `trained_on`, they are dequantised.
         """
-        if trained_on or not self.stored:
+        if trained_on or not self.files:
             yield from dense(model, weights)
             return
         for name, weight in weights:

@@ -34,14 +34,10 @@ class DecoderLayer(nn.Module):
     """One layer on this rank's tokens; ZeRO-3 gathers it as a whole.
 
     forward(hidden [S, D], the tables (cos, sin) of its kind, plan) -> hidden [S, D]; `plan` is the batch's attention
-    plan, `pair` what this layer shares with its neighbour at level "pair". `recompute`, `mlp_tile` and `offloader`
-    decide what its graph keeps; `Decoder.set_memory` sets them. With a hook on the mixer, or on the attention inside,
+    plan, `pair` what this layer shares with its neighbour at level "pair". `set_memory` says what its graph keeps,
+    before the first forward. With a hook on the mixer, or on the attention inside,
     the graph keeps everything, because only a call of the whole module runs the hook.
     """
-
-    recompute: str
-    mlp_tile: int
-    offloader: Offloader | None
 
     def __init__(
         self,
@@ -80,6 +76,10 @@ class DecoderLayer(nn.Module):
                 self.mlp = MoE(config, record, before.count("experts"), linear, quantize)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, rule))
+
+    def set_memory(self, recompute: str, mlp_tile: int, offloader: Offloader | None) -> None:
+        """Set the level, the rows of a feed-forward's tile, and where what is kept waits, if not on the GPU."""
+        self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 
     @property
     def mixer(self) -> Mixer:

@@ -1,19 +1,30 @@
 """Rows of a test as a tokenised dataset."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data.read.sources import Source
-from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
+from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.data.serve.tokenise import TOKENS, common_prefix, open_dataset
 from ulysses.parallel.batch import Sequence
 
 
 def content(sequence: Sequence) -> list[Any]:
     """All that a sequence holds, to be compared."""
     columns = [[*column] for column in sequence.token_columns.values()]
-    return [sequence.prefix_length, [*sequence.tokens], [*sequence.loss_weights], *columns]
+    return [[*sequence.tokens], [*sequence.loss_weights], *columns]
+
+
+def sharing(sequences: list[Sequence], prompt: int = 0) -> list[Sequence]:
+    """Let sequences say what they have in common with the first one, as far as they do not train it."""
+    arrays = [np.rec.fromarrays([s.tokens, s.loss_weights], TOKENS) for s in sequences]
+    heads = [len(arrays[0]), *(common_prefix(arrays[0], other) + 1 for other in arrays[1:])]
+    return [replace(s, prompt=prompt, prompt_length=n) for s, n in zip(sequences, heads)]
 
 
 def open_rows(

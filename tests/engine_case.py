@@ -20,16 +20,16 @@ from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, frozen_engine, trained_engine, whole_gradients
 from ulysses.config.command_line import check
 from ulysses.config.schema import LoraSection
-from ulysses.data.serve.encode import Example
+from ulysses.data.serve.dataset import Example
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.memory.levels import LayerMemory
-from ulysses.parallel.batch import Sequence
+from ulysses.parallel.batch import Sequence, shared_prompts
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.registry import stage_class, stage_of
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import initialize_distributed
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine
 
 SHAPE = ModelConfig.from_hf(
     tiny_config(rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.1)
@@ -54,10 +54,12 @@ class ListDataset:
         columns: dict[str, list[float]] | None = None,
     ) -> None:
         self.kind, self.examples, most = kind, examples, max(map(len, examples))
-        self.sequence_lengths, self.prefix_lengths = (
-            np.array([[*map(number, e), *[0] * (most - len(e))] for e in examples])
-            for number in (lambda s: len(s.tokens), lambda s: s.prefix_length)
+        tables = self.sequence_lengths, self.prefix_lengths = np.zeros(
+            (2, len(examples), most), dtype=int
         )
+        for i, example in enumerate(examples):
+            for place, (_, left_out) in enumerate(shared_prompts(example)):
+                tables[:, i, place] = len(example[place].tokens) - left_out, left_out
         self.lengths = self.sequence_lengths.sum(axis=1)
         self.columns = {k: np.array(v) for k, v in (columns or {}).items()}
         self.sources = np.zeros(len(examples), dtype=np.int32)
@@ -103,7 +105,8 @@ class UnpairedDataset(ListDataset):
         tokens = torch.cat([first.tokens[:head], second.tokens[start:]])[: self.max_length]
         weights = torch.cat([torch.zeros(head), second.loss_weights[start:]])[: self.max_length]
         guess = torch.full((len(tokens),), -4.7 - 0.001 * index - 0.01 * other)
-        return Sequence(tokens, weights, {"reference_logps": guess})
+        more = {"prompt": first.prompt, "prompt_length": head}
+        return Sequence(tokens, weights, {"reference_logps": guess}, **more)
 
 
 def unpaired(count: int, labels: tuple[int, ...]) -> UnpairedDataset:
@@ -118,9 +121,10 @@ def unpaired(count: int, labels: tuple[int, ...]) -> UnpairedDataset:
             head, tokens = heads[0], torch.cat([made[0][0].tokens[: heads[0]], tokens[head:]])
         logps = -4.6 + 0.3 * torch.randn(len(tokens), generator=draw)
         weights = (torch.arange(len(tokens)) >= head).float()
-        made.append((Sequence(tokens, weights, {"reference_logps": logps}),))
-        heads.append(head)
         ids.append(0 if again else i)
+        columns = {"reference_logps": logps}
+        made.append((Sequence(tokens, weights, columns, prompt=ids[i], prompt_length=head),))
+        heads.append(head)
     return UnpairedDataset(
         "unpaired", made, {"label": list(labels), "prompt_length": heads, "prompt_id": ids}
     )
@@ -131,14 +135,16 @@ def ragged(data: ListDataset) -> ListDataset:
     examples = []
     for i, sides in enumerate(data.examples):
         cut = i // 3 % len(sides) if i % 3 == 0 else -1
-        if i % 3 == 0 and "prompt_length" in data.columns:
-            data.columns["prompt_length"][i] = 1
+        heads = data.columns.get("prompt_length", np.zeros(len(data.examples)))
+        if i % 3 == 0:
+            heads[i] = 1
         made = []
         for j, s in enumerate(sides):
             length, whole = 1 if j == cut else len(s.tokens), torch.arange(len(s.tokens))
             weights = torch.where(whole < len(whole) - 2, 0.0, s.loss_weights)[:length]
             columns = {name: column[:length] for name, column in s.token_columns.items()}
-            made.append(Sequence(s.tokens[:length], weights, columns))
+            more = {"prompt": s.prompt, "prompt_length": int(heads[i])}
+            made.append(Sequence(s.tokens[:length], weights, columns, **more))
         examples.append(tuple(made))
     return type(data)(data.kind, examples, {k: list(v) for k, v in data.columns.items()})
 
@@ -264,7 +270,7 @@ class CaptureChain(GradientPolicyChain):
         return {"grad_norm": gradients.norm()}
 
 
-def zero_engine(case: Case, **how: Any) -> tuple[ZeroEngine, ParallelMesh]:
+def zero_engine(case: Case, **how: Any) -> tuple[TrainedEngine, ParallelMesh]:
     """Build the case's engine on this rank; all ranks call it together."""
     initialize_distributed()
     mesh = ParallelMesh(

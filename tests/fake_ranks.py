@@ -77,14 +77,19 @@ class FakeWorld:
             start = min(rank * share, p.numel())
             grad = p.grad.view(-1)[start : start + share]
             scope = (groups or {}).get(name, "default")
-            entries.append(GradientSlice(name, tuple(p.shape), p.numel(), grad, start, scope))
+            entries.append(GradientSlice(name, tuple(p.shape), grad, start, scope))
         return Gradients(entries, all_reduce)
 
     def act(self, *chain: Any, named: dict[str, nn.Parameter], scopes: dict[str, str]) -> Any:
         """Apply the chain of these gradient policies on every rank, and return its report."""
-        report, *others = self.run(
-            lambda rank: build_chain(*chain).apply(self.view(named, rank, scopes), context())
-        )
+
+        def on_rank(rank: int) -> dict[str, float]:
+            view = self.view(named, rank, scopes)
+            report = build_chain(*chain).apply(view, context())
+            view.slices()  # an optimizer would multiply while it reads
+            return report
+
+        report, *others = self.run(on_rank)
         assert all(other == report for other in others)
         return report
 

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ulysses.data.serve.encode import Example
+from ulysses.data.serve.dataset import Example
 from ulysses.data.serve.steps import StepLoader
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from ulysses.data.read.chat import load_tokenizer
+from ulysses.data.read.tokenizer import load_tokenizer
 
 LLAMA3 = (
     "<|begin_of_text|>",

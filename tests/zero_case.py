@@ -1,7 +1,8 @@
 """Tiny models under real ZeRO-3, built as a run builds them; tests that need an engine take it from here."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from ulysses.config.schema import OptimizerSection
 from ulysses.gradients.gradients import Gradients, GradientSlice
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine, ZeroEngine
 from ulysses.zero.settings import derive
+from ulysses.zero.update import ParameterGroup
 
 
 class HostWeights(InitialWeights):
@@ -41,27 +43,32 @@ def trained_engine(
     source: Any,
     lr: float = 0.0,
     *,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    eps: float = 1e-8,
+    groups: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None,
     scopes: dict[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
     raw: dict[str, Any] | None = None,
     reduce_between: torch.dtype = torch.float32,
     node_size: int | None = None,
     resident: bool = False,
+    offload_optimizer: bool = False,
     **settings: Any,
-) -> ZeroEngine:
+) -> TrainedEngine:
     """Build a model and its AdamW, partitioned like a large one; `raw`: keys of ZeRO, `settings`: for `derive`."""
     config = derive(dtype=dtype, raw=AS_LARGE | (raw or {}), **settings)
     model = build_partitioned(create, config, source.fill)
-    if optimizer is None:
-        made = adamw(parameter_groups(model, 0.0, scopes), OptimizerSection(lr=lr))
-    else:
-        made = optimizer(model)
     if node_size is not None:  # as a launcher says it
         place = str(dist.get_rank() % node_size)
         os.environ |= {"LOCAL_WORLD_SIZE": str(node_size), "LOCAL_RANK": place}
-    return ZeroEngine(
-        model.train(), config, made, (DecoderLayer,), reduce_between, resident=resident
+    return TrainedEngine(
+        model.train(),
+        config,
+        partial(adamw, config=OptimizerSection(lr=lr, eps=eps)),
+        groups(model) if groups else parameter_groups(model, 0.0, scopes),
+        (DecoderLayer,),
+        reduce_between=reduce_between,
+        resident=resident,
+        offload_optimizer=offload_optimizer,
     )
 
 
@@ -69,7 +76,7 @@ def frozen_engine(create: Callable[[], nn.Module], source: Any) -> ZeroEngine:
     """Build a model that is not trained."""
     config = derive(dtype=torch.float32, raw=AS_LARGE)
     model = build_partitioned(create, config, source.fill).requires_grad_(False)
-    return ZeroEngine(model.eval(), config, None, (DecoderLayer,))
+    return ZeroEngine(model.eval(), config, (DecoderLayer,))
 
 
 def whole(entry: GradientSlice, piece: torch.Tensor) -> torch.Tensor:
@@ -82,4 +89,4 @@ def whole(entry: GradientSlice, piece: torch.Tensor) -> torch.Tensor:
 
 def whole_gradients(gradients: Gradients) -> dict[str, torch.Tensor]:
     """Return every parameter's gradient in host memory; all ranks call it together."""
-    return {e.name: whole(e, e.grad).view(e.shape).cpu() for e in gradients}
+    return {e.name: whole(e, e.grad).view(e.shape).cpu() for e in gradients.entries}

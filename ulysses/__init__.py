@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         ShardedBatch,
         UlyssesAttention,
         pack_shard,
-        share_prefix,
     )
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "UlyssesAttention",
     "build_chain",
     "pack_shard",
-    "share_prefix",
 ]
 
 

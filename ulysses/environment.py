@@ -1,4 +1,7 @@
-"""What launchers and users say through environment variables, and what libraries are told; no other file uses them."""
+"""What launchers and users say through environment variables, and what libraries are told.
+
+No other file uses them, but for parallel/kernels, which works without us and tells flash-attn one thing itself.
+"""
 
 import os
 from collections.abc import Iterator, Mapping

@@ -7,6 +7,7 @@ the outputs of its new weights are compared with those of plain torch. Changes o
 
 import math
 import re
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,18 +15,19 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as ZeroOptimizer
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload as Offload
 from torch import Tensor, nn
 
 from tests.harness import run_distributed
 from ulysses.zero.construct import build_partitioned, initialize_distributed
 from ulysses.zero.deepspeed_internals import wrong_version
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine
 from ulysses.zero.settings import derive
+from ulysses.zero.update import ParameterGroup
 
 WIDTH, ROWS, MICRO_BATCHES = 9, 4, 2  # 81 elements do not divide into equal slices
 # So large an eps makes AdamW's first update proportional to the gradient, which it would only take the sign of.
-ADAMW: dict[str, Any] = {"lr": 50.0, "eps": 100.0, "weight_decay": 0.0, "foreach": False}
+ADAMW: dict[str, Any] = {"lr": 50.0, "eps": 100.0, "foreach": False}
 # relative, in float32; after a missing, doubled or badly scaled gradient the outputs are off by far more
 TOLERANCE = 1e-4
 
@@ -60,41 +62,49 @@ def trains_correctly(device: torch.device) -> bool:
     small = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": WIDTH * WIDTH}
     settings = derive(dtype=torch.float32, raw=small)
     model = build_partitioned(_tiny, settings, fill)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    engine = ZeroEngine(model.train(), settings, optimizer, (_Unit,))
-    for k, micro_batch in enumerate(inputs, 1):
-        loss = engine(micro_batch[rank].requires_grad_()).square().sum()
-        engine.backward(loss, last=k == MICRO_BATCHES)
-    engine.gradients()  # refuses to go on without all of them
-    engine.step([ADAMW["lr"]])
+    groups = [ParameterGroup(list(model.parameters()))]
+    optimizer = partial(torch.optim.AdamW, **ADAMW)
+    engine = TrainedEngine(model.train(), settings, optimizer, groups, (_Unit,))
+    for micro_batch in inputs:
+        engine.backward(engine(micro_batch[rank].requires_grad_()).square().sum())
+    # refuses to go on without all gradients
+    engine.step(engine.gradients(), ADAMW["lr"])
     (plain(inputs).square().sum() / world).backward()
-    torch.optim.AdamW(plain.parameters(), **ADAMW).step()
+    torch.optim.AdamW(plain.parameters(), weight_decay=0.0, **ADAMW).step()
     with engine.inference():
         found, wanted = engine(inputs[0, rank]), plain(inputs[0, rank])
-    engine.reduction.close(release=True)
     engine.destroy()
     return float((found - wanted).norm() / wanted.norm()) <= TOLERANCE
 
 
-def taken(self: Any, parameter: torch.nn.Parameter) -> None:
-    """What DeepSpeed would do if it stopped asking whether a gradient is ready."""
+def taken(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
 
-def halved(self: Any, group: int, own: Any = ZeroOptimizer._optimizer_step) -> None:
-    self.fp32_partitioned_groups_flat[group].grad.mul_(0.5)
-    own(self, group)
+def halved(parameter: torch.nn.Parameter) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def also(change: Any, own: Any = Offload.setup_zero_stage3_hooks) -> Any:
+    """DeepSpeed's own hooks, and one that changes gradients."""
+
+    def hooks(self: Any) -> None:
+        own(self)
+        for parameter in self.module.parameters():
+            parameter.register_post_accumulate_grad_hook(change)
+
+    return hooks
 
 
 # A method of DeepSpeed, what it becomes, or nothing if it is gone, and what is said; None trains on, wrongly.
 CHANGES: list[tuple[str, Any, str | None]] = [
     (
-        "reduce_ready_partitions_and_remove_grads",
-        taken,
+        "setup_zero_stage3_hooks",
+        also(taken),
         r"\d+ of \d+ trained parameters received no gradient in this step, the first is \S+",
     ),
-    ("_optimizer_step", halved, None),
-    ("_partition_all_parameters", None, "_partition_all_parameters"),
+    ("setup_zero_stage3_hooks", also(halved), None),
+    ("partition_all_parameters", None, "partition_all_parameters"),
 ]
 
 
@@ -102,9 +112,9 @@ def trials() -> list[bool]:
     where, found = initialize_distributed(), []
     for name, replacement, said in CHANGES:
         found.append(trains_correctly(where))
-        with mock.patch.object(ZeroOptimizer, name, replacement):
+        with mock.patch.object(Offload, name, replacement):
             if replacement is None:
-                delattr(ZeroOptimizer, name)
+                delattr(Offload, name)
             if said is None:
                 assert not trains_correctly(where)
                 continue
@@ -114,7 +124,6 @@ def trials() -> list[bool]:
 
 
 def test_deepspeed_trains_as_plain_torch_and_a_change_of_it_would_show():
-    # on a GPU the update is not DeepSpeed's
     assert run_distributed(trials, 2, cpu=True) == [[True] * 3] * 2
 
 

@@ -11,9 +11,9 @@ from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.cache import build_once
-from ulysses.data.read.chat import load_tokenizer
 from ulysses.data.read.sources import Source
-from ulysses.data.serve.dataset import open_dataset
+from ulysses.data.read.tokenizer import load_tokenizer
+from ulysses.data.serve.tokenise import open_dataset
 from ulysses.disk import file_system, lock_file
 
 

@@ -20,7 +20,7 @@ from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine
 
 LAYERS = 6
 SHAPE = replace(engine_case.SHAPE, num_hidden_layers=LAYERS, vocab_size=300)
@@ -32,12 +32,12 @@ def batch() -> ShardedBatch:
     return pack_shard([Sequence(torch.arange(9), torch.ones(9))], ParallelMesh(1))
 
 
-def train(engine: ZeroEngine) -> None:
-    engine.backward(engine(batch()).logps.sum(), last=True)
-    engine.step([0.0] * len(engine.optimizer.param_groups))
+def train(engine: TrainedEngine) -> None:
+    engine.backward(engine(batch()).logps.sum())
+    engine.step(engine.gradients(), 0.0)
 
 
-def evaluate(engine: ZeroEngine) -> None:
+def evaluate(engine: TrainedEngine) -> None:
     with engine.inference():
         engine(batch())
 
@@ -57,7 +57,7 @@ def alive_before_backward(rank: int) -> None:
     loss = engine(batch()).logps.sum()
     gc.collect()
     assert gathered and all(storage.expired() for storage in gathered) and F.linear is own
-    engine.backward(loss, last=True)
+    engine.backward(loss)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -33,7 +33,7 @@ def under_zero(case: Case, expected: dict[str, torch.Tensor], tolerance: float) 
     settings = [*((level, 4 + 3 * rank) for level in LEVELS), ("block", TILE_ROWS)]
     for level, rows in [*settings, (["keep_attention", "none"], TILE_ROWS)]:
         decoder.set_memory(LayerMemory(level, rows))
-        engine.backward(loss_of(engine, batch) * world, last=True)
+        engine.backward(loss_of(engine, batch) * world)
         assert_same_gradients(whole_gradients(engine.gradients()), expected, tolerance)
         engine.skip_step()
     engine.destroy()

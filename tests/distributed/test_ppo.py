@@ -321,7 +321,7 @@ def test_gathering_for_the_sampler_leaves_training_as_it_was():
 def weights_of_steps(case: PpoCase) -> list[torch.Tensor]:
     """The weights before the steps of the last rollout and after each of them."""
     trainer, _ = build_trainer(case)
-    trainer.step, weights = 8, trainer.engine.partition.masters[0]
+    trainer.step, weights = 8, trainer.engine.sub_groups[0].master
     found = [weights.detach().clone()]
     for _ in range(4):
         trainer.train_step()

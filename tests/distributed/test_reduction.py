@@ -39,7 +39,7 @@ def reduced(node_size: int, bucket: int) -> None:
             ours, theirs = (
                 (model(given).logps * given.loss_weights).sum() for model in (engine, plain)
             )
-            engine.backward(ours, last=micro == 2)
+            engine.backward(ours)
             plain.zero_grad()
             theirs.backward()
             for name, p in plain.named_parameters():
@@ -61,7 +61,7 @@ def test_every_slice_is_the_mean_of_all_ranks(node_size, bucket):
 def without_one_gradient() -> str:
     """Back-propagate through all but the last norm and the head, as if something else had taken their gradients."""
     engine, _ = zero_engine(CASE)
-    engine.backward(engine.module.model(batch(0)).sum(), last=True)
+    engine.backward(engine.module.model(batch(0)).sum())
     with pytest.raises(RuntimeError) as refusal:
         engine.gradients()
     return str(refusal.value)

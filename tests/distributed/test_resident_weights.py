@@ -46,8 +46,8 @@ def what_a_step_calls() -> dict[str, Any]:
     """Count the gathers of two steps with several micro-batches, and look at memory and whole weights."""
     trainer, _ = build_trainer(Case("sft", budget=64, lr=1e-3, engine=STAY, shape=BIASED))
     engine, gathers = trainer.engine, []
-    gather = engine.weights.gather
-    engine.weights.gather = lambda names: gathers.append(len(names)) or gather(names)
+    written = engine.weights.written
+    engine.weights.written = lambda names: gathers.append(len(names)) or written(names)
     places = {name: p.data_ptr() for name, p in engine.module.named_parameters()}
     micro_batches = [len(trainer.loader.step(0, k)) for k in range(2)]
     for _ in micro_batches:
@@ -67,7 +67,7 @@ def what_a_step_calls() -> dict[str, Any]:
             assert len(stacked([module.weight for module in group])) == 1, (
                 "one product takes them"
             )
-    held = sum(len(s.grad) for s in engine.partition.slices)
+    held = sum(len(s.grad) for s in engine.slices)
     engine.destroy()
     return {
         "micro_batches": micro_batches,
@@ -103,11 +103,12 @@ def memory_of_a_gather() -> dict[str, float]:
     shape = replace(SHAPE, vocab_size=60_000, num_hidden_layers=16)
     case = Case("sft", shape=shape, lora_rank=2)
     engine, _ = zero_engine(case, resident=True)
-    engine.weights.wait()
-    sizes = [4 * p.numel() / 2**20 for p in engine.module.parameters()]
+    parameters = list(engine.module.parameters())
+    engine.weights.wait(parameters)
+    sizes = [4 * p.numel() / 2**20 for p in parameters]
     before = asked("VmSize")
-    engine.weights.gather(engine.module.parameters())
-    engine.weights.wait()
+    engine.weights.written(parameters)
+    engine.weights.wait(parameters)
     asked_for = asked("VmPeak") - before
     engine.destroy()
     return {"weights": sum(sizes), "worst": max(sizes) * len(sizes), "asked": asked_for}

@@ -19,7 +19,7 @@ from ulysses.check.checkpoint_folders import read_run_state, saved_checkpoints
 from ulysses.config.schema import RunSection
 from ulysses.disk import DiskError
 from ulysses.run.checkpoint import check_share, save_checkpoint
-from ulysses.zero.state import KINDS, slice_state
+from ulysses.zero.state import KINDS
 
 BEFORE, AFTER = 3, 3
 # bco_pair's mean reward is a state
@@ -29,8 +29,8 @@ CASE = Case("dpo", sp=2, steps=BEFORE + AFTER, lr=1e-3, options=LOSSES)
 
 def whole_state(engine: Any) -> dict[str, torch.Tensor]:
     """Master weights and moments of every parameter, put together from all ranks."""
-    pieces = ((s, kind) for s in engine.partition.slices for kind in KINDS)
-    return {f"{kind} {s.name}": whole(s, slice_state(engine, s, kind)) for s, kind in pieces}
+    pieces = ((s, kind) for s in engine.slices for kind in KINDS)
+    return {f"{kind} {s.name}": whole(s, s.state(kind)) for s, kind in pieces}
 
 
 Steps = tuple[list[dict[str, float]], dict[str, torch.Tensor]]

@@ -9,11 +9,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.data_case import sharing
 from tests.distributed.test_attention import compare
 from tests.harness import device, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels
 from tests.unit.test_layout import simulated_mesh
-from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard, share_prefix
+from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard
 
 WORDS, E = 50, 8
 
@@ -83,7 +84,8 @@ def on_ranks(
 ):
     """The same from packs on all ranks; the loss and the gradients are summed over the group."""
     mesh = ParallelMesh(sp, num_heads=heads[0], windows=[window])
-    packed = [s for tree in trees(scale) for s in (share_prefix(tree) if shared else tree)]
+    given = [sharing(tree, i) if shared else tree for i, tree in enumerate(trees(scale))]
+    packed = [s for tree in given for s in tree]
     batch = pack_shard(packed, mesh, device())
     found = tables((heads[0], *heads[1:] * 2), head_dim, dtype)
     attention = UlyssesAttention(mesh, *heads, head_dim, kernel=kernel, window=window)
@@ -154,7 +156,7 @@ def test_memory_does_not_grow_with_branches_times_prefix():
     """60 branches of one prompt: one kernel call reads it, and nothing is larger than a few times the rows."""
     length, draw = 4096, torch.Generator().manual_seed(0)
     prompt = torch.arange(length) % WORDS
-    shared = share_prefix([sequence(prompt, 3, draw) for _ in range(60)])
+    shared = sharing([sequence(prompt, 3, draw) for _ in range(60)])
     batch = pack_shard(shared, ParallelMesh())
     rows, plan = batch.num_tokens, batch.attention_plan
     assert rows == length + 3 + 59 * 4 and len(plan.prefix_calls) == 1
@@ -164,12 +166,24 @@ def test_memory_does_not_grow_with_branches_times_prefix():
     assert seen.numel <= 2 * rows * E
 
 
-@pytest.mark.parametrize("before", [[], [Sequence([1], [0])]])
-def test_a_branch_without_its_owner_is_refused(before):
-    """Nothing stands before it, or an owner that is too short."""
-    branch = share_prefix([Sequence([1, 2, 3, 4], [0, 0, 0, 1])] * 2)[1]
-    with pytest.raises(ValueError, match="does not hold"):
-        pack_shard([*before, branch], ParallelMesh())
+@pytest.mark.parametrize("before, left_out", [
+    ([], 0),
+    ([Sequence([1], [0])], 0),
+    ([Sequence([1], [0], prompt=8, prompt_length=1)], 0),
+    ([Sequence([1, 2], [0, 0], prompt=7, prompt_length=2)], 1),
+])  # fmt: skip
+def test_a_sequence_leaves_out_what_an_earlier_one_holds_and_no_more(before, left_out):
+    """Nothing stands before it, or other prompts, or a shorter beginning of its own."""
+    later = Sequence([1, 2, 3, 4], [0, 0, 0, 1], prompt=7, prompt_length=3)
+    batch = pack_shard([*before, later], ParallelMesh())
+    assert batch.num_tokens_shared == left_out
+    assert batch.positions[-4 + left_out :].tolist() == list(range(left_out, 4))
+    assert batch.targets.tolist()[-2:] == [4, -100] and batch.num_valid == 1
+
+
+def test_a_prompt_is_no_longer_than_its_sequence():
+    with pytest.raises(ValueError, match="prompt_length is 3 but the sequence has 2 tokens"):
+        Sequence([1, 2], [0, 1], prompt=0, prompt_length=3)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -177,7 +191,7 @@ def test_shared_prompts_need_a_causal_mask(rank):
     """Both ranks refuse, though rank 0 has no row of the branch: a rank that went on would wait for the other."""
     prompt, draw = torch.zeros(100, dtype=torch.int64), torch.Generator().manual_seed(0)
     mesh = simulated_mesh(2, rank, num_heads=1)
-    batch = pack_shard(share_prefix([sequence(prompt, n, draw) for n in (20, 4)]), mesh)
+    batch = pack_shard(sharing([sequence(prompt, n, draw) for n in (20, 4)]), mesh)
     plan = batch.attention_plan
     assert len(plan.prefix_calls) == rank
     x = torch.randn(plan.local_tokens, 1, E)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from models.arch import ModelConfig
+from tests.data_case import sharing
 from tests.engine_case import SHAPE, Case, ListDataset, evaluated
 from tests.family_case import FAMILIES
 from tests.stage_case import STAGE_CASES, Formula, compared
-from ulysses.parallel.batch import Sequence, share_prefix
+from ulysses.parallel.batch import Sequence
 
 ODD = replace(SHAPE, num_attention_heads=3, num_key_value_heads=1, head_dim=8)
 HYBRID = ModelConfig.from_hf(
@@ -39,7 +40,7 @@ class TreeCase(Case):
                 columns = {"reference_logps": -3 * torch.rand(len(tokens), generator=draw)}
                 weights = (torch.arange(len(tokens)) >= prompt).float()
                 made.append(Sequence(tokens, weights, columns, {"rank": (place + 1) // 2}))
-            examples.append(tuple(share_prefix(made) if self.shared else made))
+            examples.append(tuple(sharing(made, i) if self.shared else made))
         margins = torch.rand(len(examples), generator=draw).tolist()
         return ListDataset("ranked", examples, {"margin": margins})
 
@@ -92,7 +93,7 @@ class LongCase(Case):
         for end in (texts[0], texts[3]):
             branch = torch.cat([texts[2][:start], end])
             tree.append(Sequence(branch, (torch.arange(len(branch)) >= start) * 1.0))
-        examples = [tuple(share_prefix(tree))] if self.shared else [(s,) for s in tree]
+        examples = [tuple(sharing(tree))] if self.shared else [(s,) for s in tree]
         whole = [(Sequence(text, torch.ones(len(text))),) for text in texts]
         return ListDataset("sequence", whole + examples)
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))  # for examples/, which is not installed
 from examples.demo_data import write_demo  # noqa: E402
 from tests.e2e.launch import command, metrics, without_times, words  # noqa: E402
 from tests.harness import free_port  # noqa: E402
-from ulysses.data.read.chat import load_tokenizer  # noqa: E402
+from ulysses.data.read.tokenizer import load_tokenizer  # noqa: E402
 
 START = {"sft": "pt", "distill": "pt"}  # the others start at sft
 HELD_OUT = {

@@ -308,7 +308,7 @@ FULL: dict[str, tuple[Any, ...]] = {
     "read-only-checkpoint": ("sft", "run/checkpoints", METRICS, None, *SAVING),
     "full-disk-export": ("sft", "run", METRICS, 1 << 17, "run/export", "--run.export true"),
     "full-disk-token-cache": ("sft", "cache", "cache", 1 << 16, "data cache .*/cache"),
-    "full-disk-reference-cache": ("dpo", "cache", "run/config.json", 1 << 13, "cache/reference-.*"),
+    "full-disk-reference-cache": ("dpo", "cache", "run", 1 << 13, "cache/reference-.*"),
 }  # fmt: skip
 # They need namespaces of their own: for a network or for a mounted disk.
 NAMESPACES = {"restarts-on-two-nodes", "cut-link", *FULL}

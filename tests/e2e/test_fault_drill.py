@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.e2e.launch import Outcome, metrics, plant_in_losses, ranks, tiny, without_times
 
 CHAIN = (
-    '[{"policy":"skip_non_finite"},{"policy":"zclip","warmup":2},{"policy":"ulysses_pro"},'
+    '[{"policy":"skip_non_finite"},{"policy":"skip_spike","warmup":2,"window":2,"sigma":1e9},{"policy":"ulysses_pro"},'
     '{"policy":"clip_global_norm","max_norm":1.0}]'
 )
 

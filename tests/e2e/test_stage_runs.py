@@ -219,16 +219,16 @@ def measured(line: list[str]) -> tuple[list[int], list[str]]:
     run.__enter__()
     engine, sizes = run.engine, []
     before, original = dict(full_parameters(engine)), engine.step
-    masters = engine.partition.masters
+    masters = [few.master for few in engine.sub_groups]
 
-    def step(rates: list[float]) -> None:
+    def step(*given: Any) -> None:
         sizes[:] = [sum(f.grad.numel() for f in masters)]
         assert all(p.grad is None for p in engine.module.parameters() if not p.requires_grad)
-        original(rates)
+        original(*given)
 
     engine.step = step
     run.train()
-    moments = [engine.optimizer.state[f]["exp_avg"] for f in masters]
+    moments = [few.moments["exp_avg"] for few in engine.sub_groups]
     sizes += [sum(map(torch.numel, tensors)) for tensors in (masters, moments)]
     after = ((n, value) for n, value in full_parameters(engine) if value is not None)
     return sizes, [name for name, value in after if not torch.equal(value, before[name])]

@@ -44,7 +44,7 @@ ONLY = {
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "peft", "numpy"}
 FOREIGN_ONLY_IN = {
     "deepspeed": "ulysses/zero/",
-    "transformers": "ulysses/data/read/chat.py",
+    "transformers": "ulysses/data/read/tokenizer.py",
     "datasets": "ulysses/data/read/sources.py",
     "peft": "models/lora.py",
     "bitsandbytes": "models/quantized.py",

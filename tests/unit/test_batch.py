@@ -109,6 +109,25 @@ def test_no_sequences_give_a_batch_without_weight():
         assert of_sequences(torch.ones(1), one).shape == (0,)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_batch_without_sequences_has_the_columns_of_others(rank):
+    mesh, (given,) = simulated_mesh(2, rank, 4), sequences([9])
+    empty = pack_shard([given.emptied] * 2, mesh, may_be_empty=True)
+    full = pack_shard([given], mesh)
+    assert (empty.num_sequences, empty.num_tokens, empty.num_valid) == (0, 0, 0)
+    assert empty.token_columns["reference_logps"].tolist() == [0.0]
+    assert empty.sequence_columns["margin"].shape == (0,)
+    for name in ("token_columns", "sequence_columns"):
+        known, found = (
+            {k: x.dtype for k, x in getattr(b, name).items()} for b in (full, empty)
+        )
+        assert known == found
+    with pytest.raises(ValueError, match="no sequences to pack"):
+        pack_shard([given.emptied], mesh)
+    with pytest.raises(ValueError, match="has no tokens; drop it"):
+        pack_shard([given, given.emptied], mesh, may_be_empty=True)
+
+
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
     lengths = [100_000, 3, 1, 5000, 65, 64]

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_tokenizer import CHATML, LLAMA3, made_tokenizer, write_tokenizer
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.read.chat import ChatTemplate, load_tokenizer
+from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.messages import Message
+from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.disk import write_json
 
 TOOLS = json.loads(
@@ -81,7 +82,9 @@ class Encoded(NamedTuple):
 def encode_all(template, *conversation, **options):
     """What is rendered of messages, tools, the places of trained answers and how turns are trained."""
     found = []
-    for tokens, weights in template.encode_batch(template.render(*conversation), **options):
+    for tokens, weights in template.encoder.encode_batch(
+        template.render(*conversation), **options
+    ):
         edges = np.flatnonzero(np.diff([0, *map(bool, weights), 0])).tolist()
         parts = [
             template.encoder.backend.decode(tokens[a:b], skip_special_tokens=False)

@@ -12,6 +12,7 @@ from tests.tiny_tokenizer import LLAMA3, made_tokenizer
 from ulysses.data import DataError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
+from ulysses.parallel.batch import shared_prompts
 
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 CHAT = {"messages": [USER, BOT]}
@@ -100,9 +101,8 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_example(trained, 
 
     # the history of a later turn holds the prompts of earlier ones, which are computed once
     shared = TokenizedDataset(dataset.folder, share_prompts=True)[0].sequences
-    for sequence, branch in zip(whole[1:], shared[1:]):
-        cut = branch.prefix_length
-        assert cut == int(np.flatnonzero(sequence.loss_weights)[0]) - 1
+    for sequence, (owner, cut) in zip(whole[1:], shared_prompts(shared)[1:]):
+        assert owner == 0 and cut == int(np.flatnonzero(sequence.loss_weights)[0]) - 1
         assert list(whole[0].tokens[:cut]) == list(sequence.tokens[:cut])
 
     together = open_rows(rows, template="qwen3", turns="together")

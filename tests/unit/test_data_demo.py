@@ -7,9 +7,9 @@ import pytest
 
 from examples.demo_data import write_demo
 from ulysses.config.schema import DataSection
-from ulysses.data.read.chat import load_tokenizer
 from ulysses.data.read.sources import Source
-from ulysses.data.serve.dataset import open_dataset
+from ulysses.data.read.tokenizer import load_tokenizer
+from ulysses.data.serve.tokenise import open_dataset
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Files that are read are those that were named, whole, and as their digest says."""
 
 import gzip
-from functools import partial
+from functools import partialmethod
 
 import datasets
 import pyarrow
@@ -14,8 +14,7 @@ from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read import sources
 from ulysses.data.read.sources import Source, missing_sources, parse_sources, source_digest
-from ulysses.data.serve import dataset
-from ulysses.data.serve.dataset import open_dataset
+from ulysses.data.serve.tokenise import Tokenising, open_dataset
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, opened, monk
     file = tmp_path / "rows.jsonl"
     write_rows(file, [{"text": f"row {i}"} for i in range(6)])
     before = file.read_bytes()
-    real = dataset.encode_documents
+    real = Tokenising.encode
 
     def appended(*arguments, restored):
         file.write_bytes(before + b'{"text": "late"}\n')
@@ -57,10 +56,11 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, opened, monk
 
     sentence = r"rows.jsonl changed while it was read; start again when nothing"
     for restored in (False, True):
-        monkeypatch.setattr(dataset, "encode_documents", partial(appended, restored=restored))
+        changing = partialmethod(appended, restored=restored)
+        monkeypatch.setattr(Tokenising, "encode", changing)
         with pytest.raises(DataError, match=sentence):
             opened(file)
-        monkeypatch.setattr(dataset, "encode_documents", real)
+        monkeypatch.setattr(Tokenising, "encode", real)
         file.write_bytes(before)
     assert len(opened(file)) == 6
 

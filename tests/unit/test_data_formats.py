@@ -21,7 +21,7 @@ from ulysses.data.read.sources import (
     repeated_data,
     source_digest,
 )
-from ulysses.data.serve.dataset import open_dataset
+from ulysses.data.serve.tokenise import open_dataset
 
 # The messages of the rows below; $human and so on are ShareGPT's.
 MESSAGES = {

@@ -14,7 +14,7 @@ from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import Source
-from ulysses.data.serve.dataset import open_dataset
+from ulysses.data.serve.tokenise import open_dataset
 
 ASK = {"role": "user", "content": "q"}
 

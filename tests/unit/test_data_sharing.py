@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from tests.data_case import content
+from ulysses.parallel.batch import shared_prompts
+
 PAIRS = [
     {"prompt": "a prompt of some length", "chosen": "good", "rejected": "not good"},
     {"prompt": "p", "chosen": "same start, one", "rejected": "same start, two"},
@@ -24,11 +27,11 @@ def test_branches_leave_out_the_prompt_and_nothing_else(opened, kind):
     for given, trees in zip(whole, shared):
         first = given.sequences[0]
         for place, (s, tree) in enumerate(zip(given.sequences, trees.sequences, strict=True)):
-            cut = tree.prefix_length
-            assert cut == (int(given.columns["prompt_length"]) - 1 if place else 0)
-            assert tree.prefix_owner == place and not s.loss_weights[: cut + 1].any()
-            assert [*first.tokens[:cut], *tree.tokens] == [*s.tokens]
-            assert list(tree.loss_weights) == list(s.loss_weights[cut:])
+            owner, cut = shared_prompts(trees.sequences)[place]
+            assert (owner, cut) == (0, int(given.columns["prompt_length"]) - 1 if place else 0)
+            assert not s.loss_weights[: cut + 1].any()
+            assert list(first.tokens[:cut]) == list(s.tokens[:cut])
+            assert content(tree) == content(s) and s.prompt is None
     assert (whole.lengths - shared.lengths).tolist() == shared.prefix_lengths.sum(1).tolist()
     saved = shared.prefix_lengths.sum() / whole.lengths.sum()
     assert f"{saved:.1%} of the tokens are prompts that another answer has" in str(

@@ -395,6 +395,4 @@ def test_an_export_tells_no_secret_of_an_address(tmp_path, model, monkeypatch, c
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://me:hunter2@localhost:1")
     assert main(["--merge", str(adapter), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert (
-        "nobody/nothing" in said and "not found at http***" in said and "hunter2" not in said
-    )
+    assert "nobody/nothing" in said and "not found at http***" in said and "hunter2" not in said

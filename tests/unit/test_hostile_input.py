@@ -23,7 +23,7 @@ from ulysses.check.input_files import check_weights
 from ulysses.config.section import ConfigError, error_context
 from ulysses.data import DataError
 from ulysses.data.read import templates
-from ulysses.data.read.chat import TextEncoder
+from ulysses.data.read.tokenizer import TextEncoder
 from ulysses.data.serve.preview import preview_examples
 from ulysses.disk import write_json
 

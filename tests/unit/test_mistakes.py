@@ -169,17 +169,18 @@ MISTAKES = {
     "SFT --data.train {\"path\":\"x\",\"weight\":Infinity}": "data source x: weight: Input should be a finite number",
     "DEMO --dpo.loss_type [\"sigmoid\",\"sft\"]": "or set dpo.sft_weight",
     "DEMO --dpo.loss_type [\"sigmoid\",\"hinge\"] --dpo.loss_weights [1]": "names 2 losses and loss_weights has 1",
-    "DEMO --gradients.preset pro": "is 'pro': input should be 'default', 'steady' or 'ulysses-pro'",
+    "DEMO --gradients.preset pro": "is 'pro': input should be 'default' or 'ulysses-pro'",
+    "DEMO --gradients.preset steady": 'no better than clipping; use "default"',
     "DEMO --gradients.policies {\"policy\":\"clip\"}": "gradients.policies",
     "DEMO --gradients.policies [{\"max_norm\":1.0}]": "policies[0]: policy is None but must be one of stop_on_non_",
     "DEMO --gradients.policies [{\"policy\":\"clip_global_norm\",\"max_nrom\":1}]":
         "has no setting 'max_nrom'; it has max_norm, together",
-    "DEMO --gradients.policies [{\"policy\":\"zclip\"},{\"policy\":\"zclip\",\"first\":[]}]":
-        "gradients.policies[1]: zclip has no setting 'first'; it has threshold, decay, warmup",
+    "DEMO --gradients.policies [{\"policy\":\"skip_spike\"},{\"policy\":\"skip_spike\",\"recent\":[]}]":
+        "gradients.policies[1]: skip_spike has no setting 'recent'; it has sigma, window, warmup",
+    "DEMO --gradients.policies [{\"policy\":\"zclip\"}]": "zclip has gone, use clip_global_norm",
     "DEMO --gradients.policies [{\"policy\":\"clip_global_norm\",\"max_norm\":-1}]": "max_norm is -1 but must be",
     "DEMO --gradients.policies [{\"policy\":\"skip_spike\",\"window\":4,\"warmup\":8}]": "2 <= warmup <= window",
-    "DEMO --gradients.policies [{\"policy\":\"zclip\",\"decay\":\"much\"}]": "not supported between",
-    "DEMO --gradients.policies [{\"policy\":\"zclip\",\"decay\":1.0}]": "decay must be below 1",
+    "DEMO --gradients.policies [{\"policy\":\"skip_spike\",\"sigma\":\"much\"}]": "not supported between",
     "DEMO --gradients.policies [{\"policy\":\"gradient_noise\"}]": "exactly one of them must be set",
     "DEMO --gradients.policies [{\"policy\":\"gradient_noise\",\"sigma\":1,\"ratio\":1}]": "exactly one of them must",
     "DEMO --data.train PLACE/none.jsonl": "none.jsonl does not exist",

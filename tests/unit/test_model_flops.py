@@ -67,10 +67,14 @@ def test_windows_are_counted_by_batches_and_planner_alike(windows, monkeypatch):
     case = Case(model, Machine(1, 1e9), 48, documents=2)
     attention = step_flops(Plan(case, ("none",) * 3))[1]
     assert attention == pytest.approx(3.5 * 2 * width * 2 * pairs)
-    whole = Sequence(range(20), [1] * 20)
-    branch = Sequence(range(4), [1] * 4, prefix_length=20, prefix_owner=1)
-    shared = pack_shard([whole, branch], mesh).num_squares
-    assert shared == pytest.approx(pairs / 3)
+
+    def squares(*lengths):
+        given = [Sequence(range(n), [1] * n, prompt=0, prompt_length=n) for n in lengths]
+        return pack_shard(given, mesh).num_squares
+
+    assert squares(24) == pytest.approx(pairs / 3)
+    # the second one leaves out 19 tokens of the first one, but sees them
+    assert squares(20, 24) == pytest.approx(squares(20) + squares(24) - squares(19))
 
 
 def counted_amounts():

@@ -4,6 +4,9 @@ Every stage runs on torch's meta device, which has no values: reading one raises
 values decide. `torch.tensor` on a device copies from pageable memory, which waits too; it is refused here.
 """
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -36,6 +39,7 @@ class FrozenModel:
 
     def __init__(self, module):
         self.module, self.inference = module, torch.no_grad
+        self.weights = SimpleNamespace(whole=lambda parameters: nullcontext())
 
     def __call__(self, *args, **kwargs):
         return self.module(*args, **kwargs)

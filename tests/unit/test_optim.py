@@ -5,7 +5,7 @@ import math
 import pytest
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM
+from models.decoder import CausalLM, PolicyValue
 from tests.family_case import FAMILIES
 from tests.model_folder import tiny_config
 from ulysses.config.schema import OptimizerSection
@@ -49,18 +49,27 @@ def test_matrices_decay_and_norms_and_biases_do_not():
     qwen = tiny_config(model_type="qwen2", num_hidden_layers=1, tie_word_embeddings=True)
     model = CausalLM(ModelConfig.from_hf(qwen))
     decay, rest = parameter_groups(model, 0.3)
-    assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+    assert (decay.weight_decay, rest.weight_decay) == (0.3, 0.0)
     names = ".bias", "norm.weight"
     without = {id(p) for n, p in model.named_parameters() if n.endswith(names)}
-    assert {id(p) for p in rest["params"]} == without and len(without) == 6
-    assert {id(p) for p in decay["params"]} == {id(p) for p in model.parameters()} - without
+    assert {id(p) for p in rest.parameters} == without and len(without) == 6
+    assert {id(p) for p in decay.parameters} == {id(p) for p in model.parameters()} - without
     experts = CausalLM(ModelConfig.from_hf(FAMILIES["gpt-oss"]))
     _, rest = parameter_groups(experts, 0.3)
     names = "bias", "norm.weight", "sinks"  # a bias of every expert has two axes
     without = {id(p) for n, p in experts.named_parameters() if n.endswith(names)}
-    assert {id(p) for p in rest["params"]} == without
+    assert {id(p) for p in rest.parameters} == without
     model.requires_grad_(False).lm_head.weight.requires_grad_(True)
     [only] = parameter_groups(model, 0.3)
-    assert only["params"] == [model.lm_head.weight], (
+    assert only.parameters == [model.lm_head.weight], (
         "frozen parameters are in no group, and an empty group is left out"
     )
+
+
+def test_a_value_is_a_scope_with_its_own_rate():
+    model = PolicyValue(ModelConfig.from_hf(tiny_config(num_hidden_layers=1)))
+    *policy, value = parameter_groups(model, 0.3, {"policy": 1.0, "value": 0.5})
+    assert (value.scope, value.lr_factor, value.weight_decay) == ("value", 0.5, 0.3)
+    assert value.parameters == [model.value["score"].weight]
+    assert {(g.scope, g.lr_factor) for g in policy} == {("policy", 1.0)}
+    assert sum(len(g.parameters) for g in policy) == len(list(model.parameters())) - 1

@@ -1,6 +1,6 @@
 """Steps that are too short for the GPU to wait for their launches are given whole sequences, for CUDA graphs."""
 
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from tests.engine_case import ListDataset, dataset
 from ulysses.config.command_line import check
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
-from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.batch import Sequence, pack_shard, shared_prompts
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.case import Case
 from ulysses.plan.machine import GIB, Machine
@@ -22,6 +22,7 @@ from ulysses.plan.planned_run import plain_model
 from ulysses.rl.rollout import Completion, Rollout
 from ulysses.stages.kto import KtoStage
 
+CPU = torch.device("cpu")
 WORDS = "lamp", "shelf", "the red box in the hall", "garden"
 ROWS = [
     {"prompt": f"Where is the key of room {n}?", "chosen": WORDS[n % 4], "rejected": "Not here"}
@@ -37,9 +38,9 @@ def pairs(open_rows) -> tuple[TokenizedDataset, TokenizedDataset]:
     # what a model would say of a token depends on the tokens before it alone
     values = [np.cumsum(s.tokens) for i in range(len(whole)) for s in whole[i].sequences]
     kept = [
-        x[s.prefix_length :]
+        x[left_out:]
         for i in range(len(whole))
-        for s, x in zip(shared[i].sequences, values[2 * i :])
+        for (_, left_out), x in zip(shared_prompts(shared[i].sequences), values[2 * i :])
     ]
     return (
         whole.with_column("sums", np.concatenate(values), {}),
@@ -50,6 +51,12 @@ def pairs(open_rows) -> tuple[TokenizedDataset, TokenizedDataset]:
 def served(dataset: Any, budget: int = 10_000, **options: Any) -> list[list[Any]]:
     loader = StepLoader(dataset, 6, tokens_per_microbatch=budget, seed=1, **options)
     return loader.step(0, 0)
+
+
+def shared_tokens(steps: list[list[Any]]) -> int:
+    """The tokens that packs of these micro-batches leave out."""
+    packs = ([s for example in few for s in example.sequences] for few in steps)
+    return sum(pack_shard(pack, ParallelMesh()).num_tokens_shared for pack in packs)
 
 
 def test_a_short_step_shares_no_prompt(pairs) -> None:
@@ -77,7 +84,7 @@ def test_other_steps_share_them(pairs, options: dict[str, Any]) -> None:
         options["budget"] = int(shared.lengths.max())
         assert options["budget"] < whole.lengths.max()
     found = served(shared, **options)
-    assert any(s.prefix_length for few in found for e in few for s in e.sequences)
+    assert shared_tokens(found)
 
 
 def test_answers_of_a_rollout_are_restored_too() -> None:
@@ -102,9 +109,13 @@ def test_only_graphs_are_worth_it() -> None:
     assert choose(Case(large, gpu, 65536)).launched_tokens == 0
 
 
-def test_kto_shares_no_prompt_in_graphs_either() -> None:
-    data, stage = dataset("kto"), KtoStage(check({"stage": "kto"}))
-    examples = [data[i] for i in range(len(data))]
-    assert any(sequence.prefix_length for sequence in stage.packed(examples))
-    found = replace(stage, graphs=True).packed(examples)
-    assert not any(sequence.prefix_length for sequence in found)
+def test_answers_to_one_prompt_share_it_where_that_pays() -> None:
+    """KTO's rows, which meet in a micro-batch by chance, and its mismatched sequences."""
+    data = dataset("kto")
+    for launched, shares in ((0.0, True), (1e9, False)):
+        how = {"tokens_per_microbatch": 10_000, "launched_tokens": launched}
+        loader = StepLoader(data, len(data), **how)
+        assert bool(shared_tokens(loader.step(0, 0))) == shares
+        stage = KtoStage(check({"stage": "kto"}), SimpleNamespace(device=CPU), ParallelMesh())
+        (mismatched,) = stage.read(loader, 0).looked_at
+        assert bool(mismatched.num_tokens_shared) == shares

@@ -55,7 +55,7 @@ REFUSED = {
     "--model.rope.type yarn --model.rope.factor 2": "had rope_scaling None but this run has {'rope_type'",
     "--model.rope.theta 1e6": "had rope_theta 500000.0 but this run has 1000000.0",
     "--model.lora.rank 8": "had model.lora.rank 0 but this run has 8",
-    '--gradients.policies [{"policy":"zclip"}]': r"policies are .*'clip_global_norm'\] but this run has",
+    '--gradients.policies [{"policy":"skip_spike"}]': r"policies are .*'clip_global_norm'\] but this run has",
 }  # fmt: skip
 
 

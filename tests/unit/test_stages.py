@@ -63,6 +63,31 @@ def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
     assert RmStage(config).exported_config(shape, tokenizer).pad_token_id == expected
 
 
+EMPTY = [
+    *((name, {}) for name in STAGE_CASES if callable(STAGE_CASES[name].formula)),
+    ("dpo", {"ld_alpha": 0.3}),
+]
+
+
+@pytest.mark.parametrize("name, options", EMPTY)
+def test_a_group_without_data_has_the_columns_of_the_others(name, options):
+    """Its losses are sums over nothing, which read the same columns."""
+    stage, data = stage_of(check({"stage": name, name: options})), dataset(name)
+    loader = StepLoader(data, 1, tokens_per_microbatch=1000, data_parallel_size=2)
+    device = SimpleNamespace(device=CPU)
+    packs = [
+        replace(stage, model=device, mesh=ParallelMesh(1))
+        .read(replace(loader, dp_rank=i), 0)
+        .batches[0]
+        for i in range(2)
+    ]
+    assert [pack.num_sequences > 0 for pack in packs] == [True, False]
+    for columns in ("token_columns", "sequence_columns"):
+        full, empty = ({k: x.dtype for k, x in getattr(p, columns).items()} for p in packs)
+        assert full == empty
+    assert packs[1].num_valid == 0 and packs[1].tokens.tolist() == [0]
+
+
 # How many are good and bad, their weights, and what is said.
 HINTS = """
 120 100 1 1: nothing

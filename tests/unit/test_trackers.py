@@ -47,7 +47,10 @@ CALLS = {
     "swanlab": (
         [
             call.init(
-                project="lab", experiment_name="run", config=SETTINGS, logdir=f"{FOLDER}/swanlab"
+                project="lab",
+                experiment_name="run",
+                config=SETTINGS,
+                logdir=f"{FOLDER}/swanlab",
             )
         ],
         [call.log({"loss": 2.5}, step=4)],
@@ -64,10 +67,16 @@ def package(monkeypatch):
     def stand_in(name):
         module = MagicMock(__spec__=ModuleSpec(name, None))
         monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.delitem(sys.modules, TRACKERS[name].partition(":")[0], raising=False)
+        forget(name)
         return module
 
-    return stand_in
+    def forget(name):
+        """The next import of the tracker finds what then stands for its package."""
+        sys.modules.pop(TRACKERS[name].partition(":")[0], None)
+
+    yield stand_in
+    for name in TRACKERS:
+        forget(name)
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +160,10 @@ def test_a_tracker_that_does_not_start_refuses_the_run(package):
     "name, sentence",
     [
         ("mlflow", "run.trackers is set but the package mlflow is not installed; pip install"),
-        ("wanbd", "run.trackers has 'wanbd', which cannot be imported .*name tensorboard, wandb"),
+        (
+            "wanbd",
+            "run.trackers has 'wanbd', which cannot be imported .*name tensorboard, wandb",
+        ),
         ("tests.own_tracker:Gone", "has 'tests.own_tracker:Gone', .*no attribute"),
         ("", "run.trackers has ''"),
     ],

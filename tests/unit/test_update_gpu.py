@@ -10,24 +10,25 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_update_equals_torchs_adamw(lengths, dtype):
     """Weights lie apart from each other, as those that stay whole do; what lies between them is not touched."""
-    from ulysses.zero.update import OnePassUpdate
+    from ulysses.zero.gpu_kernels import OnePassSubGroup, one_pass_does
+    from ulysses.zero.update import ParameterGroup
 
     torch.manual_seed(0)
     master = torch.randn(sum(lengths), device="cuda", requires_grad=True)
     theirs = master.detach().clone().requires_grad_()
     groups = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2}
-    ours, plain = (torch.optim.AdamW([p], **groups) for p in (master, theirs))
+    flat = master.detach()
+    ours, plain = (torch.optim.AdamW([p], **groups) for p in (flat, theirs))
     memory = torch.full((len(lengths), 8192), 7.0, dtype=dtype, device="cuda")
     weights = [row[:length] for row, length in zip(memory, lengths)]
-    update = OnePassUpdate(ours, ours.param_groups[0], master.detach(), weights)
-    assert update.usable
-    flat = update._master
+    assert one_pass_does(ours)
+    few = OnePassSubGroup(ParameterGroup([]), [], weights, flat, ours)
     for step in range(4):
         theirs.grad = torch.randn_like(theirs) * 10.0 ** (step - 2)
         flat.grad = theirs.grad.clone()
         theirs.grad *= 0.25
-        ours.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.1 / (step + 1)
-        update(0.25)
+        lr = plain.param_groups[0]["lr"] = 0.1 / (step + 1)
+        few.update(lr, 0.25)
         plain.step()
         torch.testing.assert_close(flat, theirs.detach(), rtol=2e-6, atol=2e-6)
     for name, want in plain.state[theirs].items():
@@ -39,8 +40,8 @@ def test_update_equals_torchs_adamw(lengths, dtype):
 
 
 def test_other_optimizers_are_left_to_torch():
-    from ulysses.zero.update import OnePassUpdate
+    from ulysses.zero.gpu_kernels import one_pass_does
 
     p = torch.zeros(8, device="cuda")
     for optimizer in (torch.optim.SGD([p]), torch.optim.AdamW([p], amsgrad=True)):
-        assert not OnePassUpdate(optimizer, optimizer.param_groups[0], p, [p]).usable
+        assert not one_pass_does(optimizer)

@@ -14,7 +14,7 @@ from ulysses.check.preflight import RunInputs
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, flat
 from ulysses.data.cache import content_digest, digest_of_value
-from ulysses.data.read.chat import tokenizer_digest
+from ulysses.data.read.tokenizer import tokenizer_digest
 from ulysses.disk import HOLDER, DiskError, digest_of, held, sampled_digest
 from ulysses.environment import NODE, local_rank
 from ulysses.parallel.mesh import gather

@@ -18,8 +18,9 @@ from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.config.stage_sections import is_function
-from ulysses.data.read.chat import ChatTemplate, load_tokenizer
+from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import missing_sources, parse_sources
+from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.data.serve.steps import check_fits
 from ulysses.registry import stage_of
 from ulysses.stages.base import AuxiliaryModel, Stage
@@ -93,8 +94,9 @@ def published_shape(config: Config) -> ModelConfig | None:
     A dry run plans with it if the model is not on this machine.
     """
     model = config.model
-    name = re.sub(r"^([a-z-]+)-(\d)", r"\1\2", Path(model.path or "").name.lower())
-    shape = next((shape for key, shape in ARCHITECTURES.items() if key in name), None)
+    name = Path(model.path or "").name.lower()
+    names = name + " " + re.sub(r"^([a-z-]+)-(\d)", r"\1\2", name)
+    shape = next((shape for key, shape in ARCHITECTURES.items() if key in names), None)
     if shape is None:
         return None
     if "qwen2.5" in name and "instruct" in name:

@@ -1,9 +1,11 @@
 """Data: from the rows of a file to the batch that a rank trains on.
 
-row                  what a file, a folder or a hub dataset holds                  sources.py
-Record               a conversation, a pair of answers, or a document               formats.py
-Example              tokens with weights, kept in memory-mapped files               chat.py, encode.py, dataset.py
-micro-batches        the examples of a step, packed for every rank                  steps.py, ulysses/parallel/batch.py
+Record               of a row: a conversation, answers to one prompt, a document    sources.py, formats.py, messages.py
+tokens               of its texts, with their weights in the loss                   templates.py, chat.py, tokenizer.py
+stored arrays        of all examples, in files that are read through memory maps    tokenise.py, workers.py, cache.py
+Example              views of them: its sequences, and its numbers                  dataset.py
+list of Sequence     of the examples that a step packs together                     steps.py, stages/base.py
+ShardedBatch         what one rank holds of that pack                               ulysses/parallel/batch.py
 """
 
 

@@ -1,12 +1,12 @@
 """Gradient policies: small objects that see and change the gradient once per optimizer step. They need torch alone.
 
-chain = build_chain("steady")
+chain = build_chain("default")
 loss.backward()
 context = StepContext(step=k, total_steps=n, loss=loss.item(), lr=lr, seed=0)
 metrics = chain.apply(TorchGradients(model.named_parameters()), context)
 if not context.skip: ...                      # step with lr * context.lr_scale
 
-The policies are in policies.py.
+policies.py has the policies of every run; chain.py names all of them, and their files.
 """
 
 from ulysses.gradients.chain import GradientPolicyChain, build_chain

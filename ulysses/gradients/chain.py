@@ -7,18 +7,11 @@ The chain acts once per optimizer step on the accumulated, averaged gradient, ju
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policies import (
-    GRADIENT_POLICIES,
-    ClipGlobalNorm,
-    SkipNonFinite,
-    SkipSpike,
-    StopOnNonFinite,
-    UlyssesPro,
-    ZClip,
-)
+from ulysses.gradients.policies import ClipGlobalNorm, StopOnNonFinite
 from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 
@@ -66,52 +59,72 @@ class GradientPolicyChain:
             policy.load_state_dict(entry)
 
 
+# What a configuration names, and where it is: a file of this folder, which is imported then.
+GRADIENT_POLICIES = {
+    "stop_on_non_finite": "policies:StopOnNonFinite",
+    "clip_global_norm": "policies:ClipGlobalNorm",
+    "skip_non_finite": "skipping:SkipNonFinite",
+    "skip_spike": "skipping:SkipSpike",
+    "gradient_noise": "ulysses_pro:GradientNoise",
+    "gradient_centralization": "ulysses_pro:GradientCentralization",
+    "scale_small_gradients": "ulysses_pro:ScaleSmallGradients",
+    "boost_learning_rate": "ulysses_pro:BoostLearningRate",
+    "ulysses_pro": "ulysses_pro:UlyssesPro",
+}
+GONE = "auto_clip", "zclip"
+
+
 def build_chain(
     policies: str | Sequence[Mapping[str, Any]], max_norm: float = 1.0
 ) -> GradientPolicyChain:
-    """Build a chain from the name of a preset, or from tables such as {"policy": "zclip", "threshold": 2.5}.
+    """Build a chain from a preset's name, or from tables such as {"policy": "skip_spike", "sigma": 6.0}.
 
     default: stop on non-finite gradients, clip to max_norm.
-    steady: skip isolated non-finite steps and spikes, clip what stands out from the run's own recent norms, then clip
-    to max_norm. All triggers are relative; on a healthy run hardly anything but the last clip acts.
     ulysses-pro: see UlyssesPro.
 
     A table holds the policy's name and its constructor's arguments. A list without a policy for non-finite gradients
     gets StopOnNonFinite in front. `max_norm` is where a preset clips; 0 does not clip.
     Raises ValueError naming the table and the key that cannot be honoured.
     """
-    clip = ClipGlobalNorm(max_norm)
     match policies:
         case "default":
-            chain = [StopOnNonFinite(), clip]
-        case "steady":
-            chain = [SkipNonFinite(), SkipSpike(), ZClip(), clip]
+            chain = [StopOnNonFinite(), ClipGlobalNorm(max_norm)]
         case "ulysses-pro":
-            chain = [StopOnNonFinite(), UlyssesPro(max_norm)]
+            pro: Any = policy_class("ulysses_pro")
+            chain = [StopOnNonFinite(), pro(max_norm)]
         case str():
-            raise ValueError(
-                f"the preset is {policies!r} but must be default, steady or ulysses-pro"
-            )
+            raise ValueError(f"the preset is {policies!r} but must be default or ulysses-pro")
         case _:
             chain = [_build_policy(index, table) for index, table in enumerate(policies)]
-            if not any(isinstance(policy, StopOnNonFinite | SkipNonFinite) for policy in chain):
+            if not {"stop_on_non_finite", "skip_non_finite"} & {
+                policy.name for policy in chain
+            }:
                 chain.insert(0, StopOnNonFinite())
     return GradientPolicyChain(chain)
 
 
+def policy_class(name: str) -> type[GradientPolicy]:
+    """Import a gradient policy by its name."""
+    module, _, kind = GRADIENT_POLICIES[name].partition(":")
+    found = getattr(import_module(f"ulysses.gradients.{module}"), kind)
+    return cast("type[GradientPolicy]", found)
+
+
 def _build_policy(index: int, table: Mapping[str, Any]) -> GradientPolicy:
-    kinds = {kind.name: kind for kind in GRADIENT_POLICIES}
     settings = dict(table)
     name = settings.pop("policy", None)
     try:
-        if name not in kinds:
-            hint = "; auto_clip has gone, use zclip" if name == "auto_clip" else ""
-            raise ValueError(f"policy is {name!r} but must be one of {', '.join(kinds)}{hint}")
-        known = [f.name for f in fields(kinds[name]) if f.init]
+        if name not in GRADIENT_POLICIES:
+            hint = f"; {name} has gone, use clip_global_norm" if name in GONE else ""
+            raise ValueError(
+                f"policy is {name!r} but must be one of {', '.join(GRADIENT_POLICIES)}{hint}"
+            )
+        kind = policy_class(name)
+        known = [f.name for f in fields(kind) if f.init]
         for key in settings.keys() - known:
             raise ValueError(
                 f"{name} has no setting {key!r}; it has {', '.join(known) or 'none'}"
             )
-        return kinds[name](**settings)
+        return kind(**settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"gradients.policies[{index}]: {error}") from None

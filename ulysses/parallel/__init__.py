@@ -5,7 +5,7 @@ dense is for users of the library alone.
 """
 
 from .attention import UlyssesAttention
-from .batch import Sequence, ShardedBatch, pack_shard, share_prefix
+from .batch import Sequence, ShardedBatch, pack_shard
 from .dense import SeqAllToAll4D
 from .mesh import ParallelMesh
 from .sums import gather_tokens, segment_sums, sequence_last
@@ -20,5 +20,4 @@ __all__ = [
     "pack_shard",
     "segment_sums",
     "sequence_last",
-    "share_prefix",
 ]

@@ -9,16 +9,16 @@ Targets are shifted before the pack is cut, so no label is lost at the edge of a
 has no target. The tail has its own cu_seqlens entry and weight 0. Where ranks split query rows the shards are not
 contiguous (layout.py); positions, targets and columns travel with their tokens.
 
-A sequence may leave out the beginning that it shares with another one (`share_prefix`). It keeps a copy of the last
-shared token, so that every branch predicts its own first token and no row has two targets:
+Sequences that begin with the same prompt (`Sequence.prompt`) hold it once: later ones leave it out, but for its last
+token, so that every one predicts its own first token and no row has two targets. `shared_prompts` alone decides that.
 
-    whole     p p p p a a a       all of its rows
-    branch          p b b b       positions 3 4 5 6; attends to rows 0 .. 2 of the whole one, and to its own
+    first     p p p p a a a       all of its rows
+    later           p b b b       positions 3 4 5 6; attends to rows 0 .. 2 of the first one, and to its own
 
 Letters: T packed tokens, S tokens on this rank, N sequences, L tokens of one sequence.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -51,7 +51,8 @@ class Sequence:
     tokens [L] integers. loss_weights [L] numbers: entry t is the weight of token t as a target; entry 0 never counts.
     token_columns {name: [L]}: row i belongs to the prediction that position i makes of token i + 1.
     columns {name: number}: values of the whole sequence.
-    prefix_length: tokens before these that a whole sequence holds, `prefix_owner` places before this one in the pack.
+    prompt: sequences of a pack with the same number here begin with the same tokens, which are not trained: as many as
+    the smaller one of their `prompt_length` says. None: it shares nothing.
     Raises ValueError if lengths differ.
     """
 
@@ -59,74 +60,41 @@ class Sequence:
     loss_weights: Any
     token_columns: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, float] = field(default_factory=dict)
-    prefix_length: int = 0
-    prefix_owner: int = 0
+    prompt: int | None = None
+    prompt_length: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.tokens) == 0:
-            raise ValueError("a sequence has no tokens; drop it before packing")
         for name, values in {"loss_weights": self.loss_weights, **self.token_columns}.items():
             if len(values) != len(self.tokens):
                 raise ValueError(
                     f"{name} has {len(values)} entries for {len(self.tokens)} tokens; give one per token"
                 )
 
+        if self.prompt_length > len(self.tokens):
+            raise ValueError(
+                f"prompt_length is {self.prompt_length} but the sequence has {len(self.tokens)} tokens; give its own"
+            )
 
-def share_prefix(sequences: list[Sequence]) -> list[Sequence]:
-    """Let every sequence after the first leave out what it has in common with the first, which stays whole.
-
-    Nothing is left out that the later sequence trains. The token columns of what is left out are not compared: a loss
-    that reads them where the weight is 0 must not share.
-    """
-    later = enumerate(sequences[1:], 1)
-    return [
-        sequences[0],
-        *(branch(s, common_prefix(sequences[0], s), place) for place, s in later),
-    ]
+    @property
+    def emptied(self) -> "Sequence":
+        """The same without tokens: from it a batch without sequences learns its columns."""
+        columns = {name: values[:0] for name, values in self.token_columns.items()}
+        return Sequence(self.tokens[:0], self.loss_weights[:0], columns, self.columns)
 
 
-def common_prefix(first: Sequence, other: Sequence) -> int:
-    """Count the leading rows of `other` that `first` holds too, and whose targets `other` does not train."""
-    count = min(len(first.tokens), len(other.tokens))
-    differs = _read(first.tokens, 0, count) != _read(other.tokens, 0, count)
-    differs[1:] |= _read(other.loss_weights, 1, count) != 0
-    common = int(differs.int().argmax()) if bool(differs.any()) else count
-    return max(0, common - 1)
-
-
-def branch(sequence: Sequence, prefix_length: int, prefix_owner: int) -> Sequence:
-    """Leave out the first tokens of a whole sequence, which another sequence of the pack holds."""
-    if not prefix_length:
-        return sequence
-    columns = {name: values[prefix_length:] for name, values in sequence.token_columns.items()}
-    return replace(
-        sequence,
-        tokens=sequence.tokens[prefix_length:],
-        loss_weights=sequence.loss_weights[prefix_length:],
-        token_columns=columns,
-        prefix_length=prefix_length,
-        prefix_owner=prefix_owner,
-    )
-
-
-def restored(sequence: Sequence, owner: Sequence) -> Sequence:
-    """Give a branch back what it leaves out of its owner, with weight 0."""
-    left_out = sequence.prefix_length
-    if not left_out:
-        return sequence
-
-    def joined(before: Any, own: Any) -> Tensor:
-        return torch.cat([_read(before, 0, left_out), _read(own, 0, len(own))])
-
-    own = sequence.token_columns.items()
-    return replace(
-        sequence,
-        tokens=joined(owner.tokens, sequence.tokens),
-        loss_weights=joined(torch.zeros(left_out), sequence.loss_weights),
-        token_columns={name: joined(owner.token_columns[name], x) for name, x in own},
-        prefix_length=0,
-        prefix_owner=0,
-    )
+def shared_prompts(
+    sequences: list[Sequence] | tuple[Sequence, ...],
+) -> list[tuple[int, int]]:
+    """Return for each sequence of a pack the place of the one that holds its prompt, and the tokens it leaves out."""
+    first: dict[int, int] = {}
+    found = []
+    for place, sequence in enumerate(sequences):
+        owner = place
+        if sequence.prompt is not None:
+            owner = first.setdefault(sequence.prompt, place)
+        length = min(sequence.prompt_length, sequences[owner].prompt_length)
+        found.append((owner, max(0, length - 1) if owner < place else 0))
+    return found
 
 
 @dataclass
@@ -172,35 +140,40 @@ def pack_shard(
 ) -> ShardedBatch:
     """Pack the sequences and return this rank's shard, reading only its own slices of their arrays.
 
-    There is no communication: every rank of the group is given the same sequences. For a rank that has run out of data
-    `may_be_empty` turns an empty list into a batch of sp tokens with weight 0. All sequences have the same
-    columns. Raises ValueError if there are no sequences or if a weight is not finite.
+    There is no communication: every rank of the group is given the same sequences, which all have the same columns.
+    For a rank that has run out of data `may_be_empty` turns no sequences, or those that `emptied` returns, into a batch
+    of sp tokens with weight 0. Raises ValueError if there are no sequences, or if a weight is not finite.
     """
+    given, sequences = sequences, [s for s in sequences if len(s.tokens)]
     if not sequences and not may_be_empty:
         raise ValueError(
             "there are no sequences to pack; leave the step out on all ranks together, or set may_be_empty=True for a "
             "batch without weight"
         )
-    lengths = [len(sequence.tokens) for sequence in sequences]
+    if sequences and len(sequences) < len(given):
+        raise ValueError("a sequence has no tokens; drop it before packing")
+    shared = shared_prompts(sequences)
+    left_out = [count for _, count in shared]
+    lengths = [len(sequence.tokens) - count for sequence, count in zip(sequences, left_out)]
     sp, num_sequences, num_tokens = mesh.sequence_parallel_size, len(lengths), sum(lengths)
     total = max(1, -(-num_tokens // sp)) * sp
     tail = [total - num_tokens] if total > num_tokens else []
     cu = torch.tensor([0, *lengths, *tail]).cumsum(0)
-    before = torch.tensor(
-        [*(sequence.prefix_length for sequence in sequences), *[0] * len(tail)]
-    )
+    starts = cu.tolist()
+    before = torch.tensor([*left_out, *[0] * len(tail)])
     sets = row_sets(cu, mesh.row_parallel_size, before, mesh.windows)
     ranges = shard_ranges(sets, mesh.sp_rank, mesh.head_parallel_size)
-    # an empty pack reads no token of any sequence either
+    # an empty pack reads no token, but learns its columns and their types
+    known = given or [Sequence([], [])]
     tokens, targets, loss_weights, token_columns = _read_rows(
-        sequences or [Sequence([0], [0])], num_tokens, cu.tolist(), ranges
+        known, left_out, num_tokens, starts, ranges
     )
     indices = rows_of(ranges)
     ids = torch.bucketize(indices, cu[1:], right=True)
     valid = torch.nonzero(loss_weights).squeeze(1)
     columns = {
-        name: torch.tensor([sequence.columns[name] for sequence in sequences])
-        for name in (sorted(sequences[0].columns) if sequences else ())
+        name: torch.tensor([s.columns[name] for s in known])[:num_sequences]
+        for name in sorted(known[0].columns)
     }
     tensors = {
         "tokens": tokens,
@@ -223,45 +196,39 @@ def pack_shard(
         sequence_columns=moved(columns),
         num_sequences=num_sequences,
         num_tokens=num_tokens,
-        num_tokens_shared=sum(s.prefix_length for s in sequences),
-        num_squares=sum(
-            squares(n, s.prefix_length, mesh.windows) for n, s in zip(lengths, sequences)
-        ),
+        num_tokens_shared=sum(left_out),
+        num_squares=sum(squares(n, p, mesh.windows) for n, p in zip(lengths, left_out)),
         num_valid=valid.numel(),
         mesh=mesh,
         attention_plan=packed_plan(
-            cu, sets, mesh, device, _prefixes(sequences, cu.tolist()), tail=len(tail) > 0
+            cu,
+            sets,
+            mesh,
+            device,
+            {
+                place: (starts[owner], starts[owner] + count)
+                for place, (owner, count) in enumerate(shared)
+                if count
+            },
+            tail=len(tail) > 0,
         ),
     )
 
 
-def _prefixes(sequences: list[Sequence], cu_seqlens: list[int]) -> dict[int, Range]:
-    """Return the packed rows that branches leave out, by the branch's place in the pack."""
-    found = {}
-    for place, sequence in enumerate(sequences):
-        length, owner = sequence.prefix_length, place - sequence.prefix_owner
-        if not length:
-            continue
-        is_whole = 0 <= owner < place and not sequences[owner].prefix_length
-        if not is_whole or length > len(sequences[owner].tokens):
-            raise ValueError(
-                f"sequence {place} leaves out {length} tokens that sequence {owner} of the pack does not hold; "
-                "prefix_owner must lead to a whole sequence before it"
-            )
-        found[place] = cu_seqlens[owner], cu_seqlens[owner] + length
-    return found
-
-
 def _read_rows(
-    sequences: list[Sequence], num_tokens: int, cu_seqlens: list[int], ranges: list[Range]
+    sequences: list[Sequence],
+    left_out: list[int],
+    num_tokens: int,
+    cu_seqlens: list[int],
+    ranges: list[Range],
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Read tokens, targets, weights and columns of packed ranges; what comes after the sequences is the tail."""
     # (sequence, first token in it, token after the last) for each part of a sequence in the ranges
-    pieces = [
-        (part.sequence, part.start - part.whole[0], part.end - part.whole[0])
-        for part in chain(*sequence_parts(cu_seqlens, ranges))
-        if part.start < num_tokens
-    ]
+    pieces = []
+    for part in chain(*sequence_parts(cu_seqlens, ranges)):
+        if part.start < num_tokens:
+            first = left_out[part.sequence] - part.whole[0]
+            pieces.append((part.sequence, first + part.start, first + part.end))
     pieces = pieces or [(0, 0, 0)]  # a rank that holds nothing but tail learns the dtypes
 
     def read(arrays: list[Any]) -> list[Tensor]:

@@ -13,9 +13,10 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.progress import progress
 from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
 from ulysses.stages.base import Run
-from ulysses.zero.engine import ZeroEngine, free_bytes, gathered_weights
+from ulysses.zero.engine import ZeroEngine, gathered_weights
 
 MOST_SLOTS = 512  # of an automatic batch
+RESERVE = 0.05  # of the free memory, for what sampling itself allocates
 
 
 @dataclass
@@ -82,3 +83,10 @@ class EngineSampler:
             ).sample()
         torch.cuda.empty_cache()  # graphs and cache make room for training
         return found
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the GPU memory that this process can still allocate for a sampler's cache."""
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free * (1 - RESERVE))

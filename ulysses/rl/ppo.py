@@ -9,10 +9,8 @@ answer. The means run over the answers' tokens of one optimizer step, with the w
 Rollouts (ulysses.rl.rollout) come through the loader; the stage sees their columns.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -215,8 +213,7 @@ class PpoStage(ReferencedStage):
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.table, batch.loss_weights
-        # a batch without sequences has no columns
-        columns = defaultdict(partial(torch.zeros_like, weights), batch.token_columns)
+        columns = batch.token_columns
         old, advantages = columns["old_logps"], columns["advantages"]
         out = self.model(batch, entropy=True, temperature=config.temperature)
         logps, gap = out.logps, out.logps.detach() - old

@@ -31,9 +31,8 @@ from torch import Tensor
 
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
 from ulysses.config.stage_sections import PpoSection
-from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.encode import Example
-from ulysses.data.serve.steps import StepLoader, shuffled
+from ulysses.data.serve.dataset import Example, TokenizedDataset
+from ulysses.data.serve.steps import StepLoader, share_within, shuffled
 from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
@@ -83,12 +82,12 @@ class Rollout:
         """
         K = len(answers) // len(prompts)
         parts, weights, layout = [], [], []
-        owner = room = 0
+        sizes = [len(answer.tokens) for answer in answers]
         for n, answer in enumerate(answers):
-            prompt, count = prompts[n // K], len(answer.tokens)
-            room -= 1 + count
-            if n % K == 0 or room < 0:
-                owner, room = n, budget - len(prompt) - count
+            prompt, count, first = prompts[n // K], sizes[n], n - n % K
+            if n == first:
+                places = share_within(budget, len(prompt), sizes[n : n + K])
+            owner = first + places[n - first]
             # the last token of a prompt predicts, so that every sequence keeps it
             prefix = len(prompt) - 1 if owner < n else 0
             held = len(prompt) - prefix
@@ -113,11 +112,17 @@ class Rollout:
 
     def __getitem__(self, i: int) -> Example:
         sequences = []
+        head = int(self.prefix_lengths[i].max()) + 1  # of the prompt, if it is shared
+        start = int(self.ends[i] - self.lengths[i])
         for n in (self.owners == i).nonzero().flatten().tolist():
             end, length, prefix = (int(x[n]) for x in (self.ends, self.lengths, self.prefixes))
-            own = {name: column[end - length : end] for name, column in self.columns.items()}
+            parts = slice(start, start + prefix), slice(end - length, end)
+            own = {
+                name: torch.cat([column[part] for part in parts])
+                for name, column in self.columns.items()
+            }
             both = own.pop("tokens"), own.pop("weights")
-            sequences.append(Sequence(*both, own, {}, prefix, n - i))
+            sequences.append(Sequence(*both, own, {}, i, head))
         return Example(i, tuple(sequences))
 
     def save(self, path: Path) -> None:
@@ -286,9 +291,11 @@ class RolloutMaker:
         self, rollout: Rollout, compute: Callable[[ShardedBatch], Tensor], *columns: int
     ) -> Tensor:
         """Return what `compute` gives for all tokens, [T, *columns]."""
+        examples = rollout.owners.unique().tolist()
         return token_values(
             compute,
-            [rollout[i].sequences for i in rollout.owners.unique().tolist()],
+            rollout.sequence_lengths[examples].sum(axis=1).tolist(),
+            lambda i: rollout[examples[i]].sequences,
             self.mesh,
             self.engine.device,
             self.budget,

@@ -305,7 +305,7 @@ class Sampler:
             cache[:, slots, :, first:last] = both = torch.stack([key, value])
             keys, values = cache[:, slots, :, :last] if first else both
             window, sink = how.attention.window, int(how.sinks is not None)
-            mask = causal_lower_right(last - first, last + sink)
+            mask: Tensor = causal_lower_right(last - first, last + sink)
             if window and window < last:
                 age = positions[:, None] - torch.arange(last, device=self.device)
                 mask = F.pad((age >= 0) & (age < window), (sink, 0), value=True)
@@ -435,7 +435,12 @@ class Sampler:
 
 
 def _attention(
-    how: SelfAttention, query: Tensor, keys: Tensor, values: Tensor, mask: Any, **options: Any
+    how: SelfAttention,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    **options: bool,
 ) -> Tensor:
     """Attend; `mask` has a first column more if there are sinks.
 

@@ -1,5 +1,6 @@
 """From the inputs of a run to its parts: open data, loaders of steps, and a partitioned model on every rank."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from ulysses.check.preflight import RunInputs, make_checks
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context
 from ulysses.data.read.sources import parse_sources
-from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
+from ulysses.data.serve.tokenise import open_dataset
 from ulysses.environment import without_compiler
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.size import Setting
@@ -23,7 +25,7 @@ from ulysses.plan.memory_choice import layer_memory
 from ulysses.registry import stage_of
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine, ZeroEngine
 from ulysses.zero.settings import derive
 
 
@@ -106,7 +108,6 @@ def build_engine(
     trained, (_, largest) = memory is not None, layer_sizes(shape, Setting())
     settings = derive(
         dtype=getattr(torch, model.dtype),
-        offload_optimizer=config.memory.offload_optimizer and trained,
         offload_parameters=config.memory.offload_parameters,
         layer_matrices=int(largest.parameters),
         vocabulary_matrices=2 * shape.vocab_size * shape.hidden_size,
@@ -138,14 +139,19 @@ def build_engine(
         return add_adapters(made, model.lora) if adapted else made
 
     built = build_partitioned(create, settings, weights.fill).train(trained)
-    optimizer = None
-    if trained:
-        decay, scopes = config.optimizer.weight_decay, stage.requirements.scopes
-        optimizer = adamw(parameter_groups(built, decay, scopes), config.optimizer)
-    else:
-        built.requires_grad_(False)
-    # a graph of all layers gathers and reduces nothing in between
-    units = () if kept.graphs else (DecoderLayer,)
-    between = getattr(torch, config.optimizer.reduce_dtype)
+    units = (DecoderLayer,)
     with without_compiler():  # DeepSpeed imports Muon, which it compiles and nobody uses here
-        return ZeroEngine(built, settings, optimizer, units, between, resident=resident)
+        if not trained:
+            built.requires_grad_(False)
+            return ZeroEngine(built, settings, units, resident=resident)
+        return TrainedEngine(
+            built,
+            settings,
+            partial(adamw, config=config.optimizer),
+            parameter_groups(built, config.optimizer.weight_decay, stage.requirements.scopes),
+            units,
+            resident=resident,
+            offload_optimizer=config.memory.offload_optimizer,
+            reduce_between=getattr(torch, config.optimizer.reduce_dtype),
+            graphs=kept.graphs,
+        )

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from ulysses.check.checkpoint_folders import saved_checkpoints, superseded, write_run_state
 from ulysses.disk import check_files, digest_of, flush_to_disk, replace_folder, writing
 from ulysses.parallel.mesh import gather
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine
 from ulysses.zero.state import save_state
 
 
 def save_checkpoint(
     folder: Path,
-    engine: ZeroEngine,
+    engine: TrainedEngine,
     state: dict[str, Any],
     more: Callable[[Path], None],
     *,

@@ -34,8 +34,8 @@ from models.hf_format import (
 )
 from ulysses.check.preflight import RunInputs
 from ulysses.config.schema import Config
-from ulysses.data.read.chat import SPECIAL_NAMES
 from ulysses.data.read.sources import parse_sources
+from ulysses.data.read.tokenizer import SPECIAL_NAMES
 from ulysses.disk import whole_folder
 from ulysses.registry import stage_of
 from ulysses.run.trackers.metrics_file import METRICS, logged

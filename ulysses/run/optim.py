@@ -7,42 +7,38 @@ import torch
 from torch import nn
 
 from ulysses.config.schema import OptimizerSection
+from ulysses.zero.deepspeed_internals import whole_shape
+from ulysses.zero.update import ParameterGroup
 
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, scopes: dict[str, float] | None = None
-) -> list[dict[str, Any]]:
+) -> list[ParameterGroup]:
     """Split the trainable parameters: matrices decay, norms and biases do not; empty groups are left out.
 
     Args:
-        scopes: "policy" and "value" with factors of their learning rates, which are split by themselves; none is all as
-            one.
+        scopes: submodules with factors of their learning rates, which are split by themselves; the first one has all
+            that is in no other. None is all as one.
     """
-    groups = []
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for scope, factor in (scopes or {"default": 1.0}).items():
-        members = [x for x in trained if x[0].startswith("value.") == (scope == "value")]
-        for decays in (True, False):
-            # a partitioned parameter is empty; ds_shape is its real shape
-            chosen = [
-                p
-                for n, p in members
-                if decays == (len(getattr(p, "ds_shape", p.shape)) > 1 and "_bias" not in n)
-            ]
-            if chosen:
-                groups.append(
-                    {
-                        "params": chosen,
-                        "weight_decay": weight_decay * decays,
-                        "scope": scope,
-                        "lr_factor": factor,
-                    }
-                )
-    return groups
+    rates = scopes or {"default": 1.0}
+    members: dict[tuple[str, bool], list[nn.Parameter]] = {
+        (scope, decays): [] for scope in rates for decays in (True, False)
+    }
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            first = name.partition(".")[0]
+            scope = first if first in rates else next(iter(rates))
+            decays = len(whole_shape(p)) > 1 and "_bias" not in name  # those of experts
+            members[scope, decays].append(p)
+    return [
+        ParameterGroup(parameters, weight_decay * decays, scope, rates[scope])
+        for (scope, decays), parameters in members.items()
+        if parameters
+    ]
 
 
 def adamw(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.optim.AdamW:
-    """Create AdamW (Loshchilov & Hutter 2019) over parameter groups; on a GPU zero/update.py does its work."""
+    """Create AdamW (Loshchilov & Hutter 2019) over torch's tables of groups; zero/gpu_kernels.py may do its work."""
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False
     )

@@ -207,8 +207,7 @@ class Trainer:
             loss = self._loss(terms, normalisers, metrics)
             self._count(batch, metrics)
             self.watch.phase("backward")
-            last = batch is read.batches[-1]
-            self.engine.backward(loss * float(self.mesh.world_size), last=last)
+            self.engine.backward(loss * float(self.mesh.world_size))
         # Host work while the device still computes.
         ahead = step + 1 < self.total_steps and self.stage.may_prepare(step + 1)
         self._next = self.stage.read(self.loader, step + 1) if ahead else None
@@ -288,8 +287,7 @@ class Trainer:
         if context.skip or not any_token:
             self.engine.skip_step()
         else:
-            groups = self.engine.optimizer.param_groups
-            self.engine.step([lr * group.get("lr_factor", 1.0) for group in groups])
+            self.engine.step(gradients, lr)
             self.stage.after_step(values)
         if context.skip:
             self.say(f"skipped {context.skip}")

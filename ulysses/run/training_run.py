@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from models.decoder import VALUE
 from ulysses import environment
 from ulysses.check.agreement import digests_of_inputs
 from ulysses.check.checkpoint_folders import restarts
@@ -244,7 +245,7 @@ class TrainingRun:
 
         def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
             found = full_parameters(
-                self.engine, lambda name: wanted(name) and not name.startswith("value.")
+                self.engine, lambda name: wanted(name) and not name.startswith(VALUE)
             )
             return self.inputs.weights.originals(found, self.engine.module, for_servers)
 

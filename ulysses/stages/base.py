@@ -24,14 +24,13 @@ from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
 from ulysses.config.section import Section
-from ulysses.data.read.chat import PreTrainedTokenizerFast
-from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.encode import Example
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
+from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.engine import TrainedEngine, ZeroEngine
 
 Normaliser = Literal[
     "tokens", "chosen_tokens", "pairs", "examples"
@@ -220,7 +219,7 @@ class Run(Protocol):
     """
 
     inputs: Checked
-    engine: ZeroEngine
+    engine: TrainedEngine
     memory: MemoryChoice
     mesh: ParallelMesh
     train_data: TokenizedDataset
@@ -250,7 +249,7 @@ class Stage:
     sequence_fields: ClassVar[tuple[str, ...]] = ()
 
     config: Config
-    model: ZeroEngine | None = None
+    model: TrainedEngine | None = None
     mesh: ParallelMesh | None = None
 
     # ---------------------------------------------------------------- checks

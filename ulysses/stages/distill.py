@@ -16,10 +16,10 @@ from losses.token_nll import weighted_sum
 from models.arch import ModelConfig
 from models.folders import folder_with, resolve_model
 from models.initial_weights import InitialWeights
-from ulysses.data.read.chat import PreTrainedTokenizerFast, load_tokenizer
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term
-from ulysses.zero.engine import ZeroEngine, gathered
+from ulysses.zero.engine import ZeroEngine
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class DistillStage(Stage):
         with self.teacher.inference():
             rows = self.teacher(batch, project=False)
         matrix = self.teacher.module.lm_head.weight
-        with gathered(self.teacher, [matrix]):
+        with self.teacher.weights.whole([matrix]):
             loss = distillation(
                 rows,
                 matrix,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from losses.dpo import REFERENCE_FREE, dpo_loss, ld_dpo_weights
 from losses.preference import aot_margins
-from ulysses.data.serve.encode import Example
+from ulysses.data.serve.dataset import Example
 from ulysses.disk import write_json
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import gather
@@ -68,7 +68,7 @@ class DpoStage(ReferencedStage):
         if alpha == 1:
             return pair
         # the last position predicts nothing
-        trained = [torch.tensor(np.append(s.loss_weights[1:], 0)) != 0 for s in pair]
+        trained = [torch.tensor(np.append(s.loss_weights, 0)[1:]) != 0 for s in pair]
         shorter = min(mask.sum() for mask in trained)
         weights = (
             ld_dpo_weights(mask.cumsum(0) - 1, shorter.expand(len(mask)), alpha)

@@ -20,9 +20,8 @@ from losses.kto import kto_loss
 from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import KtoSection
 from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.encode import Example
 from ulysses.data.serve.steps import StepLoader
-from ulysses.parallel.batch import Sequence, ShardedBatch, branch, common_prefix
+from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import MetricSums, Normaliser, Run, StepBatches, Term
 from ulysses.stages.passes import packed_batches
 from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
@@ -32,18 +31,13 @@ from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
 class KtoStage(ReferencedStage):
     """Preference optimisation on unpaired answers; with a cached reference, mismatched sequences carry its values too.
 
-    With batch.share_prompts, answers to one prompt that are in one micro-batch share it.
-
     Args:
-        graphs: whether the layers run as CUDA graphs, which do not know shared prompts; of layers so small the launches
-            for a shared prompt take longer than its computation, without gradient too.
         pass_tokens: of the micro-batches of mismatched sequences, if the loader's are smaller.
     """
 
     name, dataset_type = "kto", "unpaired"
     sequence_fields = ("label",)
 
-    graphs: bool = False
     pass_tokens: int = 0
 
     def check(self) -> Iterator[str]:
@@ -72,44 +66,23 @@ class KtoStage(ReferencedStage):
         return super().extend_data(run)
 
     def arguments(self, run: Run) -> dict[str, object]:
-        memory = run.memory
-        return super().arguments(run) | {
-            "graphs": memory.graphs,
-            "pass_tokens": memory.pass_tokens,
-        }
-
-    def packed(self, examples: list[Example]) -> list[Sequence]:
-        prompts = [example.columns["prompt_id"] for example in examples]
-        return self._shared(prompts, super().packed(examples))
-
-    def _shared(self, prompts: list[float], sequences: list[Sequence]) -> list[Sequence]:
-        """Let sequences of one prompt leave it to the first of them; the order stays."""
-        if self.graphs or not self.config.batch.share_prompts:
-            return sequences
-        owners = map(prompts.index, prompts)
-        return [
-            branch(s, common_prefix(sequences[owner], s), place - owner) if owner < place else s
-            for place, (owner, s) in enumerate(zip(owners, sequences, strict=True))
-        ]
+        return super().arguments(run) | {"pass_tokens": run.memory.pass_tokens}
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return the step's micro-batches, and those of the mismatched sequences."""
         read = super().read(source, step)
-        if not self.looks_ahead:
-            return read
         indices = source.indices(*divmod(step, source.steps_per_epoch))
-        dataset, pairs = source.dataset, source.mismatched_pairs(indices)
-
-        def mismatched(numbers: list[int]) -> list[Sequence]:
-            prompts = [dataset.columns["prompt_id"][pairs[p][0]] for p in numbers]
-            return self._shared(prompts, [dataset.mismatch(*pairs[p]) for p in numbers])
-
+        dataset = source.dataset
+        pairs = source.mismatched_pairs(indices) if self.looks_ahead else []
+        if not pairs:
+            return read
         batches = packed_batches(
             mismatched_lengths(dataset, pairs),
-            mismatched,
+            lambda numbers: [dataset.mismatch(*pairs[number]) for number in numbers],
             self.mesh,
             self.model.device,
             max(source.tokens_per_microbatch, self.pass_tokens),
+            source.launched_tokens,
         )
         return read._replace(looked_at=[batch for _, batch in batches])
 
@@ -118,13 +91,13 @@ class KtoStage(ReferencedStage):
         if not self.looks_ahead:
             return super().before_step(read)
         gaps = MetricSums(self.model.device)
+        gaps.add("gap", 0.0, 0.0)  # of a step without any mismatch
         with self.model.inference():
             for batch in read.looked_at:
                 gap = self.model(batch).logps.double() - self.reference_logps(batch).double()
                 count = self.on_first_rank(batch.num_sequences)
                 gaps.add("gap", (gap * batch.loss_weights).sum(), count)
         total, count = gaps.totals()
-        # 0 in a step without any mismatch
         baseline = (total / count.clamp(min=1)).clamp(min=0)
         return [(baseline,)] * len(read.batches)
 
@@ -136,7 +109,7 @@ class KtoStage(ReferencedStage):
     ) -> list[Term]:
         config = self.table
         policy, base, _ = self.answer_sums(batch, *self.both_logps(batch, metrics))
-        desirable = batch.sequence_columns.get("label", base) > 0.5
+        desirable = batch.sequence_columns["label"] > 0.5
         # Both losses of every example, of which its label takes one: no index that the host would have to wait for.
         both, rewards, _, _ = kto_loss(
             policy, policy, None, base, base, None, config.beta, config.desirable_weight, config.undesirable_weight,

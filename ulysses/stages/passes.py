@@ -4,6 +4,7 @@ An item is what must stay in one micro-batch: one sequence, or both sides of a p
 """
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,24 +22,31 @@ def packed_batches(
     mesh: ParallelMesh,
     device: torch.device,
     budget: int,
+    launched_tokens: float = 0.0,
 ) -> Iterator[tuple[list[int], ShardedBatch]]:
     """Yield this data-parallel group's micro-batches with the numbers of their items, as many on every rank.
 
     Args:
-        lengths: tokens of each item.
+        lengths: tokens of each item; at least one.
         sequences: returns the sequences of one micro-batch by the numbers of its items.
         budget: tokens of a micro-batch, which the longest item may exceed.
+        launched_tokens: as in StepLoader.
     """
     costs = [sequence_cost(length, windows=mesh.windows) for length in lengths]
     budget = max([budget, *lengths])
     groups = pack_step(lengths, costs, budget, mesh.data_parallel_size)
+    apart = sum(lengths) <= launched_tokens * sum(map(len, groups))
     for numbers in groups[mesh.dp_rank]:
-        yield numbers, pack_shard(sequences(numbers), mesh, device, may_be_empty=True)
+        given = sequences(numbers) if numbers else [s.emptied for s in sequences([0])]
+        if apart:
+            given = [replace(sequence, prompt=None) for sequence in given]
+        yield numbers, pack_shard(given, mesh, device, may_be_empty=True)
 
 
 def token_values(
     compute: Callable[[ShardedBatch], Tensor],
-    items: list[Collection[Sequence]],
+    sizes: list[int],
+    sequences: Callable[[int], Collection[Sequence]],
     mesh: ParallelMesh,
     device: torch.device,
     budget: int,
@@ -48,20 +56,24 @@ def token_values(
 
     Args:
         compute: maps a batch to its tokens' values [S, *columns].
-        items: the sequences of each item; the other arguments are those of `packed_batches`.
+        sizes: tokens of each item, where a prompt that its sequences share counts once.
+        sequences: returns those of an item by its number; the other arguments are those of `packed_batches`.
     """
-    lengths = [sum(len(sequence.tokens) for sequence in item) for item in items]
-    flat = torch.zeros(sum(lengths), *columns, device=device)
-    rows = flat.split(lengths)
-    batches = packed_batches(
-        lengths, lambda numbers: [s for i in numbers for s in items[i]], mesh, device, budget
-    )
-    for numbers, batch in batches:
+    flat = torch.zeros(sum(sizes), *columns, device=device)
+    rows = flat.split(sizes)
+
+    def packed(numbers: list[int]) -> list[Sequence]:
+        """Let every item share prompts inside of itself only, so that it has its size."""
+        return [
+            s if s.prompt is None else replace(s, prompt=i)
+            for i in numbers
+            for s in sequences(i)
+        ]
+
+    for numbers, batch in packed_batches(sizes, packed, mesh, device, budget):
         values = gather_tokens(compute(batch).float(), batch)
         if mesh.sp_rank == 0:  # all ranks of its group hold the same values, which count once
-            for i, part in zip(
-                numbers, values.split([lengths[i] for i in numbers]), strict=True
-            ):
+            for i, part in zip(numbers, values.split([sizes[i] for i in numbers]), strict=True):
                 rows[i].copy_(part)
     if dist.is_initialized():
         dist.all_reduce(flat)

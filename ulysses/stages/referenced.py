@@ -159,8 +159,7 @@ class ReferencedStage(Stage):
     def reference_logps(self, batch: ShardedBatch) -> Tensor:
         """Return the reference's log-probabilities [S]; the batch's sequences carry them if they are cached."""
         if self.is_cached:
-            # a batch without sequences has no columns
-            return batch.token_columns.get(COLUMN, torch.zeros_like(batch.loss_weights))
+            return batch.token_columns[COLUMN]
         return self.reference(batch)
 
     def both_logps(self, batch: ShardedBatch, metrics: MetricSums) -> tuple[Tensor, Tensor]:
@@ -244,7 +243,8 @@ def read_reference(
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
         budget: tokens per packed micro-batch.
     """
-    sizes = [dataset.lengths.sum(), *mismatched_lengths(dataset, pairs)]
+    ahead = mismatched_lengths(dataset, pairs)
+    sizes = [*dataset.lengths.tolist(), *ahead]
     seal = path.with_suffix(".json")
     if not all(gather(seal.exists())):
         numbers = range(len(dataset) + len(pairs))
@@ -261,7 +261,12 @@ def read_reference(
         bar = {"desc": "reference: ", "unit": "items", "unit_scale": size, "leave": False}
         chunks = (
             token_values(
-                logprobs, [*map(sequences, numbers[at : at + size])], mesh, device, budget
+                logprobs,
+                sizes[at : at + size],
+                lambda number, at=at: sequences(at + number),
+                mesh,
+                device,
+                budget,
             ).numpy()
             for at in progress(numbers[::size], disable=not mesh.is_main, **bar)
         )
@@ -276,7 +281,7 @@ def read_reference(
     with error_context("data.cache"):
         check_once(seal, path.parent)
     values = np.asarray(np.memmap(path, np.float32, "r"))
-    own, *mismatched = np.split(values, np.cumsum(sizes)[:-1])
+    own, *mismatched = np.split(values, np.cumsum([dataset.lengths.sum(), *ahead])[:-1])
     return own, dict(zip(pairs, mismatched, strict=True))
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from losses.reward_model import reward_loss
 from models.arch import ModelConfig
-from ulysses.data.read.chat import PreTrainedTokenizerFast
-from ulysses.data.serve.encode import Example
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
+from ulysses.data.serve.dataset import Example
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.sums import sequence_last
 from ulysses.stages.base import MetricSums, Normaliser, Stage, Term
@@ -52,8 +52,7 @@ class RmStage(Stage):
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         scores, pairs = sequence_last(self.model(batch), batch), better(batch)
-        # a batch without sequences has no columns
-        margins = batch.sequence_columns.get("margin", scores.detach())
+        margins = batch.sequence_columns["margin"]
         good, bad, margins = torch.broadcast_tensors(scores[:, None], scores, margins[:, None])
         losses = reward_loss(good, bad, margins, self.table.center_coefficient) * pairs
         difference = (good - bad) * pairs  # a tie is wrong
@@ -72,7 +71,6 @@ class RmStage(Stage):
 
 def better(batch: ShardedBatch) -> Tensor:
     """Return [N, N]: whether sequence i is ranked above sequence j of the same list."""
-    nothing = batch.cu_seqlens[:0]  # a batch without sequences has no columns
-    first, ranks = (batch.sequence_columns.get(name, nothing) for name in ("first", "rank"))
+    first, ranks = (batch.sequence_columns[name] for name in ("first", "rank"))
     lists = first.cumsum(0)
     return (lists[:, None] == lists) & (ranks[:, None] < ranks)

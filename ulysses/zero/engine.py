@@ -1,147 +1,62 @@
 """One model under ZeRO-3: forward, backward by the one gradient rule, and the update.
 
-    forward(batch) -> backward(loss, last) ... -> gradients() -> step(lr)
-    all-gather        reduce.py: averages, fp32    policies        AdamW on this rank's slices
+    forward(batch) -> backward(loss) ... -> gradients() -> step(gradients, lr)
+    units are whole   reduce.py: averages, fp32    policies        AdamW on this rank's slices
 
-DeepSpeed gathers and releases the weights. It knows nothing of sequence parallelism, and the engine reduces
-the gradients.
+A unit's weights are whole when it is used. Afterwards they are released (DeepSpeed gathers them again for the next use)
+or kept (resident.py). DeepSpeed knows nothing of sequence parallelism, and the engine reduces the gradients.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ulysses.gradients.gradients import Gradients
 from ulysses.zero.construct import streaming_memory
-from ulysses.zero.deepspeed_internals import Partition, empty, remove_hooks
+from ulysses.zero.deepspeed_internals import ShardedWeights, empty
+from ulysses.zero.partition import MakeOptimizer, parameter_slices, sub_groups
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.resident import ResidentWeights
-
-AHEAD = 2  # layers that the host may run ahead of the GPU
-RESERVE = 0.05  # of the free memory, for what sampling itself allocates
+from ulysses.zero.update import ParameterGroup
 
 
 class ZeroEngine:
-    """A model whose parameters, gradients and optimizer state are partitioned over all ranks.
+    """A model whose weights are partitioned over all ranks, to be run.
 
     Args:
         model: built by `build_partitioned`.
         config: from ulysses.zero.settings.derive.
-        optimizer: a torch optimizer over the trainable parameters, or None for a frozen model.
-        leaf_modules: module classes whose parameters are gathered and reduced as one unit (one hook instead
-        of many).
-        reduce_between: dtype in which sums of gradients travel between nodes.
-        resident: whether the weights stay whole on every rank (resident.py). On one process they do in any case, unless
-            they are kept in host memory.
+        unit_kinds: classes of modules whose parameters are gathered and reduced as one unit (one hook instead of many).
+        resident: whether the weights stay whole on every rank. On one process they do in any case, unless they are
+            kept in host memory.
     """
 
     def __init__(
         self,
         model: nn.Module,
         config: dict[str, Any],
-        optimizer: torch.optim.Optimizer | None = None,
-        leaf_modules: tuple[type[nn.Module], ...] = (),
-        reduce_between: torch.dtype = torch.float32,
+        unit_kinds: Sequence[type[nn.Module]] = (),
         *,
         resident: bool = False,
     ) -> None:
-        units = [module for module in model.modules() if type(module) in leaf_modules]
+        self.module, self.device = model, next(model.parameters()).device
+        self.units = [module for module in model.modules() if type(module) in unit_kinds]
+        self.weights: ShardedWeights | ResidentWeights
         on_host = "offload_param" in config["zero_optimization"]
-        resident = (resident or dist.get_world_size() == 1) and not on_host
-        self._begun: deque[torch.cuda.Event] = deque()
-        if not resident and units:
-            deepspeed.utils.set_z3_leaf_modules(model, list(leaf_modules))
-            if torch.cuda.is_available():
-                for unit in units:
-                    unit.register_forward_pre_hook(self._stay_near)
-        self.module, self.optimizer = model, optimizer
-        self._engine: Any = None  # a frozen model whose weights stay needs none
-        if optimizer is not None or not resident:
-            self._engine, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=config
-            )
-        self.weights: Any = None  # those that stay
-        if resident:
-            if self._engine is not None:
-                remove_hooks(self._engine)
-            self.weights = ResidentWeights(model, units)
-        self.device = torch.device((self.weights or self._engine).device)
-        self.partition: Any = None  # a frozen model has none
-        self._gradients: Gradients | None = None  # the last view of this step
-        if optimizer is not None:
-            self.partition = Partition(self._engine, self.weights)
-            self.reduction = GradientReduction(
-                self.partition.slices,
-                units,
-                self.device,
-                bucket=config["zero_optimization"]["reduce_bucket_size"],
-                between=reduce_between,
-            )
-
-    def _stay_near(self, *_: Any) -> None:
-        """Keep the host from issuing gathers far ahead: gathered layers would fill the memory."""
-        self._begun.append(torch.cuda.current_stream().record_event())
-        if len(self._begun) > AHEAD:
-            self._begun.popleft().synchronize()
+        if (resident or dist.get_world_size() == 1) and not on_host:
+            self.weights = ResidentWeights(model, self.units)
+        else:
+            self.weights = ShardedWeights(model, config, self.units)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
-        if self.partition is None or self.weights is not None:
+        with self.weights.forward_pass():
             return self.module(*args, **kwargs)
-        if torch.is_grad_enabled():
-            return self._engine(*args, **kwargs)
-        with self.partition.forward_only():
-            return self.module(*args, **kwargs)
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Back-propagate an already scaled loss; `last` marks the step's last micro-batch."""
-        if self.weights is not None:
-            loss.backward()
-        else:
-            self._engine.set_gradient_accumulation_boundary(last)
-            self._engine.backward(loss, scale_wrt_gas=False)
-        self.reduction.finish()
-
-    def gradients(self) -> Gradients:
-        """Return a view of the whole step's reduced gradient, valid between the last backward and `step`.
-
-        It shows this rank's float32 slices. What is written to them is what the optimizer reads.
-
-        Raises:
-            RuntimeError: if a trained parameter received no gradient in this step, naming it.
-        """
-        self.reduction.wait()
-        if self._gradients is not None:
-            iter(self._gradients)  # does what an earlier view has put off
-        self._gradients = Gradients(
-            self.partition.slices, self._all_reduce, defer=bool(self.partition.updates)
-        )
-        return self._gradients
-
-    def _all_reduce(self, tensor: Tensor) -> Tensor:
-        moved = tensor.to(self.device)
-        dist.all_reduce(moved)
-        return moved.to(tensor.device)
-
-    def step(self, learning_rates: list[float]) -> None:
-        """Update the weights with one learning rate per parameter group."""
-        for group, lr in zip(self.optimizer.param_groups, learning_rates, strict=True):
-            group["lr"] = lr
-        self.partition.publish((self._gradients or self.gradients()).take_factors())
-        self.skip_step()
-
-    def skip_step(self) -> None:
-        """Drop the accumulated gradient without touching the weights."""
-        self._gradients = None
-        self.reduction.forget()
-        self.partition.begin_step()
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -156,11 +71,101 @@ class ZeroEngine:
 
     def destroy(self) -> None:
         """Give all memory back; nothing of the engine may be used afterwards."""
-        if self.partition is not None:
-            self.reduction.close()
-        if self.weights is not None:
-            self.weights.close()
-        empty(self._engine, self.module, self.partition)
+        self.weights.close()
+        empty(list(self.module.parameters()))
+
+
+class TrainedEngine(ZeroEngine):
+    """A model that is trained: its gradients and its optimizer's state are partitioned too.
+
+    Args:
+        optimizer: makes an optimizer of tables of parameters, as torch's take them; each sub-group has one.
+        groups: the trainable parameters.
+        offload_optimizer: whether master weights, gradients and the optimizer's state are in host memory.
+        reduce_between: dtype in which sums of gradients travel between nodes.
+        graphs: whether the layers run as CUDA graphs (memory/graphs.py), which run no hooks and write all gradients
+            to memory of their own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: dict[str, Any],
+        optimizer: MakeOptimizer,
+        groups: Sequence[ParameterGroup],
+        unit_kinds: Sequence[type[nn.Module]] = (),
+        *,
+        resident: bool = False,
+        offload_optimizer: bool = False,
+        reduce_between: torch.dtype = torch.float32,
+        graphs: bool = False,
+    ) -> None:
+        # a graph of all layers gathers and reduces nothing in between
+        super().__init__(model, config, () if graphs else unit_kinds, resident=resident)
+        zero = config["zero_optimization"]
+        device = torch.device("cpu") if offload_optimizer else self.device
+        self.sub_groups = list(
+            sub_groups(groups, optimizer, size=zero["sub_group_size"], device=device)
+        )
+        self.slices = [s for one in self.sub_groups for s in parameter_slices(model, one)]
+        self.reduction = GradientReduction(
+            self.slices,
+            self.units,
+            self.device,
+            lent=graphs,
+            bucket=zero["reduce_bucket_size"],
+            between=reduce_between,
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate an already scaled loss."""
+        loss.backward()
+        self.weights.backward_done()
+        self.reduction.finish()
+
+    def gradients(self) -> Gradients:
+        """Return a view of the whole step's reduced gradient, valid between the last backward and `step`.
+
+        It shows this rank's float32 slices. What is written to them is what the optimizer reads.
+
+        Raises:
+            RuntimeError: if a trained parameter received no gradient in this step, naming it.
+        """
+        self.reduction.wait()
+        return Gradients(self.slices, self._all_reduce)
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        moved = tensor.to(self.device)
+        dist.all_reduce(moved)
+        return moved.to(tensor.device)
+
+    @torch.no_grad()
+    def step(self, gradients: Gradients, lr: float) -> None:
+        """Update the weights by the slices times the factors of `gradients`; `lr` is the schedule's learning rate."""
+        with self.weights.rewritten():
+            for sub_group in self.sub_groups:
+                group = sub_group.group
+                sub_group.update(lr * group.lr_factor, gradients.factors[group.scope])
+                self.weights.written(sub_group.parameters)
+        self.skip_step()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give the master weights to the model after a change from outside."""
+        with self.weights.rewritten():
+            for sub_group in self.sub_groups:
+                sub_group.write()
+                self.weights.written(sub_group.parameters)
+
+    def skip_step(self) -> None:
+        """Drop the accumulated gradient without touching the weights."""
+        self.reduction.forget()
+
+    def destroy(self) -> None:
+        """Give all memory back; nothing of the engine may be used afterwards."""
+        self.reduction.close()
+        super().destroy()
+        empty([[one.master, *one.optimizer.state.values()] for one in self.sub_groups])
 
 
 # --- whole weights out of their slices: one module at a time for an export, all at once for a sampler ---------------
@@ -179,7 +184,7 @@ def full_parameters(
     with streaming_memory():
         for _, of_module in groupby(chosen, lambda item: item[0].rpartition(".")[0]):
             names, parameters = zip(*of_module)
-            with gathered(engine, parameters), torch.no_grad():
+            with engine.weights.whole(parameters), torch.no_grad():
                 values = [p.detach().to("cpu", copy=True) if main else None for p in parameters]
             yield from zip(names, values)
 
@@ -192,22 +197,5 @@ def gathered_weights(engine: ZeroEngine) -> Iterator[dict[str, Tensor]]:
     no lockstep in between. The memory for them was planned before the run began.
     """
     chosen = dict(engine.module.named_parameters())
-    with gathered(engine, chosen.values()):
+    with engine.weights.whole(chosen.values()):
         yield {name: p.data for name, p in chosen.items()}
-
-
-def gathered(
-    engine: ZeroEngine, parameters: Iterable[nn.Parameter]
-) -> AbstractContextManager[Any]:
-    """Return the context in which these parameters are whole; all ranks enter and leave it together."""
-    if engine.weights is None:
-        return deepspeed.zero.GatheredParameters(parameters)
-    engine.weights.wait()
-    return nullcontext()
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the GPU memory that this process can still allocate for a sampler's cache."""
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free * (1 - RESERVE))

@@ -1,4 +1,3 @@
-# ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
 """Average gradients over all ranks into each rank's float32 slices, while the backward pass goes on.
 
     a unit's backward ends    its gradients are whole, in the weights' dtype
@@ -28,32 +27,7 @@ from torch.nn import functional as F
 
 from ulysses import environment
 from ulysses.parallel.mesh import gather
-from ulysses.zero.deepspeed_internals import TESTED, ParameterSlice, leave_gradients_alone
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
-
-_BLOCK = 2048
-
-if triton is not None:
-
-    @triton.jit
-    def _average_kernel(
-        copies, target, count, W: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = at < count
-        total = tl.load(copies + at, mask).to(tl.float32)
-        for r in tl.static_range(1, W):
-            total += tl.load(copies + r * count + at, mask).to(tl.float32)
-        total /= W
-        if ADD:
-            total += tl.load(target + at, mask)
-        tl.store(target + at, total, mask)
-
+from ulysses.zero.update import ParameterSlice
 
 # Units whose gradients wait for their reduction, and take memory, before the host waits too.
 IN_FLIGHT = 4
@@ -66,6 +40,7 @@ class GradientReduction:
         slices: of all trained parameters, their gradients on the GPU or in (pinned) host memory.
         units: modules whose parameters' gradients are complete when the module's backward is.
         device: of the model.
+        lent: gradients lie in memory that the next backward pass writes again (memory/graphs.py).
         bucket: gradients with fewer elements travel together, in float32 all-reduces of about this many elements.
         between: dtype of the sums that travel between nodes.
     """
@@ -76,11 +51,12 @@ class GradientReduction:
         units: Iterable[nn.Module],
         device: torch.device,
         *,
+        lent: bool,
         bucket: int,
         between: torch.dtype = torch.float32,
     ) -> None:
         self._slices = list(slices)
-        self._between, self._bucket = between, bucket
+        self._lent, self._between, self._bucket = lent, between, bucket
         self._world = dist.get_world_size()
         self._on_host = self._slices[0].grad.device.type != device.type
         self._make_groups(ranks_of_a_node())
@@ -88,17 +64,20 @@ class GradientReduction:
         # products.
         self._backend = torch.get_device_module(device)
         self._stream = self._backend.Stream(priority=-1)
+        self._average = average
+        if device.type == "cuda":
+            from ulysses.zero import gpu_kernels
+
+            if gpu_kernels.AVAILABLE:
+                self._average = gpu_kernels.average
         self._events: deque[Any] = deque()
         self._waiting: list[tuple[ParameterSlice, Tensor]] = []
         self._written: set[str] = set()
         self._hooks: list[Any] = []
         alone = {s.parameter: s for s in self._slices}
-        leave_gradients_alone(alone)
         for unit in units:
             inside = [alone.pop(p) for p in unit.parameters() if p in alone]
             self._hooks.append(unit.register_full_backward_hook(partial(self._take, inside)))
-        # without units, gradients may lie in memory that the next backward pass writes again (memory/graphs.py)
-        self._lent = not self._hooks
         for p, s in alone.items():
             if s.numel >= bucket:
                 hook = p.register_post_accumulate_grad_hook(partial(self._take, [s]))
@@ -130,7 +109,7 @@ class GradientReduction:
         if missing:
             raise RuntimeError(
                 f"{len(missing)} of {len(self._slices)} trained parameters received no gradient in this step, the "
-                f"first is {missing[0]}; freeze what the loss does not use, and install deepspeed {TESTED}"
+                f"first is {missing[0]}; freeze what the loss does not use"
             )
         self._backend.current_stream().wait_stream(self._stream)
         if self._on_host:
@@ -141,14 +120,11 @@ class GradientReduction:
         self._written.clear()
         self._waiting.clear()
 
-    def close(self, *, release: bool = False) -> None:
-        """Remove the hooks and forget the slices; `release` gives the communicators back too (all ranks together)."""
+    def close(self) -> None:
+        """Remove the hooks and forget the slices."""
         for hook in self._hooks:
             hook.remove()
         self._slices, self._waiting = [], []
-        if release:
-            for group in {self._all, self._inside, self._across}:
-                dist.destroy_process_group(group)
 
     @torch.no_grad()
     def _take(self, slices: Iterable[ParameterSlice], *_: Any, last: bool = False) -> None:
@@ -205,7 +181,7 @@ class GradientReduction:
         if self._on_host:
             self._store([(s, copies.mean(0, dtype=torch.float32))])
         else:
-            average(copies, s.grad, add=s.name in self._written)
+            self._average(copies, s.grad, add=s.name in self._written)
             self._written.add(s.name)
 
     def _reduce_waiting(self) -> None:
@@ -243,14 +219,8 @@ def ranks_of_a_node() -> int:
 
 
 def average(copies: Tensor, target: Tensor, *, add: bool) -> None:
-    """Write the mean over the first axis of contiguous copies [W, n], in float32, to a target [n], or add it."""
-    if triton is not None and copies.is_cuda:
-        blocks = triton.cdiv(len(target), _BLOCK)
-        if blocks:
-            _average_kernel[(blocks,)](
-                copies, target, len(target), W=len(copies), ADD=add, BLOCK=_BLOCK, num_warps=8
-            )
-    elif add:
+    """Write the mean over the first axis of copies [W, n], in float32, to a target [n], or add it."""
+    if add:
         target.add_(copies.mean(0, dtype=torch.float32))
     else:
         torch.mean(copies, 0, dtype=torch.float32, out=target)

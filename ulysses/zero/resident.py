@@ -8,33 +8,33 @@ parts of these tensors, so nothing is held twice, and on one process nothing is 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ulysses.zero.deepspeed_internals import own_slice, stay_whole
+from ulysses.zero.deepspeed_internals import own_slice, stay_whole, whole_shape
 
-BUCKET = 1 << 22  # elements that CPUs gather in one call
 ALIGNMENT = 64  # elements between the starts of parameters: kernels read aligned ones faster
 
 
 class ResidentWeights:
-    """All weights of a partitioned module, whole; the ranks make it together, and call `gather` together.
+    """Weights that are kept after each use; the ranks make it together, and call `written` together.
 
     Args:
-        module: built by `build_partitioned`; afterwards its parameters are plain tensors.
+        model: built by `build_partitioned`; afterwards its parameters are plain tensors.
         units: modules each of which waits for its own weights only.
     """
 
-    def __init__(self, module: nn.Module, units: Iterable[nn.Module] = ()) -> None:
-        self.world, units = dist.get_world_size(), list(units)
+    def __init__(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
+        self.world = dist.get_world_size()
         # of every parameter: the whole with its padding, and this rank's slice
         self._wholes: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         siblings: dict[Any, list[Any]] = defaultdict(list)
-        for name, parameter in module.named_parameters():
+        for name, parameter in model.named_parameters():
             parent = name.rpartition(".")[0].rpartition(".")[0]
             siblings[parent, parameter.dtype].append(parameter)
         for parameters in siblings.values():
@@ -44,77 +44,76 @@ class ResidentWeights:
         waiting = {unit: list(unit.parameters()) for unit in units}
         of_units = {p for of_unit in waiting.values() for p in of_unit}
         # what belongs to no unit is waited for before a pass begins
-        waiting[module] = [p for p in self._wholes if p not in of_units]
+        waiting[model] = [p for p in self._wholes if p not in of_units]
         self._hooks = [
             waits.register_forward_pre_hook(lambda *_, own=own: self.wait(own))
             for waits, own in waiting.items()
             if self.world > 1
         ]
-        self.gather(self._wholes)
+        self.written(self._wholes)
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        """Each unit waits for its weights by itself."""
+        return nullcontext()
+
+    def backward_done(self) -> None:
+        """Keep everything."""
+
+    def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Wait for these parameters, and return a context in which they are whole."""
+        self.wait(parameters)
+        return nullcontext()
+
+    @contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """Let every rank change its slices inside, and say of each with `written` when it is done."""
+        self.wait(self._wholes)
+        yield
 
     def _move(self, parameters: list[Any]) -> None:
         """Lay the wholes of some parameters one after the other, this rank's slices in their places."""
         # matrices first: those that one product can take together then have no bias between them
-        parameters = sorted(parameters, key=lambda p: -len(p.ds_shape))
-        sizes = [p.partition_numel() * self.world for p in parameters]
+        parameters = sorted(parameters, key=lambda p: -len(whole_shape(p)))
+        owns = [own_slice(p)[0] for p in parameters]
+        sizes = [len(own) * self.world for own in owns]
         room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-        flat = own_slice(parameters[0])[0].new_empty(sum(room))
-        for parameter, size, part in zip(parameters, sizes, flat.split(room)):
+        flat = owns[0].new_empty(sum(room))
+        for parameter, own, size, part in zip(parameters, owns, sizes, flat.split(room)):
             whole = part[:size]
-            own = whole.chunk(self.world)[dist.get_rank()]
-            own.copy_(own_slice(parameter)[0])
-            stay_whole(parameter, own, whole)
-            self._wholes[parameter] = whole, own
+            place = whole.chunk(self.world)[dist.get_rank()]
+            stay_whole(parameter, place.copy_(own), whole)
+            self._wholes[parameter] = whole, place
 
-    def gather(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begin to bring every rank's slices of these to all ranks; whoever reads them waits for them first."""
+    def written(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Begin to bring every rank's new slices of these to all ranks; whoever reads them waits for them first."""
+        parameters = list(parameters)
         if self.world == 1:
             return
         if self.device.type == "cpu":
-            for few in self._buckets(parameters):
-                self._gather_flat(few)
+            for dtype in dict.fromkeys(p.dtype for p in parameters):
+                self._gather_on_host([p for p in parameters if p.dtype == dtype])
             return
-        parameters = list(parameters)
         with dist._coalescing_manager(async_ops=True) as coming:
             for parameter in parameters:
                 dist.all_gather_into_tensor(*self._wholes[parameter])
         self._coming |= dict.fromkeys(parameters, coming)
 
-    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Yield parameters of one dtype, together at most as large as BUCKET unless one alone is larger."""
-        few: list[nn.Parameter] = []
-        for parameter in parameters:
-            size = sum(p.numel() for p in (*few, parameter))
-            if few and (size > BUCKET or parameter.dtype != few[0].dtype):
-                yield few
-                few = []
-            few.append(parameter)
-        if few:
-            yield few
-
-    def _gather_flat(self, parameters: list[nn.Parameter]) -> None:
-        """Gather slices side by side, because gloo takes the first tensor's memory for each of those gathered together.
-
-        One call for many small tensors is also quicker.
-        """
+    def _gather_on_host(self, parameters: list[nn.Parameter]) -> None:
+        """Gather slices side by side: gloo would take the first tensor's memory for each of those gathered together."""
         wholes, owns = zip(*(self._wholes[p] for p in parameters))
-        if len(owns) == 1:
-            dist.all_gather_into_tensor(wholes[0], owns[0])
-            return
         own = torch.cat(owns)
         everyone = own.new_empty(self.world, len(own))
         dist.all_gather_into_tensor(everyone.view(-1), own)
         for whole, part in zip(wholes, everyone.split([len(x) for x in owns], 1)):
             whole.view(self.world, -1).copy_(part)
 
-    def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Wait for those of these parameters, or of all, that are still on their way."""
-        chosen = list(self._coming) if parameters is None else parameters
-        for coming in {self._coming.pop(p, None) for p in chosen} - {None}:
+    def wait(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait for those of these parameters that are still on their way."""
+        for coming in {self._coming.pop(p, None) for p in parameters} - {None}:
             coming.wait()
 
     def close(self) -> None:
         """Let gathers end, and remove the hooks."""
-        self.wait()
+        self.wait(self._wholes)
         for hook in self._hooks:
             hook.remove()

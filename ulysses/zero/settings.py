@@ -13,7 +13,6 @@ _TABLES = Path(__file__).with_name("deepspeed.toml").read_text()
 def derive(
     *,
     dtype: torch.dtype,
-    offload_optimizer: bool = False,
     offload_parameters: bool = False,
     layer_matrices: int = 1 << 20,
     vocabulary_matrices: int = 0,
@@ -34,8 +33,6 @@ def derive(
     # the host from running far ahead of the GPU.
     zero["stage3_max_live_parameters"] = vocabulary_matrices + 4 * layer_matrices
     host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    if offload_optimizer:
-        zero["offload_optimizer"] = host
     if offload_parameters:
         zero["offload_param"] = host
     zero |= raw or {}

@@ -23,7 +23,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ulysses.disk import write_digested
-from ulysses.zero.update import moments
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -77,7 +76,7 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
     of the run, and the step.
     """
     stem = f"rank-{dist.get_rank():05d}"
-    slices = [s for s in engine.partition.slices if len(s.grad)]
+    slices = [s for s in engine.slices if len(s.grad)]
     *starts, count = accumulate((len(s.grad) for s in slices), initial=0)
     digests: dict[str, str] = {}
     data = {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}
@@ -85,13 +84,13 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
     header += b" " * (-len(header) % 8)
     start = [len(header).to_bytes(8, "little"), header]
     for kind in KINDS:  # slice by slice: never more than one of them is copied to host memory
-        states = (slice_state(engine, s, kind).detach() for s in slices)
+        states = (s.state(kind) for s in slices)
         # a copy in any case: torch would never give back memory that numpy has shared
         parts = (state.to("cpu", copy=True).numpy() for state in states)
         name = f"{stem}.{kind}.safetensors"
         digests[name] = write_digested(folder / name, chain(start, parts))
     record |= {
-        "updates": int(moments(engine.optimizer, engine.partition.masters[0])["step"]),
+        "updates": int(engine.sub_groups[0].moments["step"]),
         "digests": digests,
         "pieces": [[s.name, s.start, len(s.grad), at] for s, at in zip(slices, starts)],
     }
@@ -106,8 +105,8 @@ def load_state(engine: Any, folder: Path) -> None:
     Raises:
         ValueError: if the folder holds other parameters than this model's, naming the first that differs.
     """
-    saved, partition = SavedSlices(folder), engine.partition
-    ours = {s.name: s.numel for s in partition.slices}
+    saved = SavedSlices(folder)
+    ours = {s.name: s.numel for s in engine.slices}
     for name in [*ours, *saved.places]:
         if saved.numel(name) != ours.get(name, 0):
             raise ValueError(
@@ -115,14 +114,8 @@ def load_state(engine: Any, folder: Path) -> None:
                 f"{name}, this model has {ours.get(name, 0)}; resume with the same model and adapters"
             )
     for kind in KINDS:
-        for s in partition.slices:
-            saved.read_into(slice_state(engine, s, kind), s.name, kind, s.start)
-    for master in partition.masters:
-        moments(engine.optimizer, master)["step"].fill_(saved.updates)
-    partition.publish()
-
-
-def slice_state(engine: Any, s: Any, kind: str) -> Tensor:
-    """Return the float32 master weights of one of the partition's slices, or one of its AdamW moments."""
-    whole = s.master.detach() if kind == "master" else moments(engine.optimizer, s.master)[kind]
-    return whole.narrow(0, s.offset, len(s.grad))
+        for s in engine.slices:
+            saved.read_into(s.state(kind), s.name, kind, s.start)
+    for sub_group in engine.sub_groups:
+        sub_group.moments["step"].fill_(saved.updates)
+    engine.publish()

@@ -302,7 +302,7 @@ def _check_answer(answer: Messages, kind: str) -> None:
 
 
 def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
-    """Read the prompt and its answers; what is trained of a row with messages alone is the answer."""
+    """Read the prompt and its answers."""
     prompt = PROMPTS[row_format](row)
     if row.get("system") and _role(prompt, 0) != "system":
         prompt.insert(0, Message("system", string(row["system"], "system")))
@@ -321,10 +321,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
         else:
             prompt, ends_with_answer = prompt[:-1], False
     if row_format == "messages" and len(values) <= ends_with_answer:
-        if kind == "prompt":
-            return prompt, []
-        begin = 0 if kind == "sequence" else len(prompt) - 1
-        return prompt[:begin], [prompt[begin:]]
+        return _alone(prompt, kind)
     first_roles = {_role(answer, 0) for answer in answers}
     holds_prompt = may_hold_prompt or any(prompt[-1] in answer for answer in answers)
     if holds_prompt and answers and not first_roles & {"", "assistant"}:
@@ -332,13 +329,28 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     if not prompt:
         raise BadRowError(f"has no {_either(PROMPT_KEYS)} (it has {_keys(row)})")
     if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
-        *prompt, begun = prompt
-        begun = replace(begun, begun=len(begun.content))
-        for answer in answers:
-            text, more = begun.content + answer[0].content, {**begun.more, **answer[0].more}
-            answer[0] = replace(answer[0], content=text, more=more, begun=begun.begun)
-        prompt += [begun] * (kind == "prompt")
+        return _continued(prompt, answers, kind)
     return prompt, answers
+
+
+def _alone(messages: Messages, kind: str) -> tuple[Messages, list[Messages]]:
+    """Take the answer out of messages that stand alone in their row: all that is trained of them."""
+    if kind == "prompt":
+        return messages, []
+    begin = 0 if kind == "sequence" else len(messages) - 1
+    return messages[:begin], [messages[begin:]]
+
+
+def _continued(
+    prompt: Messages, answers: list[Messages], kind: str
+) -> tuple[Messages, list[Messages]]:
+    """Let the answers continue the one that ends the prompt, which is their beginning and is not trained."""
+    *prompt, begun = prompt
+    begun = replace(begun, begun=len(begun.content))
+    for answer in answers:
+        text, more = begun.content + answer[0].content, {**begun.more, **answer[0].more}
+        answer[0] = replace(answer[0], content=text, more=more, begun=begun.begun)
+    return prompt + [begun] * (kind == "prompt"), answers
 
 
 def _inner_prompt(

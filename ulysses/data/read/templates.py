@@ -26,7 +26,8 @@ from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.messages import Arguments
 
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
-OPEN, CLOSE, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"  # marks in rendered text
+# Marks in rendered text. They are Unicode noncharacters, which no text meant for interchange holds.
+OPEN, CLOSE, GUARD, BEGUN = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 THINK_TAG = re.compile(f"</?think{GUARD}?>")
 # keys of what the assistant wrote
 SAID = ("content", "reasoning_content", "reasoning", "thinking")

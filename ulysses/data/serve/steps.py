@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ulysses.data.serve.encode import Example
+from ulysses.data.serve.dataset import Example
 from ulysses.parallel.layout import squares
 from ulysses.parallel.random_keys import STEP, scatter_bits, wrapped
 
@@ -100,18 +100,20 @@ class StepLoader:
         return self.micro_batches(self.dataset, self.indices(epoch, k))
 
     def micro_batches(self, dataset: Any, indices: list[int]) -> list[list[Example]]:
-        """Pack some examples of a dataset for all groups, and return this group's micro-batches."""
-        lengths = dataset.sequence_lengths[indices]
-        prefixes = dataset.prefix_lengths[indices]
-        groups = self._pack(lengths, prefixes)
-        whole = lengths + prefixes
+        """Pack some examples of a dataset for all groups, and return this group's micro-batches.
+
+        One without examples holds a single one without tokens, for its columns.
+        """
+        lengths, prefixes = dataset.sequence_lengths[indices], dataset.prefix_lengths[indices]
+        groups, whole = self._pack(lengths, prefixes), lengths + prefixes
         fits = whole.sum(axis=1).max(initial=0) <= self.tokens_per_microbatch
-        launches = self.launched_tokens * sum(map(len, groups))
-        restore = fits and prefixes.any() and whole.sum() <= launches
-        if restore:
+        apart = fits and whole.sum() <= self.launched_tokens * sum(map(len, groups))
+        if apart:
             groups = self._pack(whole, 0 * prefixes)
         found = [[dataset[indices[i]] for i in members] for members in groups[self.dp_rank]]
-        return [[example.whole for example in few] for few in found] if restore else found
+        if apart:
+            found = [[example.apart for example in few] for few in found]
+        return [few or [dataset[0].emptied] for few in found]
 
     def _pack(self, lengths: np.ndarray, prefixes: np.ndarray) -> list[list[list[int]]]:
         """Deal examples of these sequences to groups and micro-batches."""
@@ -134,6 +136,21 @@ class StepLoader:
             if partner is not None:
                 pairs.append((i, partner))
         return pairs
+
+
+def share_within(budget: int, prompt: int, answers: list[int]) -> list[int]:
+    """Return for each answer to a prompt the place of the first one that shares a micro-batch and the prompt with it.
+
+    All are numbers of tokens; a prompt's last token is held by every answer.
+    """
+    found: list[int] = []
+    room = -1
+    for place, answer in enumerate(answers):
+        room -= 1 + answer
+        found.append(place if room < 0 else found[-1])
+        if room < 0:
+            room = budget - prompt - answer
+    return found
 
 
 def check_fits(longest: int, budget: int) -> None:

@@ -4,41 +4,26 @@
                                                                           process 1: 1, 3, ...
     results   0 1 2 3 ...  <-- asked for in the same turn --
 
-A process holds one batch at a time, which bounds memory, and what it does depends on no other process. torch's
-DataLoader starts and watches the processes. They are forked, so the function needs no pickling and a script no guard.
-That is safe because they use no thread pool that the parent may have started: neither torch's nor the tokenizer's.
+A process holds one batch at a time, which bounds memory, and what it does depends on no other process. Processes are
+forked, so the function needs no pickling and a script no guard. That is safe because they use no thread pool that the
+parent may have started: neither torch's nor the tokenizer's.
 """
 
 import gc
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import chain, islice
+from contextlib import ExitStack, suppress
+from itertools import islice
+from multiprocessing import get_context
 from typing import Any
-
-from torch import Generator
-from torch.utils.data import DataLoader
 
 from ulysses.data import DataError
 from ulysses.environment import silence_tokenizers
 
 MOST_WORKERS = 16  # one process deals and writes for all of them
 BATCHES_AT_FIRST = 2  # so little work is done before processes would be up
-
-
-@dataclass
-class Results:
-    """What the function makes of a batch: its result, or its error."""
-
-    function: Callable[[Any], Any]
-
-    def __getitem__(self, batch: Any) -> Any:
-        try:
-            return self.function(batch)
-        except Exception as error:
-            return error
 
 
 def in_order(
@@ -57,37 +42,56 @@ def in_order(
             gc.freeze()
             frozen.callback(gc.unfreeze)
         yield from map(function, islice(batches, BATCHES_AT_FIRST if workers > 1 else None))
-        for batch in batches:  # there are more: processes take them all
-            for result in _in_processes(function, chain([batch], batches), workers):
-                if isinstance(result, Exception):
-                    raise result
-                yield result
+        yield from _in_processes(function, batches, workers)
 
 
 def _in_processes(
-    function: Callable[[Any], Any], batches: Iterable[Any], workers: int | str
+    function: Callable[[Any], Any], batches: Iterable[Any], workers: int
 ) -> Iterator[Any]:
-    loader = DataLoader(
-        Results(function),
-        sampler=batches,
-        batch_size=None,
-        collate_fn=lambda result: result,
-        num_workers=workers,
-        prefetch_factor=1,
-        multiprocessing_context="fork",
-        worker_init_fn=_begin,
-        generator=Generator(),  # the program's own is not drawn from
-    )
+    fork, busy = get_context("fork"), deque[Any]()
+    with ExitStack() as stopping:
+        for batch in batches:
+            if len(busy) < workers:
+                pipe, theirs = fork.Pipe()
+                process = fork.Process(
+                    target=_serve, args=(function, theirs, pipe), daemon=True
+                )
+                process.start()
+                stopping.callback(process.join)
+                stopping.callback(process.kill)
+                theirs.close()
+            else:
+                yield _result(pipe := busy.popleft())
+            with suppress(
+                OSError
+            ):  # that a process has died is told when its result is asked for
+                pipe.send(batch)
+            busy.append(pipe)
+        yield from map(_result, busy)
+
+
+def _serve(function: Callable[[Any], Any], pipe: Any, others: Any) -> None:
+    """Compute what comes through a pipe until its other end is closed, in a process of its own."""
+    others.close()  # of which this process has a copy
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all of them
+    silence_tokenizers()
+    with suppress(EOFError, OSError):
+        while True:
+            batch = pipe.recv()
+            try:
+                result = function(batch)
+            except Exception as error:
+                result = error
+            pipe.send(result)
+
+
+def _result(pipe: Any) -> Any:
     try:
-        yield from loader
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
+        result = pipe.recv()
+    except (EOFError, OSError):
         raise DataError(
             "a process that tokenised data was killed, perhaps for want of memory; set data.workers to fewer"
         ) from None
-
-
-def _begin(_: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all of them
-    silence_tokenizers()
+    if isinstance(result, Exception):
+        raise result
+    return result

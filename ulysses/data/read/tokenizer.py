@@ -1,0 +1,224 @@
+"""Load tokenizers, and tokenise plain text with them (only this file imports transformers)."""
+
+import re
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from string import printable
+from typing import Any
+
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ulysses.data import BadRowError, DataError, DropRowError
+from ulysses.data.cache import digest_of_value
+from ulysses.data.read.sources import in_batches, safe_parts
+from ulysses.data.read.templates import BEGUN, CLOSE, GUARD, OPEN, ends
+
+MARKS = OPEN, CLOSE, GUARD, BEGUN
+SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+# of texts that are tokenised together; the results of more would not stay in the processor's cache
+CHARACTERS_AT_ONCE = 1 << 15
+SAMPLE = printable * 100
+# settings of a tokenizer's parts with which it puts no space before a text
+NEWLINE = re.compile(r"\s*[\r\n]")
+NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
+Rendered = list[tuple[str | int, float]]  # texts, or ids of special tokens, and their weights
+Encoded = tuple[list[int], list[float]]  # tokens and their weights
+
+
+def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
+    """Load a tokenizer from a folder, a hub id or a bare tokenizer.json; code in the folder is never run.
+
+    Args:
+        special: the texts of bos_token, eos_token, ...; a bare tokenizer.json needs at least eos_token.
+
+    Raises DataError: there is no tokenizer, or a named token is not in its vocabulary.
+    """
+    place = Path(path).expanduser()
+    try:
+        if place.is_file():
+            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(place))
+        # vocab.json, merges.txt; few folders need the import, which takes seconds
+        elif place.is_dir() and not (place / "tokenizer.json").exists():
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
+        else:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(place))
+    except Exception as error:  # every layer below has its own classes
+        problem = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"no tokenizer could be loaded from {path} ({place.absolute()}): {problem}"
+        ) from None
+    added = tokenizer.added_tokens_decoder.values()
+    known = ", ".join(token.content for token in added if token.special) or "none"
+    for name, text in special.items():
+        if name not in SPECIAL_NAMES:
+            raise DataError(
+                f"special token {name!r} is unknown; name {', '.join(SPECIAL_NAMES)}"
+            )
+        if text not in tokenizer.get_vocab():
+            raise DataError(
+                f"{name} is {text!r}, which is not in the vocabulary of {path}; its special tokens are {known}"
+            )
+        setattr(tokenizer, name, text)
+    if tokenizer.eos_token is None:
+        raise DataError(
+            f"the tokenizer {path} names no EOS token; name one, for example "
+            f'model.special_tokens = {{ eos_token = "<|endoftext|>" }} (its special tokens are {known})'
+        )
+    return tokenizer
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Hash everything of a tokenizer that decides tokens, which its chat template does not."""
+    names = [getattr(tokenizer, name) for name in SPECIAL_NAMES]
+    return digest_of_value([tokenizer.backend_tokenizer.to_str(), names])
+
+
+class TextEncoder:
+    """Tokenise plain text: strings in it that look like special tokens stay text, and nothing is put around it.
+
+    Attributes:
+        special: ids of the special tokens by their text.
+        special_pattern: matches a special token, with the white space that it strips.
+        bos: None unless the tokenizer itself begins texts with it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        # A copy, so that these settings do not change the caller's tokenizer.
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        if not ends(lambda: self.backend.encode(SAMPLE)):
+            raise DataError(
+                f"the tokenizer takes too much time or memory for {len(SAMPLE):,} characters; mend its normalizer or "
+                "its pattern"
+            )
+        self.eos = int(tokenizer.eos_token_id)
+        first = tokenizer("a")["input_ids"][:1]
+        self.bos = tokenizer.bos_token_id if tokenizer.bos_token_id in first else None
+        self._take_spaces(tokenizer.eos_token)
+        self.backend.encode_special_tokens = True
+        added = self.backend.get_added_tokens_decoder().items()
+        self.special = {token.content: number for number, token in added if token.special}
+        patterns = [
+            r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+            for _, token in sorted(added, key=lambda item: -len(item[1].content))
+            if token.special
+        ]
+        self.special_pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")
+
+    def _take_spaces(self, special: str) -> None:
+        """Take out the space that SentencePiece tokenizers put before a text, and learn where it belongs.
+
+        It does not belong where we cut a text in parts. `begin` puts it before the others.
+        """
+
+        def encoded(text: str) -> list[int]:
+            return self.backend.encode(text, add_special_tokens=False).ids
+
+        cases = list(product((True, False), ("a", " a")))
+        usual = [
+            encoded(text if first else special + text)[not first :] for first, text in cases
+        ]
+        for part in (self.backend.normalizer, self.backend.pre_tokenizer):
+            is_several = isinstance(part, normalizers.Sequence | pre_tokenizers.Sequence)
+            for each, (name, value) in product(
+                part if is_several else [part], NO_SPACE.items()
+            ):
+                if hasattr(each, name):
+                    setattr(each, name, value)
+        self._spaced = {
+            (first, text.startswith(" "))
+            for (first, text), found in zip(cases, usual)
+            if found == encoded(" " + text)
+        }
+
+    def begin(self, text: str, is_first: bool = True) -> str:
+        """Return a text, the first one or one after a special token, with the space that the tokenizer puts there."""
+        return " " * ((is_first, text.startswith(" ")) in self._spaced) + text
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text.
+
+        The tokenizer gets few characters at once, because its own result takes 200 bytes for each token.
+        """
+        encoded: list[list[int]] = [[] for _ in texts]
+        parts = ((i, part) for i, text in enumerate(texts) for part in safe_parts(text))
+        for batch in in_batches(parts, CHARACTERS_AT_ONCE):
+            places, strings = zip(*batch)
+            try:
+                results = self.backend.encode_batch_fast(strings, add_special_tokens=False)
+            except BaseException as error:
+                if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
+                    raise
+                raise BadRowError(f"cannot be tokenised: {error}") from None
+            for i, result in zip(places, results):
+                encoded[i] += result.ids
+        return encoded
+
+    def guard(self, value: Any) -> Any:
+        """Break strings in data that look like special tokens with a mark that split_special takes out again."""
+        if isinstance(value, str):
+            if not value.isascii() and any(mark in value for mark in MARKS):
+                raise DropRowError("it holds one of the Unicode noncharacters U+FDD0 to U+FDD3")
+            return self.special_pattern.sub(_broken, value)
+        if isinstance(value, dict):
+            guarded = {self.guard(key): self.guard(entry) for key, entry in value.items()}
+            return type(value)(guarded)
+        if isinstance(value, list | tuple):
+            return [self.guard(entry) for entry in value]
+        return value
+
+    def encode_batch(
+        self, conversations: Sequence[Rendered], *, as_whole: bool = False
+    ) -> list[Encoded]:
+        """Tokenise several conversations at once, which is faster.
+
+        Args:
+            as_whole: an answer that begins with a newline may share its first token with the end of its prompt, as in
+                the tokens of the whole text; otherwise its prompt has the tokens that it has alone.
+        """
+        parts = {part for rendered in conversations for part, _ in rendered}
+        texts = [part for part in parts if isinstance(part, str)]
+        ids: dict[Any, list[int]] = dict(zip(texts, self.encode_texts(texts)))
+        encoded = []
+        for rendered in conversations:
+            tokens: list[int] = []
+            weights: list[float] = []
+            before: Any = 0
+            for part, weight in rendered:
+                own, alone = ids.get(part, [part]), []
+                if as_whole and weight and isinstance(before, str) and NEWLINE.match(str(part)):
+                    alone = ids[before]
+                    (own,) = self.encode_texts([f"{before}{part}"])
+                start, before = len(tokens) - len(alone), part
+                while alone != own[: len(alone)]:
+                    alone = alone[:-1]
+                tokens[start:] = own
+                weights[start:] = [0.0] * len(alone) + [weight] * (len(own) - len(alone))
+            encoded.append((tokens, weights))
+        return encoded
+
+    def split_special(self, parts: Rendered) -> Rendered:
+        """Cut texts with weights into plain texts and the ids of the special tokens between them, BOS before all."""
+        found: Rendered = []
+        for text, weight in parts:
+            for place, piece in enumerate(self.special_pattern.split(text)):
+                plain = piece.replace(GUARD, "").replace(BEGUN, "")
+                if place % 2 and plain:
+                    found.append((self.special[plain.strip()], weight))
+                elif plain:
+                    if not found or isinstance(found[-1][0], int):
+                        plain = self.begin(plain, not found)
+                    found.append((plain, weight))
+        if self.bos is not None and found[:1] != [(self.bos, 0.0)]:
+            found.insert(0, (self.bos, 0.0))
+        return found
+
+
+def _broken(match: re.Match[str]) -> str:
+    token = match[0].strip()
+    return match[0].replace(token, GUARD.join(token))

@@ -1,0 +1,387 @@
+"""Tokenise rows into a folder of examples that is named by all that decides its content, once per machine.
+
+rows  -- batches of them, in several processes -->  records  -->  tokens with weights in the loss  -->  files
+
+sequence   prompt answer            every assistant turn is trained (or the last one, or everything); where the chat
+                                    template rewrites earlier turns, an example has several sequences
+pair       prompt chosen | prompt rejected     both sides have the same prompt tokens; the answers are trained
+ranked     prompt answer | prompt answer ...   the same with any number of answers
+unpaired   prompt answer            the answer is trained
+prompt     prompt with the assistant's turn opened, nothing is trained
+text       BOS document EOS         cut into pieces of max_length that overlap by one token, so that every token but the
+                                    first is predicted exactly once
+
+Of a sequence that is longer than data.max_length, "keep_start" cuts the end. "keep_end" cuts the beginning but keeps
+BOS; for pairs and unpaired answers it shortens the prompt from its beginning, to no less than a quarter of max_length,
+before it cuts the end of an answer. A prompt without an answer always keeps its end, which opens the assistant's turn.
+
+The files of a folder:
+
+    index.json        kind, report                       _sizes.int64   tokens, shared tokens and rank of each sequence
+    tokens.int32      of all sequences, end to end       _counts.int64  the sequences of each example
+    weights.float32   of every token; none of documents  NAME.TYPE      a number of each example (_rows: prompts' JSON)
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain, groupby, repeat
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ulysses.config.schema import DataSection
+from ulysses.data import BadRowError, DataError, DropRowError
+from ulysses.data.cache import build_once, check_once, digest_of_value, discard, known_files
+from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.counts import Event, Report, note_sources
+from ulysses.data.read.formats import LocatedRow, Record, dropping, locate_rows, read_records
+from ulysses.data.read.sources import (
+    Source,
+    count_rows,
+    in_batches,
+    pinned,
+    source_digest,
+    source_files,
+)
+from ulysses.data.read.templates import bounded_time
+from ulysses.data.read.tokenizer import Encoded, Rendered, TextEncoder, tokenizer_digest
+from ulysses.data.serve.dataset import DIGESTS, TokenizedDataset
+from ulysses.data.serve.workers import in_order
+from ulysses.disk import digest_of
+from ulysses.progress import progress
+
+FORMAT_VERSION = 10
+BAR_AFTER_SECONDS = 2.0
+CHARACTERS_AT_ONCE = 1 << 21  # of rows
+# of the [data] table, what decides tokens besides sources, tokenizer and template
+DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "turns", "eval_fraction")
+GOLDEN_RATIO = (1 + 5**0.5) / 2
+Columns = dict[str, Any]  # of examples as the files hold them: tokens, weights and numbers
+TOKENS = np.dtype(
+    [("tokens", np.int32), ("weights", np.float32)]
+)  # of a sequence, an array [L]
+Part = tuple[
+    str, int, np.ndarray
+]  # of a document: where it stands, the index of its source, its tokens
+
+
+def open_dataset(
+    sources: list[Source],
+    kind: str,
+    tokenizer: Any,
+    settings: DataSection,
+    *,
+    held_out: bool = False,
+    share_prompts: bool = False,
+) -> TokenizedDataset:
+    """Open the tokenised sources; the first process to come tokenises them if data.cache does not hold them yet.
+
+    Args:
+        kind: text, sequence, pair, ranked, unpaired or prompt: what a stage needs.
+        settings: the [data] table, whose own sources are not read here.
+        held_out: take the share of the rows that is held out for evaluation, and not the others.
+        share_prompts: let the examples say which sequences begin with the same prompt.
+
+    Raises DataError: missing or broken data, named by file and row, in every process.
+    """
+    data = Tokenising(sources, kind, tokenizer, settings, held_out)
+    build_once(data.folder, data.build)
+    try:
+        check_once(data.folder / DIGESTS, data.cache)
+    except DataError as error:
+        discard(data.folder)
+        if build_once(data.folder, data.build):
+            damage = str(error).partition(";")[0]
+            print(f"the tokenised data were damaged ({damage}) and have been made again")
+        check_once(data.folder / DIGESTS, data.cache)
+    weights = [source.weight for source in data.sources]
+    dataset = TokenizedDataset(data.folder, weights, settings.max_length, share_prompts)
+    note_sources(data.sources, dataset.report)
+    return dataset
+
+
+class Tokenising:
+    """The way of rows to a folder of tokens; the arguments are those of `open_dataset`.
+
+    The files of the sources must stay as they are when this is created.
+    """
+
+    def __init__(
+        self,
+        sources: list[Source],
+        kind: str,
+        tokenizer: Any,
+        settings: DataSection,
+        held_out: bool,
+    ) -> None:
+        self.sources = [pinned(source) for source in sources]
+        self.kind, self.settings, self.held_out = kind, settings, held_out
+        self.cache = Path(settings.cache)
+        self.template = None
+        if kind != "text":
+            self.template = ChatTemplate(tokenizer, settings.chat_template)
+        self.encoder = self.template.encoder if self.template else TextEncoder(tokenizer)
+        self._state = self._files()
+        content = [
+            FORMAT_VERSION,
+            kind,
+            {name: getattr(settings, name) for name in DECIDING} | {"held_out": held_out},
+            [source_digest(source, self.cache) for source in self.sources],
+            tokenizer_digest(tokenizer),
+            self.template.text if self.template else None,
+        ]
+        self.folder = self.cache / "tokenized" / digest_of_value(content)[:32]
+
+    def _files(self) -> Path:
+        """Return what stands for the sizes and times of the files, and changes with them."""
+        local = (source_files(source)[0] for source in self.sources if not source.is_on_hub)
+        return known_files(chain.from_iterable(local), self.cache)
+
+    def build(self, folder: Path) -> None:
+        """Write all examples into `folder`; DataError if there are none, or if a file changes meanwhile."""
+        report = Report()
+        names = ", ".join(source.path for source in self.sources)
+        chunks = self._encoded(report)
+        if self.template is None:
+            parts = chain.from_iterable(chunks)
+            chunks = cut_documents(parts, self.encoder, self.settings.max_length)
+        _write_columns(folder, chunks, report)
+        if not report.kept:
+            raise DataError(f"no example is left of {names}: {report}")
+        sizes = np.fromfile(folder / "_sizes.int64", np.int64).reshape(-1, 3)
+        report.tokens, report.shared, _ = sizes.sum(0).tolist()
+        index = {"kind": self.kind, "report": vars(report)}
+        (folder / "index.json").write_text(json.dumps(index, indent=1))
+        digests = {path.name: digest_of(path) for path in folder.iterdir()}
+        (folder / DIGESTS).write_text(json.dumps(digests, indent=1))
+        if self._files() != self._state:
+            raise DataError(
+                f"{names} changed while it was read; start again when nothing writes there any more"
+            )
+
+    def _encoded(self, report: Report) -> Iterator[Any]:
+        """Yield what batches of rows become, in the order of the rows, and count in `report` what happens to these."""
+        bar = {"desc": "tokenising", "unit": "rows", "delay": BAR_AFTER_SECONDS}
+        rows: Iterable[LocatedRow] = locate_rows(self.sources, report)
+        rows = progress(rows, total=count_rows(self.sources), **bar)
+        rows = part_of(rows, self.settings.eval_fraction, self.held_out, report)
+        batches = in_batches(rows, CHARACTERS_AT_ONCE)
+        for found, events in in_order(self.encode, batches, self.settings.workers):
+            for event in events:
+                report.count(*event)
+            yield found
+
+    # ---------------------------------------------------------------- what every process does with its batches
+
+    def encode(self, rows: list[LocatedRow]) -> tuple[Any, list[Event]]:
+        """Return the columns of the rows' examples end to end, or the parts of their documents; and what to count."""
+        events: list[Event] = []
+        bad_rows = self.settings.bad_rows
+        records = read_records(rows, self.sources, self.kind, events, bad_rows=bad_rows)
+        if self.template is None:
+            return [self._part(record) for record in records], events
+        examples = [*self._examples(records, events)]
+        names = examples[0] if examples else ()
+        return {name: np.hstack([each[name] for each in examples]) for name in names}, events
+
+    def _part(self, record: Record) -> Part:
+        text = record.text if record.continues else self.encoder.begin(record.text)
+        with dropping([], record.where, "error"):
+            (tokens,) = self.encoder.encode_texts([text])
+        return record.where, record.source, np.asarray(tokens, np.int32)
+
+    def _examples(self, records: Iterable[Record], events: list[Event]) -> Iterator[Columns]:
+        """Tokenise the conversations of one batch together; what cannot be trained on is dropped and counted."""
+        bad_rows = self.settings.bad_rows
+        rendered = []
+        with bounded_time():
+            for record in records:
+                with dropping(events, record.where, bad_rows):
+                    rendered.append((record, self._render(record)))
+        texts = [text for _, sides in rendered for text in sides]
+        encode = partial(self.encoder.encode_batch, as_whole=self.kind == "sequence")
+        try:
+            encoded = iter(encode(texts))
+        except BadRowError:  # which row it was is found below
+            encoded = None
+        for record, sides in rendered:
+            with dropping(events, record.where, bad_rows):
+                found = [next(encoded) for _ in sides] if encoded else encode(sides)
+                yield self._columns(record, found, events)
+
+    def _render(self, record: Record) -> list[Rendered]:
+        """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
+        is_sequence, train_on = self.kind == "sequence", self.settings.train_on
+        turns = self.settings.turns if is_sequence else "together"
+        texts = []
+        for answer in record.answers:
+            messages = record.prompt + answer
+            places = range(len(record.prompt), len(messages))
+            trained = [i for i in places if messages[i].role == "assistant"]
+            if is_sequence and train_on != "assistant":
+                if train_on == "all" and any(messages[i].weight == 0 for i in trained):
+                    raise BadRowError(
+                        "has an answer that is not to be trained, but data.train_on is all; set it to assistant"
+                    )
+                trained = trained[-1:]
+            trained = [i for i in trained if messages[i].weight != 0] or trained
+            texts += self.template.render(
+                messages, record.tools, trained, turns, record.variables
+            )
+        return texts
+
+    def _columns(self, record: Record, sides: list[Encoded], events: list[Event]) -> Columns:
+        """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
+        kind, limit = self.kind, self.settings.max_length
+        is_sequence = kind == "sequence"
+        whole = [np.rec.fromarrays(side, TOKENS) for side in sides]
+        if is_sequence and self.settings.train_on == "all":
+            for side in whole:
+                side["weights"] = 1
+            if record.answers[0][-1].role != "assistant":
+                events.append(("notes", "turns after the last answer left out", record.where))
+        sequences: list[np.ndarray] = []
+        problems, longest = [], 0
+        for group in [[side] for side in whole] if is_sequence else [whole]:
+            try:
+                found, start = self._cut(group, record)
+                sequences += found
+                longest = max(longest, *map(len, group))
+            except DropRowError as error:
+                problems.append(error)
+        if not sequences:
+            raise problems[0]
+        notes = [f"turns left out, {problem}" for problem in problems]
+        if is_sequence and len(sides) > 1:
+            notes.append("conversations whose turns are trained separately")
+        if longest > limit:
+            notes.append("truncated")
+        events += [("notes", note, record.where) for note in notes]
+        first, sizes = sequences[0], []
+        for sequence, rank in zip(sequences, record.ranks if kind == "ranked" else repeat(0)):
+            shared = 0 if sequence is first else common_prefix(first, sequence)
+            sizes += len(sequence), shared, rank
+        joined = np.concatenate(sequences)
+        columns = {
+            **record.columns,
+            "tokens": joined["tokens"],
+            "weights": joined["weights"],
+            "_sizes": sizes,
+            "_counts": len(sequences),
+            "_source": record.source,
+        }
+        if not is_sequence:
+            columns["prompt_length"] = start
+        if kind in ("unpaired", "prompt"):
+            prompt = hashlib.sha256(first["tokens"][:start].tobytes()).digest()
+            columns["_prompt"] = np.frombuffer(prompt, np.int64)[0]
+        if kind == "prompt":
+            row = json.dumps(record.row, ensure_ascii=False, default=str).encode()
+            columns |= {"_row_size": len(row), "_rows": np.frombuffer(row, np.uint8)}
+        return columns
+
+    def _cut(self, sides: list[np.ndarray], record: Record) -> tuple[list[np.ndarray], int]:
+        """Cut sequences with one prompt to max_length; return them and the prompt's length."""
+        limit, truncation = self.settings.max_length, self.settings.truncation
+        longest, first = max(map(len, sides)), sides[0]
+        if not len(first):
+            raise DropRowError("the chat template writes nothing")
+        if longest > limit and truncation == "drop":
+            raise DropRowError("longer than max_length")
+        if longest > limit and truncation == "error":
+            raise DataError(
+                f"{record.where} has {longest} tokens but data.max_length is {limit}; raise it, or "
+                "set data.truncation to keep_start, keep_end or drop"
+            )
+        # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
+        start = longest
+        if self.kind in ("pair", "ranked", "unpaired"):
+            start = _first_trained(first)
+            if len({(s["tokens"][:start].tobytes(), _first_trained(s)) for s in sides}) > 1:
+                raise DropRowError(
+                    "the prompts of chosen and rejected differ once the chat template is applied"
+                )
+        cut = 0
+        if truncation == "keep_end" or self.kind == "prompt":
+            cut = max(0, start - max(limit - (longest - start), min(start, limit // 4), 1))
+        after_bos = int(first["tokens"][0] == self.encoder.bos)
+        removed = slice(after_bos, after_bos + cut)
+        found = [np.delete(side, removed)[:limit] for side in sides]
+        if self.kind != "prompt" and not all(side["weights"][1:].any() for side in found):
+            after = " after truncation" if longest > limit else ""
+            raise DropRowError(f"no trained token is left{after}")
+        answers = {(s["tokens"].tobytes(), rank) for s, rank in zip(found, record.ranks)}
+        if len({tokens for tokens, _ in answers}) < len(answers):
+            raise DropRowError("chosen and rejected are the same tokens")
+        return found, start - cut
+
+
+def part_of(
+    rows: Iterable[LocatedRow], share: float, held_out: bool, report: Report
+) -> Iterator[LocatedRow]:
+    """Yield the rows that are held out for evaluation, or the others; parts of a document stay together.
+
+    Multiples of the golden ratio are spread evenly modulo 1: the same share is held out of any long run of rows, and of
+    every second or third row.
+    """
+    for number, (where, parts) in enumerate(groupby(rows, key=itemgetter(1))):
+        if (number * GOLDEN_RATIO % 1 < share) == held_out:
+            yield from parts
+        else:
+            report.count("notes", "in the other part of data.eval_fraction", where)
+
+
+def _write_columns(folder: Path, chunks: Iterable[Columns], report: Report) -> None:
+    """Write chunks of examples as they come, a file for each column, and count the examples."""
+    files: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for chunk in chunks:
+            for name, values in chunk.items():
+                array = np.asarray(values)
+                if name not in files:
+                    file = folder / f"{name}.{array.dtype}"
+                    files[name] = stack.enter_context(file.open("wb"))
+                files[name].write(array)
+            report.kept += len(chunk.get("_counts", ()))
+
+
+def _first_trained(side: np.ndarray) -> int:
+    return int((side["weights"] != 0).argmax())
+
+
+def common_prefix(first: np.ndarray, other: np.ndarray) -> int:
+    """Count the leading tokens that `other` may leave out: `first` has them too, and `other` trains none of them.
+
+    The last token in common is not among them, for it predicts the first one that differs.
+    """
+    count = min(len(first), len(other))
+    differs = first["tokens"][:count] != other["tokens"][:count]
+    differs[1:] |= other["weights"][1:count] != 0
+    return max(0, (int(differs.argmax()) if differs.any() else count) - 1)
+
+
+def cut_documents(parts: Iterable[Part], encoder: TextEncoder, limit: int) -> Iterator[Columns]:
+    """Join the parts of each document, and cut it into pieces of at most `limit` tokens, as the files hold them.
+
+    Truncation does not apply: no token is lost.
+    """
+    for (_, source), document in groupby(parts, key=itemgetter(0, 1)):
+        ends = np.asarray([encoder.eos], np.int32)
+        left = ends[:0] if encoder.bos is None else np.asarray([encoder.bos], np.int32)
+        for *_, ids in chain(document, [(ends,)]):
+            left = np.append(left, ids)
+            is_end = ids is ends
+            while len(left) > limit or (is_end and len(left) > 1):
+                piece = left[:limit]
+                yield {
+                    "tokens": piece,
+                    "_sizes": [len(piece), 0, 0],
+                    "_counts": [1],
+                    "_source": [source],
+                }
+                left = left[limit - 1 :]  # the last token predicts the next piece's first

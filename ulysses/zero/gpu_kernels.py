@@ -1,0 +1,136 @@
+# ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
+"""The engine's two kernels for GPUs: the mean of all ranks' gradients, and AdamW's update in one pass over memory.
+
+The update
+    reads    gradient (times the factor that clipping left to do), master weight, both moments
+    writes   master weight, both moments, and the weight in the model's dtype where the model has it
+
+torch's fused AdamW, the copy to the model and the clipping before it take three passes: 46 bytes for each weight of a
+bfloat16 model, here 30. The arithmetic is torch's.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ulysses.zero.update import SubGroup
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+AVAILABLE = triton is not None
+_BLOCK = 2048
+_ALIGNED = 16  # elements
+
+if AVAILABLE:
+
+    @triton.jit
+    def _average_kernel(
+        copies, target, count, W: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < count
+        total = tl.load(copies + at, mask).to(tl.float32)
+        for r in tl.static_range(1, W):
+            total += tl.load(copies + r * count + at, mask).to(tl.float32)
+        total /= W
+        if ADD:
+            total += tl.load(target + at, mask)
+        tl.store(target + at, total, mask)
+
+    @triton.jit
+    def _adamw_kernel(
+        master,
+        grad,
+        mean,
+        square,
+        places,
+        factor,
+        step_size,
+        kept,
+        beta1,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        root_correction,
+        eps,
+        DTYPE: tl.constexpr,
+        ALIGNED: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        place = places + 3 * tl.program_id(0).to(tl.int64)
+        start, count, address = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+        # where all numbers are multiples of 16, loads and stores of 16 bytes do
+        start, count = tl.multiple_of(start, ALIGNED), tl.multiple_of(count, ALIGNED)
+        weights = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNED)
+        within = tl.arange(0, BLOCK)
+        at, mask = start + within, within < count
+        g = tl.load(grad + at, mask) * factor
+        m = beta1 * tl.load(mean + at, mask) + one_minus_beta1 * g
+        v = beta2 * tl.load(square + at, mask) + one_minus_beta2 * g * g
+        p = tl.load(master + at, mask) * kept
+        p -= step_size * m / (tl.sqrt(v) / root_correction + eps)
+        tl.store(mean + at, m, mask)
+        tl.store(square + at, v, mask)
+        tl.store(master + at, p, mask)
+        tl.store(weights + within, p.to(DTYPE), mask)
+
+
+def average(copies: Tensor, target: Tensor, *, add: bool) -> None:
+    """Write the mean over the first axis of contiguous copies [W, n], in float32, to a target [n], or add it."""
+    if blocks := triton.cdiv(len(target), _BLOCK):
+        _average_kernel[(blocks,)](
+            copies, target, len(target), W=len(copies), ADD=add, BLOCK=_BLOCK, num_warps=8
+        )
+
+
+def one_pass_does(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether OnePassSubGroup does what the optimizer would."""
+    usual = not any(optimizer.defaults.get(name) for name in ("amsgrad", "maximize"))
+    return AVAILABLE and usual and type(optimizer) is torch.optim.AdamW
+
+
+class OnePassSubGroup(SubGroup):
+    """A sub-group that is on one GPU, where its tensors stay in their places."""
+
+    def __post_init__(self) -> None:
+        blocks, numbers, start = [], [_ALIGNED], 0
+        for own in self.weights:
+            at = torch.arange(0, len(own), _BLOCK)
+            left, address = (len(own) - at).clamp(max=_BLOCK), own.data_ptr()
+            blocks.append(torch.stack((start + at, left, address + at * own.element_size()), 1))
+            numbers += start, len(own), address
+            start += len(own)
+        self._places = torch.cat(blocks).to(self.master.device)
+        self._aligned = math.gcd(*numbers)
+
+    def update(self, lr: float, factor: float) -> None:
+        """Do the same in one pass over memory."""
+        (settings,), state = self.optimizer.param_groups, self.moments
+        beta1, beta2 = settings["betas"]
+        state["step"] += 1
+        updates = int(state["step"])
+        with torch.cuda.device(self.master.device):
+            _adamw_kernel[(len(self._places),)](
+                self.master,
+                self.master.grad,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                self._places,
+                factor,
+                lr / (1 - beta1**updates),
+                1 - lr * settings["weight_decay"],
+                beta1,
+                1 - beta1,
+                beta2,
+                1 - beta2,
+                math.sqrt(1 - beta2**updates),
+                settings["eps"],
+                DTYPE=getattr(tl, str(self.weights[0].dtype).removeprefix("torch.")),
+                ALIGNED=self._aligned,
+                BLOCK=_BLOCK,
+            )

@@ -1,0 +1,68 @@
+"""Cut the trained parameters into sub-groups, and these into this rank's slices of parameters."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ulysses.zero.deepspeed_internals import own_slice, whole_shape
+from ulysses.zero.update import ParameterGroup, ParameterSlice, SubGroup
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def sub_groups(
+    groups: Sequence[ParameterGroup],
+    optimizer: MakeOptimizer,
+    *,
+    size: int,
+    device: torch.device,
+) -> Iterator[SubGroup]:
+    """Yield sub-groups of about `size` elements on this rank, in the order of the groups.
+
+    Args:
+        optimizer: makes an optimizer of tables of parameters, as torch's take them.
+        device: of master weights, gradients and state; pinned memory if it is the host of a GPU.
+    """
+    for group in groups:
+        few: list[nn.Parameter] = []
+        weights: list[Tensor] = []
+        for p in group.parameters:
+            few.append(p)
+            weights.append(own_slice(p)[0])
+            if sum(map(len, weights)) < size and p is not group.parameters[-1]:
+                continue
+            master = torch.cat(weights).to(device, torch.float32)
+            pinned = device.type == "cpu" and torch.cuda.is_available()
+            if pinned:
+                master = master.pin_memory()
+            master.grad = torch.zeros_like(master, pin_memory=pinned)
+            made = optimizer([{"params": [master], "weight_decay": group.weight_decay}])
+            kind = SubGroup
+            if master.is_cuda and weights[0].is_cuda:
+                from ulysses.zero import gpu_kernels
+
+                if gpu_kernels.one_pass_does(made):
+                    kind = gpu_kernels.OnePassSubGroup
+            yield kind(group, few, weights, master, made)
+            few, weights = [], []
+
+
+def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[ParameterSlice]:
+    """Yield this rank's parts of a sub-group's parameters."""
+    names, offset = {p: name for name, p in model.named_parameters()}, 0
+    for p, own in zip(sub_group.parameters, sub_group.weights):
+        _, start, length = own_slice(p)
+        yield ParameterSlice(
+            names[p],
+            whole_shape(p),
+            sub_group.master.grad.narrow(0, offset, length),  # type: ignore[union-attr]
+            start,
+            sub_group.group.scope,
+            parameter=p,
+            size=len(own),
+            home=sub_group,
+            offset=offset,
+        )
+        offset += len(own)
