@@ -48,7 +48,9 @@ def build(
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             values.uniform_(0.5, 2, generator=draw)
             parameter.data.copy_(values - float(config.family.centred_norms))
-        elif name.endswith(("A_log", "dt_bias")):  # some heads forget slowly, as trained ones do
+        elif name.endswith(
+            ("A_log", "dt_bias")
+        ):  # some heads forget slowly, as trained ones do
             parameter.data.copy_(values.uniform_(-5, 2, generator=draw))
     return model
 

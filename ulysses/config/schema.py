@@ -22,7 +22,15 @@ from ulysses.config.section import LOCAL, Place, PlaceOrName, PlaceOrWord, Secti
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # of linear attention
-RULE_TARGETS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
+RULE_TARGETS = (
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "out_proj",
+)
 Share = Annotated[float, Field(ge=0, lt=1)]
 Sources = Annotated[str | dict[str, Any] | list[str | dict[str, Any]], LOCAL]
 
@@ -36,7 +44,9 @@ class LoraSection(Section):
     """Scale by alpha / sqrt(rank) instead, which keeps updates of one size at every rank (rsLoRA, 2312.03732)."""
     dropout: Share = 0.0
     """Probability of dropping an input of an adapter during training; 0 drops none."""
-    targets: list[Literal[LORA_TARGETS + RULE_TARGETS]] = Field(list(LORA_TARGETS), min_length=1)
+    targets: list[Literal[LORA_TARGETS + RULE_TARGETS]] = Field(
+        list(LORA_TARGETS), min_length=1
+    )
     """Names of the modules that get an adapter; those of linear attention are not among them unless you name them."""
     merge: bool = False
     """Export the base weights with the adapters added to them, instead of the adapters alone."""
