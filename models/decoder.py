@@ -28,7 +28,6 @@ from models.layers import DecoderLayer
 from models.modules import Embedding, RMSNorm
 from models.ops.norm import NormRule
 from models.rope import rotary_tables
-from ulysses.memory.graphs import LayerGraphs
 from ulysses.memory.levels import LEVELS, LayerMemory, Pair
 from ulysses.memory.tiling import tiles
 from ulysses.parallel.attention import UlyssesAttention
@@ -130,7 +129,11 @@ class Decoder(nn.Module):
         for number, (layer, level) in enumerate(zip(layers, levels)):
             offloader = memory.offloader if number < away else None
             layer.set_memory(level, memory.mlp_tile, offloader)
-        self.graphs = LayerGraphs(layers) if memory.graphs else None
+        self.graphs: Any = None
+        if memory.graphs:
+            from ulysses.memory.graphs import LayerGraphs
+
+            self.graphs = LayerGraphs(layers)
 
 
 class VocabularyHead(nn.Module):

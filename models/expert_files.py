@@ -123,12 +123,12 @@ def join_experts(found: dict[str, Any]) -> None:
 
 
 def as_stored(
-    weights: Iterable[tuple[str, Tensor]], whole: bool = False
+    weights: Iterable[tuple[str, Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's weights as transformers saves them: the matrices of experts one by one, or in `whole` tensors."""
+    """Yield a model's weights as transformers saves them: the matrices of experts one by one."""
     for name, tensor in weights:
         stem, _, last = name.rpartition(".")
-        if whole or not stem.endswith(".experts"):
+        if not stem.endswith(".experts"):
             yield name, tensor
             continue
         matrices = EXPERT_PARTS[last]

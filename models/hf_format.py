@@ -15,18 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.expert_files import (
-    BLOCKS,
-    SCALES,
-    adapted_name,
-    add_expert_adapters,
-    as_stored,
-    join_blocks,
-    join_experts,
-)
 from models.folders import ADAPTER_CONFIG, base_folder, read_adapter_config, read_json
 from models.multimodal import inside, split_text
-from models.quantized import BLOCK, OUTER, join_parts, pack, unpack
 from ulysses.disk import write_json, write_tensors
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -63,6 +53,8 @@ class StoredTensor(NamedTuple):
 
     def read_packed(self) -> Tensor:
         """Return a quantised matrix as models/quantized.py holds it."""
+        from models.quantized import join_parts
+
         parts = "", ".absmax", ".nested_quant_map", ".nested_absmax"
         with safe_open(self.file, "pt") as file:
             codes, sizes, *numbers = (file.get_tensor(self.name + part) for part in parts)
@@ -72,6 +64,8 @@ class StoredTensor(NamedTuple):
     def read(self, start: int, stop: int, device: Any = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; on the CPU a view of the file's pages unless quantised."""
         if self.state:
+            from models.quantized import unpack
+
             matrix = unpack("nf4", self.read_packed(), self.shape, torch.float32)
             return matrix.view(-1)[start:stop]
         with safe_open(self.file, "pt") as file:
@@ -103,7 +97,8 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
         ) from None
     _join_packed(path, found)
     for name, tensor in found.items():
-        is_mxfp4 = tensor.dtype == torch.uint8 and name.endswith((BLOCKS, SCALES))
+        # those of MXFP4 are joined by models/expert_files.py
+        is_mxfp4 = tensor.dtype == torch.uint8 and name.endswith(("_blocks", "_scales"))
         if not is_mxfp4 and (not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1):
             raise ValueError(
                 f"{path.absolute()} holds {name} as {tensor.dtype}, but quantised weights cannot be trained; use the "
@@ -118,6 +113,8 @@ def _join_packed(path: Path, found: dict[str, StoredTensor]) -> None:
     for name in names:
         raw = found[name + NF4_STATE].read(0, 1 << 16)
         state = json.loads(bytes(raw.tolist()))
+        from models.quantized import BLOCK, OUTER
+
         layout = state["blocksize"], state.get("nested_blocksize"), state["quant_type"]
         if layout != (BLOCK, OUTER, "nf4"):
             raise ValueError(
@@ -172,10 +169,15 @@ class WeightFiles:
                 text, carried = split_text(_stored_tensors(path))
                 self.tensors |= text
                 self.carried |= carried
-            join_experts(self.tensors)
-            join_blocks(self.tensors)
+            if any(".experts." in name for name in self.tensors):
+                from models.expert_files import join_blocks, join_experts
+
+                join_experts(self.tensors)
+                join_blocks(self.tensors)
 
     def _read_adapter(self) -> None:
+        from models.expert_files import adapted_name
+
         path = self.folder / ADAPTER_WEIGHTS
         if not path.is_file():
             raise FileNotFoundError(
@@ -247,10 +249,14 @@ class WeightFiles:
         endings = "_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"
         is_matrix = name.removesuffix(".weight").endswith(endings)
         if quantize != "none" and is_matrix and not stored.state:
+            from models.quantized import pack, unpack
+
             data = pack(quantize, flat.view(stored.shape))
             flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)
         for a, b, scale in self._updates.get(name, ()):
             if len(stored.shape) == 3:
+                from models.expert_files import add_expert_adapters
+
                 down, up = (x.read(0, x.shape.numel()).view(x.shape) for x in (a, b))
                 given = flat, stored.shape, down, up, scale, start
                 flat = add_expert_adapters(*given, transposed=self._is_transposed(name))
@@ -360,7 +366,8 @@ def write_weights(
     Args:
         folder: an empty folder; the caller moves it into place when all is written.
         carried: tensors of other files, which are written as they are.
-        whole_experts: all experts' matrices of a layer stay one tensor, as the family's clamped_experts says.
+        whole_experts: all experts' matrices of a layer stay one tensor, if there are any, as the family's
+            clamped_experts says.
         max_shard_bytes: bounds a file; a larger tensor has a file of its own.
     """
     files: list[list[str]] = []  # the names in each
@@ -377,7 +384,11 @@ def write_weights(
         (name, stored.read(0, stored.shape.numel()).view(stored.shape))
         for name, stored in (carried or {}).items()
     )
-    for name, tensor in chain(as_stored(tensors, whole_experts), others):
+    if not whole_experts:
+        from models.expert_files import as_stored
+
+        tensors = as_stored(tensors)
+    for name, tensor in chain(tensors, others):
         if shard and size + tensor.nbytes > max_shard_bytes:
             write_shard()
             size = 0

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from models.arch import ModelConfig
 from models.decoder import VALUE, empty_model, init_parameter
 from models.hf_format import WeightFiles
-from models.quantized import dense, pack
 from ulysses.parallel.random_keys import keyed_generator
 
 
@@ -60,6 +59,8 @@ class InitialWeights:
 
     def _packed(self, name: str, device: torch.device) -> Tensor:
         """Return the bytes of a quantised matrix, on the device; nothing else of the model is held."""
+        from models.quantized import pack
+
         stored = self.stored.get(name)
         if stored and stored.state:
             return stored.read_packed()
@@ -80,7 +81,9 @@ class InitialWeights:
 
         Without files, or if it is to be what was `trained_on`, they are dequantised.
         """
-        if trained_on or not self.files:
+        if self.quantize != "none" and (trained_on or not self.files):
+            from models.quantized import dense
+
             yield from dense(model, weights)
             return
         for name, weight in weights:

@@ -174,7 +174,7 @@ def merge_adapter(folder: Path, out: Path, dtype: str = "") -> str:
         named = ((n if reward else shape.stored_name(n), weight(n)) for n in sizes)
         others = {} if reward else files.carried
         together = shape.family.clamped_experts
-        write_weights(new, named, whole_experts=together, carried=others)
+        write_weights(new, named, whole_experts=together or shape.moe is None, carried=others)
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
         for pattern in (GENERATION, "tokenizer*"):
             copy_side_files(folder_with(folder, pattern), new)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ulysses.memory.graphs import HOOKS
+from ulysses.memory.levels import HOOKS
 
 
 def is_watched(module: nn.Module) -> bool:

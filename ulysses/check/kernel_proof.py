@@ -17,7 +17,6 @@ from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.kernels.choice import KernelChoice, resolve_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.whole_rows import RowHeads
 from ulysses.stages.base import Stage
 
 # Tokens of sequences up to which torch's attention is as fast as flash4, whose import takes seconds.
@@ -82,6 +81,7 @@ def check_kernel(
     )
     if shape.delta and device.type == "cuda" and config.model.dtype == "bfloat16":
         from models.ops.delta_kernels import prove_rule
+        from ulysses.parallel.whole_rows import RowHeads
 
         keys, values, *widths = astuple(shape.delta)
         own = RowHeads.own_heads(mesh.sequence_parallel_size, keys, values)[:2]

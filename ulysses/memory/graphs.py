@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ulysses.memory.levels import Rope
+from ulysses.memory.levels import HOOKS, Rope
 from ulysses.parallel.layout import Segments, VarlenCall
 
 MOST_SIZES = 24  # recorded; each keeps its inputs and results
 SMALLEST = 128  # rows, and the length of the longest document
 Ropes = Mapping[str, Rope]  # by the rotary kind of a layer
-HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
 def padded(count: int, smallest: int, parts: int) -> int:

@@ -35,6 +35,8 @@ from ulysses.memory.tiling import TILE_ROWS
 
 LEVELS = ("none", "keep_attention", "block", "pair")  # the fastest first, which keeps most
 Rope = tuple[Tensor, Tensor]
+# of a module, which only a call of the module runs
+HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 Random = tuple[Tensor, Tensor | None]
 
 

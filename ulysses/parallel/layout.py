@@ -41,7 +41,6 @@ import torch
 from torch import Tensor
 
 from .mesh import ParallelMesh
-from .waves import Recurrence
 
 Range = tuple[int, int]
 Device = torch.device | str
@@ -298,8 +297,10 @@ class AttentionPlan:
         return {}
 
     @cached_property
-    def recurrence(self) -> Recurrence:
-        """What layers of linear attention need of the pack."""
+    def recurrence(self) -> Any:
+        """What layers of linear attention need of the pack, a Recurrence."""
+        from .waves import Recurrence
+
         return Recurrence(self.cu_seqlens, self.prefixes, self.calls[0].segments.cu_q.device)
 
     @cached_property

@@ -8,7 +8,6 @@ import torch
 
 from models.arch import ModelConfig
 from models.decoder import count_parameters, empty_model
-from models.expert_files import adapted_experts
 from models.folders import read_config, resolve_model
 from ulysses.config.schema import Config
 from ulysses.data.serve.steps import StepLoader
@@ -35,6 +34,8 @@ def planner_model(config: Config, shape: ModelConfig) -> Model:
     score = shape.hidden_size * stage.requirements.value
     parameters = trained = model.parameters + score
     if lora.rank:
+        from models.expert_files import adapted_experts
+
         own, sides = adapted_experts(lora.targets), 0
         for name, matrix in empty_model(shape).named_parameters():
             stem = name.removesuffix(".weight").rpartition(".")[2]

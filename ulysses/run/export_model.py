@@ -155,7 +155,9 @@ def export_model(
             if lora.rank:
                 weights = merged(weights, adapters, lora, rounded, transposed=together)
             named = ((n if stage.reward else shape.stored_name(n), x) for n, x in weights)
-            write_weights(new, named, whole_experts=together, carried=carried)
+            write_weights(
+                new, named, whole_experts=together or shape.moe is None, carried=carried
+            )
         write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
         copy_side_files(config.output / "tokenizer", new)
         card = model_card(config, step)
