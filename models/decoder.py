@@ -67,10 +67,8 @@ class Decoder(nn.Module):
             self.record = RouterRecord(config)
         self.layers = nn.ModuleList(
             [
-                DecoderLayer(
-                    config, number, kernels[config.window(kind)], quantize, self.record
-                )
-                for number, kind in enumerate(config.layers)
+                DecoderLayer(config, kind, kernels[config.window(kind)], quantize, self.record)
+                for kind in config.layers
             ]
         )
         rule = NormRule(config.rms_norm_eps, config.family.centred_norms)

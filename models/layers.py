@@ -42,22 +42,22 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        number: int,
+        kind: LayerKind,
         attention: UlyssesAttention,
         quantize: str,
         record: Any,
     ) -> None:
         super().__init__()
         family = config.family
-        self.kind, self.norm_names = config.layers[number], family.norms
+        self.kind, self.norm_names = kind, family.norms
         self.multiplier = config.multipliers.residual_multiplier
-        rule = NormRule(config.rms_norm_eps, family.centred_norms)
+        self.rule = NormRule(config.rms_norm_eps, family.centred_norms)
         linear: MakeLinear = Linear
         if quantize != "none":
             from models.quantized import QuantizedLinear
 
             linear = partial(QuantizedLinear, kind=quantize)
-        match self.kind.mixer:
+        match kind.mixer:
             case "full_attention" | "sliding_attention":
                 self.mixer_name = "self_attn"
                 self.self_attn = SelfAttention(config, attention, linear)
@@ -66,16 +66,15 @@ class DecoderLayer(nn.Module):
 
                 self.mixer_name = "linear_attn"
                 self.linear_attn = GatedDelta(config, attention.kernel, linear)
-        match self.kind.feed_forward:
+        match kind.feed_forward:
             case "mlp":
                 self.mlp: Any = MLP(config, linear)
             case "experts":
                 from models.moe import MoE
 
-                before = [kind.feed_forward for kind in config.layers[:number]]
-                self.mlp = MoE(config, record, before.count("experts"), linear, quantize)
+                self.mlp = MoE(config, record, linear, quantize)
         for name in filter(None, family.norms):
-            self.register_module(name, RMSNorm(config.hidden_size, rule))
+            self.register_module(name, RMSNorm(config.hidden_size, self.rule))
 
     def set_memory(self, recompute: str, mlp_tile: int, offloader: Offloader | None) -> None:
         """Set the level, the rows of a feed-forward's tile, and where what is kept waits, if not on the GPU."""
@@ -157,7 +156,7 @@ class DecoderLayer(nn.Module):
 
     def _fused(self) -> Any:
         """Return the operation that may stand in for the second half's modules, if one may."""
-        return self.mlp.fused(*self.norms[2:], self.multiplier)
+        return self.mlp.fused(*self.norms[2:], self.rule, self.multiplier)
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], ...]:
         """Return the trained parameters of project, mix, output and feed_forward, adapters included.

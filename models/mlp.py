@@ -30,7 +30,6 @@ class MLP(nn.Module):
         self.up_proj = linear(D, F, bias=False)
         self.down_proj = linear(F, D, bias=False)
         self.activation = config.family.activation
-        self.rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(
@@ -38,14 +37,14 @@ class MLP(nn.Module):
         )
 
     def fused(
-        self, norm: RMSNorm | None, after: RMSNorm | None, factor: float
+        self, norm: RMSNorm | None, after: RMSNorm | None, rule: NormRule, factor: float
     ) -> GatedMLP | None:
         """Return the operation that may stand in for this module, the norms around it and the factor, if one may."""
         modules = norm, self.gate_proj, self.up_proj, self.down_proj, after
         if is_watched(self) or not is_plain(*filter(None, modules)):
             return None
         weights: list[Any] = [module and module.weight for module in modules]
-        return GatedMLP._make((*weights, self.rule, self.activation, factor))
+        return GatedMLP._make((*weights, rule, self.activation, factor))
 
     @staticmethod
     def size(config: ModelConfig, setting: Setting) -> FeedForwardSize:

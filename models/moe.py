@@ -16,7 +16,6 @@ from models.arch import ModelConfig
 from models.mlp import MLP
 from models.modules import Linear, MakeLinear, RMSNorm
 from models.ops.experts import (
-    Beside,
     ExpertsNode,
     ExpertStacks,
     SparseMLP,
@@ -47,15 +46,15 @@ class RouterRecord:
     The decoder opens it for a pass forward whose gradient is wanted, and closes it: what backward computes again is not
     noted again. Each row counts as often as `times_counted` says.
 
-    counts: rows of every layer's experts, [layers, N] int64. probabilities: summed over rows and layers [N] float64, if
-    they are wanted. balance: what the balance loss adds to the gradient of every row's probabilities [N], or None.
+    layers, number: the layers with experts, which count themselves, and N. counts: rows of every layer's experts,
+    [layers, N] int64. probabilities: summed over rows and layers [N] float64, if they are wanted. balance: what the
+    balance loss adds to the gradient of every row's probabilities [N], or None.
     counts_all: passes without gradient are noted too. on_close: is called at the end of a pass.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        layers = [kind.feed_forward for kind in config.layers].count("experts")
         assert config.moe is not None
-        self.shape = layers, config.moe.num_experts
+        self.layers, self.number = 0, config.moe.num_experts
         self.counts_all = self.is_open = False
         self.on_close: Callable[[], None] | None = None
         self.times: Tensor | None = None  # [S], of the newest pass
@@ -72,13 +71,13 @@ class RouterRecord:
     def open(self, batch: ShardedBatch) -> None:
         """Begin a pass, if it is to be noted."""
         self.is_open = self.counts_all or torch.is_grad_enabled()
-        if not self.is_open or not self.shape[0]:
+        if not self.is_open or not self.layers:
             return
         self.times = times_counted(batch)
         if self.counts is None:
-            self.counts = self.times.new_zeros(self.shape)
+            self.counts = self.times.new_zeros(self.layers, self.number)
             if self.with_probabilities:
-                self.probabilities = self.counts.new_zeros(self.shape[1], dtype=torch.float64)
+                self.probabilities = self.counts.new_zeros(self.number, dtype=torch.float64)
 
     def close(self) -> None:
         """End the pass."""
@@ -210,7 +209,6 @@ class MoE(nn.Module):
         self,
         config: ModelConfig,
         record: RouterRecord,
-        place: int,
         linear: MakeLinear,
         kind: str = "none",
     ) -> None:
@@ -218,8 +216,8 @@ class MoE(nn.Module):
         self.router_name = "router" if config.family.clamped_experts else "gate"
         self.register_module(self.router_name, Router(config))
         self.experts = ExpertMatrices(config, kind)
-        self.rule = NormRule(config.rms_norm_eps, config.family.centred_norms)
-        self.record, self.place = record, place
+        self.record, self.place = record, record.layers
+        record.layers += 1
         self.shared_expert: Any = None
         if config.family.shared_expert:
             assert config.moe is not None
@@ -251,7 +249,7 @@ class MoE(nn.Module):
         return is_grouped(matrices, matrices.mT.contiguous())
 
     def fused(
-        self, norm: RMSNorm | None, after: RMSNorm | None, factor: float
+        self, norm: RMSNorm | None, after: RMSNorm | None, rule: NormRule, factor: float
     ) -> SparseMLP | None:
         """Return the operation that may stand in for the norm and this module, if one may."""
         first, router = [] if norm is None else [norm], self.chooser
@@ -262,25 +260,21 @@ class MoE(nn.Module):
             or not is_plain(*first, router)
         ):
             return None
+        beside: Any = ()
+        if self.shared_expert is not None:
+            parts = self.shared_expert, self.shared_expert_gate
+            beside = self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]
         return SparseMLP(
             None if norm is None else norm.weight,
             router.weight,
             self.experts.stacks,
-            self.rule,
+            rule,
             router.count,
             router.normalise,
             self.record,
             self.place,
             router.bias,
-            self._beside(),
-        )
-
-    def _beside(self) -> Beside | None:
-        if self.shared_expert is None:
-            return None
-        parts = self.shared_expert, self.shared_expert_gate
-        return Beside(
-            self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]
+            *beside,
         )
 
     @staticmethod

@@ -21,7 +21,7 @@ from losses.precision import at_least_float32
 from models.ops import passes_triton
 from models.ops.activation import activate_weighted, activate_weighted_backward
 from models.ops.norm import NormRule, on_gpu, rms_norm, rms_norm_backward
-from ulysses.memory.tiling import tiles
+from ulysses.memory.tiling import sum_tiles, tile_gradients, tiles
 
 
 def route(
@@ -245,35 +245,23 @@ class ExpertsNode(torch.autograd.Function):
         x, weights, chosen, both = ctx.saved_tensors
         order = Order.of(chosen, ctx.experts.number)
         to_x, to_weights, found = ctx.experts.backward(grad, x, weights, order, both)
-        return to_x, to_weights, None, None, *in_order(found, ctx.experts.trained)
+        trained = ctx.experts.trained
+        grads = (g.to(p.dtype) for g, p in zip(in_order(found, trained), trained))
+        return to_x, to_weights, None, None, *grads
 
 
 def in_order(found: Found, trained: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients that were found in the order of what is trained, in its dtypes."""
+    """Return the gradients that were found in the order of what is trained."""
     by_tensor = {id(tensor): grad for tensor, grad in found}
-    return [by_tensor[id(tensor)].to(tensor.dtype) for tensor in trained]
-
-
-class Beside(NamedTuple):
-    """What is added to the experts' sum of normalised rows, and which tensors of it are trained."""
-
-    run: Callable[[Tensor], Tensor]
-    trained: Sequence[Tensor]
-
-    def gradients(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Found]:
-        """Return the gradients of rows x and of what is trained."""
-        leaf = x.detach().requires_grad_()
-        with torch.enable_grad():
-            out = self.run(leaf)
-        to_x, *grads = torch.autograd.grad(out, (leaf, *self.trained), grad)
-        return to_x, [*zip(self.trained, grads)]
+    return [by_tensor[id(tensor)] for tensor in trained]
 
 
 class SparseMLP(NamedTuple):
     """The weights of a norm, of a router and of its experts, and what they compute; norm and bias may be None.
 
     It runs in tiles; without them, where everything is kept, the modules run one by one. record: notes which experts
-    were chosen, as a models.moe.RouterRecord does. place: of the layer among those with experts.
+    were chosen, as a models.moe.RouterRecord does. place: of the layer among those with experts. beside: is added to
+    the experts' sum of normalised rows; `of_beside` is what is trained of it.
     """
 
     norm: Tensor | None
@@ -285,7 +273,8 @@ class SparseMLP(NamedTuple):
     record: Any
     place: int
     bias: Tensor | None = None
-    beside: Beside | None = None
+    beside: Callable[[Tensor], Tensor] | None = None
+    of_beside: Sequence[Tensor] = ()
 
     @property
     def trained(self) -> list[Tensor]:
@@ -293,7 +282,7 @@ class SparseMLP(NamedTuple):
         own = [
             t for t in (self.norm, self.router, self.bias) if t is not None and t.requires_grad
         ]
-        return [*own, *self.experts.trained, *(self.beside.trained if self.beside else ())]
+        return [*own, *self.experts.trained, *self.of_beside]
 
     def _normalised(self, rows: Tensor) -> Tensor:
         return rows if self.norm is None else rms_norm(rows, self.norm, self.rule)
@@ -303,7 +292,7 @@ class SparseMLP(NamedTuple):
         weights, chosen, p = route(x, self.router, self.each, self.normalise, self.bias)
         self.record.note(self.place, chosen, p, part)
         out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))[-1]
-        return out if self.beside is None else out.add_(self.beside.run(x))
+        return out if self.beside is None else out.add_(self.beside(x))
 
     def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
         """Return rows + the experts' sum, in tiles and without a graph."""
@@ -314,25 +303,14 @@ class SparseMLP(NamedTuple):
 
     @torch.no_grad()
     def gradients(self, rows: Tensor, grad: Tensor, tile: int) -> tuple[Tensor, list[Tensor]]:
-        """Run forward and backward of each tile; return the gradients of rows and of the trained tensors.
+        """Run forward and backward of each tile; return the gradients of rows and of the trained tensors."""
+        given, trained = (rows, grad.contiguous()), self.trained
 
-        Several tiles' sums are float32 or better.
-        """
-        whole, grad = tile >= len(rows), grad.contiguous()
-        grad_rows = torch.empty_like(rows)
-        totals: dict[int, tuple[Tensor, Tensor]] = {}
-        for part in tiles(len(rows), tile):
-            to_rows, found = self._gradients(rows[part], grad[part], part)
-            if whole:
-                return to_rows, in_order(found, self.trained)
-            grad_rows[part] = to_rows
-            for tensor, g in found:
-                if id(tensor) in totals:
-                    totals[id(tensor)][1].add_(g)
-                else:
-                    totals[id(tensor)] = tensor, at_least_float32(g)
-            del found
-        return grad_rows, in_order([*totals.values()], self.trained)
+        def of_tile(part: slice) -> Sequence[Tensor]:
+            to_rows, found = self._gradients(*(x[part] for x in given), part)
+            return to_rows, *in_order(found, trained)
+
+        return sum_tiles(of_tile, rows, trained, tile)
 
     def _gradients(self, rows: Tensor, grad: Tensor, part: slice) -> tuple[Tensor, Found]:
         x = self._normalised(rows)
@@ -348,8 +326,8 @@ class SparseMLP(NamedTuple):
         )
         to_x = through_router.add_(to_x).to(x.dtype)
         if self.beside is not None:
-            from_beside, of_beside = self.beside.gradients(x, grad)
-            to_x, found = to_x.add_(from_beside), found + of_beside
+            more, grads = tile_gradients(self.beside, x, grad, self.of_beside, len(x))
+            to_x, found = to_x.add_(more), [*found, *zip(self.of_beside, grads)]
         found += [pair for pair in zip(own, to_own) if pair[0].requires_grad]
         if self.norm is None:
             return to_x.add_(grad), found

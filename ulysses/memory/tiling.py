@@ -56,23 +56,41 @@ def tile_gradients(
 ) -> tuple[Tensor, list[Tensor]]:
     """Run forward and backward of each tile; return the gradients of `rows` and of `parameters`.
 
-    Parameter gradients of several tiles are summed in float32 or better; parameters that are not used get zeros.
+    Parameters that are not used get zeros; sums as in `sum_tiles`.
     """
-    sums: list[Tensor] = []
-    for part in tiles(len(rows), tile):
+
+    def of_tile(part: slice) -> Sequence[Tensor]:
         leaf = rows[part].detach().requires_grad_()
         with torch.enable_grad():
             out = function(leaf)
-        grad_leaf, *grads = torch.autograd.grad(
+        return torch.autograd.grad(
             out, (leaf, *parameters), grad[part], allow_unused=True, materialize_grads=True
         )
-        del leaf, out
+
+    return sum_tiles(of_tile, rows, parameters, tile)
+
+
+def sum_tiles(
+    gradients: Callable[[slice], Sequence[Tensor]],
+    rows: Tensor,
+    parameters: Sequence[Tensor],
+    tile: int,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the gradients of `rows` and of `parameters`; `gradients` returns a tile's, first those of its rows.
+
+    Parameter gradients of several tiles are summed in float32 or better.
+    """
+    sums: list[Tensor] = []
+    for part in tiles(len(rows), tile):
+        of_part, *found = gradients(part)
         if tile >= len(rows):
-            return grad_leaf, grads
+            grad_rows, sums = of_part, found
+            break
         if part.start == 0:
-            grad_rows, sums = torch.empty_like(rows), [at_least_float32(g) for g in grads]
+            grad_rows, sums = torch.empty_like(rows), [at_least_float32(g) for g in found]
         else:
-            for total, g in zip(sums, grads):
+            for total, g in zip(sums, found):
                 total.add_(g)
-        grad_rows[part] = grad_leaf
+        del found
+        grad_rows[part] = of_part
     return grad_rows, [total.to(p.dtype) for total, p in zip(sums, parameters)]
