@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from models.expert_files import MLP_TARGETS, adapted_experts, is_of_experts, peft_tensor
 from models.folders import ADAPTER_CONFIG
-from models.hf_format import ADAPTER_WEIGHTS, add_low_rank, lora_scale
+from models.hf_format import ADAPTER_WEIGHTS, lora_scale
 from models.modules import Linear
 from models.moe import ExpertMatrices
 from ulysses.disk import write_json, write_tensors
@@ -101,14 +101,12 @@ def merged(
         if ".lora_" in name:
             continue
         stem, owner, last = name.removesuffix(".base_layer.weight"), *name.rpartition(".")[::2]
-        if f"{owner}.lora_A.{last}" in adapters:  # all experts' matrices
-            a, b = (adapters[f"{owner}.lora_{k}.{last}"].float() for k in "AB")
-            update = (b @ a).mT if transposed else b @ a
+        is_of_all = f"{owner}.lora_A.{last}" in adapters  # a matrix of every expert
+        if is_of_all or stem != name:
+            of = (owner, last) if is_of_all else (stem, f"{ADAPTER}.weight")
+            a, b = (adapters[f"{of[0]}.lora_{k}.{of[1]}"].float() for k in "AB")
+            update = (b @ a).mT if is_of_all and transposed else b @ a
             flat = (weight.float() + scale * update).view(-1)
-            weight = rounded(flat, weight.view(-1)).view_as(weight)
-        elif stem != name:
-            a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"] for k in "AB")
-            flat = add_low_rank(weight.view(-1), a, b, scale)
             weight = rounded(flat, weight.view(-1)).view_as(weight)
         yield base_name(name), weight
 
