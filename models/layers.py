@@ -25,7 +25,7 @@ from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.levels import LayerNode, Mixer, Pair, Rope
 from ulysses.memory.offload import Offloader
-from ulysses.memory.size import FeedForwardSize, LayerSize, MixerSize, Setting
+from ulysses.memory.size import LayerSize, Setting
 from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 
@@ -57,22 +57,15 @@ class DecoderLayer(nn.Module):
             from models.quantized import QuantizedLinear
 
             linear = partial(QuantizedLinear, kind=quantize)
-        match kind.mixer:
-            case "full_attention" | "sliding_attention":
-                self.mixer_name = "self_attn"
-                self.self_attn = SelfAttention(config, attention, linear)
-            case "linear_attention":
-                from models.delta import GatedDelta
-
-                self.mixer_name = "linear_attn"
-                self.linear_attn = GatedDelta(config, attention.kernel, linear)
-        match kind.feed_forward:
-            case "mlp":
-                self.mlp: Any = MLP(config, linear)
-            case "experts":
-                from models.moe import MoE
-
-                self.mlp = MoE(config, record, linear, quantize)
+        mixer, feed_forward = _classes(kind)
+        if mixer is SelfAttention:
+            self.mixer_name = "self_attn"
+            self.self_attn = SelfAttention(config, attention, linear)
+        else:
+            self.mixer_name = "linear_attn"
+            self.linear_attn = mixer(config, attention.kernel, linear)
+        of_experts = () if feed_forward is MLP else (record, quantize)
+        self.mlp: Any = feed_forward(config, linear, *of_experts)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, self.rule))
 
@@ -178,6 +171,21 @@ class DecoderLayer(nn.Module):
         )
 
 
+def _classes(kind: LayerKind) -> tuple[Any, Any]:
+    """Return the classes of a layer's mixer and feed-forward; the rarer ones are imported when asked for."""
+    mixer: Any = SelfAttention
+    feed_forward: Any = MLP
+    if kind.mixer == "linear_attention":
+        from models.delta import GatedDelta
+
+        mixer = GatedDelta
+    if kind.feed_forward == "experts":
+        from models.moe import MoE
+
+        feed_forward = MoE
+    return mixer, feed_forward
+
+
 def _parameters(part: nn.Module | nn.Parameter) -> Iterable[nn.Parameter]:
     return part.parameters() if isinstance(part, nn.Module) else [part]
 
@@ -185,7 +193,8 @@ def _parameters(part: nn.Module | nn.Parameter) -> Iterable[nn.Parameter]:
 @cache
 def layer_sizes(config: ModelConfig, setting: Setting) -> tuple[LayerSize, LayerSize]:
     """Return the mean of a model's layers, and a layer that is as large as the largest in everything."""
-    parts = [*zip(*(_part_sizes(config, kind, setting) for kind in config.layers))]
+    each = ([part.size(config, setting) for part in _classes(x)] for x in config.layers)
+    parts = [*zip(*each)]
     norms_after = sum(map(bool, config.family.norms[1::2]))
 
     def over_layers(function: Any) -> LayerSize:
@@ -193,24 +202,3 @@ def layer_sizes(config: ModelConfig, setting: Setting) -> tuple[LayerSize, Layer
         return LayerSize(config.hidden_size, norms_after, *sizes)
 
     return over_layers(fmean), over_layers(max)
-
-
-def _part_sizes(
-    config: ModelConfig, kind: LayerKind, setting: Setting
-) -> tuple[MixerSize, FeedForwardSize]:
-    """Return what the mixer and the feed-forward of a kind of layer say of themselves."""
-    match kind.mixer:
-        case "full_attention" | "sliding_attention":
-            mixer = SelfAttention.size(config, setting)
-        case "linear_attention":
-            from models.delta import GatedDelta
-
-            mixer = GatedDelta.size(config, setting)
-    match kind.feed_forward:
-        case "mlp":
-            feed_forward = MLP.size(config, setting)
-        case "experts":
-            from models.moe import MoE
-
-            feed_forward = MoE.size(config, setting)
-    return mixer, feed_forward

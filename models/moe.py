@@ -208,8 +208,8 @@ class MoE(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        record: RouterRecord,
         linear: MakeLinear,
+        record: RouterRecord,
         kind: str = "none",
     ) -> None:
         super().__init__()
