@@ -83,11 +83,6 @@ class ModelConfig:
         return tuple(islice(cycle(self.pattern), self.num_hidden_layers))
 
     @property
-    def rotary_dim(self) -> int:
-        """The columns of a head that turn."""
-        return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
     def output_bias(self) -> bool:
         """Whether o_proj has a bias."""
         return self.attention_bias and not self.family.qkv_bias

@@ -27,7 +27,7 @@ def rope_parameters(
     Computed on the CPU whatever `device` is, so that every device rotates by the same values, and moved once: a copy
     makes the host wait.
     """
-    dim = config.rotary_dim
+    dim = int(config.head_dim * config.partial_rotary_factor)  # the columns that turn
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     theta: float = config.rope_theta
     s: Any = config.rope_scaling

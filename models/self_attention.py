@@ -108,23 +108,20 @@ class SelfAttention(nn.Module):
         return self.attention(query, key, value, plan=plan, sink=self.sinks)
 
     def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        query, key, value = heads
-        return exchange_qkv_forward(query, key, value, plan)
+        return exchange_qkv_forward(*heads, plan)
 
     def to_heads_backward(self, grads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        dquery, dkey, dvalue = grads
         heads = self.attention.num_heads, self.attention.num_kv_heads
-        return exchange_qkv_backward(dquery, dkey, dvalue, plan, *heads)
+        return exchange_qkv_backward(*grads, plan, *heads)
 
     def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        query, key, value = shards
-        return self.attention.attend_forward(query, key, value, plan, self.sinks)
+        return self.attention.attend_forward(*shards, plan, self.sinks)
 
     def mix_backward(
         self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        given: Any = grad, *shards, *results, plan
-        grads, sinks = self.attention.attend_backward(*given), self.sinks
+        grads = self.attention.attend_backward(grad, *shards, *results, plan)
+        sinks = self.sinks
         if sinks is None or not sinks.requires_grad:
             return grads, ()
         out, lse = results

@@ -304,10 +304,10 @@ class SparseMLP(NamedTuple):
     @torch.no_grad()
     def gradients(self, rows: Tensor, grad: Tensor, tile: int) -> tuple[Tensor, list[Tensor]]:
         """Run forward and backward of each tile; return the gradients of rows and of the trained tensors."""
-        given, trained = (rows, grad.contiguous()), self.trained
+        grad, trained = grad.contiguous(), self.trained
 
         def of_tile(part: slice) -> Sequence[Tensor]:
-            to_rows, found = self._gradients(*(x[part] for x in given), part)
+            to_rows, found = self._gradients(rows[part], grad[part], part)
             return to_rows, *in_order(found, trained)
 
         return sum_tiles(of_tile, rows, trained, tile)

@@ -35,8 +35,6 @@ def rms_norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
     if on_gpu(x):
         passes_triton.rms_norm(x, weight, rule.eps, out := torch.empty_like(x))
         return out
-    if weight.dtype == x.dtype:
-        return F.rms_norm(x, weight.shape, weight, rule.eps)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, rule.eps).to(x.dtype)
 
 

@@ -12,7 +12,7 @@ Shapes: S local tokens, D width.
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from losses.precision import at_least_float32
 
@@ -51,7 +51,7 @@ def tile_gradients(
     function: RowFunction,
     rows: Tensor,
     grad: Tensor,
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
     tile: int,
 ) -> tuple[Tensor, list[Tensor]]:
     """Run forward and backward of each tile; return the gradients of `rows` and of `parameters`.

@@ -58,8 +58,8 @@ class SeqAllToAll4D(torch.autograd.Function):
         ctx: Any,
         group: dist.ProcessGroup | None,
         input: Tensor,
-        scatter_idx: int = 2,
-        gather_idx: int = 1,
+        scatter_idx: int,
+        gather_idx: int,
     ) -> Tensor:
         ctx.group, ctx.axes = group, (scatter_idx, gather_idx)
         return _swap_axes(input, group, scatter_idx, gather_idx)
