@@ -89,7 +89,9 @@ class ResidentWeights:
         parameters = list(parameters)
         if self.world == 1:
             return
-        if self.device.type == "cpu":  # gloo takes the first tensor's memory for all that are gathered together
+        if (
+            self.device.type == "cpu"
+        ):  # gloo takes the first tensor's memory for all that are gathered together
             for p in parameters:
                 self._coming[p] = dist.all_gather_into_tensor(*self._wholes[p], async_op=True)
             return
