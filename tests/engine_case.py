@@ -25,7 +25,7 @@ from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence, shared_prompts
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.registry import stage_class, stage_of
+from ulysses.registry import STAGES, load, stage_of
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import initialize_distributed
@@ -167,7 +167,7 @@ def dataset(
     stage: str, count: int = 11, seed: int = 0, labels: tuple[int, ...] = LABELS
 ) -> ListDataset:
     """Examples of the stage's type, the same on every rank."""
-    wanted = stage_class(stage).dataset_type
+    wanted = load(STAGES[stage]).dataset_type
     if wanted == "unpaired":
         return unpaired(count, labels)
     if wanted in ("text", "sequence"):
@@ -215,7 +215,7 @@ class Case:
         return ragged(made) if self.ragged else made
 
     def model(self, mesh: Any, attention: str | None = None) -> nn.Module:
-        kind = RewardModel if stage_class(self.stage).reward else CausalLM
+        kind = RewardModel if load(STAGES[self.stage]).reward else CausalLM
         how = {"memory": LayerMemory(self.recompute), "quantize": self.quantize}
         made = kind(self.shape, mesh, attention=attention or self.attention, **how)
         if self.lora_rank:

@@ -6,10 +6,9 @@ Needs no GPU, no launcher and no process group, and holds one shard or one param
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from ulysses.imports import explained_imports
 
@@ -178,24 +177,20 @@ def merge_adapter(folder: Path, out: Path, dtype: str = "") -> str:
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
         for pattern in (GENERATION, "tokenizer*"):
             copy_side_files(folder_with(folder, pattern), new)
-        card = merged_card(files.adapter, dtype, rounded.note)
-        (new / CARD).write_text(card, encoding="utf-8")
-    return rounded.note
-
-
-def merged_card(adapter: Mapping[str, Any], dtype: str, note: str) -> str:
-    """Return README.md of a base with an adapter in it, of which nobody has measured anything yet."""
-    base = adapter["base_model_name_or_path"]
-    name = Path(base).name if Path(base).is_absolute() else base
-    return f"""---
+        base = files.adapter["base_model_name_or_path"]
+        name = Path(base).name if Path(base).is_absolute() else base
+        note = rounded.note
+        card = f"""---
 base_model: {json.dumps(name)}
 tags: [ulysses-engine]
 ---
 # {name} with LoRA adapters in its weights
 
-Adapters of rank {adapter["r"]} were added to its weights, which are written in {dtype}.
+Adapters of rank {files.adapter["r"]} were added to its weights, which are written in {dtype}.
 No metrics were measured after that{": " if note else ""}{note}.
 """
+        (new / CARD).write_text(card, encoding="utf-8")
+    return note
 
 
 if __name__ == "__main__":

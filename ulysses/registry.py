@@ -36,14 +36,9 @@ def load(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def stage_class(name: str) -> Any:
-    """Return the class of a stage, derived from ulysses.stages.base.Stage."""
-    return load(STAGES[name])
-
-
 def stage_of(config: Config) -> Any:
-    """Return the stage of a configuration, not yet built around an engine."""
-    return stage_class(config.stage)(config)
+    """Return the stage of a configuration, an ulysses.stages.base.Stage that is not yet built around an engine."""
+    return load(STAGES[config.stage])(config)
 
 
 def gradient_policies(settings: GradientsSection) -> GradientPolicyChain:

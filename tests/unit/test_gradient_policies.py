@@ -9,10 +9,10 @@ from torch import nn
 
 from tests.fake_ranks import LARGE, SHAPES, FakeWorld, act, grads_of, of_norm, parameters
 from tests.memory_case import assert_same_gradients
-from ulysses.gradients import ClipGlobalNorm, GradientPolicyChain, build_chain
+from ulysses.gradients import ClipGlobalNorm, GradientPolicyChain, StepContext, build_chain
 from ulysses.gradients.policies import StopOnNonFinite
 from ulysses.gradients.skipping import SkipNonFinite, SkipSpike
-from ulysses.gradients.ulysses_pro import GradientNoise, add_noise
+from ulysses.gradients.ulysses_pro import GradientNoise
 
 
 def test_clip_global_norm_equals_torch():
@@ -72,7 +72,8 @@ def test_skip_spike():
 def test_noise_is_the_same_on_any_partitioning_and_different_elsewhere():
     def noise(size, seed=1, step=2):
         named, world = parameters(LARGE | SHAPES, scale=0.0), FakeWorld(size)
-        world.run(lambda rank: add_noise(world.view(named, rank), 1.0, seed=seed, step=step))
+        context, policy = StepContext(step, total_steps=9, seed=seed), GradientNoise(sigma=1.0)
+        world.run(lambda rank: policy.apply(world.view(named, rank), context))
         return grads_of(named)
 
     whole = noise(1)

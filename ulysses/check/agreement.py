@@ -93,10 +93,10 @@ def hold_output(config: Config, resources: ExitStack) -> tuple[str, str]:
         except DiskError as error:
             complaint = str(error)
     run_id, before, holder = gather((run_id, before, holder))[0]
-    place = output.absolute() / HOLDER
+    place = output / HOLDER
     if not complaint and not (place.exists() and place.read_text() == holder):
         complaint = (
-            f"{place.parent} on {NODE} is not the folder that rank 0 writes to; set it to a folder on a file system "
+            f"{output} on {NODE} is not the folder that rank 0 writes to; set it to a folder on a file system "
             "that all nodes share"
         )
     for refusal in filter(None, gather(complaint)):  # all raise the first one

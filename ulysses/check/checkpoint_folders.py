@@ -97,7 +97,7 @@ def resume_point(run: RunSection) -> Path | None:
             check_replaceable(path, "run.json")
     if left and not run.overwrite:
         raise ValueError(
-            f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to continue the '
+            f'run.output {run.output} already holds checkpoints; set run.resume = "auto" to continue the '
             f"newest, run.overwrite = true to delete {left}, or another run.output"
         )
     return chosen

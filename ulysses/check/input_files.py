@@ -237,7 +237,7 @@ def read_tokenizer(
     """Return the tokenizer, where it was read and, for chats, its template; nothing if it is absent with the model."""
     given = config.model.tokenizer
     if given:
-        place = Path(given).expanduser()
+        place = Path(given)
         if not place.exists():
             place = resolve_model(given, need_weights=False, key="model.tokenizer")
     elif folder:

@@ -69,7 +69,7 @@ def check_kernel(
         shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
     )
     prove_once(
-        Path(config.data.cache).expanduser(),
+        Path(config.data.cache),
         kernel,
         device,
         getattr(torch, config.model.dtype),
@@ -86,7 +86,7 @@ def check_kernel(
         keys, values, *widths = astuple(shape.delta)
         own = RowHeads.own_heads(mesh.sequence_parallel_size, keys, values)[:2]
         case = "gated delta rule", device, *own, *widths
-        prove_once(Path(config.data.cache).expanduser(), *case, prove=prove_rule)
+        prove_once(Path(config.data.cache), *case, prove=prove_rule)
 
 
 def prove_once(

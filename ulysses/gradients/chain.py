@@ -7,8 +7,8 @@ The chain acts once per optimizer step on the accumulated, averaged gradient, ju
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from importlib import import_module
-from typing import Any, cast
+from pkgutil import resolve_name
+from typing import Any
 
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policies import ClipGlobalNorm, StopOnNonFinite
@@ -90,8 +90,9 @@ def build_chain(
         case "default":
             chain = [StopOnNonFinite(), ClipGlobalNorm(max_norm)]
         case "ulysses-pro":
-            pro: Any = policy_class("ulysses_pro")
-            chain = [StopOnNonFinite(), pro(max_norm)]
+            from ulysses.gradients.ulysses_pro import UlyssesPro
+
+            chain = [StopOnNonFinite(), UlyssesPro(max_norm)]
         case str():
             raise ValueError(f"the preset is {policies!r} but must be default or ulysses-pro")
         case _:
@@ -103,13 +104,6 @@ def build_chain(
     return GradientPolicyChain(chain)
 
 
-def policy_class(name: str) -> type[GradientPolicy]:
-    """Import a gradient policy by its name."""
-    module, _, kind = GRADIENT_POLICIES[name].partition(":")
-    found = getattr(import_module(f"ulysses.gradients.{module}"), kind)
-    return cast("type[GradientPolicy]", found)
-
-
 def _build_policy(index: int, table: Mapping[str, Any]) -> GradientPolicy:
     settings = dict(table)
     name = settings.pop("policy", None)
@@ -119,7 +113,7 @@ def _build_policy(index: int, table: Mapping[str, Any]) -> GradientPolicy:
             raise ValueError(
                 f"policy is {name!r} but must be one of {', '.join(GRADIENT_POLICIES)}{hint}"
             )
-        kind = policy_class(name)
+        kind = resolve_name(f"ulysses.gradients.{GRADIENT_POLICIES[name]}")
         known = [f.name for f in fields(kind) if f.init]
         for key in settings.keys() - known:
             raise ValueError(

@@ -52,15 +52,16 @@ class SkipSpike(GradientPolicy):
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         now, deviations = [context.loss, gradients.norm()], [0.0, 0.0]
-        if len(self.recent) >= self.warmup:
-            for i, past in enumerate(zip(*self.recent)):
-                mean = statistics.fmean(past)
-                spread = max(statistics.stdev(past), 0.01 * abs(mean), 1e-12)
-                deviations[i] = (now[i] - mean) / spread
-        for what, value, z in zip(("loss", "gradient norm"), now, deviations):
+        known = zip(*self.recent) if len(self.recent) >= self.warmup else ()
+        for i, past in enumerate(known):
+            mean = statistics.fmean(past)
+            spread = max(statistics.stdev(past), 0.01 * abs(mean), 1e-12)
+            deviations[i] = z = (now[i] - mean) / spread
             if z > self.sigma:
-                seen = f"the {what} is {value:.4g}, {z:.1f} deviations above its recent mean"
-                context.skip = f"step {context.step + 1}: {seen}"
+                context.skip = (
+                    f"step {context.step + 1}: the {('loss', 'gradient norm')[i]} is {now[i]:.4g}, {z:.1f} deviations "
+                    "above its recent mean"
+                )
         if all(map(math.isfinite, now)):
             self.recent = [*self.recent, now][-self.window :]
         return {"grad/loss_z": deviations[0], "grad/norm_z": deviations[1]}

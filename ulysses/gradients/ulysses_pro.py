@@ -25,7 +25,16 @@ class GradientNoise(GradientPolicy):
 
     sigma: s = sigma, absolute. Over N elements its norm is sigma * sqrt(N), more than a large model's gradient.
     ratio: s = ratio * ||g|| / sqrt(N), so that the noise has `ratio` times the gradient's norm.
-    The noise is the same on any topology of one device type.
+
+    The noise depends on (seed, step, parameter name, place), never on the partitioning, and is the same on any topology
+    of one device type. A parameter's flattened elements fall into fixed blocks. Each block's noise comes from a
+    generator of its own, is drawn whole, and is then cut to what this rank holds:
+
+        blocks     |----- 0 -----|----- 1 -----|--- 2 (tail unused)
+        rank 1              [=================]       draws 0, 1, 2 whole, uses the marked part
+
+    So two ranks that share a block draw it twice and agree. The draw is float32 also for float64 gradients, so that
+    the precision of a run does not change its noise.
     """
 
     sigma: float = 0.0
@@ -44,69 +53,45 @@ class GradientNoise(GradientPolicy):
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         norm, root = gradients.norm(), math.sqrt(gradients.numel)
         sigma = self.sigma + self.ratio * norm / root  # one of them is 0
-        add_noise(gradients, sigma, seed=context.seed, step=context.step)
+        slices = gradients.slices()
+        noise = torch.empty(NOISE_BLOCK, dtype=torch.float32, device=slices[0].device)
+        for entry, grad in zip(gradients.entries, slices):
+            block, skipped = divmod(entry.start, NOISE_BLOCK)
+            while len(grad):
+                key = context.seed, context.step, entry.name, block
+                noise.normal_(generator=keyed_generator(noise.device, *key))
+                part, grad = grad[: NOISE_BLOCK - skipped], grad[NOISE_BLOCK - skipped :]
+                part.add_(noise[skipped:][: len(part)], alpha=sigma)
+                block, skipped = block + 1, 0
         relative = sigma * root / norm if norm else 0.0
         return {"grad/noise_sigma": sigma, "grad/noise_to_gradient": relative}
-
-
-def add_noise(gradients: Gradients, sigma: float, *, seed: int, step: int) -> None:
-    """Add N(0, sigma^2) noise that depends on (seed, step, parameter name, place), never on the partitioning.
-
-    A parameter's flattened elements fall into fixed blocks. Each block's noise comes from a generator of its own,
-    is drawn whole, and is then cut to what this rank holds:
-
-        blocks     |----- 0 -----|----- 1 -----|--- 2 (tail unused)
-        rank 1              [=================]       draws 0, 1, 2 whole, uses the marked part
-
-    So two ranks that share a block draw it twice and agree. The draw is float32 also for float64 gradients, so that
-    the precision of a run does not change its noise.
-    """
-    if not sigma:
-        return
-    slices = gradients.slices()
-    noise = torch.empty(NOISE_BLOCK, dtype=torch.float32, device=slices[0].device)
-    for entry, grad in zip(gradients.entries, slices):
-        block, skipped = divmod(entry.start, NOISE_BLOCK)
-        while len(grad):
-            key = seed, step, entry.name, block
-            noise.normal_(generator=keyed_generator(noise.device, *key))
-            part, grad = grad[: NOISE_BLOCK - skipped], grad[NOISE_BLOCK - skipped :]
-            part.add_(noise[skipped:][: len(part)], alpha=sigma)
-            block, skipped = block + 1, 0
 
 
 @dataclass
 class GradientCentralization(GradientPolicy):
     """Subtract from each row of a matrix's gradient its mean over all axes but the first (2004.01461, eq. 1).
 
-    Vectors are left alone. Reports the norm that was removed.
+    Vectors are left alone. Reports the norm that was removed. One all-reduce of the row sums makes the means exact
+    although rows lie on several ranks.
     """
 
     name = "gradient_centralization"
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
-        return {"grad/centered_norm": center(gradients)}
-
-
-def center(gradients: Gradients) -> float:
-    """Subtract from every row of a matrix its mean (over all axes but the first) and return the norm removed.
-
-    Vectors are left alone. One all-reduce of the row sums makes the means exact although rows lie on several ranks.
-    """
-    gradients.slices()
-    matrices = [e for e in gradients.entries if len(e.shape) > 1]
-    if not matrices:
-        return 0.0
-    rows = [e.shape[0] for e in matrices]
-    own = torch.zeros(sum(rows), dtype=gradients.wide, device=matrices[0].grad.device)
-    for part, total in _row_parts(matrices, own):  # a slice has at most one part of a row
-        torch.sum(part, dim=1, dtype=gradients.wide, out=total)
-    sums = gradients.all_reduce(own.double())
-    means = sums.clone()
-    torch._foreach_div_(means.split(rows), [e.numel / e.shape[0] for e in matrices])
-    for part, mean in _row_parts(matrices, means.to(gradients.wide)):
-        part.sub_(mean[:, None])
-    return float((sums * means).sum().sqrt())
+        gradients.slices()
+        matrices = [e for e in gradients.entries if len(e.shape) > 1]
+        if not matrices:
+            return {"grad/centered_norm": 0.0}
+        rows = [e.shape[0] for e in matrices]
+        own = torch.zeros(sum(rows), dtype=gradients.wide, device=matrices[0].grad.device)
+        for part, total in _row_parts(matrices, own):  # a slice has at most one part of a row
+            torch.sum(part, dim=1, dtype=gradients.wide, out=total)
+        sums = gradients.all_reduce(own.double())
+        means = sums.clone()
+        torch._foreach_div_(means.split(rows), [e.numel / e.shape[0] for e in matrices])
+        for part, mean in _row_parts(matrices, means.to(gradients.wide)):
+            part.sub_(mean[:, None])
+        return {"grad/centered_norm": float((sums * means).sum().sqrt())}
 
 
 def _row_parts(

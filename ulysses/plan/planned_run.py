@@ -83,42 +83,35 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     return next((case for case in cases if predict(choose(case)).fits), cases[-1])
 
 
-def least_tokens(config: Config, train: Any) -> int:
-    """Return the tokens of a packed micro-batch as they are set, or the fewest that "auto" may choose.
-
-    These are room for the longest example of the data or, if that is not known, for one that the settings allow.
-    """
-    stage, tokens = stage_of(config), config.batch.tokens_per_microbatch
-    if tokens != "auto":
-        return tokens
-    if train is None or train.kind == "prompt":
-        return stage.sequences_per_example * stage.requirements.longest_example
-    return int(train.lengths.max())
-
-
 def planner_run(config: Config, shape: ModelConfig, machine: Machine, train: Any) -> Case:
     """Return the planner's view of a run and of the micro-batches of its typical step.
 
     Args:
         train: the training data; None plans with examples of the greatest length that the settings allow.
     """
-    stage, tokens = stage_of(config), least_tokens(config, train)
-    facts, seed = stage.requirements, config.run.seed
+    stage, tokens = stage_of(config), config.batch.tokens_per_microbatch
+    facts, sides, auto = stage.requirements, stage.sequences_per_example, tokens == "auto"
+    if (
+        auto
+    ):  # it chooses no fewer than the longest example has or, if that is not known, may have
+        known = train and train.kind != "prompt"
+        tokens = int(train.lengths.max()) if known else sides * facts.longest_example
     case = planner_case(config, shape, machine, tokens)
     if train:
         launched = choose(case).launched_tokens * machine.gpus / case.sp
         loader = StepLoader(
-            train, facts.examples_per_load, tokens_per_microbatch=tokens, seed=seed
+            train,
+            facts.examples_per_load,
+            tokens_per_microbatch=tokens,
+            seed=config.run.seed,
         )
         steps = loader.planned_steps()
         typical, largest = (planned_step(config, shape, train, s, launched) for s in steps)
     else:
-        sides = stage.sequences_per_example
         longest = min(tokens, sides * facts.longest_example)
         pairs = sides * squares(longest / sides, windows=shape.windows)
         examples = facts.examples_per_step
         typical = largest = PlannedStep([longest] * examples, [pairs] * examples)
-    auto = config.batch.tokens_per_microbatch == "auto"
     return cut_steps(case, typical, largest, auto)
 
 

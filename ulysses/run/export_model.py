@@ -29,14 +29,13 @@ from models.hf_format import (
     Rounding,
     WeightFiles,
     copy_side_files,
-    write_json,
     write_weights,
 )
 from ulysses.check.preflight import RunInputs
 from ulysses.config.schema import Config
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import SPECIAL_NAMES
-from ulysses.disk import whole_folder
+from ulysses.disk import whole_folder, write_json
 from ulysses.registry import stage_of
 from ulysses.run.trackers.metrics_file import METRICS, logged
 

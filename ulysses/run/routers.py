@@ -47,20 +47,19 @@ class Routers:
         """Let backward add the balance loss, by the experts that were chosen so far on all ranks."""
         record, moe = self.record, self.config.moe
         counts = record.counts.double()
-        _add_ranks(counts)
+        dist.all_reduce(counts)
         rows = counts.sum() / moe.num_experts_per_tok  # of all layers
         self.shares = moe.num_experts * counts.sum(0) / rows.square().clamp(min=1)
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        record.balance = (world * self.coefficient * self.shares).float()
+        record.balance = (dist.get_world_size() * self.coefficient * self.shares).float()
         record.on_close = None
 
     def add(self, metrics: MetricSums) -> None:
         """Add the metrics of the step: for each layer the busiest expert's rows over the mean, and idle experts."""
         counts = self.record.counts.double()
-        _add_ranks(counts)
+        dist.all_reduce(counts)
         busiest = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
         idle = (counts == 0).sum(1)
-        first = not dist.is_initialized() or dist.get_rank() == 0
+        first = dist.get_rank() == 0
         kinds = enumerate(kind.feed_forward for kind in self.config.layers)
         sparse = [number for number, kind in kinds if kind == "experts"]
         for place, number in enumerate(sparse):
@@ -70,8 +69,3 @@ class Routers:
             loss = torch.dot(self.shares, self.record.probabilities)
             metrics.add("aux_loss", loss)
             metrics.add("loss", self.coefficient * loss)
-
-
-def _add_ranks(counts: Tensor) -> None:
-    if dist.is_initialized():
-        dist.all_reduce(counts)

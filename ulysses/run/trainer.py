@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,12 +102,12 @@ class Trainer:
         self._saved = time.monotonic()
         self._next: StepBatches | None = None  # of the coming step, if they are read already
         self._cuts = 0  # micro-batches of the last step
-        self.parts = []  # what takes part in every step besides the stage: the routers of a model with experts
+        self.routers: Any = None  # of a model with experts, which take part in every step
         if self.engine.module.config.moe:
             from ulysses.run.routers import Routers
 
             coefficient = self.stage.config.model.router_aux_loss_coefficient
-            self.parts.append(Routers(self.engine, coefficient))
+            self.routers = Routers(self.engine, coefficient)
         # shares of the last steps in which the host waited for the device
         self._waits: deque[float] = deque(maxlen=LOOK_AT // 2)
 
@@ -199,8 +199,8 @@ class Trainer:
         of_step = self.stage.before_step(read)
         normalisers = self._normalisers(read.batches)
         metrics = MetricSums(self.engine.device)
-        for part in self.parts:
-            part.begin(read.batches)
+        if self.routers:
+            self.routers.begin(read.batches)
         for batch, known in zip(read.batches, of_step, strict=True):
             self.watch.phase("forward")
             terms = self.stage.losses(batch, metrics, *known)
@@ -212,8 +212,8 @@ class Trainer:
         ahead = step + 1 < self.total_steps and self.stage.may_prepare(step + 1)
         self._next = self.stage.read(self.loader, step + 1) if ahead else None
         self.watch.phase("optimizer step")
-        for part in self.parts:
-            part.add(metrics)
+        if self.routers:
+            self.routers.add(metrics)
         gradients = self.engine.gradients()
         values, work, waited = self._agree(metrics)
         if step == 0:

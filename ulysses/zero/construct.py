@@ -29,12 +29,11 @@ from ulysses.zero.deepspeed_internals import (
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 STREAMING = 1 << 20
 USUAL = 32 << 20  # where glibc's own rule ends up
-START_SECONDS = 1800.0  # that processes wait for each other to come
 # Collectives never give up by themselves: the watch (ulysses/watch/watch.py) ends a run that does not move.
 FOR_EVER = timedelta(days=1)
 
 
-def meet(seconds: float = START_SECONDS) -> dist.Store | None:
+def meet(seconds: float) -> dist.Store | None:
     """Connect to the store of all processes of this run, and return it; None for one process.
 
     Under `torchrun --max-restarts` one store serves all attempts. The keys that are returned belong to this attempt

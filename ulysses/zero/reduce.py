@@ -64,8 +64,8 @@ class GradientReduction:
         # products.
         self._backend = torch.get_device_module(device)
         self._stream = self._backend.Stream(priority=-1)
-        self._average = average
-        if device.type == "cuda":
+        self._average: Any = None  # a kernel that also adds to the slice
+        if device.type == "cuda" and not self._on_host:
             from ulysses.zero import gpu_kernels
 
             if gpu_kernels.AVAILABLE:
@@ -178,11 +178,11 @@ class GradientReduction:
         sizes = [max(0, min(size, s.numel - r * size)) for r in range(W)]
         copies = flat.new_empty(W, length)
         dist.all_to_all_single(copies.view(-1), flat, [length] * W, sizes, group=self._inside)
-        if self._on_host:
-            self._store([(s, copies.mean(0, dtype=torch.float32))])
-        else:
+        if self._average:
             self._average(copies, s.grad, add=s.name in self._written)
             self._written.add(s.name)
+        else:
+            self._store([(s, copies.mean(0, dtype=torch.float32))])
 
     def _reduce_waiting(self) -> None:
         """Average the collected small gradients, whole, in one float32 all-reduce."""
@@ -216,11 +216,3 @@ def ranks_of_a_node() -> int:
     world, size = dist.get_world_size(), environment.local_world_size()
     usable = world % size == 0 and dist.get_rank() % size == environment.local_rank()
     return size if {*gather(size if usable else world)} == {size} else world
-
-
-def average(copies: Tensor, target: Tensor, *, add: bool) -> None:
-    """Write the mean over the first axis of copies [W, n], in float32, to a target [n], or add it."""
-    if add:
-        target.add_(copies.mean(0, dtype=torch.float32))
-    else:
-        torch.mean(copies, 0, dtype=torch.float32, out=target)
