@@ -87,7 +87,7 @@ class InitialWeights:
             yield from dense(model, weights)
             return
         for name, weight in weights:
-            if weight is not None and weight.dtype == torch.uint8:
+            if self.files and weight is not None and weight.dtype == torch.uint8:
                 plain = name.replace(".base_layer.", ".")
                 weight = self.files.read(plain).view(self.stored[plain].shape)
             yield name, weight

@@ -108,23 +108,25 @@ class SelfAttention(nn.Module):
         return self.attention(query, key, value, plan=plan, sink=self.sinks)
 
     def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        return exchange_qkv_forward(*heads, plan)
+        query, key, value = heads
+        return exchange_qkv_forward(query, key, value, plan)
 
     def to_heads_backward(self, grads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+        query, key, value = grads
         heads = self.attention.num_heads, self.attention.num_kv_heads
-        return exchange_qkv_backward(*grads, plan, *heads)
+        return exchange_qkv_backward(query, key, value, plan, *heads)
 
     def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        return self.attention.attend_forward(*shards, plan, self.sinks)
+        query, key, value = shards
+        return self.attention.attend_forward(query, key, value, plan, self.sinks)
 
     def mix_backward(
         self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        grads = self.attention.attend_backward(grad, *shards, *results, plan)
-        sinks = self.sinks
+        (query, key, value), (out, lse), sinks = shards, results, self.sinks
+        grads = self.attention.attend_backward(grad, query, key, value, out, lse, plan)
         if sinks is None or not sinks.requires_grad:
             return grads, ()
-        out, lse = results
         return grads, [self.attention.sink_gradient(grad, out, lse, sinks).to(sinks.dtype)]
 
     def to_tokens(self, out: Tensor, plan: Any) -> Tensor:

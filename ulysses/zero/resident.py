@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -88,16 +89,23 @@ class ResidentWeights:
         parameters = list(parameters)
         if self.world == 1:
             return
-        if (
-            self.device.type == "cpu"
-        ):  # gloo takes the first tensor's memory for all that are gathered together
-            for p in parameters:
-                self._coming[p] = dist.all_gather_into_tensor(*self._wholes[p], async_op=True)
+        if self.device.type == "cpu":
+            for dtype in dict.fromkeys(p.dtype for p in parameters):
+                self._gather_on_host([p for p in parameters if p.dtype == dtype])
             return
         with dist._coalescing_manager(async_ops=True) as coming:
             for parameter in parameters:
                 dist.all_gather_into_tensor(*self._wholes[parameter])
         self._coming |= dict.fromkeys(parameters, coming)
+
+    def _gather_on_host(self, parameters: list[nn.Parameter]) -> None:
+        """Gather slices side by side: gloo would take the first tensor's memory for each of those gathered together."""
+        wholes, owns = zip(*(self._wholes[p] for p in parameters))
+        own = torch.cat(owns)
+        everyone = own.new_empty(self.world, len(own))
+        dist.all_gather_into_tensor(everyone.view(-1), own)
+        for whole, part in zip(wholes, everyone.split([len(x) for x in owns], 1)):
+            whole.view(self.world, -1).copy_(part)
 
     def wait(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait for those of these parameters that are still on their way."""
