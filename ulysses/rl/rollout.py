@@ -211,12 +211,6 @@ class RolloutMaker:
 
     # ---------------------------------------------------------------- answers
 
-    def current(self, number: int, dataset: TokenizedDataset, indices: list[int]) -> Rollout:
-        """Return the rollout of this number, which is made if it is not the last one."""
-        if self.rollout is None or self.rollout.number != number:
-            self.rollout = self.make(number, dataset, indices)
-        return self.rollout
-
     def make(self, number: int, dataset: TokenizedDataset, indices: list[int]) -> Rollout:
         """Answer the prompts `indices` and turn scores into advantages."""
         began = time.perf_counter()
@@ -385,10 +379,13 @@ class RolloutSteps:
 
     def indices(self, epoch: int, k: int) -> list[int]:
         """Return the rollout's examples of step k in a fixed order, after making a new rollout."""
-        prompts, config = self.prompts, self.maker.config
+        prompts, maker = self.prompts, self.maker
+        config, rollout = maker.config, maker.rollout
         load, within = divmod(k, config.epochs * config.minibatches)
         number = epoch * prompts.steps_per_epoch + load
-        rollout = self.maker.current(number, prompts.dataset, prompts.indices(epoch, load))
+        if rollout is None or rollout.number != number:
+            rollout = maker.make(number, prompts.dataset, prompts.indices(epoch, load))
+            maker.rollout = rollout
         one_pass, part = divmod(within, config.minibatches)
         count = len(rollout.lengths) // rollout.answers_per_prompt
         order = shuffled(count, prompts.seed, number, one_pass)
