@@ -138,21 +138,6 @@ class StepLoader:
         return pairs
 
 
-def share_within(budget: int, prompt: int, answers: list[int]) -> list[int]:
-    """Return for each answer to a prompt the place of the first one that shares a micro-batch and the prompt with it.
-
-    All are numbers of tokens; a prompt's last token is held by every answer.
-    """
-    found: list[int] = []
-    room = -1
-    for place, answer in enumerate(answers):
-        room -= 1 + answer
-        found.append(place if room < 0 else found[-1])
-        if room < 0:
-            room = budget - prompt - answer
-    return found
-
-
 def check_fits(longest: int, budget: int) -> None:
     """Raise ValueError if an example of `longest` tokens does not fit into a micro-batch of `budget` tokens."""
     if longest > budget:
