@@ -134,7 +134,7 @@ def test_spans_are_the_answers_with_their_end_of_turn(
     assert last.strip() == messages[-1].content + END[name]
     end = tokenizer.convert_tokens_to_ids(END[name])
     assert all(encoded.tokens[a:b].count(end) == 1 for a, b in encoded.spans)
-    assert template.stop_tokens == sorted({end, tokenizer.eos_token_id})
+    assert template.end_of_turn == end and template.encoder.eos == tokenizer.eos_token_id
     calls = [{"tool_calls": [*m.tool_calls]} if m.tool_calls else {} for m in messages]
     expected = tokenizer.apply_chat_template(
         [{"role": m.role, "content": m.content, **more} for m, more in zip(messages, calls)],
@@ -366,7 +366,7 @@ def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_wri
     tokenizers, templated
 ):
     template = templated(tokenizers["chatml"], R1)
-    assert template.stop_tokens == [template.encoder.eos]
+    assert template.end_of_turn == template.encoder.eos
     messages = conversation("q", THINK.format("t", "a"), "r", THINK.format("u", "b"))
     opened = "<|im_start|>U:q<|im_start|>A:"
     history = "\n\na<|im_end|><|im_start|>U:r<|im_start|>A:<think>\n"

@@ -1,4 +1,4 @@
-"""The parts of the stages that need no process group: metrics, hints, KTO's pairs, the reference cache."""
+"""The parts of the stages that need no process group: metrics, KTO's pairs, the reference cache."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,14 +15,13 @@ from tests.shuffled_loader import ShuffledLoader
 from tests.stage_case import STAGE_CASES
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
-from ulysses.config.stage_sections import KtoSection
 from ulysses.data.cache import content_digest
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.registry import STAGES, stage_of
-from ulysses.stages.kto import KtoStage, weight_hint
+from ulysses.stages.kto import KtoStage
 from ulysses.stages.referenced import mismatched_lengths, pairs_of_run, read_reference
 from ulysses.stages.rm import RmStage
 
@@ -86,26 +85,6 @@ def test_a_group_without_data_has_the_columns_of_the_others(name, options):
         full, empty = ({k: x.dtype for k, x in getattr(p, columns).items()} for p in packs)
         assert full == empty
     assert packs[1].num_valid == 0 and packs[1].tokens.tolist() == [0]
-
-
-# How many are good and bad, their weights, and what is said.
-HINTS = """
-120 100 1 1: nothing
-100 100 1.3333333333333333 1: nothing
-300 100 1 1: is 3 but 1 to 4/3 works best; for example kto.undesirable_weight = 3
-100 300 1 1: is 0.333 but 1 to 4/3 works best; for example kto.desirable_weight = 3
-5 0 1 1: 0 bad answers) is inf but 1 to 4/3 works best; KTO learns most from both kinds
-5 5 1 0: inf
-"""
-
-
-@pytest.mark.parametrize("line", HINTS.strip().splitlines())
-def test_kto_weights_get_a_hint_outside_the_papers_range(line):
-    numbers, says = line.split(": ")
-    good, bad, *weights = map(float, numbers.split())
-    table = KtoSection(desirable_weight=weights[0], undesirable_weight=weights[1])
-    hint = weight_hint(int(good), int(bad), table)
-    assert says in hint if says != "nothing" else not hint
 
 
 def test_kto_refuses_data_of_one_example():

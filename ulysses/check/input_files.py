@@ -168,8 +168,9 @@ def initial_weights(
     pretrained = config.model.init == "pretrained"
     shape = stage.exported_config(shape, tokenizer)
     if template and not stage.reward:
-        # config.json names every token that ends a turn: the template's and those that the model has learnt
-        ends = {*template.stop_tokens, *(shape.eos_token_id if pretrained else ())}
+        # config.json names every token that ends a turn: the template's, EOS and those that the model has learnt
+        known = shape.eos_token_id if pretrained else ()
+        ends = {template.end_of_turn, template.encoder.eos, *known}
         shape = replace(shape, eos_token_id=tuple(sorted(ends)))
     found = folder if pretrained else None
     return shape, InitialWeights(shape, config.run.seed, found, config.model.quantize)

@@ -12,10 +12,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from ulysses.config import stage_sections as stages
 from ulysses.config.section import LOCAL, Place, PlaceOrName, PlaceOrWord, Section, TemplateName
@@ -96,7 +94,7 @@ class ModelSection(Section):
         "llama3-8b, llama3-70b, llama3.1-8b, llama3.1-70b, llama3.2-1b, llama3.2-3b, qwen2.5-0.5b, qwen2.5-1.5b, "
         "qwen2.5-3b, qwen2.5-7b, qwen2.5-14b, qwen2.5-32b, qwen2.5-72b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, "
         "qwen3-14b, qwen3-32b, olmo2-7b, olmo2-13b, olmo3-7b, smollm3-3b, granite3.1-8b, gemma3-1b, gemma3-4b, "
-        "qwen3-30b-a3b, qwen3-235b-a22b",
+        "qwen3-30b-a3b, qwen3-235b-a22b, gpt-oss-20b, gpt-oss-120b",
     )
     config: dict[str, Any] = {}
     """Keys of a Hugging Face config.json: a whole shape, or changes to that of path or arch; needs init = "random"."""
@@ -194,15 +192,6 @@ class GradientsSection(Section):
     """Global norm to which the preset clips the gradient; 0 does not clip."""
     policies: list[dict[str, Any]] = []
     """The chain written out, as tables {policy = name, ...settings}; it replaces preset and max_norm."""
-
-    @field_validator("preset", mode="before")
-    @classmethod
-    def _steady_has_gone(cls, value: Any) -> Any:
-        if value == "steady":
-            raise PydanticCustomError(
-                "gone", 'it has gone, because it trained no better than clipping; use "default"'
-            )
-        return value
 
 
 class MemorySection(Section):

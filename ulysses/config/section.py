@@ -28,7 +28,6 @@ class ConfigError(ValueError):
     def __init__(self, sentence: object, key: str = "") -> None:
         text = f"{key}: {sentence}" if key else str(sentence)
         super().__init__(CREDENTIALS.sub("***", text))
-        self.key = key
 
 
 def visible(text: str, *, lines: bool = False) -> str:

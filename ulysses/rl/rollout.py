@@ -32,7 +32,7 @@ from torch import Tensor
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.serve.dataset import Example, TokenizedDataset
-from ulysses.data.serve.steps import StepLoader, share_within, shuffled
+from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
@@ -82,13 +82,13 @@ class Rollout:
         """
         K = len(answers) // len(prompts)
         parts, weights, layout = [], [], []
-        sizes = [len(answer.tokens) for answer in answers]
+        owner, room = 0, 0
         for n, answer in enumerate(answers):
-            prompt, count, first = prompts[n // K], sizes[n], n - n % K
-            if n == first:
-                places = share_within(budget, len(prompt), sizes[n : n + K])
-            owner = first + places[n - first]
+            prompt, count = prompts[n // K], len(answer.tokens)
             # the last token of a prompt predicts, so that every sequence keeps it
+            room -= 1 + count
+            if n % K == 0 or room < 0:
+                owner, room = n, budget - len(prompt) - count
             prefix = len(prompt) - 1 if owner < n else 0
             held = len(prompt) - prefix
             parts += [prompt[prefix:], torch.tensor(answer.tokens)]
@@ -210,12 +210,6 @@ class RolloutMaker:
     rollout: Rollout | None = None
 
     # ---------------------------------------------------------------- answers
-
-    def current(self, number: int, dataset: TokenizedDataset, indices: list[int]) -> Rollout:
-        """Return the rollout of this number, which is made if it is not the last one."""
-        if self.rollout is None or self.rollout.number != number:
-            self.rollout = self.make(number, dataset, indices)
-        return self.rollout
 
     def make(self, number: int, dataset: TokenizedDataset, indices: list[int]) -> Rollout:
         """Answer the prompts `indices` and turn scores into advantages."""
@@ -385,10 +379,13 @@ class RolloutSteps:
 
     def indices(self, epoch: int, k: int) -> list[int]:
         """Return the rollout's examples of step k in a fixed order, after making a new rollout."""
-        prompts, config = self.prompts, self.maker.config
+        prompts, maker = self.prompts, self.maker
+        config, rollout = maker.config, maker.rollout
         load, within = divmod(k, config.epochs * config.minibatches)
         number = epoch * prompts.steps_per_epoch + load
-        rollout = self.maker.current(number, prompts.dataset, prompts.indices(epoch, load))
+        if rollout is None or rollout.number != number:
+            rollout = maker.make(number, prompts.dataset, prompts.indices(epoch, load))
+            maker.rollout = rollout
         one_pass, part = divmod(within, config.minibatches)
         count = len(rollout.lengths) // rollout.answers_per_prompt
         order = shuffled(count, prompts.seed, number, one_pass)

@@ -128,19 +128,6 @@ class AuxiliaryModel(NamedTuple):
     def is_reward(self) -> bool:
         return self.role == "reward"
 
-    def check(self, own: int, needed: int) -> Iterator[str]:
-        """Yield an error if its `own` vocabulary is not the one that it needs: a reward model's is exactly that."""
-        if self.is_reward and own != needed:
-            yield (
-                f"{self.setting} {self.path} has {own} tokens and the policy {needed}, but it must read the policy's "
-                f"tokens; train the {self.role} model from the same base model"
-            )
-        elif own < needed:
-            yield (
-                f"{self.setting} {self.path} has {own} tokens but the policy {needed}; use a model with the policy's "
-                "tokenizer"
-            )
-
 
 class StepBatches(NamedTuple):
     """What one optimizer step reads on this rank: its micro-batches, and those that `before_step` only looks at."""
@@ -197,7 +184,6 @@ class MemoryChoice(Protocol):
 
     case: MicroBatches
     pass_tokens: int
-    graphs: bool
 
 
 class Watched(Protocol):
@@ -273,8 +259,17 @@ class Stage:
         # a policy that is sampled may say any token of its vocabulary
         needed = shape.vocab_size if self.dataset_type == "prompt" else len(tokenizer)
         for model in self.requirements.models:
-            if model.path:
-                yield from model.check(others[model.setting].shape.vocab_size, needed)
+            own = others[model.setting].shape.vocab_size if model.path else needed
+            if model.is_reward and own != needed:
+                yield (
+                    f"{model.setting} {model.path} has {own} tokens and the policy {needed}, but it must read the "
+                    "policy's tokens; train the reward model from the same base model"
+                )
+            elif own < needed:
+                yield (
+                    f"{model.setting} {model.path} has {own} tokens but the policy {needed}; use a model with the "
+                    "policy's tokenizer"
+                )
 
     def exported_config(
         self, model_config: ModelConfig, tokenizer: PreTrainedTokenizerFast

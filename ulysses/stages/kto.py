@@ -9,7 +9,6 @@ Mismatched sequences (x_i, y_j) are packed by themselves and only looked at, bef
 z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_unpaired (2408.06266) has no baseline.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from losses.kto import kto_loss
 from ulysses.config.section import ConfigError
-from ulysses.config.stage_sections import KtoSection
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
@@ -60,9 +58,6 @@ class KtoStage(ReferencedStage):
             raise ConfigError(
                 "data.train has one example but kto's baseline pairs each example with another; give it more"
             )
-        good = run.train_data.columns["label"] > 0.5
-        if hint := weight_hint(int(good.sum()), int((~good).sum()), self.table):
-            run.say(hint)
         return super().extend_data(run)
 
     def arguments(self, run: Run) -> dict[str, object]:
@@ -128,20 +123,3 @@ class KtoStage(ReferencedStage):
         if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         return metrics
-
-
-def weight_hint(good: int, bad: int, config: KtoSection) -> str:
-    """Return what to say about KTO's weights, or nothing if good and bad answers weigh alike (2402.01306, eq. 8)."""
-    left, right = config.desirable_weight * good, config.undesirable_weight * bad
-    if right <= left <= right * 4 / 3:
-        return ""
-    change = "KTO learns most from both kinds"
-    if good and bad:
-        side, weight = (
-            ("undesirable", left / bad) if left > right else ("desirable", right / good)
-        )
-        change = f"for example kto.{side}_weight = {weight:.3g}"
-    return (
-        f"hint: kto.desirable_weight * {good} good answers / (kto.undesirable_weight * {bad} bad answers) is "
-        f"{left / right if right else math.inf:.3g} but 1 to 4/3 works best; {change}"
-    )

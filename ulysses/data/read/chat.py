@@ -111,11 +111,6 @@ class ChatTemplate:
                 return self.encoder.encode_batch(self.render(messages, answers=[1]))[0][0][-1]
         raise DataError("the chat template writes no answer where it opens its turn")
 
-    @property
-    def stop_tokens(self) -> list[int]:
-        """Ids of the tokens that end an assistant turn: the template's end-of-turn token and EOS."""
-        return sorted({self.end_of_turn, self.encoder.eos})
-
     def render(
         self,
         messages: Sequence[Message],

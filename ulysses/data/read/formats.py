@@ -321,7 +321,9 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
         else:
             prompt, ends_with_answer = prompt[:-1], False
     if row_format == "messages" and len(values) <= ends_with_answer:
-        return _alone(prompt, kind)
+        # they hold their answer: in sft all of them, in the rows of prompts none
+        begin = {"sequence": 0, "prompt": len(prompt)}.get(kind, len(prompt) - 1)
+        return prompt[:begin], [prompt[begin:]]
     first_roles = {_role(answer, 0) for answer in answers}
     holds_prompt = may_hold_prompt or any(prompt[-1] in answer for answer in answers)
     if holds_prompt and answers and not first_roles & {"", "assistant"}:
@@ -331,14 +333,6 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
         return _continued(prompt, answers, kind)
     return prompt, answers
-
-
-def _alone(messages: Messages, kind: str) -> tuple[Messages, list[Messages]]:
-    """Take the answer out of messages that stand alone in their row: all that is trained of them."""
-    if kind == "prompt":
-        return messages, []
-    begin = 0 if kind == "sequence" else len(messages) - 1
-    return messages[:begin], [messages[begin:]]
 
 
 def _continued(
@@ -401,12 +395,10 @@ def _instruction_v1(row: Row) -> Messages:
 def _given_prompt(row: Row) -> Messages:
     key = first_key(row, PROMPT_KEYS)
     value = row.get(key, [])
-    return parse_messages(value) if isinstance(value, list) else _question(string(value, key))
-
-
-def _question(text: str) -> Messages:
-    """Read a prompt that is a text, which may be a transcript with the assistant's turn opened at its end."""
-    turns = parse_transcript(text) or _user(text)
+    if isinstance(value, list):
+        return parse_messages(value)
+    # the text may be a transcript with the assistant's turn opened at its end
+    turns = parse_transcript(string(value, key)) or _user(value)
     if turns[-1].is_empty:
         del turns[-1]
     return turns

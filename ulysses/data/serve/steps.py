@@ -45,7 +45,8 @@ class StepLoader:
         examples_per_epoch: number of examples in an epoch, with the weights of the sources applied.
         steps_per_epoch: number of optimizer steps in an epoch.
 
-    Raises ValueError: the longest example does not fit into a micro-batch, or there is nothing to train on.
+    What cannot be loaded is refused before: an example that no micro-batch holds, and data without examples
+    (check/input_files.py).
     """
 
     dataset: Any
@@ -64,10 +65,7 @@ class StepLoader:
     def __post_init__(self) -> None:
         self._last_order = (-1, np.arange(len(self.dataset)))  # an epoch and its order
         self.examples_per_epoch = len(self.order(0))
-        if not self.examples_per_epoch:
-            raise ValueError("the weights of the data sources leave no example; raise them")
         self.steps_per_epoch = math.ceil(self.examples_per_epoch / self.examples_per_step)
-        check_fits(int(self.dataset.lengths.max()), self.tokens_per_microbatch)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the dataset indices of an epoch in training order, int64 [examples_per_epoch]."""
@@ -136,21 +134,6 @@ class StepLoader:
             if partner is not None:
                 pairs.append((i, partner))
         return pairs
-
-
-def share_within(budget: int, prompt: int, answers: list[int]) -> list[int]:
-    """Return for each answer to a prompt the place of the first one that shares a micro-batch and the prompt with it.
-
-    All are numbers of tokens; a prompt's last token is held by every answer.
-    """
-    found: list[int] = []
-    room = -1
-    for place, answer in enumerate(answers):
-        room -= 1 + answer
-        found.append(place if room < 0 else found[-1])
-        if room < 0:
-            room = budget - prompt - answer
-    return found
 
 
 def check_fits(longest: int, budget: int) -> None:
