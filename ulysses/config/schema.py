@@ -12,8 +12,10 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from ulysses.config import stage_sections as stages
 from ulysses.config.section import LOCAL, Place, PlaceOrName, PlaceOrWord, Section, TemplateName
@@ -192,6 +194,15 @@ class GradientsSection(Section):
     """Global norm to which the preset clips the gradient; 0 does not clip."""
     policies: list[dict[str, Any]] = []
     """The chain written out, as tables {policy = name, ...settings}; it replaces preset and max_norm."""
+
+    @field_validator("preset", mode="before")
+    @classmethod
+    def _steady_has_gone(cls, value: Any) -> Any:
+        if value == "steady":
+            raise PydanticCustomError(
+                "gone", 'it has gone, because it trained no better than clipping; use "default"'
+            )
+        return value
 
 
 class MemorySection(Section):
