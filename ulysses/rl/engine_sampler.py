@@ -37,6 +37,7 @@ class EngineSampler:
     automatic_batch: bool = True
     lora: LoraSection | None = None
     renew: Callable[[], None] = lambda: None
+    warned: bool = False  # that there are no CUDA graphs
 
     @classmethod
     def of(cls, run: Run, config: Config, options: SamplingOptions) -> Self:
@@ -50,10 +51,8 @@ class EngineSampler:
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number; all ranks call it together."""
         model, device, options = self.engine.module, self.engine.device, self.options
-        fitting = 0  # answers with their graphs
-        bar = progress(
-            desc="sampling", unit="tokens", leave=False, disable=not self.mesh.is_main
-        )
+        main, fitting, why = self.mesh.is_main, 0, "there is no GPU"
+        bar = progress(desc="sampling", unit="tokens", leave=False, disable=not main)
         with gathered_weights(self.engine) as weights, bar:
             if self.lora and self.lora.rank:
                 from models.lora import merged  # peft is an optional dependency
@@ -62,14 +61,18 @@ class EngineSampler:
                 transposed = model.config.family.clamped_experts
                 weights = dict(merged(bases, weights, self.lora, transposed=transposed))
             if device.type == "cuda":
-                free, _ = torch.cuda.mem_get_info(device)
-                free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-                free, dtype = int(free * (1 - RESERVE)), next(model.parameters()).dtype
+                free, dtype = free_bytes(device), next(model.parameters()).dtype
                 longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens
                 fitting = fitting_slots(model.config, longest, dtype, free)
+                why = (
+                    f"{free / 2**30:.1f} GiB of memory hold {fitting} answers with their graphs"
+                )
                 if self.automatic_batch:
                     options = replace(options, batch=max(1, min(fitting, MOST_SLOTS)))
             graphs = min(options.batch, len(prompts)) <= fitting
+            if main and not graphs and not self.warned:
+                bar.write(f"sampling without CUDA graphs: {why}")
+                self.warned = True
 
             def drawn(tokens: int) -> None:
                 self.renew()
@@ -80,3 +83,10 @@ class EngineSampler:
             ).sample()
         torch.cuda.empty_cache()  # graphs and cache make room for training
         return found
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the GPU memory that this process can still allocate for a sampler's cache."""
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free * (1 - RESERVE))
