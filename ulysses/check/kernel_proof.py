@@ -1,5 +1,6 @@
 """Choose the attention kernel, and prove it before a run, once for each machine, version and shape."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from importlib.metadata import distributions
@@ -17,7 +18,6 @@ from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.kernels.choice import KernelChoice, resolve_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.whole_rows import RowHeads
 from ulysses.stages.base import Stage
 
 # Tokens of sequences up to which torch's attention is as fast as flash4, whose import takes seconds.
@@ -84,8 +84,8 @@ def check_kernel(
         from models.ops.delta_kernels import prove_rule
 
         keys, values, *widths = astuple(shape.delta)
-        own = RowHeads.own_heads(mesh.sequence_parallel_size, keys, values)[:2]
-        case = "gated delta rule", device, *own, *widths
+        own = head_layout(values, keys, math.gcd(mesh.sequence_parallel_size, values))
+        case = "gated delta rule", device, own.key, own.query, *widths
         prove_once(Path(config.data.cache).expanduser(), *case, prove=prove_rule)
 
 

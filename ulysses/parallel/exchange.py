@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import AttentionPlan, HeadLayout, head_layout
+from .mesh import ParallelMesh
 
 _WIDE = 16  # bytes that a GPU's thread moves at once
 
@@ -120,16 +121,23 @@ class _Buffer:
 
     def exchange(self) -> "_Buffer":
         """Return the receive buffer; the send buffer is free as soon as the caller drops it."""
-        received = _all_to_all(self._data, self._plan, self._near, self._far)
+        mesh = self._plan.mesh
+        sizes = self._near, self._far
+        received = all_to_all(self._data, mesh, mesh.head_parallel_size, *sizes)
         return _Buffer(self._plan, self._heads, received, received)
 
 
-def _all_to_all(send: Tensor, plan: AttentionPlan, near: int, far: int) -> Tensor:
-    """Exchange rows of the first axis: `near` of them with each rank of my row set and `far` with each other one."""
-    received, splits, mesh = torch.empty_like(send), None, plan.mesh
-    if mesh.row_parallel_size > 1:
-        ranks = range(mesh.sequence_parallel_size)
-        splits = [near if r // mesh.head_parallel_size == mesh.row_set else far for r in ranks]
+def all_to_all(
+    send: Tensor, mesh: ParallelMesh, ranks: int, near: int = 1, far: int = 0
+) -> Tensor:
+    """Exchange rows of the first axis: `near` of them with each rank of my set, and `far` with each other one.
+
+    Sets are `ranks` neighbours; if one set is all ranks, these share the rows equally.
+    """
+    received, splits, count = torch.empty_like(send), None, mesh.sequence_parallel_size
+    if ranks < count:
+        mine = mesh.sp_rank // ranks
+        splits = [near if r // ranks == mine else far for r in range(count)]
     dist.all_to_all_single(received, send, splits, splits, group=mesh.sp_group)
     return received
 
@@ -173,7 +181,7 @@ def exchange_out_forward(output: Tensor, plan: AttentionPlan) -> Tensor:
     if plan.mesh.sequence_parallel_size == 1:
         return output
     send = dense(output).unflatten(0, (plan.mesh.head_parallel_size, -1))
-    received = _all_to_all(send, plan, near=1, far=0)
+    received = all_to_all(send, plan.mesh, plan.mesh.head_parallel_size)
     return dense(received.transpose(0, 1)).flatten(1, 2)
 
 
@@ -182,7 +190,7 @@ def exchange_out_backward(grad: Tensor, plan: AttentionPlan) -> Tensor:
     if plan.mesh.sequence_parallel_size == 1:
         return grad
     send = dense(_by_rank(grad, plan))
-    return _all_to_all(send, plan, near=1, far=0).flatten(0, 1)
+    return all_to_all(send, plan.mesh, plan.mesh.head_parallel_size).flatten(0, 1)
 
 
 # --- copies between layouts --------------------------------------------------------------------------------------
