@@ -32,6 +32,8 @@ from ulysses.parallel.whole_rows import RowHeads
 class Filters(Unfilled, nn.Conv1d):
     """Hold the convolution's filter of every column of q | k | v, [F, 1, W]."""
 
+    weight: nn.Parameter
+
 
 class GatedDelta(nn.Module):
     """Hold the projections, the filters and each value head's decay; its methods are those of levels.py's Mixer."""

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
 from models.ops import passes_triton
 from models.ops.activation import activate_weighted, activate_weighted_backward
 from models.ops.norm import NormRule, on_gpu, rms_norm, rms_norm_backward
-from ulysses.memory.tiling import tiles
+from ulysses.memory.tiling import tile_gradients, tiles
 
 
 def route(
@@ -258,14 +258,11 @@ class Beside(NamedTuple):
     """What is added to the experts' sum of normalised rows, and which tensors of it are trained."""
 
     run: Callable[[Tensor], Tensor]
-    trained: Sequence[Tensor]
+    trained: Sequence[nn.Parameter]
 
     def gradients(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Found]:
         """Return the gradients of rows x and of what is trained."""
-        leaf = x.detach().requires_grad_()
-        with torch.enable_grad():
-            out = self.run(leaf)
-        to_x, *grads = torch.autograd.grad(out, (leaf, *self.trained), grad)
+        to_x, grads = tile_gradients(self.run, x, grad, self.trained, len(x))
         return to_x, [*zip(self.trained, grads)]
 
 

@@ -46,7 +46,7 @@ def exchange_qkv_forward(
         return query, key, value
     heads = head_layout(query.shape[1], key.shape[1], mesh.head_parallel_size)
     send = _Buffer(plan, heads, query)
-    copy(send.query, _by_rank(query, plan))
+    copy(send.query, _by_rank(query, mesh.head_parallel_size))
     for part in send.keys:
         write_heads(part[:, :, : heads.key], key, heads)
         write_heads(part[:, :, heads.key :], value, heads)
@@ -149,9 +149,9 @@ def _packed_rows(keys: list[Tensor], plan: AttentionPlan) -> Iterator[tuple[slic
         yield from ((slice(a, b), part) for (a, b), part in zip(arcs, parts))
 
 
-def _by_rank(values: Tensor, plan: AttentionPlan) -> Tensor:
+def _by_rank(values: Tensor, ranks: int) -> Tensor:
     """View [S, U * heads, E] as [U, S, heads, E]."""
-    return values.unflatten(1, (plan.mesh.head_parallel_size, -1)).transpose(0, 1)
+    return values.unflatten(1, (ranks, -1)).transpose(0, 1)
 
 
 def write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
@@ -176,21 +176,24 @@ def sum_heads(grads: Tensor, heads: HeadLayout, num_kv_heads: int) -> Tensor:
 # --- attention output: head shards -> token shards ---------------------------------------------------------------
 
 
-def exchange_out_forward(output: Tensor, plan: AttentionPlan) -> Tensor:
-    """Bring attention outputs [T/R, H/U, E] back to their tokens' ranks [S, H, E], as collectively as q, k and v."""
+def exchange_out_forward(output: Tensor, plan: AttentionPlan, ranks: int = 0) -> Tensor:
+    """Bring attention outputs [T/R, H/U, E] back to their tokens' ranks [S, H, E], as collectively as q, k and v.
+
+    ranks: how many split the heads, if not U; the rows are those of so many neighbours then.
+    """
     if plan.mesh.sequence_parallel_size == 1:
         return output
-    send = dense(output).unflatten(0, (plan.mesh.head_parallel_size, -1))
-    received = all_to_all(send, plan.mesh, plan.mesh.head_parallel_size)
+    ranks = ranks or plan.mesh.head_parallel_size
+    received = all_to_all(dense(output).unflatten(0, (ranks, -1)), plan.mesh, ranks)
     return dense(received.transpose(0, 1)).flatten(1, 2)
 
 
-def exchange_out_backward(grad: Tensor, plan: AttentionPlan) -> Tensor:
+def exchange_out_backward(grad: Tensor, plan: AttentionPlan, ranks: int = 0) -> Tensor:
     """Send the outputs' gradients where the outputs came from: [S, H, E] -> [T/R, H/U, E]."""
     if plan.mesh.sequence_parallel_size == 1:
         return grad
-    send = dense(_by_rank(grad, plan))
-    return all_to_all(send, plan.mesh, plan.mesh.head_parallel_size).flatten(0, 1)
+    ranks = ranks or plan.mesh.head_parallel_size
+    return all_to_all(dense(_by_rank(grad, ranks)), plan.mesh, ranks).flatten(0, 1)
 
 
 # --- copies between layouts --------------------------------------------------------------------------------------

@@ -41,17 +41,13 @@ def make_waves(
     cu_seqlens: Sequence[int], prefixes: Mapping[int, Range], device: torch.device
 ) -> list[Wave]:
     """Return the waves of a pack's documents; `prefixes` are the packed rows that some of them leave out."""
-    if not prefixes:
-        on_device = torch.tensor(cu_seqlens, device=device)
-        return [Wave(slice(None), [*cu_seqlens], on_device, None, None)]
     ends = {end for _, end in prefixes.values()}
     before_first = {
         first: prefixes.get(i, (0, 0))[1] for i, first in enumerate(cu_seqlens[:-1])
     }
     level_after: dict[int, int] = {0: 0}  # of what starts behind a packed row
-    levels = defaultdict(
-        list
-    )  # of the parts' rows, and the end of the rows that each comes after
+    # of parts: their rows, and the end of the rows that each comes after
+    levels: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for start, end in pairwise(sorted({*cu_seqlens, *ends})):
         before = before_first.get(start, start)
         levels[level := level_after[before]].append((start, end, before))
@@ -63,10 +59,12 @@ def make_waves(
         hands_on = [i for i, (_, end, _) in enumerate(parts) if end in ends]
         for i in hands_on:
             places[parts[i][1]] = len(places)
-        rows = torch.cat([torch.arange(start, end) for start, end, _ in parts])
-        bounds = [0, *accumulate(end - start for start, end, _ in parts)]
-        sent = [torch.tensor(x, device=device) for x in (bounds, starts, hands_on)]
-        waves.append(Wave(rows.to(device), bounds, *(x if len(x) else None for x in sent)))
+        spans = [(start, end) for start, end, _ in parts]
+        rows = torch.cat([torch.arange(*span) for span in spans]).to(device)
+        bounds = [0, *accumulate(end - start for start, end in spans)]
+        cu, *others = (torch.tensor(x, device=device) for x in (bounds, starts, hands_on))
+        given = (x if len(x) else None for x in others)
+        waves.append(Wave(rows if prefixes else slice(None), bounds, cu, *given))
     return waves
 
 

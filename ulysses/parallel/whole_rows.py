@@ -17,7 +17,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .exchange import all_to_all, dense, sum_heads, write_heads
+from .exchange import (
+    all_to_all,
+    exchange_out_backward,
+    exchange_out_forward,
+    sum_heads,
+    write_heads,
+)
 from .layout import AttentionPlan, head_layout
 
 
@@ -79,20 +85,17 @@ class RowHeads:
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Bring outputs [T, own heads, V] back to their tokens' ranks [S, heads, V]."""
-        if self.mesh.sequence_parallel_size == 1:
-            return out
-        rows = self._by_rank(out).view(*self.sizes, *out.shape[1:])[self.my_set]
-        received = all_to_all(rows, self.mesh, self.ranks)
-        return dense(received.transpose(0, 1)).flatten(1, 2)
+        rows = self._by_rank(out).unflatten(0, (self.sizes[0], -1))[self.my_set]
+        return exchange_out_forward(rows, self.plan, self.ranks)
 
     def to_tokens_backward(self, grad: Tensor) -> Tensor:
         """Send the outputs' gradients where the outputs came from; those of other sets' tokens are zeros here."""
-        if self.mesh.sequence_parallel_size == 1:
-            return grad
-        mine = dense(grad.unflatten(1, (self.ranks, -1)).transpose(0, 1))
+        mine = exchange_out_backward(grad, self.plan, self.ranks)
+        if self.sizes[0] == 1:
+            return self._packed(mine)
         rows = mine.new_zeros(self.sizes[0], *mine.shape)
-        rows[self.my_set] = all_to_all(mine, self.mesh, self.ranks)
-        return self._packed(rows.flatten(0, 2))
+        rows[self.my_set] = mine
+        return self._packed(rows.flatten(0, 1))
 
     def _packed(self, rows: Tensor) -> Tensor:
         """Put rows [T, ...] of all ranks, one after the other, into packed order."""
