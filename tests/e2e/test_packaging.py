@@ -59,11 +59,17 @@ def test_wheel_holds_every_module_and_no_more(installed, tmp_path):
 def test_a_foreign_package_is_named_by_its_file(name, installed, tmp_path):
     foreign = tmp_path / f"{name}.py"
     foreign.touch()
+    (tmp_path / "run.toml").write_text('stage = "sft"')  # settings are read before the packages
     sentence = f"{foreign} shadows the engine's own package {name} ({installed / name}); rename it, or start"
     library = python(tmp_path, installed, "-c", "import ulysses.run.training_run")
     assert library.returncode == 1 and f"ImportError: {sentence}" in library.stderr
-    every = ["-m ulysses.train --dry-run", "-m ulysses.export a b"]
-    words = ("train", "dry-run", "inspect", "export a b", "migrate a.yaml", "report a")
+    every = ["-m ulysses.train --dry-run --config run.toml", "-m ulysses.export a b"]
+    words = (
+        *(f"{word} --config run.toml" for word in ("train", "dry-run", "inspect")),
+        "export a b",
+        "migrate a.yaml",
+        "report a",
+    )
     every += [f"-m ulysses.cli {word}" for word in words]
     # each command asks for both packages in the same words
     for command in every if name == "models" else every[:1] + every[-1:]:
@@ -83,7 +89,7 @@ class Editable:
 
 sys.path = [place for place in sys.path if place not in ("", {str(installed)!r})]
 sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Editable)
-sys.argv[1:] = ["dry-run"]
+sys.argv[1:] = ["dry-run", "--config", "run.toml"]
 from ulysses.cli import main
 main()"""
     done = python(tmp_path, installed, "-c", editable)

@@ -10,6 +10,7 @@ bfloat16 model, here 30. The arithmetic is torch's.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -94,6 +95,7 @@ def one_pass_does(optimizer: torch.optim.Optimizer) -> bool:
     return AVAILABLE and usual and type(optimizer) is torch.optim.AdamW
 
 
+@dataclass
 class OnePassSubGroup(SubGroup):
     """A sub-group that is on one GPU, where its tensors stay in their places."""
 
