@@ -29,7 +29,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
 from models.decoder import empty_model
-from models.delta import GatedDelta
 from models.layers import layer_sizes
 from models.rope import rotary_tables
 from models.self_attention import SelfAttention
@@ -311,11 +310,8 @@ class Sampler:
                 mask = F.pad((age >= 0) & (age < window), (sink, 0), value=True)
             return _attention(how, query, keys, values, mask, enable_gqa=True)
 
-        def recur(layer: int, mixer: GatedDelta, *rows: Tensor) -> Tensor:
-            assert self.states is not None
-            counted = (lengths - first).clamp(0, last - first)
-            return self.states.read(layer, slots, counted, mixer, *rows)
-
+        counted = (lengths - first).clamp(0, last - first)
+        recur: Any = self.states and partial(self.states.read, slots, counted)
         self._forward(tokens, positions.expand_as(tokens), self.cache, attend, recur)
 
     # ---------------------------------------------------------------- a step

@@ -45,7 +45,7 @@ class States:
             part[:, slots] = part[:, sources]
 
     def read(
-        self, layer: int, slots: Tensor, lengths: Tensor, mixer: GatedDelta, *rows: Tensor
+        self, slots: Tensor, lengths: Tensor, layer: int, mixer: GatedDelta, *rows: Tensor
     ) -> Tensor:
         """Run a layer over tokens of prompts, of which the first `lengths` [n] count: [n L, H, V].
 
