@@ -8,39 +8,31 @@ keeps it.
 Shapes: S local tokens, T packed tokens, D width, K key heads of width E, H value heads of width V.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from losses.precision import at_least_float32
 from models.arch import ModelConfig
-from models.modules import Linear, MakeLinear, RMSNorm, some_columns
+from models.modules import Linear, MakeLinear, RMSNorm, Unfilled, some_columns
 from models.ops.activation import ActivateNode
-from models.ops.delta_rule import (
-    Convolution,
-    Heads,
-    Rule,
-    convolve,
-    decays,
-    delta_rule,
-    run_waves,
-)
+from models.ops.delta_rule import Convolution, Rule, convolve, delta_rule, mix_pack
 from models.ops.norm import NormNode, NormRule
 from models.ops.plain import is_plain, is_watched
 from ulysses.memory.levels import Rope
 from ulysses.memory.size import MixerSize, Setting
+from ulysses.parallel.layout import head_layout
 from ulysses.parallel.whole_rows import RowHeads
 
 
-class Filters(nn.Module):
+class Filters(Unfilled, nn.Conv1d):
     """Hold the convolution's filter of every column of q | k | v, [F, 1, W]."""
 
-    def __init__(self, columns: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(columns, 1, width))
+    weight: nn.Parameter
 
 
 class GatedDelta(nn.Module):
@@ -51,10 +43,9 @@ class GatedDelta(nn.Module):
     def __init__(self, config: ModelConfig, kernel: str, linear: MakeLinear) -> None:
         super().__init__()
         assert config.delta is not None
-        D, c = config.hidden_size, config.delta
+        D, self.shape = config.hidden_size, config.delta
         self.kernel, self.fused = kernel, config.family.fused_projections
-        self.heads = self.heads_of(config)
-        widths, H = self.heads.widths, self.heads.values
+        widths, H = self.shape.widths, self.shape.linear_num_value_heads
         # as many columns as heads are too few for the blocks of a quantised matrix
         if self.fused:
             self.in_proj_qkvz = linear(D, sum(widths) + widths[-1], bias=False)
@@ -64,19 +55,12 @@ class GatedDelta(nn.Module):
             self.in_proj_z = linear(D, widths[-1], bias=False)
             self.in_proj_b = Linear(D, H, bias=False)
             self.in_proj_a = Linear(D, H, bias=False)
-        self.conv1d = Filters(sum(widths), c.linear_conv_kernel_dim)
+        F, W = sum(widths), self.shape.linear_conv_kernel_dim
+        self.conv1d = Filters(F, F, W, groups=F, bias=False)
         self.A_log = nn.Parameter(torch.empty(H))
         self.dt_bias = nn.Parameter(torch.empty(H))
-        self.norm = RMSNorm(self.heads.value_dim, NormRule(config.rms_norm_eps))
+        self.norm = RMSNorm(self.shape.linear_value_head_dim, NormRule(config.rms_norm_eps))
         self.out_proj = linear(widths[-1], D, bias=False)
-
-    @staticmethod
-    def heads_of(config: ModelConfig) -> Heads:
-        """Return the heads of a model's layers of linear attention."""
-        c = config.delta
-        assert c is not None
-        counts = c.linear_num_key_heads, c.linear_num_value_heads
-        return Heads(*counts, c.linear_key_head_dim, c.linear_value_head_dim)
 
     def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
         """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
@@ -94,15 +78,15 @@ class GatedDelta(nn.Module):
         if not self.fused:
             return self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x), hidden
         qkv = torch.cat(self._columns(x)[:3])
-        both = self.in_proj_ba(x).unflatten(1, (self.heads.keys, 2, -1))
+        both = self.in_proj_ba(x).unflatten(1, (self.shape.linear_num_key_heads, 2, -1))
         b, a = (part.flatten(1) for part in both.unbind(2))
         return some_columns(self.in_proj_qkvz, x, qkv), b, a, hidden
 
     def _columns(self, x: Tensor) -> list[Tensor]:
         """Return the columns of q, k, v and z in the fused projection, where those of a key head stand together."""
-        each = [width // self.heads.keys for width in self.heads.widths]
-        count = self.in_proj_qkvz.out_features
-        columns = torch.arange(count, device=x.device).view(self.heads.keys, -1)
+        count, heads = self.in_proj_qkvz.out_features, self.shape.linear_num_key_heads
+        each = [width // heads for width in self.shape.widths]
+        columns = torch.arange(count, device=x.device).view(heads, -1)
         return [part.flatten() for part in columns.split([*each, each[-1]], 1)]
 
     def _gate(self, x: Tensor) -> Tensor:
@@ -117,33 +101,17 @@ class GatedDelta(nn.Module):
     def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
         if plan.mesh.sequence_parallel_size == 1:
             return tuple(heads)
-        return self._joined(self._layout(plan).to_heads(self._parts(heads), 2))
+        (qkv, *others), exchange = heads, RowHeads(self.shape.parts, plan)
+        rows = exchange.to_heads([*qkv.split(self.shape.widths, 1), *others])
+        *each, b, a = exchange.widths
+        return tuple(x.contiguous() for x in rows.split([sum(each), b, a], 1))
 
     def to_heads_backward(self, grads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
         if plan.mesh.sequence_parallel_size == 1:
             return tuple(grads)
-        return self._joined(self._layout(plan).to_heads_backward(self._parts(grads), 2))
-
-    def _layout(self, plan: Any) -> RowHeads:
-        return RowHeads(self.heads.keys, self.heads.values, plan)
-
-    def _parts(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """View q | k | v, b and a, of all heads or of a rank's, as five tensors [..., heads, width]."""
-        qkv, b, a = rows
-        return [*self.heads_in(qkv, b.shape[1]), b[..., None], a[..., None]]
-
-    def heads_in(self, qkv: Tensor, values: int | None = None) -> list[Tensor]:
-        """View q | k | v of so many value heads, by default all, as three tensors [..., heads, width]."""
-        E, V = self.heads[2:]
-        width = (values or self.heads.values) * V
-        q, k, v = qkv.split([*2 * [(qkv.shape[1] - width) // 2], width], 1)
-        return [x.unflatten(1, (-1, width)) for x, width in ((q, E), (k, E), (v, V))]
-
-    @staticmethod
-    def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Do the opposite of `_parts`."""
-        qkv, others = parts[:3], parts[3:]
-        return torch.cat([x.flatten(1) for x in qkv], 1), *(x[..., 0] for x in others)
+        exchange = RowHeads(self.shape.parts, plan)
+        *qkv, b, a = exchange.to_heads_backward(torch.cat([*grads], 1))
+        return torch.cat(qkv, 1), b, a
 
     def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -164,20 +132,11 @@ class GatedDelta(nn.Module):
 
     def _mixed(self, shards: Sequence[Tensor], plan: Any) -> Tensor:
         """Convolve, and run the rule, over all documents with a rank's heads: [T, own H, V]."""
-        qkv, b, a = shards
-        per_head: tuple[Tensor, Tensor] = self.A_log, self.dt_bias
-        filters = self.conv1d.weight[:, 0]
-        if plan.mesh.sequence_parallel_size > 1:
-            own, (E, V) = self._layout(plan).own, self.heads[2:]
-            per_head = own(self.A_log), own(self.dt_bias)
-            q, k, v = filters.split(self.heads.widths)
-            of_keys = [own(x.unflatten(0, (-1, E)), keys=True) for x in (q, k)]
-            of_values = own(v.unflatten(0, (-1, V)))
-            filters = torch.cat([x.flatten(0, 1) for x in (*of_keys, of_values)])
-        rule, convolution = self.operations(qkv)
-        heads = self.heads_in(convolution(qkv, filters, plan.recurrence), b.shape[1])
-        g, beta = decays(a, *per_head), at_least_float32(b).sigmoid()
-        return run_waves(heads, g, beta, plan.recurrence.waves, rule)
+        (qkv, b, a), own = shards, RowHeads(self.shape.parts, plan).own
+        parts = self.conv1d.weight[:, 0].split(self.shape.widths)
+        filters = torch.cat([own(x, part) for part, x in enumerate(parts)])
+        given = qkv, b, a, filters, own(self.A_log, -1), own(self.dt_bias, -1)
+        return mix_pack(self.shape, plan.recurrence, self.operations(qkv), *given)
 
     def operations(self, rows: Tensor) -> tuple[Rule, Convolution]:
         """Return the rule and the convolution of such rows: plain torch, or kernels on a GPU in half precision."""
@@ -188,14 +147,10 @@ class GatedDelta(nn.Module):
         return delta_kernels.delta_rule, delta_kernels.convolve
 
     def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
-        return (
-            out if plan.mesh.sequence_parallel_size == 1 else self._layout(plan).to_tokens(out)
-        )
+        return RowHeads(self.shape.parts, plan).to_tokens(out)
 
     def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
-        if plan.mesh.sequence_parallel_size == 1:
-            return grad
-        return self._layout(plan).to_tokens_backward(grad)
+        return RowHeads(self.shape.parts, plan).to_tokens_backward(grad)
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
         """Return what the layer adds of the rule's output [S, H, V] and of the layer's input."""
@@ -230,14 +185,14 @@ class GatedDelta(nn.Module):
     @staticmethod
     def size(config: ModelConfig, setting: Setting) -> MixerSize:
         """Return what linear attention takes; a rank's heads count for all rows, those of several ranks on each."""
-        heads, width = GatedDelta.heads_of(config), config.hidden_size
-        *_, E, V = heads
-        columns, out = sum(heads.widths), heads.widths[-1]
-        keys, values, ranks = RowHeads.own_heads(setting.ranks, heads.keys, heads.values)
-        own = 2 * keys * E + values * (V + 2)  # q | k | v, b and a
-        taps = config.delta.linear_conv_kernel_dim if config.delta else 0
+        assert config.delta is not None
+        K, H, E, V, taps = astuple(config.delta)
+        width, columns, out = config.hidden_size, sum(config.delta.widths), H * V
+        ranks = math.gcd(setting.ranks, H)
+        layout = head_layout(H, K, ranks)
+        own = 2 * layout.key * E + layout.query * (V + 2)  # q | k | v, b and a
         return MixerSize(
-            parameters=width * (columns + 2 * heads.values + 2 * out),
+            parameters=width * (columns + 2 * H + 2 * out),
             out=out,
             results=out,
             exact=0,
@@ -248,12 +203,12 @@ class GatedDelta(nn.Module):
             restored=width,
             # the shards, behind the convolution and at unit length, the gradients of these, the output's
             work=6 * setting.ranks * own + 2 * out,
-            packed=3 * (columns + 2 * heads.values),
+            packed=3 * (columns + 2 * H),
             sent=own * (setting.ranks - 1) + out * (ranks - 1) / ranks,
             # a token of a head reads a state twice and writes to it
-            row_flops=6 * heads.values * E * V + 2 * taps * columns,
+            row_flops=6 * H * E * V + 2 * taps * columns,
             backward=3.8,  # which runs forward once more
-            state=(taps - 1) * columns + heads.values * E * V * 4 / setting.element_size,
+            state=(taps - 1) * columns + H * E * V * 4 / setting.element_size,
             captured=0,
         )
 

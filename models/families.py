@@ -155,3 +155,15 @@ class Delta:
                 f"linear_num_value_heads is {self.linear_num_value_heads} but must be a multiple of "
                 f"linear_num_key_heads = {self.linear_num_key_heads}; correct the config"
             )
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """The heads and their width of queries, keys, values, b and a."""
+        key = self.linear_num_key_heads, self.linear_key_head_dim
+        heads = self.linear_num_value_heads
+        return [key, key, (heads, self.linear_value_head_dim), (heads, 1), (heads, 1)]
+
+    @property
+    def widths(self) -> list[int]:
+        """The columns of queries, keys and values."""
+        return [heads * width for heads, width in self.parts[:3]]

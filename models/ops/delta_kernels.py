@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.families import Delta
 from models.ops import delta_rule as plain
 from ulysses.parallel.waves import Recurrence, Wave
 
@@ -54,9 +55,6 @@ def delta_rule(
 def convolve(x: Tensor, weight: Tensor, recurrence: Recurrence) -> Tensor:
     """Do models/ops/delta_rule.py's `convolve`."""
     _, convolution = load()
-    if len(recurrence.waves) == 1:
-        cu_seqlens = recurrence.waves[0].cu_seqlens
-        return convolution(x[None], weight, activation="silu", cu_seqlens=cu_seqlens)[0][0]
     cu_seqlens, rows, kept = recurrence.with_copies(weight.shape[1] - 1)
     out, _ = convolution(x[rows][None], weight, activation="silu", cu_seqlens=cu_seqlens)
     return out[0][kept]
@@ -67,44 +65,34 @@ PROOF, SHARED = (300, 1, 129, 70), {2: (0, 200), 3: (0, 64)}
 PROOF_ERROR = 2e-2  # of a tensor's norm; half precision reaches 3e-3 to 4e-3
 
 
-def prove_rule(
-    name: str,
-    device: torch.device,
-    key_heads: int,
-    value_heads: int,
-    key_dim: int,
-    value_dim: int,
-    width: int,
-) -> None:
+def prove_rule(name: str, device: torch.device, *case: int) -> None:
     """Compare values and gradients of the kernels with plain torch in float64, on a small pack with shared prompts.
 
+    case: the fields of Delta, with as many heads as a rank has.
     Decays are those of trained models: some heads forget within a token, others hardly anything.
     Raises FloatingPointError, which names the wrong tensor and the size of its error; ValueError without kernels.
     """
     draw = torch.Generator().manual_seed(0)
     recurrence = Recurrence([0, *accumulate(PROOF)], SHARED, device)
-    heads = plain.Heads(key_heads, value_heads, key_dim, value_dim)
+    shape, rows = Delta(*case), sum(PROOF)
+    heads, columns = shape.linear_num_value_heads, sum(shape.widths)
     given = {
-        "rows": torch.randn(sum(PROOF), sum(heads.widths), generator=draw),
-        "b": torch.randn(sum(PROOF), value_heads, generator=draw),
-        "a": torch.randn(sum(PROOF), value_heads, generator=draw),
-        "filters": torch.randn(sum(heads.widths), width, generator=draw),
-        "A_log": torch.linspace(-6, 3, value_heads),
-        "dt_bias": torch.linspace(-4, 1, value_heads),
+        "rows": torch.randn(rows, columns, generator=draw),
+        "b": torch.randn(rows, heads, generator=draw),
+        "a": torch.randn(rows, heads, generator=draw),
+        "filters": torch.randn(columns, shape.linear_conv_kernel_dim, generator=draw),
+        "A_log": torch.linspace(-6, 3, heads),
+        "dt_bias": torch.linspace(-4, 1, heads),
     }
     given = {key: x.to(device, torch.bfloat16) for key, x in given.items()}
-    upstream = torch.randn(sum(PROOF), value_heads, value_dim, generator=draw).to(device)
+    upstream = torch.randn(rows, heads, shape.linear_value_head_dim, generator=draw).to(device)
     results = []
-    for dtype, rule, convolution in (
-        (torch.bfloat16, delta_rule, convolve),
-        (torch.float64, plain.delta_rule, plain.convolve),
+    for dtype, operations in (
+        (torch.bfloat16, (delta_rule, convolve)),
+        (torch.float64, (plain.delta_rule, plain.convolve)),
     ):
         inputs = [x.to(dtype).requires_grad_() for x in given.values()]
-        rows, b, a, filters, A_log, dt_bias = inputs
-        mixed = convolution(rows, filters, recurrence).split(heads.widths, 1)
-        parts = [x.unflatten(1, (-1, n)) for x, n in zip(mixed, (key_dim, key_dim, value_dim))]
-        g, beta = plain.decays(a, A_log, dt_bias), plain.at_least_float32(b).sigmoid()
-        out = plain.run_waves(parts, g, beta, recurrence.waves, rule)
+        out = plain.mix_pack(shape, recurrence, operations, *inputs)
         results.append([out, *torch.autograd.grad((out * upstream).sum(), inputs)])
     for tensor, got, wanted in zip(("output", *given), *results):
         error = float((got.double() - wanted).norm() / wanted.norm())

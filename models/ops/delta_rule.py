@@ -14,44 +14,33 @@ Shapes: T packed tokens, n chunks of C tokens, K key heads of width E, H value h
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import chain, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from losses.precision import at_least_float32
+from models.families import Delta
 from ulysses.parallel.waves import Recurrence, Wave
 
 CHUNK = 64
 EPSILON = 1e-6  # beside the sum of squares of a query and of a key
 
 
-class Heads(NamedTuple):
-    """How many key heads and value heads there are, and how wide they are."""
-
-    keys: int
-    values: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """The widths of queries, keys and values."""
-        key = self.keys * self.key_dim
-        return key, key, self.values * self.value_dim
-
-
 def convolve(x: Tensor, weight: Tensor, recurrence: Recurrence) -> Tensor:
     """Return silu of the causal convolution of packed rows x [T, F] with a filter of each column [F, W]."""
-    before = recurrence.rows_before(weight.shape[1] - 1)
-    wide, taps = at_least_float32(x), at_least_float32(weight)
-    padded = F.pad(wide, (0, 0, 0, 1))
+    cu_seqlens, rows, kept = recurrence.with_copies(weight.shape[1] - 1)
+    wide, taps = at_least_float32(x)[rows], at_least_float32(weight)
+    lengths = cu_seqlens.diff()
+    first = cu_seqlens[:-1].repeat_interleave(lengths, output_size=len(wide))
+    place = (torch.arange(len(wide), device=x.device) - first)[:, None]
     total = wide * taps[:, -1]
-    for age in range(before.shape[1]):
-        total = total + padded[before[:, age]] * taps[:, -2 - age]
-    return F.silu(total).to(x.dtype)
+    for age in range(1, weight.shape[1]):
+        total = total + (wide.roll(age, 0) * taps[:, -1 - age]).masked_fill(place < age, 0)
+    return F.silu(total[kept]).to(x.dtype)
 
 
 def decays(a: Tensor, log_rates: Tensor, bias: Tensor) -> Tensor:
@@ -83,18 +72,14 @@ def delta_rule(
     group = value.shape[1] // key.shape[1]
     query, key = (unit(x).repeat_interleave(group, 1) for x in (query, key))
     # steps run over the first chunks of all parts, the second ones, ...; the longest parts come first
-    spans = [*pairwise(wave.bounds)]
-    order = sorted(range(len(spans)), key=lambda i: spans[i][0] - spans[i][1])
-    counts = [-(-(spans[i][1] - spans[i][0]) // CHUNK) for i in order]
-    steps = [sum(count > step for count in counts) for step in range(counts[0])]
-    rows = torch.full((sum(counts), CHUNK), len(value))
-    chunk = 0
-    for step, count in enumerate(steps):
-        for begin, end in (spans[i] for i in order[:count]):
-            own = range(begin + step * CHUNK, min(begin + (step + 1) * CHUNK, end))
-            rows[chunk, : len(own)] = torch.arange(own.start, own.stop)
-            chunk += 1
-    rows = rows.to(device)
+    spans = [range(*bounds) for bounds in pairwise(wave.bounds)]
+    order = sorted(range(len(spans)), key=lambda i: -len(spans[i]))
+    steps = [
+        [spans[i][begin : begin + CHUNK] for i in order if begin < len(spans[i])]
+        for begin in range(0, len(spans[order[0]]), CHUNK)
+    ]
+    chunks = [torch.arange(chunk.start, chunk.stop) for chunk in chain(*steps)]
+    rows = pad_sequence(chunks, batch_first=True, padding_value=len(value)).to(device)
 
     def chunked(x: Tensor) -> Tensor:
         """Lay rows [T, H, ...] out as [n, H, C, ...], with zeros behind a part's end."""
@@ -102,7 +87,7 @@ def delta_rule(
 
     q, k, v, beta = map(chunked, (query / key.shape[-1] ** 0.5, key, value, beta[..., None]))
     sums = chunked(g.double()).cumsum(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu(1)
+    later = torch.ones(2 * rows.shape[1:], dtype=torch.bool, device=device).triu(1)
     between = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf)
     between, since, until = (
         x.exp().to(v.dtype)
@@ -119,7 +104,7 @@ def delta_rule(
     if start is not None:
         state = start[order].to(state.dtype)
     done, last, chunk = [], [], 0
-    for count in steps:
+    for count in map(len, steps):
         last.append(state[count:])
         now, state = slice(chunk, chunk + count), state[:count]
         written = new[now] - old[now] @ state
@@ -149,6 +134,32 @@ Rule = Callable[..., tuple[Tensor, Tensor]]
 Convolution = Callable[[Tensor, Tensor, Recurrence], Tensor]
 
 
+def mix_pack(
+    shape: Delta,
+    recurrence: Recurrence,
+    operations: tuple[Rule, Convolution],
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    filters: Tensor,
+    log_rates: Tensor,
+    bias: Tensor,
+) -> Tensor:
+    """Convolve q | k | v [T, F] of any heads of a layer, and run the rule over the pack: out [T, H, V]."""
+    rule, convolution = operations
+    heads = split_heads(shape, convolution(qkv, filters, recurrence), b.shape[1])
+    g, beta = decays(a, log_rates, bias), at_least_float32(b).sigmoid()
+    return run_waves(heads, g, beta, recurrence.waves, rule)
+
+
+def split_heads(shape: Delta, qkv: Tensor, values: int) -> tuple[Tensor, Tensor, Tensor]:
+    """View q | k | v of so many value heads as three tensors [..., heads, width]."""
+    E, V = shape.linear_key_head_dim, shape.linear_value_head_dim
+    key = (qkv.shape[1] - values * V) // 2
+    q, k, v = qkv.split([key, key, values * V], 1)
+    return q.unflatten(1, (-1, E)), k.unflatten(1, (-1, E)), v.unflatten(1, (-1, V))
+
+
 def run_waves(
     heads: Sequence[Tensor],
     g: Tensor,
@@ -160,15 +171,14 @@ def run_waves(
 
     heads: query, key and value.
     """
-    given, done, (_, key, value) = (*heads, g, beta), [], heads
-    handed = g.new_zeros(1, value.shape[1], key.shape[-1], value.shape[-1])
+    given, done, handed = (*heads, g, beta), [], []
     for wave in waves:
-        start = None if wave.starts is None else handed[wave.starts]
+        start = torch.cat(handed)[wave.starts] if handed else None
         out, last = rule(*(x[wave.rows] for x in given), wave, start)
         done.append(out)
         if wave.hands_on is not None:
-            handed = torch.cat([handed, last[wave.hands_on]])
+            handed.append(last[wave.hands_on])
     if len(waves) == 1:
         return done[0]
-    rows: Any = torch.cat([torch.as_tensor(wave.rows) for wave in waves])
+    rows: Any = torch.cat([wave.rows for wave in waves])  # type: ignore[misc]
     return torch.cat(done)[rows.argsort()]

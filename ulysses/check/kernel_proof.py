@@ -1,5 +1,6 @@
 """Choose the attention kernel, and prove it before a run, once for each machine, version and shape."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from importlib.metadata import distributions
@@ -81,11 +82,10 @@ def check_kernel(
     )
     if shape.delta and device.type == "cuda" and config.model.dtype == "bfloat16":
         from models.ops.delta_kernels import prove_rule
-        from ulysses.parallel.whole_rows import RowHeads
 
         keys, values, *widths = astuple(shape.delta)
-        own = RowHeads.own_heads(mesh.sequence_parallel_size, keys, values)[:2]
-        case = "gated delta rule", device, *own, *widths
+        own = head_layout(values, keys, math.gcd(mesh.sequence_parallel_size, values))
+        case = "gated delta rule", device, own.key, own.query, *widths
         prove_once(Path(config.data.cache), *case, prove=prove_rule)
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import AttentionPlan, HeadLayout, head_layout
+from .mesh import ParallelMesh
 
 _WIDE = 16  # bytes that a GPU's thread moves at once
 
@@ -45,7 +46,7 @@ def exchange_qkv_forward(
         return query, key, value
     heads = head_layout(query.shape[1], key.shape[1], mesh.head_parallel_size)
     send = _Buffer(plan, heads, query)
-    copy(send.query, _by_rank(query, plan))
+    copy(send.query, _by_rank(query, mesh.head_parallel_size))
     for part in send.keys:
         write_heads(part[:, :, : heads.key], key, heads)
         write_heads(part[:, :, heads.key :], value, heads)
@@ -120,16 +121,23 @@ class _Buffer:
 
     def exchange(self) -> "_Buffer":
         """Return the receive buffer; the send buffer is free as soon as the caller drops it."""
-        received = _all_to_all(self._data, self._plan, self._near, self._far)
+        mesh = self._plan.mesh
+        sizes = self._near, self._far
+        received = all_to_all(self._data, mesh, mesh.head_parallel_size, *sizes)
         return _Buffer(self._plan, self._heads, received, received)
 
 
-def _all_to_all(send: Tensor, plan: AttentionPlan, near: int, far: int) -> Tensor:
-    """Exchange rows of the first axis: `near` of them with each rank of my row set and `far` with each other one."""
-    received, splits, mesh = torch.empty_like(send), None, plan.mesh
-    if mesh.row_parallel_size > 1:
-        ranks = range(mesh.sequence_parallel_size)
-        splits = [near if r // mesh.head_parallel_size == mesh.row_set else far for r in ranks]
+def all_to_all(
+    send: Tensor, mesh: ParallelMesh, ranks: int, near: int = 1, far: int = 0
+) -> Tensor:
+    """Exchange rows of the first axis: `near` of them with each rank of my set, and `far` with each other one.
+
+    Sets are `ranks` neighbours; if one set is all ranks, these share the rows equally.
+    """
+    received, splits, count = torch.empty_like(send), None, mesh.sequence_parallel_size
+    if ranks < count:
+        mine = mesh.sp_rank // ranks
+        splits = [near if r // ranks == mine else far for r in range(count)]
     dist.all_to_all_single(received, send, splits, splits, group=mesh.sp_group)
     return received
 
@@ -141,9 +149,9 @@ def _packed_rows(keys: list[Tensor], plan: AttentionPlan) -> Iterator[tuple[slic
         yield from ((slice(a, b), part) for (a, b), part in zip(arcs, parts))
 
 
-def _by_rank(values: Tensor, plan: AttentionPlan) -> Tensor:
+def _by_rank(values: Tensor, ranks: int) -> Tensor:
     """View [S, U * heads, E] as [U, S, heads, E]."""
-    return values.unflatten(1, (plan.mesh.head_parallel_size, -1)).transpose(0, 1)
+    return values.unflatten(1, (ranks, -1)).transpose(0, 1)
 
 
 def write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
@@ -168,21 +176,24 @@ def sum_heads(grads: Tensor, heads: HeadLayout, num_kv_heads: int) -> Tensor:
 # --- attention output: head shards -> token shards ---------------------------------------------------------------
 
 
-def exchange_out_forward(output: Tensor, plan: AttentionPlan) -> Tensor:
-    """Bring attention outputs [T/R, H/U, E] back to their tokens' ranks [S, H, E], as collectively as q, k and v."""
+def exchange_out_forward(output: Tensor, plan: AttentionPlan, ranks: int = 0) -> Tensor:
+    """Bring attention outputs [T/R, H/U, E] back to their tokens' ranks [S, H, E], as collectively as q, k and v.
+
+    ranks: how many split the heads, if not U; the rows are those of so many neighbours then.
+    """
     if plan.mesh.sequence_parallel_size == 1:
         return output
-    send = dense(output).unflatten(0, (plan.mesh.head_parallel_size, -1))
-    received = _all_to_all(send, plan, near=1, far=0)
+    ranks = ranks or plan.mesh.head_parallel_size
+    received = all_to_all(dense(output).unflatten(0, (ranks, -1)), plan.mesh, ranks)
     return dense(received.transpose(0, 1)).flatten(1, 2)
 
 
-def exchange_out_backward(grad: Tensor, plan: AttentionPlan) -> Tensor:
+def exchange_out_backward(grad: Tensor, plan: AttentionPlan, ranks: int = 0) -> Tensor:
     """Send the outputs' gradients where the outputs came from: [S, H, E] -> [T/R, H/U, E]."""
     if plan.mesh.sequence_parallel_size == 1:
         return grad
-    send = dense(_by_rank(grad, plan))
-    return _all_to_all(send, plan, near=1, far=0).flatten(0, 1)
+    ranks = ranks or plan.mesh.head_parallel_size
+    return all_to_all(dense(_by_rank(grad, ranks)), plan.mesh, ranks).flatten(0, 1)
 
 
 # --- copies between layouts --------------------------------------------------------------------------------------

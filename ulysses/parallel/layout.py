@@ -304,6 +304,11 @@ class AttentionPlan:
         return Recurrence(self.cu_seqlens, self.prefixes, self.calls[0].segments.cu_q.device)
 
     @cached_property
+    def by_rank(self) -> slice | Tensor:
+        """The packed rows in the order of the ranks that hold them."""
+        return _join(self.pieces, self.calls[0].segments.cu_q.device)[0]
+
+    @cached_property
     def unmasked(self) -> "AttentionPlan":
         """The plan with calls without a mask: every row attends to its whole sequence."""
         if self.prefixes:

@@ -29,13 +29,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
 from models.decoder import empty_model
-from models.delta import GatedDelta
 from models.layers import layer_sizes
 from models.rope import rotary_tables
 from models.self_attention import SelfAttention
 from ulysses.memory.size import Setting
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
-from ulysses.rl.states import States
+from ulysses.rl.states import HELD, States
 
 LOOK = 16  # steps
 GRAPH_COLUMNS = 256  # a graph serves all lengths of so many columns of the cache
@@ -211,7 +210,7 @@ class Sampler:
             for part in (*self.cache.flatten(0, 1), *self.state):
                 part[:count] = part[slots]
             if self.states:
-                self.states.move(slots)
+                self.states.copy(slots, slice(count))
         return {place: busy[slot] for place, slot in enumerate(slots)}
 
     def _plan(self, tasks: list[Task]) -> tuple[int, int]:
@@ -250,7 +249,7 @@ class Sampler:
                     columns = self.cache[..., : len(prompt), :]
                     columns[:, :, slot] = columns[:, :, source]
                 if self.states and prompt in known:  # the state in a slot has gone on
-                    self.states.copy(None if known is self.held else source, slot)
+                    self.states.copy(HELD if known is self.held else source, slot)
 
         share(self.held)
         self._prefill(fresh)
@@ -258,7 +257,7 @@ class Sampler:
         slots = list(prompts)
         self.held = {prompts[slots[-1]]: slots[-1]}
         if self.states:
-            self.states.hold(slots[-1])
+            self.states.copy(slots[-1], HELD)
         key = torch.tensor([task.key for task in taken.values()])
         for part in (self.options.seed, self.rollout):
             key = _mixed(key, torch.tensor(wrapped(part)))
@@ -311,11 +310,8 @@ class Sampler:
                 mask = F.pad((age >= 0) & (age < window), (sink, 0), value=True)
             return _attention(how, query, keys, values, mask, enable_gqa=True)
 
-        def recur(layer: int, mixer: GatedDelta, *rows: Tensor) -> Tensor:
-            assert self.states is not None
-            counted = (lengths - first).clamp(0, last - first)
-            return self.states.read(layer, slots, counted, mixer, *rows)
-
+        counted = (lengths - first).clamp(0, last - first)
+        recur: Any = self.states and partial(self.states.read, slots, counted)
         self._forward(tokens, positions.expand_as(tokens), self.cache, attend, recur)
 
     # ---------------------------------------------------------------- a step
