@@ -171,7 +171,8 @@ def run_waves(
 
     heads: query, key and value.
     """
-    given, done, handed = (*heads, g, beta), [], []
+    given, done = (*heads, g, beta), []
+    handed: list[Tensor] = []
     for wave in waves:
         start = torch.cat(handed)[wave.starts] if handed else None
         out, last = rule(*(x[wave.rows] for x in given), wave, start)
