@@ -24,7 +24,7 @@ def text_config(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
     Raises ValueError if the text model has no table of its own.
     """
-    if raw.get("model_type") not in WHOLE:
+    if str(raw.get("model_type")) not in WHOLE:
         return raw, ""
     text = raw.get("text_config")
     if not isinstance(text, dict):

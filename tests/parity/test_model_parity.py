@@ -54,7 +54,9 @@ RAW = {
     "yarn": LLAMA | {"rope_scaling": YARN},
     "yarn with attention_factor": QWEN2 | {"rope_scaling": YARN | {"attention_factor": 1.4}},
     "qwen3 with yarn": QWEN3 | {"rope_scaling": YARN},
-    **FAMILIES,
+    # transformers' float32 sums of decays are off by up to 3e-5 on A_log, where ours are by 2e-6: test_families.py
+    # judges linear attention by float64
+    **{name: shape for name, shape in FAMILIES.items() if "linear_key_head_dim" not in shape},
     "linear": QWEN2 | {"max_position_embeddings": 8, "rope_scaling": LINEAR},
 }
 
