@@ -181,7 +181,7 @@ class SelfAttention(nn.Module):
             + normalised
             + config.hidden_size * (not setting.is_full)
             # normalised rows for q, k and v and for the gate, its sigmoid, and what it lets through
-            + 2 * (config.hidden_size + query) * bool(gate),
+            + (2 * (config.hidden_size + query) if gate else 0),
             restored=normalised,
             # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these
             work=5 * query + 8 * held,

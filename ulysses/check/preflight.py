@@ -71,9 +71,8 @@ class RunInputs:
     place: Path  # the folder, or the tokenizer.json, that the tokenizer was read from
     template: ChatTemplate | None  # None for plain text
     weights: InitialWeights
-    others: dict[
-        str, InitialWeights
-    ]  # of the stage's other models, by the settings that name them
+    # of the stage's other models, by the settings that name them
+    others: dict[str, InitialWeights]
     attention: str  # what the layers are told of the kernel
     kernel: KernelChoice
     resume_from: Path | None

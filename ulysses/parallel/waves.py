@@ -60,11 +60,13 @@ def make_waves(
         for i in hands_on:
             places[parts[i][1]] = len(places)
         spans = [(start, end) for start, end, _ in parts]
-        rows = torch.cat([torch.arange(*span) for span in spans]).to(device)
+        rows: slice | Tensor = slice(None)
+        if prefixes:
+            rows = torch.cat([torch.arange(*span) for span in spans]).to(device)
         bounds = [0, *accumulate(end - start for start, end in spans)]
         cu, *others = (torch.tensor(x, device=device) for x in (bounds, starts, hands_on))
         given = (x if len(x) else None for x in others)
-        waves.append(Wave(rows if prefixes else slice(None), bounds, cu, *given))
+        waves.append(Wave(rows, bounds, cu, *given))
     return waves
 
 

@@ -223,10 +223,9 @@ class TrainingRun:
         trainer, run, folder = self.trainer, self.config.run, self.config.output
         if self.mesh.is_main:
             settings = {"run_id": self.run_id, **trainer.description["config"]}
-            project, names = (
-                run.wandb or run.project,
-                [*run.trackers, *["wandb"] * bool(run.wandb)],
-            )
+            # run.wandb is short for the tracker and its project
+            project = run.wandb or run.project
+            names = [*run.trackers, "wandb"] if run.wandb else run.trackers
             tracked = TrackedRun(folder, project, self.run_id, trainer.step, settings)
             self.log = MetricsLog(tracked, names, trainer.total_steps)
             self.resources.callback(self.log.close)

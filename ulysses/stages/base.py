@@ -3,7 +3,7 @@
 A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
 ulysses/config/stage_sections.py. The rest asks ulysses/registry.py and never compares `config.stage` with a name.
 
-before the run     check, check_models, requirements, planned_step, exported_config
+before the run     check, check_models, requirements, exported_config
 construction       build, arguments, extend_data, loader, total_steps
 every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step
 now and then       evaluate; save and load, of a stage with a state of its own

@@ -73,15 +73,12 @@ class Watch:
         self._spent = {"imports": self.imports}  # seconds of each part of the start
         self._part = ("start", self._moved)  # the one that goes on, and when it began
         self._begun = 0  # collectives
-        self._peers: Correspondence | None = (
-            None  # with the other processes, once they have met
-        )
+        self._peers: Correspondence | None = None  # with the others, once all have met
         self._hurried = inf  # seconds of silence that count, if fewer than the timeout
         self._interrupted = inf  # when the first SIGINT came
         self._stop, self._store = threading.Event(), Future[Any]()
-        self._witness: Any = (
-            None  # the input of a process that speaks unless something is written there
-        )
+        # the input of a process that speaks unless something is written there
+        self._witness: Any = None
 
     # ---------------------------------------------------------------- the main thread
 
