@@ -21,6 +21,7 @@ from ulysses.disk import write_json, write_tensors
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -35,7 +36,7 @@ TOKENIZER_FILES = (
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
 )
-SHARD_BYTES = 2 << 30  # written to one file, and held in host memory meanwhile
+SHARD_GIB = 2.0  # written to one file, and held in host memory meanwhile
 
 
 class StoredTensor(NamedTuple):
@@ -193,7 +194,10 @@ class WeightFiles:
             rank, self.adapter.get("lora_alpha", 8), bool(self.adapter.get("use_rslora"))
         )
         base = WeightFiles(base_folder(self.folder))
-        self.tensors, self._updates = base.tensors, base._updates
+        self.tensors, self._updates = dict(base.tensors), base._updates
+        is_tied = (
+            VOCABULARY[1] not in base.tensors and self.adapter.get("task_type") != "SEQ_CLS"
+        )
         self.carried = base.carried
         self.paths = [*base.paths, path, self.folder / ADAPTER_CONFIG]
         pairs: dict[str, dict[str, StoredTensor]] = {}
@@ -202,7 +206,7 @@ class WeightFiles:
         for key, tensor in _stored_tensors(path).items():
             self.dtype = tensor.dtype
             stem, _, kind = inside(key.removeprefix("base_model.model.")).partition(".lora_")
-            if stem == "score.weight":
+            if stem in ("score.weight", *VOCABULARY):
                 self.tensors[stem] = tensor
             elif kind in ("A.weight", "B.weight"):
                 pairs.setdefault(adapted_name(stem, parameters), {})[kind[0]] = tensor
@@ -211,6 +215,12 @@ class WeightFiles:
                     f"{path.absolute()} holds {key}, which is neither a LoRA matrix nor a score head; merge the "
                     "adapter into its base with PEFT"
                 )
+        own = [name for name in VOCABULARY if self.tensors.get(name) != base.tensors.get(name)]
+        if own and is_tied and (len(own) < 2 or not torch.equal(*map(self.read, own))):
+            raise ValueError(
+                f"{path.absolute()} has another lm_head than embedding, which are one matrix in its base model; merge "
+                "the adapter into its base with PEFT"
+            )
         for name, pair in pairs.items():
             adapted = self.tensors.get(name)
             shapes = {kind: list(tensor.shape) for kind, tensor in pair.items()}
@@ -356,7 +366,7 @@ def _weight_paths(folder: Path) -> list[Path]:
 def write_weights(
     folder: Path,
     tensors: Iterable[tuple[str, Tensor]],
-    max_shard_bytes: int = SHARD_BYTES,
+    max_shard_bytes: int = int(SHARD_GIB * 2**30),
     *,
     whole_experts: bool = False,
     carried: Mapping[str, StoredTensor] | None = None,

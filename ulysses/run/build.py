@@ -148,7 +148,12 @@ def build_engine(
             built,
             settings,
             partial(adamw, config=config.optimizer),
-            parameter_groups(built, config.optimizer.weight_decay, stage.requirements.scopes),
+            parameter_groups(
+                built,
+                config.optimizer.weight_decay,
+                stage.requirements.scopes,
+                eight_bit=config.optimizer.moments == "8bit",
+            ),
             units,
             resident=resident,
             offload_optimizer=config.memory.offload_optimizer,
