@@ -90,7 +90,7 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
         name = f"{stem}.{kind}.safetensors"
         digests[name] = write_digested(folder / name, chain(start, parts))
     record |= {
-        "updates": int(engine.sub_groups[0].moments["step"]),
+        "updates": engine.sub_groups[0].updates,
         "digests": digests,
         "pieces": [[s.name, s.start, len(s.grad), at] for s, at in zip(slices, starts)],
     }
@@ -119,5 +119,5 @@ def load_state(engine: Any, folder: Path) -> None:
             saved.read_into(values, s.name, kind, s.start)
             s.restore(kind, values)
     for sub_group in engine.sub_groups:
-        sub_group.moments["step"].fill_(saved.updates)
+        sub_group.updates = saved.updates
     engine.publish()
