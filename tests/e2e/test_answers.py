@@ -25,7 +25,7 @@ def place(tmp_path_factory):
     """A language model, a reward model, and rows for both."""
     place = tmp_path_factory.mktemp("answers")
     demo_model(place / "model")
-    (place / "model/chat_template.jinja").write_text(template_text(None, "chatml"))
+    (place / "model/chat_template.jinja").write_text(template_text(None, "llama3"))
     shape = ModelConfig.from_hf(json.loads((place / "model" / CONFIG).read_text()))
     reward = RewardModel(shape)
     init_weights(reward)
