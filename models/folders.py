@@ -9,6 +9,8 @@ from models.arch import ModelConfig
 from models.families import TABLES
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # "*.safetensors" comes with them where weights are needed
 DOWNLOADED = ["*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
 NOT_DOWNLOADED = ["original/*", "*/*.safetensors", "consolidated*"]

@@ -1,7 +1,7 @@
 """The weights that training starts from: read from files, or drawn at random."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.decoder import VALUE, empty_model, init_parameter
-from models.hf_format import WeightFiles
 from ulysses.parallel.random_keys import keyed_generator
 
 
@@ -32,9 +31,14 @@ class InitialWeights:
     ) -> None:
         self.shape, self.quantize = shape, quantize
         self.seed = seed
-        self.files = WeightFiles(folder) if folder else None
-        self.stored = self.files.tensors if self.files else {}
-        self.paths = self.files.paths if self.files else []
+        self.files: Any = None  # WeightFiles
+        self.stored: Mapping[str, Any] = {}
+        self.paths: list[Path] = []
+        if folder:
+            from models.hf_format import WeightFiles
+
+            self.files = WeightFiles(folder)
+            self.stored, self.paths = self.files.tensors, self.files.paths
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
         plain = name.removeprefix(VALUE)

@@ -24,7 +24,6 @@ from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.levels import LayerNode, Mixer, Pair, Rope
-from ulysses.memory.offload import Offloader
 from ulysses.memory.size import LayerSize, Setting
 from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
@@ -69,7 +68,7 @@ class DecoderLayer(nn.Module):
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, self.rule))
 
-    def set_memory(self, recompute: str, mlp_tile: int, offloader: Offloader | None) -> None:
+    def set_memory(self, recompute: str, mlp_tile: int, offloader: Any) -> None:
         """Set the level, the rows of a feed-forward's tile, and where what is kept waits, if not on the GPU."""
         self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 

@@ -18,8 +18,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from models.expert_files import MLP_TARGETS, adapted_experts, is_of_experts, peft_tensor
-from models.folders import ADAPTER_CONFIG
-from models.hf_format import ADAPTER_WEIGHTS, lora_scale
+from models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from models.hf_format import lora_scale
 from models.modules import Linear
 from models.moe import ExpertMatrices
 from ulysses.disk import write_json, write_tensors

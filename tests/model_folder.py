@@ -10,7 +10,7 @@ import torch
 from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel, init_parameter
 from models.folders import CONFIG
-from models.hf_format import write_weights
+from models.writing import write_weights
 from ulysses.disk import write_json
 
 

@@ -20,13 +20,8 @@ with explained_imports():
     from models.arch import ModelConfig
     from models.decoder import empty_model
     from models.folders import ADAPTER_CONFIG, CONFIG, folder_with, read_config, resolve_model
-    from models.hf_format import (
-        GENERATION,
-        Rounding,
-        WeightFiles,
-        copy_side_files,
-        write_weights,
-    )
+    from models.hf_format import WeightFiles
+    from models.writing import GENERATION, Rounding, copy_side_files, write_weights
     from ulysses.check.checkpoint_folders import read_run_state
     from ulysses.config.command_line import check
     from ulysses.config.section import ConfigError, absolute, existing

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops import passes_triton
 from models.ops.activation import activate_weighted, activate_weighted_backward
-from models.ops.norm import NormRule, on_gpu, rms_norm, rms_norm_backward
+from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.tiling import sum_tiles, tile_gradients, tiles
 
 
@@ -77,8 +76,8 @@ class Order(NamedTuple):
 
     def sums(self, parts: Tensor) -> Tensor:
         """Return the sums [S, D] of the rows' sorted parts [M, D], in float32 or better and rounded once."""
-        if on_gpu(parts):
-            return passes_triton.sum_parts(parts, self.places, self.each)
+        if kernels := triton_kernels(parts):
+            return kernels.sum_parts(parts, self.places, self.each)
         found = parts.index_select(0, self.places).unflatten(0, (-1, self.each))
         return at_least_float32(found).sum(1).to(parts.dtype)
 

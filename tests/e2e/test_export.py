@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from models.arch import ModelConfig
 from models.decoder import empty_model, init_parameter
-from models.hf_format import WeightFiles, write_weights
+from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
+from models.writing import write_weights
 from tests.e2e.launch import ranks, tiny
 from tests.harness import run_distributed
 from ulysses.check.checkpoint_folders import write_run_state

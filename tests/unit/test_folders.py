@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.hf_format import write_weights
+from models.writing import write_weights
 from tests.model_folder import demo_model
 from ulysses.check.agreement import digests_of_inputs
 from ulysses.check.checkpoint_folders import resume_point, saved_checkpoints, write_run_state

@@ -15,7 +15,8 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 from models.arch import ModelConfig
 from models.folders import read_config
-from models.hf_format import WeightFiles, copy_side_files, write_weights
+from models.hf_format import WeightFiles
+from models.writing import copy_side_files, write_weights
 from tests import data_case
 from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import made_tokenizer

@@ -11,7 +11,8 @@ import torch
 
 from models.arch import ModelConfig
 from models.folders import folder_with
-from models.hf_format import WeightFiles, write_weights
+from models.hf_format import WeightFiles
+from models.writing import write_weights
 from tests.e2e.launch import tiny
 from tests.model_folder import demo_model, tiny_config, write_model
 from ulysses.check.preflight import prepare

@@ -13,7 +13,6 @@ import numpy as np
 from models.arch import ARCHITECTURES, ModelConfig, architecture
 from models.decoder import empty_model
 from models.folders import folder_with, read_config, resolve_model
-from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError, error_context
@@ -135,6 +134,8 @@ def check_weights(
 
     Raises ValueError naming the first parameter that is missing or wrong.
     """
+    from models.hf_format import WeightFiles
+
     files = WeightFiles(folder)
     layers = {name.split(".")[2] for name in files.tensors if name.startswith("model.layers.")}
     if len(layers) != shape.num_hidden_layers:

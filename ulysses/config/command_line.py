@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from ulysses.config.foreign_names import explain_unknown
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError, absolute, existing, flat, refuse
 
@@ -159,6 +158,8 @@ def _sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
         key = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
             names = flat({key: problem["input"]})
+            from ulysses.config.foreign_names import explain_unknown
+
             unknown += [explain_unknown(name, list(keys)) for name in names]
             continue
         if problem["type"] == "missing":

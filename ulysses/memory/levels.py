@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from ulysses.memory.offload import CHUNK_BYTES, Group, Offloader
 from ulysses.memory.size import LayerSize
 from ulysses.memory.tiling import TILE_ROWS
 
@@ -104,7 +103,7 @@ class LayerMemory(NamedTuple):
 
     recompute: str | Sequence[str] = "none"
     mlp_tile: int = TILE_ROWS
-    offloader: Offloader | None = None
+    offloader: Any = None
     offloaded_layers: int | None = None
     graphs: bool = False
 
@@ -121,11 +120,6 @@ def kept_bytes(level: str, layer: LayerSize, element_size: int) -> float:
     return element_size * kept + 4 * exact
 
 
-def pinned_bytes(level: str, layer: LayerSize, kept: float) -> float:
-    """Return the most host bytes that what a layer keeps takes: any tensor's last chunk may stay partly empty."""
-    return kept + CHUNK_BYTES * (1 + layer.mixer.tensors * (level == "keep_attention"))
-
-
 def computed_again(level: str, layer: LayerSize, is_full: bool) -> tuple[float, float]:
     """Return what backward repeats at a level: parameters that each row meets once more, and passes of the mix."""
     if level == "none":
@@ -135,6 +129,24 @@ def computed_again(level: str, layer: LayerSize, is_full: bool) -> tuple[float, 
     if level == "pair":  # and the whole forward pass of every second layer
         return products + layer.met / 2, 1.5
     return products, float(level == "block")
+
+
+class Kept:
+    """One layer's tensors from its forward to its backward; an Offloader's Group moves them to the host meanwhile."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+
+    def keep(self, tensor: Tensor) -> None:
+        """Add a tensor."""
+        self._tensors.append(tensor)
+
+    def close(self) -> None:
+        """End the layer's forward."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return what was kept."""
+        return self._tensors
 
 
 class Pair:
@@ -176,7 +188,8 @@ class LayerNode(torch.autograd.Function):
         *parameters: nn.Parameter,
     ) -> Tensor:
         is_second = pair is not None and pair.kept is not None
-        group = Group(None if is_second else layer.offloader)
+        on_gpu = is_second or layer.offloader is None
+        group = Kept() if on_gpu else layer.offloader.group()
         if not is_second:
             group.keep(hidden)
         mixer = layer.mixer

@@ -27,8 +27,7 @@ from .exchange import (
     exchange_qkv_forward,
 )
 from .kernels.choice import KERNELS, ONE_DOCUMENT, VARLEN, Kernel, check_name, resolve_kernel
-from .kernels.document import Gradients, Inputs, Results, join
-from .kernels.short import LONGEST
+from .kernels.document import SHORT, Gradients, Inputs, Results, join
 from .layout import (
     AttentionPlan,
     VarlenCall,
@@ -39,7 +38,7 @@ from .layout import (
 from .mesh import ParallelMesh
 
 # Lengths of prove_kernel's documents: several tiles, none of them full, and a single token; and of a short pack's
-PROOF: tuple[int, ...] = (LONGEST + 88, 1, 129)
+PROOF: tuple[int, ...] = (SHORT + 88, 1, 129)
 SHORT_PROOF = (300, 1, 129)
 PROOF_WINDOW = (
     100  # tokens of their windows: kernels are compiled for a window, not for its size

@@ -10,7 +10,6 @@ import torch
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, pack_step
 from ulysses.memory.levels import LayerMemory
-from ulysses.memory.offload import Offloader
 from ulysses.plan.case import Case, Plan, PlannedStep
 from ulysses.plan.footprint import pinned_layer, predict
 from ulysses.plan.machine import GIB
@@ -34,9 +33,10 @@ def candidates(case: Case) -> Iterator[Plan]:
     resident = stays and not case.offload_parameters
     for faster, level in pairwise((None, *case.allowed)):
         plan = Plan(case, (level,) * layers, resident=resident)
-        room = case.machine.host_budget - predict(plan).host
-        most = int(max(0, min(layers, room / pinned_layer(plan))))
-        most *= "none" not in (offload, level)
+        most = 0
+        if "none" not in (offload, level):
+            room = case.machine.host_budget - predict(plan).host
+            most = int(max(0, min(layers, room / pinned_layer(plan))))
         least = most if offload == "checkpoints" else 0
         if faster and not least:
             for n in range(1, layers):
@@ -191,10 +191,11 @@ def layer_memory(plan: Plan) -> LayerMemory:
     The first layers' activations wait longest for their backward, so they leave the GPU first. Without a GPU they
     have nowhere else to go.
     """
-    away, device = plan.offloaded_layers, "cuda" if torch.cuda.is_available() else "cpu"
+    away, offloader = plan.offloaded_layers, None
+    if away and plan.case.machine.is_gpu:
+        from ulysses.memory.offload import Offloader
+
+        offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu")
     return LayerMemory(
-        plan.levels,
-        offloader=Offloader(device) if away and plan.case.machine.is_gpu else None,
-        offloaded_layers=away,
-        graphs=plan.graphs,
+        plan.levels, offloader=offloader, offloaded_layers=away, graphs=plan.graphs
     )

@@ -23,11 +23,10 @@ import torch.distributed as dist
 
 from models.arch import ModelConfig
 from models.folders import CONFIG, folder_with, resolve_model
-from models.hf_format import (
+from models.writing import (
     GENERATION,
     TOKENIZER_FILES,
     Rounding,
-    WeightFiles,
     copy_side_files,
     write_weights,
 )
@@ -143,6 +142,8 @@ def export_model(
         return ""
     rounded, carried = rounded or Rounding(getattr(torch, config.model.dtype)), {}
     if shape.around and whole and not stage.reward:
+        from models.hf_format import WeightFiles
+
         folder = resolve_model(str(config.model.path), config.model.revision)
         carried = WeightFiles(folder).carried
     with whole_folder(out, f" after step {step}") as new:

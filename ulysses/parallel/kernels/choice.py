@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from ..layout import Segments
-from . import short
 from .document import (
     CPU,
     CUDNN,
@@ -256,6 +255,15 @@ class Kernel(NamedTuple):
     hopper_head_dims: Collection[int] = ()
 
 
+def _short_kernels(inputs: Inputs, segments: Segments) -> Any:
+    """Return short.py if its kernels take the case, else None; a run without a GPU imports no Triton."""
+    if not inputs.q.is_cuda:
+        return None
+    from . import short
+
+    return short if short.usable(inputs, segments) else None
+
+
 def _or_short(kernel: Kernel) -> Kernel:
     """Return the kernel with packs of short documents left to short.py.
 
@@ -265,7 +273,7 @@ def _or_short(kernel: Kernel) -> Kernel:
     """
 
     def forward(inputs: Inputs, segments: Segments) -> Results:
-        if short.usable(inputs, segments):
+        if short := _short_kernels(inputs, segments):
             return short.forward(inputs, segments.cu_q, segments.max_q)
         return kernel.forward(inputs, segments)
 
@@ -273,7 +281,7 @@ def _or_short(kernel: Kernel) -> Kernel:
         dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, segments: Segments
     ) -> Gradients:
         given = dout, inputs, out, lse
-        if short.usable(inputs, segments):
+        if short := _short_kernels(inputs, segments):
             return short.backward(*given, segments.cu_q, segments.max_q)
         return kernel.backward(*given, segments)
 

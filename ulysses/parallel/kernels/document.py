@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..layout import Segments
 
+SHORT = 512  # rows of a document up to which the kernels of short.py are the fastest
 TILE_SCORES = 1 << 24  # attention scores that the plain kernel holds at once
 LEAST_ROWS = 64  # of a tile under a window
 JOINED_ROWS = 8192  # whose float32 sums `join` holds at once

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Segments
-from .document import Gradients, Inputs, Results, empty_gradients
+from .document import SHORT, Gradients, Inputs, Results, empty_gradients
 
 try:
     import triton
@@ -28,7 +28,6 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-LONGEST = 512  # rows of a document up to which these kernels are the fastest
 _MOST_DOCUMENTS = 65535  # a launch's third axis can be no longer
 _BLOCK = 64  # rows of a tile
 
@@ -164,19 +163,18 @@ if triton is not None:
 
 
 def usable(inputs: Inputs, segments: Segments) -> bool:
-    """Tell whether the kernels can compute this case and are the fastest for it; it does not wait for the device."""
+    """Tell whether the kernels compute this case on a GPU and are the fastest for it; never waits for the device."""
     q = inputs.q
     head_dim = q.shape[-1]
     return (
         triton is not None
-        and q.is_cuda
         and q.dtype in (torch.float16, torch.bfloat16)
         and head_dim in (32, 64)
         and inputs.causal
         and inputs.window is None
         # every row sees its own document's rows, and no prefix
         and segments.cu_q is segments.cu_k
-        and segments.max_q <= LONGEST
+        and segments.max_q <= SHORT
         and len(segments.cu_q) - 1 <= _MOST_DOCUMENTS
         and all(x.stride()[1:] == (head_dim, 1) for x in inputs[:3])
     )
