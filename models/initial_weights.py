@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.decoder import VALUE, empty_model, init_parameter
+from models.decoder import VALUE, init_parameter
+from models.kinds import empty_model
 from ulysses.parallel.random_keys import keyed_generator
 
 

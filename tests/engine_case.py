@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, RewardModel
+from models.decoder import CausalLM
 from models.families import Experts, LayerKind
 from models.lora import add_adapters
 from models.quantized import packed_parts, unpack
+from models.scored import RewardModel
 from tests.harness import run_distributed
 from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader

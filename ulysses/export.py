@@ -18,9 +18,9 @@ with explained_imports():
 
     import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
     from models.arch import ModelConfig
-    from models.decoder import empty_model
     from models.folders import ADAPTER_CONFIG, CONFIG, folder_with, read_config, resolve_model
     from models.hf_format import WeightFiles
+    from models.kinds import empty_model
     from models.writing import GENERATION, Rounding, copy_side_files, write_weights
     from ulysses.check.checkpoint_folders import read_run_state
     from ulysses.config.command_line import check
@@ -34,7 +34,7 @@ with explained_imports():
     )
     from ulysses.registry import stage_of
     from ulysses.run.export_model import CARD, export_model
-    from ulysses.zero.state import SavedSlices
+    from ulysses.zero.saved_slices import SavedSlices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from time import time
 from typing import Any, NoReturn
 
 from ulysses.environment import rank, wants_debug
-from ulysses.imports import announce_imports, explained_imports, interruptible
+from ulysses.imports import announce_imports, explained_imports, interruptible, quiet
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +46,6 @@ def perform(config: Any, options: Any, *, debug: bool) -> int:
         from psutil import Process
 
         from ulysses.config.section import ConfigError
-        from ulysses.run.quiet import quiet
 
         if not debug:
             quiet()  # before the imports below: libraries speak while they are imported

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
-from models.decoder import CausalLM, PolicyValue, RewardModel
+from models.decoder import CausalLM
+from models.scored import PolicyValue, RewardModel
 from tests.engine_case import MOE, SHAPE, Case, ListDataset, build_trainer, run_case, trained
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients

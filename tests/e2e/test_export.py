@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models.arch import ModelConfig
-from models.decoder import empty_model, init_parameter
+from models.decoder import init_parameter
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
+from models.kinds import empty_model
 from models.writing import write_weights
 from tests.e2e.launch import ranks, tiny
 from tests.harness import run_distributed
@@ -22,7 +23,7 @@ from ulysses.config.command_line import check
 from ulysses.disk import digest_of, write_json
 from ulysses.export import export_checkpoint, main
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.build import build_engine
+from ulysses.run.build import frozen_engine
 from ulysses.run.export_model import export_model
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import full_parameters
@@ -108,7 +109,7 @@ def load_and_export(folder: Path, out: Path) -> tuple[int, int]:
     config = check({"stage": "sft", "model": model, "run": run})
     shape, place = read_shape(config)
     before, _ = memory()
-    engine = build_engine(config, InitialWeights(shape, 0, place), ParallelMesh(1))
+    engine = frozen_engine(config, InitialWeights(shape, 0, place), ParallelMesh(1))
     loaded, peak = memory()
     small = partial(write_weights, max_shard_bytes=32 << 20)
     with mock.patch("ulysses.run.export_model.write_weights", small):

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, RewardModel
+from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.layers import layer_sizes
+from models.scored import RewardModel
 from tests.family_case import FAMILIES, NO_CLASSIFIER, VOCABULARY, family_model
 from tests.model_folder import write_model
 from tests.unit.test_adapter_files import adapter_by_peft

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from models.arch import ARCHITECTURES, ModelConfig
-from models.decoder import CausalLM, RewardModel, count_parameters
+from models.decoder import CausalLM
+from models.kinds import count_parameters
+from models.scored import RewardModel
 
 FOLDER = Path(__file__).parent / "published_configs"
 COUNTS = {

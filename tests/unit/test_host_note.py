@@ -2,7 +2,7 @@
 
 import pytest
 
-from ulysses.run.trainer import host_note
+from ulysses.run.host_time import host_note
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from ulysses.plan.memory_choice import (
 )
 from ulysses.plan.planned_run import plain_model, planned_step, planner_case
 from ulysses.plan.seconds import step_flops, step_seconds
-from ulysses.run.build import InitialWeights, build_engine
+from ulysses.run.build import InitialWeights, frozen_engine, trained_engine
 
 LLAMA = architecture("llama3-8b")
 WHOLE, SCORES = plain_model(LLAMA), plain_model(LLAMA, reward=True)
@@ -479,7 +479,11 @@ def settings_of_layers(rank=0):
     ):
         plan = choose_memory(planner_case(settings, SHAPE, node(1, 80, 80), 64))
         plan = plan._replace(**changed)
-        engine = build_engine(settings, weights, mesh, plan if trainable else None)
+        engine = (
+            trained_engine(settings, weights, mesh, plan)
+            if trainable
+            else frozen_engine(settings, weights, mesh)
+        )
         layers = engine.module.model.layers
         found.append([(layer.recompute, layer.offloader is not None) for layer in layers])
         engine.destroy()

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
-from models.decoder import empty_model
 from models.folders import folder_with, read_config, resolve_model
 from models.initial_weights import InitialWeights
+from models.kinds import empty_model
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.config.stage_sections import is_function

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from models.arch import ModelConfig
-from models.decoder import count_parameters, empty_model
 from models.folders import read_config, resolve_model
+from models.kinds import count_parameters, empty_model
 from ulysses.config.schema import Config
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.layout import squares

@@ -183,14 +183,14 @@ class RolloutMaker:
     """Make rollouts with the weights of the moment; all ranks call every method together.
 
     Args:
-        engine: trains models.decoder.PolicyValue, or CausalLM without a value.
+        engine: trains models.scored.PolicyValue, or CausalLM without a value.
         config: the [ppo] table.
         sampler: decodes this rank's answers, with these weights here or on servers.
         budget: tokens per packed micro-batch.
         shared_budget: tokens of the micro-batches in which answers to one prompt share it; 0 shares nothing.
         reference: (batch, temperature) -> the reference's log-probabilities [S]; None without a KL penalty.
         reward: scores answers by each function's name (ulysses.rl.rewards.Rewards); None without functions.
-        scorer: gives one more score, a frozen engine around models.decoder.RewardModel, or None.
+        scorer: gives one more score, a frozen engine around models.scored.RewardModel, or None.
         phase: is told of every phase of the work by name.
 
     Attributes:

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
-from models.decoder import empty_model
+from models.kinds import empty_model
 from models.layers import layer_sizes
 from models.rope import rotary_tables
 from models.self_attention import SelfAttention

@@ -27,7 +27,7 @@ from ulysses.plan.memory_choice import memory_line, micro_batch_line
 from ulysses.plan.planned_run import planner_run
 from ulysses.plan.seconds import model_flops
 from ulysses.registry import gradient_policies
-from ulysses.run.build import build_engine, open_data, step_loader
+from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
 from ulysses.run.checkpoint import clear_run_folder
 from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.metrics import MetricsLog
@@ -100,9 +100,9 @@ class TrainingRun:
     def _meet(self) -> None:
         """Refuse processes that differ, and take the run folder."""
         inputs, output = self.inputs, self.config.output
-        make_checks(
-            "processes", inputs=inputs, digests=self.digests, verify=self.verify_weights
-        )
+        if dist.get_world_size() > 1:
+            verify = self.verify_weights
+            make_checks("processes", inputs=inputs, digests=self.digests, verify=verify)
         held = make_checks("folder", config=self.config, resources=self.resources)
         self.run_id = held["run_id"]
         if held["left_by"]:
@@ -140,8 +140,8 @@ class TrainingRun:
         config, inputs, memory = self.config, self.inputs, self.memory
         self.watch.phase("building the model")
         self.say(f"building the model of {memory.case.model.parameters:,} parameters ...")
-        self.engine = build_engine(
-            config, inputs.weights, self.mesh, memory, attention=inputs.attention
+        self.engine = trained_engine(
+            config, inputs.weights, self.mesh, memory, inputs.attention
         )
         self.resources.callback(self.engine.destroy)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
@@ -205,11 +205,11 @@ class TrainingRun:
             return BasePolicy(self.engine)
         inputs = self.inputs
         weights = inputs.others[model.setting] if model.path else inputs.weights
-        engine = build_engine(
+        engine = frozen_engine(
             self.config,
             weights,
             self.mesh,
-            attention=inputs.attention,
+            inputs.attention,
             reward=model.is_reward,
             resident=self.memory.resident,
         )

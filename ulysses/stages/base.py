@@ -146,7 +146,7 @@ class Requirements(NamedTuple):
     extra_forwards: the trained model's forward passes without gradient over each trained token.
     logit_bytes: what the loss reads and writes for each logit more than the likelihood of the targets alone, which
         makes its gradient at once (losses/logprobs.py).
-    value: whether the trained model has a value too (models.decoder).
+    value: whether the trained model has a value too (models.scored).
     scopes: the submodules that form parameter groups of their own, with factors of their learning rates; gradient
         policies can be limited to one of them. None leaves all parameters in one group.
     models: the models that the run reads besides the trained one.

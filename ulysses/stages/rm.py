@@ -21,7 +21,7 @@ from ulysses.stages.base import MetricSums, Normaliser, Stage, Term
 
 
 class RmStage(Stage):
-    """Reward modelling on ranked lists of two or more answers; `model` trains a models.decoder.RewardModel."""
+    """Reward modelling on ranked lists of two or more answers; `model` trains a models.scored.RewardModel."""
 
     name, dataset_type = "rm", "ranked"
     reward = True
