@@ -19,7 +19,7 @@ from models.layers import DecoderLayer
 from models.modules import Embedding, RMSNorm
 from models.ops.norm import NormRule
 from models.rope import rotary_tables
-from ulysses.memory.levels import LEVELS, LayerMemory, Pair
+from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
@@ -78,10 +78,15 @@ class Decoder(nn.Module):
                 return done
         if self.record is not None:
             self.record.open(batch)
-        pair: Pair | None = None
+        pair: Any = None  # what two neighbours share
         layers: Any = self.layers
         for layer in layers:
-            pair = (pair or Pair(layer)) if layer.recompute == "pair" else None
+            if layer.recompute != "pair":
+                pair = None
+            elif pair is None:
+                from ulysses.memory.layer_node import Pair
+
+                pair = Pair(layer)
             hidden = layer(hidden, ropes[layer.kind.rotary], batch.attention_plan, pair)
             if pair is not None and pair.first is not layer:
                 pair = None  # complete

@@ -23,7 +23,7 @@ from models.modules import Linear, MakeLinear, RMSNorm
 from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
-from ulysses.memory.levels import LayerNode, Mixer, Pair, Rope
+from ulysses.memory.levels import Mixer, Rope
 from ulysses.memory.size import LayerSize, Setting
 from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
@@ -81,15 +81,15 @@ class DecoderLayer(nn.Module):
         """The norms before and after the mixer and before and after the feed-forward."""
         return [getattr(self, name) if name else None for name in self.norm_names]
 
-    def forward(
-        self, hidden: Tensor, rope: Rope, plan: Any, pair: Pair | None = None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rope: Rope, plan: Any, pair: Any = None) -> Tensor:
         mixer, learns = self.mixer, torch.is_grad_enabled()
         before, after, *_ = self.norms
         if mixer.is_watched:
             x = hidden if before is None else before(hidden)
             middle = self._add(hidden, mixer(x, rope, plan), after)
         elif learns and self.recompute != "none":
+            from ulysses.memory.layer_node import LayerNode
+
             parameters = [p for stage in self.stage_parameters() for p in stage]
             return LayerNode.apply(self, rope, plan, pair, hidden, *parameters)
         else:
