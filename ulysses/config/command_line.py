@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from ulysses.config.schema import Config, Options
-from ulysses.config.section import ConfigError, absolute, existing, flat, refuse
+from ulysses.config.section import ConfigError, absolute, existing, refuse
 
 
 class CommandLine(NamedTuple):
@@ -56,7 +56,9 @@ def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
         try:
             return table.model_validate(values)
         except ValidationError as error:
-            errors = _sentences(error, known_keys(table))
+            from ulysses.config.explanations import sentences
+
+            errors = sentences(error, known_keys(table))
     except RecursionError:
         errors = ["the settings are nested too deeply; write tables of one or two levels"]
     refuse(errors)
@@ -75,7 +77,7 @@ def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, A
 
 def _read_arguments(arguments: list[str]) -> dict[str, Any]:
     """Read `--key value`, `--key=value` and bare switches; a list that is given several times collects its values."""
-    forms = {key: _forms(info.annotation) for key, info in _everything().items()}
+    takes_of = {key: forms(info.annotation) for key, info in everything().items()}
     given, rest = {}, list(arguments)
     while rest:
         argument, equals, value = rest.pop(0).partition("=")
@@ -88,7 +90,7 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
         if "." not in key:
             key = key.replace("-", "_")
         # an unknown key is refused with all others, when the settings are checked
-        takes = forms.get(key, [])
+        takes = takes_of.get(key, [])
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
@@ -148,57 +150,16 @@ def _refuse_yaml(path: str) -> None:
         )
 
 
-def _sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
-    """Put each of pydantic's errors into one sentence, unknown keys before all others."""
-    unknown: list[str] = []
-    # what all types of a setting refuse is one error
-    wrong: dict[str, str] = {}
-    for problem in error.errors():
-        message, given = problem["msg"], repr(problem["input"])
-        key = ".".join(map(str, problem["loc"]))
-        if problem["type"] == "extra_forbidden":
-            names = flat({key: problem["input"]})
-            from ulysses.config.foreign_names import explain_unknown
-
-            unknown += [explain_unknown(name, list(keys)) for name in names]
-            continue
-        if problem["type"] == "missing":
-            given = "missing"
-        while key not in keys and "." in key:
-            # without the position in a list, or the member of a union
-            key = key.rpartition(".")[0]
-        start = f"{wrong[key]}, or " if key in wrong else f"{key} is {given}: "
-        wrong[key] = start + message[0].lower() + message[1:]
-    about = {key: info.description.rstrip(".").replace("\n", " ") for key, info in keys.items()}
-    hints = (f"{text} ({about.get(key, 'a table of settings')})" for key, text in wrong.items())
-    return [*unknown, *hints]
-
-
-def help_text() -> str:
-    """Return what --help prints: every option and setting with its forms, its explanation and its default."""
-    text = """Train a language model on long sequences: ulysses train --config FILE.toml [--key value ...]
-
-On several GPUs: torchrun --nproc_per_node 8 -m ulysses.train --config FILE.toml [--key value ...]
-
-Options, and settings, which are also the keys of the TOML file:"""
-    for key, info in _everything().items():
-        known = not info.is_required() and info.default is not None
-        default = f" (default {info.default!r})" if known else ""
-        shown = key if "." in key else key.replace("_", "-")
-        text += f"\n  --{shown} {'|'.join(_forms(info.annotation))}\n        {info.description}{default}"
-    return text
-
-
-def _everything() -> dict[str, Any]:
+def everything() -> dict[str, Any]:
     """Return what the command line knows: the options of the command, then the settings."""
     return known_keys(Options) | known_keys()
 
 
-def _forms(annotation: Any) -> list[str]:
+def forms(annotation: Any) -> list[str]:
     """Return the forms that a setting may have, such as ["int", "auto"]."""
     if get_origin(annotation) in (UnionType, Union, Literal):
-        members = (_forms(member) for member in get_args(annotation))
-        return [form for forms in members for form in forms if form != "NoneType"]
+        members = (forms(member) for member in get_args(annotation))
+        return [form for found in members for form in found if form != "NoneType"]
     if isinstance(annotation, str):
         return [annotation]
     return [getattr(annotation, "__origin__", annotation).__name__]
