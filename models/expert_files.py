@@ -9,13 +9,13 @@ Those on the right, which some folders hold, are read as they are. gpt-oss's are
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class JoinedTensor(NamedTuple):
@@ -145,6 +145,18 @@ MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 def adapted_experts(targets: Iterable[str]) -> list[str]:
     """Return which of the experts' parameters the targets of LoRA mean."""
     return [name for name, matrices in EXPERT_PARTS.items() if {*matrices} <= {*targets}]
+
+
+def adapter_parameters(model: nn.Module, targets: Collection[str]) -> int:
+    """Count the parameters that LoRA of rank 1 adds to a model without adapters."""
+    own, count = adapted_experts(targets), 0
+    for name, matrix in model.named_parameters():
+        stem = name.removesuffix(".weight").rpartition(".")[2]
+        if matrix.dim() == 3:  # of all experts
+            count += len(matrix) * sum(matrix.shape[1:]) * (stem in own)
+        elif matrix.dim() == 2 and stem in targets:
+            count += sum(matrix.shape)
+    return count
 
 
 def is_of_experts(name: str) -> bool:

@@ -8,7 +8,7 @@ from models.families import RopeScaling
 
 
 def scaled(periods: torch.Tensor, s: RopeScaling, theta: float) -> tuple[torch.Tensor, float]:
-    """Return the float32 inverse frequencies [E/2] of the periods of base `theta`, and the factor of cosine and sine."""
+    """Return float32 inverse frequencies [E/2] for the periods of base `theta`, and the factor of cosine and sine."""
     dim, frequencies, factor = 2 * len(periods), 1.0 / periods, 1.0
     # `stays` is 0 for long waves, whose frequency is divided by the factor, and 1 for short ones
     if s.rope_type == "linear":

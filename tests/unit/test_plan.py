@@ -24,13 +24,13 @@ from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.case import Case, Plan, PlannedStep
 from ulysses.plan.footprint import predict
-from ulysses.plan.machine import GIB, Machine, planned_machine, this_machine
+from ulysses.plan.inquiry import longest_sequence, planned_machine
+from ulysses.plan.machine import GIB, Machine, this_machine
 from ulysses.plan.memory_choice import (
     choose,
     choose_memory,
     cut_steps,
     layer_memory,
-    longest_sequence,
     memory_line,
     micro_batch_line,
 )

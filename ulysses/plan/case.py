@@ -15,8 +15,6 @@ from ulysses.memory.size import LayerSize, Setting
 from ulysses.plan.machine import Machine
 from ulysses.stages.base import PlannedRollout
 
-# bits of an element of a quantised matrix (models/quantized.py): its code, and its share of scales and their tables
-BITS = {"nf4": 4 + 8 / 64 + 32 / 64 / 256, "fp8": 8.01}
 MATRICES = 0.64  # rate of matrix products, as a share of the peak, as measured on H200
 # Seconds in which the host launches one layer, forward and backward, with weights that are gathered and that stay;
 # CUDA graphs need none. They pay where a layer takes the GPU less than GRAPH_SECONDS.
@@ -58,7 +56,11 @@ class Model(NamedTuple):
 
     def matrix_bytes(self, parameters: float, element_size: int) -> float:
         """Return the bytes of so many parameters of layers' matrices."""
-        return parameters * BITS.get(self.quantize, 8 * element_size) / 8
+        if self.quantize == "none":
+            return parameters * element_size
+        from models.quantized import BITS
+
+        return parameters * BITS[self.quantize] / 8
 
     def weight_bytes(self, element_size: int) -> float:
         """Return the bytes of all weights."""

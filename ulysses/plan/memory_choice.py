@@ -1,7 +1,6 @@
 """The plan of a case: levels, offload and micro-batch that make a step fastest and fit, alike on all ranks."""
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -111,20 +110,6 @@ def _size_that_pays(smallest: Plan, *others: Plan) -> Plan:
         trained = trained._replace(forwards=0.0, rollout=None)
     enough = step_seconds(fastest) + GAIN * step_seconds(fastest._replace(case=trained))
     return next(plan for plan in allowed if step_seconds(plan) <= enough)
-
-
-def longest_sequence(case: Case) -> int:
-    """Return the most tokens per document, a multiple of 1024, that some allowed level fits; 0 if not even 1024 do.
-
-    The case says how many equal documents are in the micro-batch and how many ranks share it.
-    """
-
-    def fits(blocks: int) -> bool:
-        return predict(first_fit(case._replace(tokens=1024 * blocks * case.documents))).fits
-
-    # From some length on the MLP runs in tiles, so a longer sequence can need less memory: try all powers of two.
-    low = max((1 << i for i in range(18) if fits(1 << i)), default=0)
-    return 1024 * (low + bisect_left(range(low + 1, 2 * low), True, key=lambda n: not fits(n)))
 
 
 def choose_memory(case: Case) -> Plan:

@@ -34,17 +34,11 @@ def planner_model(config: Config, shape: ModelConfig) -> Model:
     score = shape.hidden_size * stage.requirements.value
     parameters = trained = model.parameters + score
     if lora.rank:
-        from models.expert_files import adapted_experts
+        from models.expert_files import adapter_parameters
 
-        own, sides = adapted_experts(lora.targets), 0
-        for name, matrix in empty_model(shape).named_parameters():
-            stem = name.removesuffix(".weight").rpartition(".")[2]
-            if matrix.dim() == 3:  # of all experts
-                sides += len(matrix) * sum(matrix.shape[1:]) * (stem in own)
-            elif matrix.dim() == 2 and stem in lora.targets:
-                sides += sum(matrix.shape)
-        parameters += lora.rank * sides
-        trained = lora.rank * sides + (score or shape.hidden_size * stage.reward)
+        adapters = lora.rank * adapter_parameters(empty_model(shape), lora.targets)
+        parameters += adapters
+        trained = adapters + (score or shape.hidden_size * stage.reward)
     return model._replace(
         parameters=parameters, trained=trained, quantize=config.model.quantize
     )
@@ -79,8 +73,8 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         **config.memory.model_dump(exclude={"host_memory"}),
     )
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]
-    cases = [case._replace(sp=sp) for sp in degrees]
-    return next((case for case in cases if predict(choose(case)).fits), cases[-1])
+    *smaller, largest = (case._replace(sp=sp) for sp in degrees)
+    return next((case for case in smaller if predict(choose(case)).fits), largest)
 
 
 def planner_run(config: Config, shape: ModelConfig, machine: Machine, train: Any) -> Case:

@@ -16,19 +16,11 @@ from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
 from ulysses.plan.case import Case
 from ulysses.plan.footprint import predict
-from ulysses.plan.machine import (
-    ASSUMED_GIB,
-    GIB,
-    Machine,
-    cpu_flops,
-    cpu_machine,
-    planned_machine,
-    slow_products,
-)
+from ulysses.plan.inquiry import ASSUMED_GIB, longest_sequence, planned_machine
+from ulysses.plan.machine import GIB, Machine, cpu_flops, cpu_machine, slow_products
 from ulysses.plan.memory_choice import (
     choose_memory,
     first_fit,
-    longest_sequence,
     memory_line,
     micro_batch_line,
 )
