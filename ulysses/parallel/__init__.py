@@ -1,6 +1,6 @@
 """Ulysses sequence parallelism for any model; it needs torch only, and the folder works when copied elsewhere.
 
-Read in this order: mesh, layout, batch, exchange, kernels/choice, kernels/document, kernels/short, attention, sums.
+Read in this order: mesh, layout, batch, exchange, kernels (choice, document, varlen, short), attention, sums.
 dense is for users of the library alone.
 """
 

@@ -26,8 +26,8 @@ from .exchange import (
     exchange_qkv_backward,
     exchange_qkv_forward,
 )
-from .kernels.choice import KERNELS, ONE_DOCUMENT, VARLEN, Kernel, check_name, resolve_kernel
-from .kernels.document import SHORT, Gradients, Inputs, Results, join
+from .kernels.choice import KERNELS, VARLEN, Kernel, check_name, resolve_kernel
+from .kernels.document import ONE_DOCUMENT, SHORT, Gradients, Inputs, Results, join
 from .layout import (
     AttentionPlan,
     VarlenCall,
