@@ -85,9 +85,8 @@ def planner_run(config: Config, shape: ModelConfig, machine: Machine, train: Any
     """
     stage, tokens = stage_of(config), config.batch.tokens_per_microbatch
     facts, sides, auto = stage.requirements, stage.sequences_per_example, tokens == "auto"
-    if (
-        auto
-    ):  # it chooses no fewer than the longest example has or, if that is not known, may have
+    if auto:
+        # no fewer are chosen than the longest example has or, if that is not known, may have
         known = train and train.kind != "prompt"
         tokens = int(train.lengths.max()) if known else sides * facts.longest_example
     case = planner_case(config, shape, machine, tokens)
@@ -118,9 +117,8 @@ def planned_step(
     """
     facts = stage_of(config).requirements
     lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
-    if (
-        facts.rollout
-    ):  # as long as they may be; a prompt counts once, and its last token with every answer
+    if facts.rollout:
+        # as long as they may be; a prompt counts once, and its last token with every answer
         count, prompts = facts.rollout.answers, lengths.repeat(facts.rollout.answers, axis=0)
         prefixes = (prompts - 1) * (1 - 1 / count) * config.batch.share_prompts
         lengths = prompts + facts.rollout.new_tokens - prefixes

@@ -10,7 +10,7 @@ One optimizer step on every rank:
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,6 @@ class Trainer:
         self.stop_requested = self.save_due = False
         self._saved = time.monotonic()
         self._next: StepBatches | None = None  # of the coming step, if they are read already
-        self._host_note = ""  # after the last step
         config = self.stage.config
         self.routers: Any = None  # of a model with experts, which take part in every step
         if self.engine.module.config.moe:
@@ -92,12 +91,15 @@ class Trainer:
         Args:
             log: where rank 0 writes the metrics; None on the other ranks.
         """
-        run, began = self.run, self.step
+        run, first = self.run, self.step + 1
         try:
             while not self.finished and not self.stop_requested:
                 current = self.step + 1
                 values = self.train_step()
-                for note in self._notes(values["seconds"], first=current == began + 1):
+                if current == first:
+                    self.say(self.watch.start_line())
+                # the first step takes longer than others
+                if current == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)
                 if self.finished or self._is_due(run.eval_every):
                     values |= self.evaluate()
@@ -126,16 +128,6 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    def _notes(self, seconds: float, first: bool) -> Iterator[str]:
-        """Yield what is to be said after this step."""
-        if first:
-            yield self.watch.start_line()
-        # the first step takes longer than others
-        if self.step == 2 and (note := grace_note(seconds)):
-            yield note
-        if self._host_note:
-            yield self._host_note
 
     def _keep_best(self, values: dict[str, float]) -> bool:
         """Remember the step if it has the lowest eval/loss so far, and return whether it has."""
@@ -193,7 +185,8 @@ class Trainer:
         self._measure(values, time.perf_counter() - began)
         if self.host:
             share = waited / values["seconds"]
-            self._host_note = self.host.note(self.step, share, len(read.batches))
+            if note := self.host.note(self.step, share, len(read.batches)):
+                self.say(note)
         self.metrics = values
         return values
 
