@@ -175,12 +175,16 @@ class Plan(NamedTuple):
     def graphs(self) -> bool:
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
         case = self.case
-        layer, alone = case.model.layer, self.resident and case.sp == 1
-        if {*self.levels} != {"none"} or not (alone and layer.is_captured):
+        alone = self.resident and case.sp == 1 and {*self.levels} == {"none"}
+        if not (alone and case.model.layer.is_captured):
             return False
-        flops = 6 * case.local * layer.parameters
-        is_short = flops < GRAPH_SECONDS * MATRICES * case.machine.peak_flops
+        is_short = case.local < GRAPH_SECONDS * self._layer_rate
         return is_short and case.element_size == 2 and case.machine.is_gpu
+
+    @property
+    def _layer_rate(self) -> float:
+        """The tokens that one layer computes in a second, forward and backward."""
+        return MATRICES * self.case.machine.peak_flops / (6 * self.case.model.layer.parameters)
 
     @property
     def launched_tokens(self) -> float:
@@ -188,8 +192,7 @@ class Plan(NamedTuple):
 
         With shared prompts, which the graphs do not know, a layer has twice the launches.
         """
-        rate = MATRICES * self.case.machine.peak_flops
-        return self.graphs * 2 * LAUNCH_RESIDENT * rate / (6 * self.case.model.layer.parameters)
+        return self.graphs * 2 * LAUNCH_RESIDENT * self._layer_rate
 
     @property
     def name(self) -> str:

@@ -14,12 +14,11 @@ Between nodes the partial sums travel in float32 or `between`.
 W = N nodes x L ranks, rank = node * L + place; slice r of a parameter belongs to rank r.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ulysses import environment
@@ -38,20 +37,17 @@ class AveragedReduction(GradientReduction):
 
     def __init__(
         self,
-        slices: Iterable[ParameterSlice],
-        units: Iterable[nn.Module],
-        device: torch.device,
-        *,
-        lent: bool,
+        *given: Any,
         bucket: int,
         between: torch.dtype = torch.float32,
+        **options: Any,
     ) -> None:
-        super().__init__(slices, units, device, lent=lent, bucket=bucket)
+        super().__init__(*given, bucket=bucket, **options)
         self._between, self._bucket = between, bucket
         self._world = dist.get_world_size()
         self._make_groups(ranks_of_a_node())
         self._kernel: Any = None  # which also adds to the slice
-        if device.type == "cuda" and not self._on_host:
+        if self._slices[0].grad.is_cuda:
             from ulysses.zero import gpu_kernels
 
             if gpu_kernels.AVAILABLE:
