@@ -15,6 +15,7 @@ from dataclasses import field, fields, replace
 from functools import partial
 from glob import escape
 from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -122,41 +123,33 @@ def pinned(source: Source) -> Source:
     """
     if not source.is_on_hub:
         return source
+    from huggingface_hub import HfApi, snapshot_download
+
+    asked = {"revision": source.revision}
     if not rank():
         print(f"asking the Hugging Face hub for the dataset {source.path}", flush=True)
     with _explained(source, source.place):
-        commit = _hub_commit(source.path, source.revision)
-    return replace(source, revision=commit)
-
-
-def _hub_commit(path: str, revision: str | None) -> str:
-    """Ask the hub once for the commit of a dataset; without an answer, take that of the hub's cache."""
-    from huggingface_hub import HfApi, snapshot_download
-
-    try:
-        return HfApi().dataset_info(path, revision=revision, timeout=HUB_SECONDS).sha
-    except Exception:
-        with suppress(Exception):
-            kept = snapshot_download(
-                path, repo_type="dataset", revision=revision, local_files_only=True
-            )
-            return Path(kept).name
-        raise
+        try:
+            commit = HfApi().dataset_info(source.path, timeout=HUB_SECONDS, **asked).sha
+        except Exception as error:
+            asked |= {"repo_type": "dataset", "local_files_only": True}
+            try:
+                commit = Path(snapshot_download(source.path, **asked)).name
+            except Exception:
+                raise error from None
+        return replace(source, revision=commit)
 
 
 def repeated_data(train: Iterable[Source], evaluation: Iterable[Source]) -> list[str]:
     """Return what both read: files, or splits of saved folders and hub datasets."""
 
-    def places(sources: Iterable[Source]) -> set[str]:
-        found: set[str] = set()
-        for source in sources:
-            if source.is_one:
-                found.add(" ".join(filter(None, (source.path, source.subset, source.split))))
-            else:
-                found.update(str(file.resolve()) for file in source_files(source)[0])
-        return found
+    def places(source: Source) -> Iterable[str]:
+        if source.is_one:
+            return [" ".join(filter(None, (source.path, source.subset, source.split)))]
+        return (str(file.resolve()) for file in source_files(source)[0])
 
-    return sorted(places(train) & places(evaluation))
+    both = ({*chain.from_iterable(map(places, sources))} for sources in (train, evaluation))
+    return sorted(set.intersection(*both))
 
 
 def missing_sources(sources: Iterable[Source]) -> list[str]:
@@ -169,11 +162,13 @@ def missing_sources(sources: Iterable[Source]) -> list[str]:
 
 
 def source_files(source: Source) -> tuple[list[Path], list[Path]]:
-    """List the files of a local source in reading order, of a folder those of its split; then all others.
+    """List the files of a source in reading order, of a folder those of its split; then all others. A hub's has none.
 
-    Raises DataError if there are none, or no such split.
+    Raises DataError if a local source has none, or no such split.
     """
     path = source.place
+    if source.is_on_hub:
+        return [], []
     if not path.exists():
         raise DataError(_absent(source))
     # links to folders are not followed, which the report tells
@@ -231,9 +226,8 @@ def source_digest(source: Source, cache: Path) -> str:
 
     The bytes are read as `content_digest` says.
     """
-    content = source.path
-    if not source.is_on_hub:
-        content = content_digest(source_files(source)[0], cache)
+    files, _ = source_files(source)
+    content = content_digest(files, cache) if files else source.path
     return digest_of_value(vars(source) | {"path": content, "weight": 1})
 
 
@@ -327,8 +321,8 @@ def count_rows(sources: Iterable[Source]) -> int | None:
     """Count the rows of files that have one on every line, for a progress bar; None if there are other sources."""
     total = 0
     for source in sources:
-        files = [] if source.is_on_hub else source_files(source)[0]
-        if not {path.suffix for path in files} <= LINES or not files:
+        files, _ = source_files(source)
+        if not files or not {path.suffix for path in files} <= LINES:
             return None
         rows = sum(1 for path in files for _ in path.open("rb"))
         total += min(rows, source.max_examples or rows)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ulysses.data.read.counts import Report
+from ulysses.data.read.rows import Report
 from ulysses.parallel.batch import Sequence
 
 DIGESTS = "digests.json"  # of the other files
