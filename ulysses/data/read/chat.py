@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
@@ -58,11 +59,18 @@ class ChatTemplate:
 
     Args:
         template: "tokenizer" (its own), one of NAMED_TEMPLATES, or the path of a .jinja file.
+        variables: what else the template reads, such as enable_thinking, where a row says nothing.
 
-    Raises DataError: there is no such template, or it writes special tokens that the tokenizer does not have.
+    Raises DataError: there is no such template, it does not read one of the variables, or it writes special tokens that
+    the tokenizer does not have.
     """
 
-    def __init__(self, tokenizer: Any, template: str = "tokenizer") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str = "tokenizer",
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.encoder = TextEncoder(tokenizer)
         self.text = template_text(tokenizer, template)
         self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
@@ -76,6 +84,7 @@ class ChatTemplate:
         marked = GENERATION.sub(
             lambda tag: f'{tag[1]}print "{CLOSE if tag[2] else OPEN}"{tag[3]}', self.text
         )
+        self._given = self.encoder.guard(dict(variables))
         sample = partial(self._sample, environment, marked)
         try:
             if not ends(sample):
@@ -93,6 +102,7 @@ class ChatTemplate:
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
         self._variables = {node.name for node in tree.find_all(nodes.Name)} - OURS
+        self.check_variables(variables, "data.chat_template_kwargs")
         # Mistral's and Llama-2's write nothing there
         is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
         if not is_opened and not self.marks_generation:
@@ -112,6 +122,7 @@ class ChatTemplate:
     def _sample(self, environment: Environment, marked: str) -> list[str]:
         """Compile the template; render a question with and without an opened turn, and with an answer."""
         self._compiled = environment.from_string(marked)
+        given = {**self._given, "tools": None}
         question, answer = ({"role": role, "content": "2"} for role in ("user", "assistant"))
         # What a template takes for no content beside calls: "" hides them from some, or becomes a further turn.
         function = {"name": "call_1", "arguments": Arguments(key_1="value_1")}
@@ -120,12 +131,19 @@ class ChatTemplate:
         for content in ("", None):
             calling = {"role": "assistant", "content": content, "tool_calls": calls}
             with suppress(DropRowError):
-                text = self._render({"tools": None}, [question, calling])
+                text = self._render(given, [question, calling])
                 if "call_1" in text:
                     lengths[content] = len(text)
         self._no_content = min(lengths, key=lengths.__getitem__, default="")
         parts = ([question], True), ([question], False), ([question, answer], False)
-        return [self._render({"tools": None}, *part) for part in parts]
+        return [self._render(given, *part) for part in parts]
+
+    def check_variables(self, variables: Mapping[str, Any], setting: str) -> None:
+        """Raise DataError if a setting names a variable that the template does not read, or that is not the user's."""
+        if unread := variables.keys() - self._variables:
+            raise DataError(
+                f"{setting} sets {min(unread)!r}, which the chat template does not read; remove it"
+            )
 
     @property
     def end_of_turn(self) -> int:
@@ -156,7 +174,7 @@ class ChatTemplate:
             turns: "together" renders all answers in one text; "auto" uses a further text, the conversation up to the
                 answer, where the template writes an answer differently in a longer conversation; "separate" gives every
                 answer its own text. The last answer's text comes first.
-            variables: what else the template reads, such as enable_thinking.
+            variables: of the template, in place of those that it was made with.
 
         Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
         """
@@ -166,13 +184,13 @@ class ChatTemplate:
                 what = key.replace("_", " ")
                 raise DropRowError(f"the chat template has no place for {what}")
         plain = [self._plain(message) for message in messages]
-        given = {key: value for key, value in (variables or {}).items() if value is not None}
+        given = dict(variables or {})
         if unread := given.keys() - self._variables:
             raise BadRowError(
                 f"sets {min(unread)!r} in chat_template_kwargs, which its template does not read, or no row may set; "
                 'remove it, or set columns = {unused = "chat_template_kwargs"}'
             )
-        given = self.encoder.guard({**given, "tools": tools or None})
+        given = {**self._given, **self.encoder.guard({**given, "tools": tools or None})}
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
             text = "".join(at_marks(self._render(given, plain, not begun)))

@@ -102,7 +102,7 @@ def read_row(
     if kind == "sequence" and str(given.get("label")).lower() not in OUR_LABELS:
         del given["label"]
         note("'label' is neither true nor false, and was not read")
-    records = _records(given, source.format, kind)
+    records = _records(given, source, kind)
     if len(records) > 1:
         note("rows that gave several examples")
     return [replace(record, row=row) for record in records]
@@ -139,6 +139,7 @@ def _renamed(row: Row, source: Source) -> dict[str, Any]:
                 f'columns = {{unused = "{theirs}"}}'
             )
         renamed[ours] = renamed.get(ours) or renamed.get(theirs)
+    renamed["system"] = renamed["system"] or source.system
     if media := next((key for key in MEDIA_KEYS if renamed.get(key)), None):
         raise BadRowError(
             f"has the column {media!r}, but only text is supported; to train on the text alone set "
@@ -159,7 +160,7 @@ def _column(row: Row, name: str) -> Any:
     return value
 
 
-def _records(row: dict[str, Any], row_format: str, kind: str) -> list[Record]:
+def _records(row: dict[str, Any], source: Source, kind: str) -> list[Record]:
     # lists are marks of messages, and what stands beside a prompt is the reward's own
     lists = list if first_key(row, FORMATS["messages"]) else ()
     own = (item for item in row.items() if kind != "prompt" and not isinstance(item[1], lists))
@@ -175,6 +176,7 @@ def _records(row: dict[str, Any], row_format: str, kind: str) -> list[Record]:
         if not text.strip():
             raise DropRowError("empty text")
         return [Record([], [], text=text)]
+    row_format: str = source.format
     if row_format == "auto":
         found = (name for name, keys in FORMATS.items() if first_key(row, keys))
         row_format = next(found, "text")
@@ -187,7 +189,8 @@ def _records(row: dict[str, Any], row_format: str, kind: str) -> list[Record]:
         )
     prompt, answers = _read(row, row_format, kind)
     problem = "'chat_template_kwargs' is not JSON of an object"
-    variables = decoded(row.get("chat_template_kwargs"), problem, Mapping | None) or {}
+    own = decoded(row.get("chat_template_kwargs"), problem, Mapping | None) or {}
+    variables = source.chat_template_kwargs | {k: v for k, v in own.items() if v is not None}
     record = Record(prompt, answers, parse_tools(row.get("tools")), variables=variables)
     if kind == "prompt":
         while _role(prompt, -1) == "assistant" and not prompt[-1].begun:

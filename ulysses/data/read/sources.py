@@ -47,6 +47,9 @@ ITEMS_AT_ONCE = 256
 MOST_BYTES = 1 << 28  # of a row, which takes up to 40 times as much memory
 MOST_UNCUT = 1 << 24  # characters without a place where they could be cut
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
+# keys that are not a part of digests where they are not set, because older ones do not know them
+LATER_KEYS = ("probability", "system", "chat_template_kwargs", "name")
+ROUNDING = 1e-6  # of a sum of probabilities
 HUB_SECONDS = 5.0  # that the hub may take to name a commit
 
 
@@ -63,6 +66,10 @@ class Source:
         subset, revision: of a hub dataset; the subset is what `datasets` calls a configuration.
         separator: the text between two documents of a .txt file; without it the file is one document.
         max_examples: use only this many of the first rows; 0 uses all.
+        probability: the share of the examples in an epoch that are from this source; all sources of a list have one.
+        system: the system prompt of conversations that have none.
+        chat_template_kwargs: of the chat template, where a row says nothing.
+        name: of the held-out set that the source belongs to; metrics of its own have that in their names.
 
     Raises pydantic's ValidationError, which parse_sources turns into a DataError.
     """
@@ -76,6 +83,10 @@ class Source:
     revision: str | None = None
     separator: str | None = None
     max_examples: int = Field(0, ge=0, le=sys.maxsize)
+    probability: float | None = Field(None, gt=0, le=1)
+    system: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    name: str = Field("", pattern=r"^[\w.-]*$")
 
     @property
     def place(self) -> Path:
@@ -113,6 +124,14 @@ def parse_sources(value: Any) -> list[Source]:
             raise DataError(
                 f"data source {table.get('path', table)}: {first['loc'][0]}: {first['msg']}; its keys are {keys}"
             ) from None
+    mixed = [source.probability or 0 for source in sources]
+    is_mixed = (
+        all(mixed) and abs(sum(mixed) - 1) < ROUNDING and {s.weight for s in sources} == {1}
+    )
+    if any(mixed) and not is_mixed:
+        raise DataError(
+            f"data sources have the probabilities {mixed}; give each of them one, with the sum 1 and no weight"
+        )
     return sources
 
 
@@ -228,7 +247,8 @@ def source_digest(source: Source, cache: Path) -> str:
     """
     files, _ = source_files(source)
     content = content_digest(files, cache) if files else source.path
-    return digest_of_value(vars(source) | {"path": content, "weight": 1})
+    decides = vars(source) | {"path": content, "weight": 1, "probability": None, "name": ""}
+    return digest_of_value({key: x for key, x in decides.items() if x or key not in LATER_KEYS})
 
 
 def text_parts(

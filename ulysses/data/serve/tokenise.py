@@ -93,10 +93,32 @@ def open_dataset(
             damage = str(error).partition(";")[0]
             print(f"the tokenised data were damaged ({damage}) and have been made again")
         check_once(data.folder / DIGESTS, data.cache)
-    weights = [source.weight for source in data.sources]
-    dataset = TokenizedDataset(data.folder, weights, settings.max_length, share_prompts)
+    names = [source.name for source in sources]
+    dataset = TokenizedDataset(data.folder, names, settings.max_length, share_prompts)
+    examples = np.bincount(dataset.sources, minlength=len(sources)).tolist()
+    dataset.source_weights = source_weights(sources, examples, settings.stopping_strategy)
     note_sources(data.sources, dataset.report)
     return dataset
+
+
+def source_weights(
+    sources: list[Source], examples: list[int], stopping_strategy: str
+) -> list[float]:
+    """Return how often the examples of each source are taken in an epoch, which has the shares that probabilities ask.
+
+    Raises DataError: there is no example of a source that has a probability or a name.
+    """
+    for source, count in zip(sources, examples):
+        if not count and (source.probability or source.name):
+            raise DataError(
+                f"no example is left of {source.path}, which has a probability or a name; remove it, or mend its rows"
+            )
+    if not all(source.probability for source in sources):
+        return [source.weight for source in sources]
+    # the lengths of an epoch that takes every example of a source once
+    lengths = [count / source.probability for source, count in zip(sources, examples)]
+    length = min(lengths) if stopping_strategy == "first_exhausted" else max(lengths)
+    return [length / own for own in lengths]
 
 
 class Tokenising:
@@ -118,7 +140,16 @@ class Tokenising:
         self.cache = Path(settings.cache)
         self.template = None
         if kind != "text":
-            self.template = ChatTemplate(tokenizer, settings.chat_template)
+            given = settings.chat_template, settings.chat_template_kwargs
+            self.template = ChatTemplate(tokenizer, *given)
+        for source in sources:
+            if self.template:
+                setting = f"chat_template_kwargs of {source.path}"
+                self.template.check_variables(source.chat_template_kwargs, setting)
+            elif source.system or source.chat_template_kwargs:
+                raise DataError(
+                    f"{source.path} has system or chat_template_kwargs, which documents do not use; remove them"
+                )
         self.encoder = self.template.encoder if self.template else TextEncoder(tokenizer)
         self._state = self._files()
         content = [
@@ -128,6 +159,7 @@ class Tokenising:
             [source_digest(source, self.cache) for source in self.sources],
             tokenizer_digest(tokenizer),
             self.template.text if self.template else None,
+            *filter(None, [settings.chat_template_kwargs]),
         ]
         self.folder = self.cache / "tokenized" / digest_of_value(content)[:32]
 
