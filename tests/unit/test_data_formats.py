@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+from functools import partial
 from string import Template
 from types import SimpleNamespace
 
@@ -12,8 +13,8 @@ import pytest
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
-from ulysses.data.read.counts import Report, note_sources
-from ulysses.data.read.formats import locate_rows, read_records
+from ulysses.data.read.formats import dropping, read_row
+from ulysses.data.read.rows import Report, locate_rows, note_sources
 from ulysses.data.read.sources import (
     Source,
     missing_sources,
@@ -40,14 +41,22 @@ def table(text):
 
 
 def load(path, kind="text", bad_rows="error", **source):
-    report = Report()
-    sources = [Source(str(path), **source)]
-    rows = locate_rows(sources, report)
-    records = [*read_records(rows, sources, kind, events := [], bad_rows=bad_rows)]
+    """The records of a source, and the report."""
+    report, records, events = Report(), [], []
+    (source,) = sources = [Source(str(path), **source)]
+    for row in locate_rows(sources, report):
+        note = partial(lambda where, what: events.append(("notes", what, where)), row.where)
+        with dropping(events, bad_rows, row.where):
+            records += read_row(row.found, source, kind, note)
     for event in events:
         report.count(*event)
     note_sources(sources, report)
     return records, report
+
+
+def places(path, **source):
+    """The file and number of every row."""
+    return [row.where for row in locate_rows([Source(str(path), **source)], Report())]
 
 
 def texts(path, **source):
@@ -257,13 +266,13 @@ def test_message_weights(read):
     more = ', "loss_weight": 0.0', ', "train": false', "", ', "weight": 0.5', "", ""
     turns = ", ".join(turn % extra for turn, extra in zip(said * 3, more))
     (record,), _ = read(f'{{"messages": [{turns}]}}', "sequence")
-    assert [m.weight for m in record.answers[0]] == [0.0, 0.0, None, 0.5, None, None]
+    assert [m.weight for m in record.answers[0]] == [0, 0, 1, 0.5, 1, 1]
 
 
 @pytest.mark.parametrize(
     "row, kind, sentence",
     table(r"""
-{"instruction": "q"} => sequence => row 1 has no answer
+{"instruction": "q"} => sequence => row 1 has no 'completion' or 'response' or 'answer' or
 {"instruction": 3, "output": "a"} => sequence => row 1 'instruction' is int, not a string
 [1] => sequence => row 1 is list, not an object
 {"instruction": "q", "output": "a", "history": [["x"]]} => sequence => list of .user, assistant. pairs
@@ -354,7 +363,7 @@ def test_file_kinds_give_the_same_records(tmp_path, read_flat):
     for name in "lines.json a.jsonl.gz folder a.csv a.parquet saved".split():
         records, _ = load(tmp_path / name, "sequence")
         assert [flat(r) for r in records] == expected, name
-        assert [r.where[-5:] for r in records] == ["row 1", "row 2", "row 3"]
+        assert [where[-5:] for where in places(tmp_path / name)] == ["row 1", "row 2", "row 3"]
 
 
 @pytest.mark.parametrize("name", ["b.jsonl.zst", "deep/b.csv.xz", "b.txt.bz2", "b.json.zip"])
@@ -528,5 +537,5 @@ def test_text_file_with_separator_is_several_documents(tmp_path):
     path.write_text("one\n===\ntwo\n\nlines\n===\n \n===\nthree")
     records, _ = load(path, separator="\n===\n")
     assert [r.text for r in records] == ["one", "two\n\nlines", "three"]
-    assert len({r.where for r in records}) == 3
+    assert len({*places(path, separator="\n===\n")}) == 3
     assert texts(path, separator="\n===\n", max_examples=2) == ["one", "two\n\nlines"]

@@ -45,7 +45,8 @@ def check_sources(config: Config) -> None:
 
 def check_examples(config: Config, train: Any, held_out: Any) -> None:
     """Refuse open data of which nothing is trained on, or an example that is longer than a micro-batch."""
-    copies = np.bincount(train.sources) * np.asarray(train.source_weights)
+    weights = train.source_weights
+    copies = np.bincount(train.sources, minlength=len(weights)) * weights
     if not copies.round().any():
         raise ConfigError("the weights of the data sources leave no example; raise them")
     budget = config.batch.tokens_per_microbatch
@@ -262,7 +263,8 @@ def read_tokenizer(
     template = None
     if stage.dataset_type != "text":
         with error_context("data.chat_template"):
-            template = ChatTemplate(tokenizer, config.data.chat_template)
+            given = config.data.chat_template, config.data.chat_template_kwargs
+            template = ChatTemplate(tokenizer, *given)
     if len(tokenizer) > shape.vocab_size:
         raise ConfigError(
             f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "

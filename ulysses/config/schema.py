@@ -126,6 +126,9 @@ class ModelSection(Section):
 class DataSection(Section):
     train: Sources = []
     """Training data: a path, a table {path, format, weight, columns, split, ...}, or a list of both."""
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    """When an epoch over sources with probabilities ends: with the first source of which every example was taken, or
+    with the last, until which those of the others are repeated."""
     eval: Sources = []
     """Held-out data in the same forms; an empty list means that nothing is evaluated."""
     eval_fraction: Share = 0.0
@@ -137,6 +140,9 @@ class DataSection(Section):
     chat_template: TemplateName = "tokenizer"
     """How conversations become text: "tokenizer" (its own way), llama3, llama3.1, qwen2.5, qwen3, chatml, plain or a
     .jinja file."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the chat template reads besides the messages, such as enable_thinking or reasoning_effort; those of a source
+    and of a row come first."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Which tokens of a conversation are trained: every assistant turn, everything, or the last turn only."""
     turns: Literal["auto", "together", "separate"] = "auto"

@@ -265,12 +265,15 @@ class Trainer:
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
 
     def evaluate(self) -> dict[str, float]:
-        """Return `eval/...` metrics over all held-out data with the training's own weighting."""
+        """Return `eval/...` metrics over all held-out data with the training's own weighting, and of each named set."""
         if self.eval_loader is None:
             return {}
         self.watch.phase("evaluation")
-        found = self.stage.evaluate(self.eval_loader)
-        return {f"eval/{name}": value for name, value in found.items()}
+        found = {}
+        for name, loader in self.eval_loader.sets().items():
+            prefix = f"eval/{name}/" if name else "eval/"
+            found |= {prefix + key: x for key, x in self.stage.evaluate(loader).items()}
+        return found
 
     # ---------------------------------------------------------------- state
 

@@ -36,14 +36,14 @@ class Message:
 
     Attributes:
         role: system, user, assistant or tool.
-        weight: its weight in the loss; None: 1 for the assistant, 0 for everyone else.
+        weight: of an assistant's message in the loss; nobody else's is trained.
         more: its other keys, such as reasoning_content, for templates that read them.
         begun: how many characters of the content the prompt already holds, as a beginning that the answer continues.
     """
 
     role: str
     content: str
-    weight: float | None = None
+    weight: float = 1.0
     tool_calls: tuple[dict[str, Any], ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
     begun: int = 0
@@ -107,25 +107,23 @@ def _message(item: Any, marks: Iterable[tuple[str, Any]], where: str) -> Message
         calls = as_list(decoded(content, f"{where} should hold a tool call as JSON"))
         content = ""
     weights = weights_of((*item.items(), *marks))
-    weight = math.prod(weights) if weights else None
-    if weight and ROLES[name] != "assistant":
+    weight, role = math.prod(weights), ROLES[name]
+    if weights and weight and role != "assistant":
         raise BadRowError(
-            f"{where} gives the weight {weight:g} to a {ROLES[name]} message; "
-            "only assistant messages can be trained"
+            f"{where} gives the weight {weight:g} to a {role} message; only assistant messages can be trained"
         )
-    if weight and weight < 0:
+    if weight < 0:
         raise BadRowError(f"{where} has the negative weight {weight:g}")
     more = {k: v for k, v in item.items() if k not in KNOWN_KEYS and v is not None}
     calls = tuple(_call(call, where) for call in calls)
-    return Message(ROLES[name], content, weight, calls, more)
+    return Message(role, content, weight, calls, more)
 
 
 def _content_part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    if not isinstance(part, Mapping):
-        part = {"type": type_name(part)}
-    kind, text = part.get("type"), part.get("text", part.get("value"))
+    given = part if isinstance(part, Mapping) else {"type": type_name(part)}
+    kind, text = given.get("type"), given.get("text", given.get("value"))
     if kind != "text" or not isinstance(text, str):
         raise BadRowError(f"{where} has content of the type {kind!r}; only text is supported")
     return text
