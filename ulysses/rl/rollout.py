@@ -52,7 +52,8 @@ class Rollout:
     layout [3, N]: lengths, the tokens that each answer's sequence holds; owners, the first of the answers that share a
     prompt with this one (an example has its owner's number); prefixes, the tokens of the prompt that only the owner
     holds, 0 for owners. columns, flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout
-    is finished, float32 columns for the loss. answers: [N], which a checkpoint leaves out. answers_per_prompt: K.
+    is finished, float32 columns for the loss. answers [N] and prompts: a checkpoint leaves them
+    out. answers_per_prompt: K.
 
     sequence_lengths, prefix_lengths: of each sequence of an example, [N, K]; 0 where there is none.
     """
@@ -61,6 +62,7 @@ class Rollout:
     layout: Tensor
     columns: dict[str, Tensor]
     answers: list[Completion] = field(default_factory=list)
+    prompts: list[Tensor] = field(default_factory=list)
     answers_per_prompt: int = 1
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -99,7 +101,7 @@ class Rollout:
             "tokens": torch.from_numpy(np.concatenate(parts).astype(np.int32)),
             "weights": torch.tensor(weights).repeat_interleave(torch.tensor(runs)),
         }
-        return cls(number, torch.tensor(layout).T, columns, answers, K)
+        return cls(number, torch.tensor(layout).T, columns, answers, prompts, K)
 
     def __post_init__(self) -> None:
         self.lengths, self.owners, self.prefixes = self.layout.numpy()
@@ -197,6 +199,7 @@ class RolloutMaker:
         reward: scores answers by each function's name (ulysses.rl.rewards.Rewards); None without functions.
         scorer: gives one more score, a frozen engine around models.decoder.RewardModel, or None.
         phase: is told of every phase of the work by name.
+        show: is given every finished rollout.
 
     Attributes:
         rollout: the one that was asked for last.
@@ -212,6 +215,7 @@ class RolloutMaker:
     reward: Callable[..., list[dict[str, float]]] | None = None
     scorer: ZeroEngine | None = None
     phase: Callable[..., None] = lambda *_, **__: None
+    show: Callable[[Rollout], None] = lambda rollout: None
     rollout: Rollout | None = None
 
     # ---------------------------------------------------------------- answers
@@ -225,6 +229,7 @@ class RolloutMaker:
         self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
         rollout.metrics["time/sampling"] = sampled - began
         rollout.metrics["time/rollout"] = time.perf_counter() - began
+        self.show(rollout)
         return rollout
 
     def answer(
