@@ -188,5 +188,6 @@ class SelfAttention(nn.Module):
             packed=3 * (query + 2 * key * (ranks // head_ranks)),  # every row set has all keys
             sent=E * (2 * H // head_ranks * (head_ranks - 1) + 2 * keys * (ranks - 1)),
             pair_flops=2 * query,
-            cached=2 * key,
+            # a sink takes one more step of kernels
+            cached=2 * K * (E + 8 * config.family.sinks),
         )

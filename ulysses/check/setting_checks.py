@@ -198,11 +198,14 @@ def contradictions(config: Config) -> Iterator[str]:
             f"run.patience is {run.patience} evaluations but only the end of the run is evaluated; set "
             "run.eval_every"
         )
-    if run.eval_every and not (data.eval or data.eval_fraction):
-        yield (
-            f"run.eval_every is {run.eval_every} but there is nothing to evaluate; set data.eval or "
-            "data.eval_fraction, or run.eval_every = 0"
-        )
+    for key in ("eval_every", "samples"):
+        if (value := getattr(run, key)) and not (data.eval or data.eval_fraction):
+            yield (
+                f"run.{key} is {value} but there is nothing to evaluate; set data.eval or data.eval_fraction, or "
+                f"run.{key} = 0"
+            )
+    if run.samples and stage_of(config).dataset_type in ("text", "ranked"):
+        yield f"run.samples is {run.samples} but stage {stage!r} answers no prompts; set it to 0"
     given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
     for key in given if stage_of(config).dataset_type != "sequence" else ():
         yield f"data.{key} is {given[key]!r} but stage {stage!r} trains the last answer only; remove it"

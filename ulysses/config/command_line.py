@@ -101,7 +101,7 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
         # what the text of a number or a word means, the schema decides
         if not takes or value.startswith(("[", "{")):
             value = _read_value(key, value)
-        if "list" in takes:
+        if "list" in takes and "int" not in takes:
             value = given.get(key, []) + (value if isinstance(value, list) else [value])
         given[key] = value
     return given

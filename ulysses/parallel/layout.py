@@ -163,7 +163,11 @@ def count_rows(ranges: Sequence[Range]) -> int:
 
 def rows_of(ranges: Sequence[Range]) -> Tensor:
     """List the rows of packed ranges, in order: int64 on the host."""
-    return torch.cat([torch.arange(a, b) for a, b in ranges])
+    starts, ends = torch.tensor(ranges).T
+    sizes = ends - starts
+    # how much further a range's rows lie than their places
+    before = starts - sizes.cumsum(0) + sizes
+    return before.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
 
 
 def shard_ranges(sets: list[list[Range]], sp_rank: int, head_parallel_size: int) -> list[Range]:

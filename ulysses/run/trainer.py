@@ -47,6 +47,7 @@ class Trainer:
         description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
         say: prints a line.
         watch: is told of every phase, and knows whether this process was asked to stop.
+        samples: is called with the step of every evaluation.
     """
 
     stage: Stage
@@ -58,6 +59,7 @@ class Trainer:
     description: dict[str, object] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
+    samples: Callable[[int], object] = lambda step: None
 
     def __post_init__(self) -> None:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
@@ -269,6 +271,7 @@ class Trainer:
         if self.eval_loader is None:
             return {}
         self.watch.phase("evaluation")
+        self.samples(self.step)
         found = {}
         for name, loader in self.eval_loader.sets().items():
             prefix = f"eval/{name}/" if name else "eval/"

@@ -81,6 +81,7 @@ class TrainingRun:
             self.watch.stop()
             raise
         self.trainer: Any = None  # a Trainer, from entering on
+        self.language_models: dict[str, Any] = {}  # the frozen engines by their roles
         self.resources = ExitStack()  # what must be released, whatever happens
 
     def __enter__(self) -> "TrainingRun":
@@ -214,6 +215,8 @@ class TrainingRun:
             resident=self.memory.resident,
         )
         self.resources.callback(engine.destroy)
+        if not model.is_reward:
+            self.language_models[model.role] = engine
         return engine
 
     # ---------------------------------------------------------------- the run
@@ -230,6 +233,10 @@ class TrainingRun:
             self.log = MetricsLog(tracked, names, trainer.total_steps)
             self.resources.callback(self.log.close)
         self.resources.enter_context(self.watch.signals())
+        if run.samples:
+            from ulysses.run.samples import start_samples
+
+            trainer.samples = start_samples(self)
         trainer.train(self.log)
         if run.export and not trainer.stop_requested:
             self.export(folder / "export")
