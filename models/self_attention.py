@@ -105,33 +105,21 @@ class SelfAttention(nn.Module):
         """Attend; with a graph."""
         return self.attention(query, key, value, plan=plan, sink=self.sinks)
 
-    def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        query, key, value = heads
-        return exchange_qkv_forward(query, key, value, plan)
+    to_heads = staticmethod(exchange_qkv_forward)
+    to_tokens = staticmethod(exchange_out_forward)
+    to_tokens_backward = staticmethod(exchange_out_backward)
 
     def to_heads_backward(self, grads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        query, key, value = grads
         heads = self.attention.num_heads, self.attention.num_kv_heads
-        return exchange_qkv_backward(query, key, value, plan, *heads)
+        return exchange_qkv_backward(grads, plan, *heads)
 
     def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        query, key, value = shards
-        return self.attention.attend_forward(query, key, value, plan, self.sinks)
+        return self.attention.attend_forward(shards, plan, self.sinks)
 
     def mix_backward(
         self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        (query, key, value), (out, lse), sinks = shards, results, self.sinks
-        grads = self.attention.attend_backward(grad, query, key, value, out, lse, plan)
-        if sinks is None or not sinks.requires_grad:
-            return grads, ()
-        return grads, [self.attention.sink_gradient(grad, out, lse, sinks).to(sinks.dtype)]
-
-    def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
-        return exchange_out_forward(out, plan)
-
-    def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
-        return exchange_out_backward(grad, plan)
+        return self.attention.attend_backward(grad, shards, results, plan, self.sinks)
 
     def output(self, attended: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds of the attention's output [S, H, E] and of the layer's input."""

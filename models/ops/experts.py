@@ -112,7 +112,7 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-Found = dict[Tensor, Tensor]  # of tensors, those that are trained among them: their gradients
+Found = dict[Any, Tensor]  # of tensors, those that are trained among them: their gradients
 
 
 class Stack(NamedTuple):

@@ -85,7 +85,8 @@ def gradients(
 
     Several tiles' sums are float32 or better. `kept` holds gate, up and the product if all rows are one tile.
     """
-    norm, *pair, of_down, after = weights = mlp[:5]
+    weights: Any = mlp[:5]
+    norm, *pair, of_down, after = weights
     whole = tile >= len(hidden)
     grad = grad.contiguous()
     grad_hidden = None if whole else torch.empty_like(hidden)

@@ -65,12 +65,11 @@ class LinearNode(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, chosen = ctx.saved_tensors
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        used = weight if chosen is None else weight[chosen]
+        grad_x = grad @ used if for_x else None
         grad_weight = grad.t() @ x if for_weight else None
-        if chosen is not None:
-            if for_weight:
-                grad_weight = torch.zeros_like(weight).index_copy_(0, chosen, grad_weight)
-            weight = weight[chosen]
-        grad_x = grad @ weight if for_x else None
+        if grad_weight is not None and chosen is not None:
+            grad_weight = torch.zeros_like(weight).index_copy_(0, chosen, grad_weight)
         return grad_x, grad_weight, column_sums(grad) if for_bias else None, None
 
 
