@@ -52,6 +52,10 @@ class StoredTensor(NamedTuple):
         mean = torch.tensor([self.state["nested_offset"]])
         return join_parts(codes, sizes, torch.cat([mean, *numbers]))
 
+    def whole(self) -> Tensor:
+        """Return the tensor on the CPU."""
+        return self.read(0, self.shape.numel()).view(self.shape)
+
     def read(self, start: int, stop: int, device: Any = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; on the CPU a view of the file's pages unless quantised."""
         if self.state:
@@ -100,10 +104,9 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _join_packed(path: Path, found: dict[str, StoredTensor]) -> None:
     """Make one tensor of those that a quantised matrix consists of, under its name and with its former dtype."""
-    names = [name.removesuffix(NF4_STATE) for name in found if name.endswith(NF4_STATE)]
-    for name in names:
-        raw = found[name + NF4_STATE].read(0, 1 << 16)
-        state = json.loads(bytes(raw.tolist()))
+    for description in [name for name in found if name.endswith(NF4_STATE)]:
+        name = description.removesuffix(NF4_STATE)
+        state = json.loads(bytes(found[description].whole().tolist()))
         from models.quantized import BLOCK, OUTER
 
         layout = state["blocksize"], state.get("nested_blocksize"), state["quant_type"]
@@ -121,12 +124,6 @@ def _join_packed(path: Path, found: dict[str, StoredTensor]) -> None:
 def lora_scale(rank: int, alpha: float, rslora: bool) -> float:
     """Return the factor of B A in an adapted matrix."""
     return alpha / (math.sqrt(rank) if rslora else rank)
-
-
-def add_low_rank(flat: Tensor, a: Tensor, b: Tensor, scale: float, start: int = 0) -> Tensor:
-    """Return elements of a flattened matrix with those of scale * B A added, which begin at `start`; in float32."""
-    update = (scale * (b.float() @ a.float())).view(-1)
-    return flat.float() + update[start : start + len(flat)]
 
 
 class WeightFiles:
@@ -233,10 +230,9 @@ class WeightFiles:
 
         `quantize` reads a layer's whole matrix as it is after it was quantised so, with adapters.
         """
-        stored = self.tensors[name]
-        if stop is None:
-            stop = stored.shape.numel()
-        flat = stored.read(start, stop, "cpu" if name in self._updates else device)
+        stored, updates = self.tensors[name], self._updates.get(name, ())
+        stop = stored.shape.numel() if stop is None else stop
+        flat = stored.read(start, stop, "cpu" if updates else device)
         endings = "_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"
         is_matrix = name.removesuffix(".weight").endswith(endings)
         if quantize != "none" and is_matrix and not stored.state:
@@ -244,20 +240,19 @@ class WeightFiles:
 
             data = pack(quantize, flat.view(stored.shape))
             flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)
-        for a, b, scale in self._updates.get(name, ()):
+        for stored_a, stored_b, scale in updates:
+            a, b = (x.whole().float() for x in (stored_a, stored_b))
             if len(stored.shape) == 3:
-                from models.expert_files import add_expert_adapters
+                from models.expert_files import expert_updates
 
-                down, up = (x.read(0, x.shape.numel()).view(x.shape) for x in (a, b))
-                given = flat, stored.shape, down, up, scale, start
-                flat = add_expert_adapters(*given, transposed=self._is_transposed(name))
-                continue
-            rank, width = a.shape
-            # the rows of B that these elements lie in
-            first, last = start // width, -(-stop // width)
-            down = a.read(0, rank * width).view(rank, width)
-            up = b.read(first * rank, last * rank).view(-1, rank)
-            flat = add_low_rank(flat, down, up, scale, start - first * width)
+                transposed = self._is_transposed(name)
+                update, begin = expert_updates(stored.shape, a, b, start, stop, transposed)
+            else:
+                width = a.shape[1]
+                # the rows that these elements lie in
+                first, last = start // width, -(-stop // width)
+                update, begin = b[first:last] @ a, start - first * width
+            flat = flat.float() + (scale * update).flatten()[begin : begin + len(flat)]
         return flat
 
     def base(self, name: str) -> Tensor:

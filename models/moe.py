@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.mlp import MLP
-from models.modules import Linear, MakeLinear, RMSNorm
+from models.modules import NO_NORM, Linear, MakeLinear, Norm
 from models.ops.experts import (
     ExpertsNode,
     ExpertStacks,
@@ -177,15 +177,15 @@ class ExpertMatrices(nn.Module):
         self.adapted = enabled
 
     def _stack(self, name: str) -> Stack:
-        unpack = a = b = None
+        unpack = adapters = None
         if self.kind != "none":
             from models.quantized import unpack as dense
 
             unpack = partial(dense, self.kind, shape=self.shapes[name])
         if self.adapted and hasattr(self.lora_A, name):
-            a, b = getattr(self.lora_A, name), getattr(self.lora_B, name)
+            adapters = getattr(self.lora_A, name), getattr(self.lora_B, name)
         bias = getattr(self, f"{name}_bias")
-        return Stack(getattr(self, name), unpack, a, b, self.scale, bias, self.clamped)
+        return Stack(getattr(self, name), unpack, adapters, self.scale, bias, self.clamped)
 
     @property
     def stacks(self) -> ExpertStacks:
@@ -248,24 +248,18 @@ class MoE(nn.Module):
         )
         return is_grouped(matrices, matrices.mT.contiguous())
 
-    def fused(
-        self, norm: RMSNorm | None, after: RMSNorm | None, rule: NormRule, factor: float
-    ) -> SparseMLP | None:
+    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP | None:
         """Return the operation that may stand in for the norm and this module, if one may."""
-        first, router = [] if norm is None else [norm], self.chooser
-        if (
-            after
-            or factor != 1
-            or any(map(is_watched, (self, self.experts)))
-            or not is_plain(*first, router)
-        ):
+        router = self.chooser
+        fits = after is NO_NORM and factor == 1 and is_plain(norm, router)
+        if not fits or is_watched(self) or is_watched(self.experts):
             return None
         beside: Any = ()
         if self.shared_expert is not None:
             parts = self.shared_expert, self.shared_expert_gate
             beside = self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]
         return SparseMLP(
-            None if norm is None else norm.weight,
+            norm.weight,
             router.weight,
             self.experts.stacks,
             rule,

@@ -81,13 +81,10 @@ def write_weights(
     def write_shard() -> None:
         # the file's final name tells how many there are
         write_tensors(folder / f"{len(files)}.tmp", shard, format="pt")
-        files.append(list(shard))
+        files.append([*shard])
         shard.clear()
 
-    others = (
-        (name, stored.read(0, stored.shape.numel()).view(stored.shape))
-        for name, stored in (carried or {}).items()
-    )
+    others = ((name, stored.whole()) for name, stored in (carried or {}).items())
     if not whole_experts:
         from models.expert_files import as_stored
 
@@ -101,12 +98,12 @@ def write_weights(
         total += tensor.nbytes
     write_shard()
     weight_map: dict[str, str] = {}
-    count = len(files)
-    for number, names in enumerate(files):
-        file = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else WEIGHTS
-        (folder / f"{number}.tmp").rename(folder / file)
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file = file if len(files) > 1 else WEIGHTS
+        (folder / f"{number - 1}.tmp").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    if count > 1:
+    if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX, index)
 

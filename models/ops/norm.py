@@ -28,8 +28,10 @@ class NormRule(NamedTuple):
         return 1 + at_least_float32(weight) if self.centred else weight
 
 
-def rms_norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
-    """Return the normalised x, without a graph."""
+def rms_norm(x: Tensor, weight: Tensor | None, rule: NormRule) -> Tensor:
+    """Return the normalised x, without a graph; x itself where there is no norm, and so no weight."""
+    if weight is None:
+        return x
     weight = rule.scale(weight)
     if kernels := triton_kernels(x):
         kernels.rms_norm(x, weight, rule.eps, out := torch.empty_like(x))
@@ -38,12 +40,14 @@ def rms_norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, rule: NormRule, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, x: Tensor, weight: Any, rule: NormRule, residual: Tensor | None = None
+) -> tuple[Tensor, Any]:
     """Turn grad into the gradient of x [S, D] or [S, H, D], and return weight's too, in float32 or better.
 
-    `residual` is contiguous and added to the former.
+    `residual` is contiguous and added to the former. Without a norm weight is None.
     """
+    if weight is None:
+        return grad if residual is None else grad.add_(residual), None
     weight = rule.scale(weight)
     if kernels := triton_kernels(x):
         return grad, kernels.rms_norm(x, weight, rule.eps, grad, residual, back=True)
@@ -86,5 +90,5 @@ class NormNode(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         # in the gradient's place, which may be somebody else's
         grad = grad.clone(memory_format=torch.contiguous_format)
-        grad, grad_weight = rms_norm_backward(grad, x, weight, ctx.rule)
-        return grad, grad_weight.to(weight.dtype), None
+        # autograd itself rounds what is wider than its weight
+        return *rms_norm_backward(grad, x, weight, ctx.rule), None

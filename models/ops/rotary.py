@@ -39,7 +39,7 @@ def rotate_pair(
     out = out or (query.new_empty(query.shape), key.new_empty(key.shape))
     if 2 * cos.shape[-1] < query.shape[-1]:  # the other columns of a head do not turn
         for x, norm, target in zip((query, key), norms or (None, None), out):
-            target.copy_(x if norm is None else rms_norm(x, norm, rule))
+            target.copy_(rms_norm(x, norm, rule))
         first, second = (x[..., : 2 * cos.shape[-1]] for x in out)
         rotate_pair(first, second, cos, sin, back=back, out=(first, second))
         return out
