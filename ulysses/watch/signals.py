@@ -4,13 +4,12 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 @contextmanager
-def stop_signals(handler: Callable[..., Any], wake: int) -> Iterator[None]:
+def stop_signals(handler: Callable[..., None], wake: int) -> Iterator[None]:
     """Call the handler for signals that ask to stop, and write their numbers into a pipe; nohup's SIGHUP stays ignored.
 
     The numbers arrive even while the main thread, in which handlers run, is stuck in a collective.

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -26,9 +27,10 @@ from math import inf
 from pathlib import Path
 from select import select
 from time import monotonic, sleep
-from typing import Any
+from typing import IO
 
 import psutil
+import torch.distributed as dist
 
 from ulysses import environment
 from ulysses.environment import NODE
@@ -70,19 +72,21 @@ class Watch:
         self._rank, self._local_rank = environment.rank(), environment.local_rank()
         self.stop_wanted = False
         self._step, self._place, self._phases, self._moved = 0, "start", 0, monotonic()
-        self._spent = {"imports": self.imports}  # seconds of each part of the start
-        self._part = ("start", self._moved)  # the one that goes on, and when it began
+        self._spent = defaultdict(
+            float, imports=self.imports
+        )  # seconds of each part of the start
+        self._part, self._began = "start", self._moved  # the one that goes on, and since when
         self._begun = 0  # collectives
         self._peers: Correspondence | None = None  # with the others, once all have met
         self._hurried = inf  # seconds of silence that count, if fewer than the timeout
         self._interrupted = inf  # when the first SIGINT came
-        self._stop, self._store = threading.Event(), Future[Any]()
+        self._stop, self._store = threading.Event(), Future[dist.Store | None]()
         # the input of a process that speaks unless something is written there
-        self._witness: Any = None
+        self._witness: IO[bytes] | None = None
 
     # ---------------------------------------------------------------- the main thread
 
-    def start(self, meet: Callable[[], Any]) -> None:
+    def start(self, meet: Callable[[], dist.Store | None]) -> None:
         """Start the threads; `meet`, which returns the store, waits for the other processes in one of them."""
         self._signals, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -104,20 +108,20 @@ class Watch:
         script = Path(__file__).with_name("witness.py")
         # a launcher ends the sessions of its processes
         self._witness = subprocess.Popen(
-            [sys.executable, "-IS", script, str(launcher), seconds, sentence],
+            [sys.executable, "-P", script, str(launcher), seconds, sentence],
             bufsize=0,
             stdin=subprocess.PIPE,
             start_new_session=True,
         ).stdin
 
-    def wait_for_store(self) -> Any:
+    def wait_for_store(self) -> dist.Store | None:
         """Return the store of all processes, once they have met; None for one process."""
         return self._store.result()
 
     def stop(self) -> None:
         """End the threads; a process calls it before it ends in good order, or tells why it does not."""
         self._stop.set()
-        if self._witness is not None:
+        if self._witness:
             with suppress(OSError):
                 self._witness.write(b"told")
 
@@ -125,14 +129,13 @@ class Watch:
         """Note that something else begins."""
         self._step = self._step if step is None else step
         self._place = f"step {self._step}, {name}" if self._step else name
-        self._moved = monotonic()
         self._phases += 1
         self._account("first step" if self._step else PARTS.get(name, name))
 
     def _account(self, following: str) -> None:
-        part, began = self._part
-        self._spent[part] = self._spent.get(part, 0.0) + monotonic() - began
-        self._part = following, monotonic()
+        self._moved = monotonic()
+        self._spent[self._part] += self._moved - self._began
+        self._part, self._began = following, self._moved
 
     def start_line(self) -> str:
         """Return a line of what the start took, from the command to the end of the first step."""
@@ -154,7 +157,7 @@ class Watch:
             self._hurried = SILENT_SECONDS
             sleep(3 * SILENT_SECONDS)  # the watch thread may end the process meanwhile
 
-    def ask_to_stop(self, *_: Any) -> None:
+    def ask_to_stop(self, *_: object) -> None:
         """Have all ranks finish the running step, save and stop; a handler of the signals that ask for it."""
         self.stop_wanted = True
         for number in (1, 2):
@@ -170,7 +173,7 @@ class Watch:
 
     # ---------------------------------------------------------------- the clerk thread
 
-    def _correspond(self, meet: Callable[[], Any]) -> None:
+    def _correspond(self, meet: Callable[[], dist.Store | None]) -> None:
         """Write and read what is in the store, for ever; if the store is gone, the other thread acts."""
         try:
             store = meet()
@@ -220,16 +223,15 @@ class Watch:
                 self._heard(os.read(self._signals, 64))
             if launchers != _launchers():
                 self.ask_to_stop()
-            if self._peers is None:
-                continue
-            idle, stuck = self._judge(self._peers)
-            # this process may itself have been frozen, and first hears how the others are
-            doubts = doubts + 1 if stuck else 0
-            if doubts > DOUBTS:
-                self._end(self._peers)
-            if idle > self.warning > 0 and warned != self._phases and self._rank == 0:
-                warned = self._phases
-                say_below(f"warning: {self._sentence(self._peers)}")
+            if peers := self._peers:
+                idle, stuck = self._judge(peers)
+                # this process may itself have been frozen, and first hears how the others are
+                doubts = doubts + 1 if stuck else 0
+                if doubts > DOUBTS:
+                    self._end(peers)
+                if idle > self.warning > 0 and warned != self._phases and self._rank == 0:
+                    warned = self._phases
+                    say_below(f"warning: {self._sentence(peers)}")
         os.close(self._signals)
         os.close(self._wake)
 
@@ -238,7 +240,7 @@ class Watch:
 
         It ends if rank 0 knows of nobody who moves, or if this process does not move and no longer hears another one.
         """
-        now, beats = monotonic(), peers.beats
+        now, beats = monotonic(), peers.beats.values()
         idle = now - max([self._moved, *(beat.moved for beat in beats)])
         # without the store nobody's beats come
         silence = now - min([peers.answered, *(beat.read for beat in beats)])
@@ -269,7 +271,7 @@ class Watch:
             state = "is gone" if peers.broken else "or its network does not answer"
             told = f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago"
             return f"{told}; rank {self._rank} on {NODE} was at {self._place}"
-        beats = peers.beats or [self._beat()]
+        beats = [*peers.beats.values()] or [self._beat()]
         silent = [beat for beat in beats if now - beat.read > SILENT_SECONDS]
         victim = min(silent or beats, key=lambda b: (b.phases, b.collectives, b.moved))
         why = "its process is alive, and the others wait for it"
@@ -301,10 +303,9 @@ def _bytes_moved() -> int:
     return 0
 
 
-def _launchers() -> list[int]:
+def _launchers() -> tuple[int, ...]:
     """Return the process that started this one, if it is a launcher; deepspeed's has another one in front of it."""
     with suppress(psutil.Error):  # it ends at this moment
-        parent = psutil.Process(os.getppid())
-        found = [parent.pid, parent.ppid()]
+        found = os.getppid(), psutil.Process(os.getppid()).ppid()
         return found[: environment.launched() + environment.launched_by_deepspeed()]
-    return []
+    return ()
