@@ -8,13 +8,16 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from ulysses.config.foreign_names import explain_unknown
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError, absolute, existing, flat, refuse
+
+Table = TypeVar("Table", bound=BaseModel)
 
 
 class CommandLine(NamedTuple):
@@ -24,7 +27,7 @@ class CommandLine(NamedTuple):
     options: Options
 
 
-def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
+def parse_command_line(arguments: list[str], **overrides: object) -> CommandLine:
     """Read the options of the command, the TOML file and the settings that override it, the keyword arguments last.
 
     Raises ConfigError for anything that is not a valid configuration, all at once.
@@ -48,7 +51,7 @@ def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
     return CommandLine(check(values), options)
 
 
-def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
+def check(values: dict[str, Any], table: type[Table] = Config) -> Table:
     """Validate nested tables of settings, and return a `table` that holds them.
 
     Raises ConfigError: a sentence for every error, with the key, what was given and what is required.
@@ -63,9 +66,9 @@ def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
     refuse(errors)
 
 
-def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:
+def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, FieldInfo]:
     """Return pydantic's description of every setting by its dotted key, in the order of the schema."""
-    keys: dict[str, Any] = {}
+    keys: dict[str, FieldInfo] = {}
     for name, info in table.model_fields.items():
         if hasattr(info.annotation, "model_fields"):
             keys |= known_keys(info.annotation, f"{prefix}{name}.")
@@ -106,7 +109,7 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
     return given
 
 
-def _read_value(key: str, text: str) -> Any:
+def _read_value(key: str, text: str) -> object:
     """Read a list, a table or the value of an unknown key as JSON or as TOML; other text stays as it is."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
@@ -120,7 +123,7 @@ def _read_value(key: str, text: str) -> Any:
     return text
 
 
-def put(values: dict[str, Any], key: str, value: Any) -> None:
+def put(values: dict[str, Any], key: str, value: object) -> None:
     """Set a dotted key in nested tables, in place of what was there."""
     *tables, name = key.split(".")
     for table in tables:
@@ -149,7 +152,7 @@ def _refuse_yaml(path: str) -> None:
         )
 
 
-def _sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
+def _sentences(error: ValidationError, keys: dict[str, FieldInfo]) -> list[str]:
     """Put each of pydantic's errors into one sentence, unknown keys before all others."""
     unknown: list[str] = []
     # what all types of a setting refuse is one error
@@ -188,12 +191,12 @@ Options, and settings, which are also the keys of the TOML file:"""
     return text
 
 
-def _everything() -> dict[str, Any]:
+def _everything() -> dict[str, FieldInfo]:
     """Return what the command line knows: the options of the command, then the settings."""
     return known_keys(Options) | known_keys()
 
 
-def _forms(annotation: Any) -> list[str]:
+def _forms(annotation: object) -> list[str]:
     """Return the forms that a setting may have, such as ["int", "auto"]."""
     if get_origin(annotation) in (UnionType, Union, Literal):
         members = (_forms(member) for member in get_args(annotation))

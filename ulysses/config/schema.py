@@ -197,7 +197,7 @@ class GradientsSection(Section):
 
     @field_validator("preset", mode="before")
     @classmethod
-    def _steady_has_gone(cls, value: Any) -> Any:
+    def _steady_has_gone(cls, value: object) -> object:
         if value == "steady":
             raise PydanticCustomError(
                 "gone", 'it has gone, because it trained no better than clipping; use "default"'

@@ -38,5 +38,7 @@ def report_config_error(error: Exception, *, debug: bool) -> None:
         rank = environment.rank()
         node = f" (node of rank {rank})" if rank else ""
         say(f"error{node}: {error}")
-    elif environment.launched():  # it ends this process as soon as the one that prints has left
+    elif (
+        environment.launchers()
+    ):  # it ends this process as soon as the one that prints has left
         sleep(LAUNCHER_SECONDS)

@@ -97,7 +97,7 @@ class Watch:
         """Start a process (witness.py) that tells it if rank 0 ends from here on without a word."""
         if self._rank:
             return
-        alone = environment.world_size() == 1 and not environment.launched()
+        alone = environment.world_size() == 1 and not environment.launchers()
         launcher = os.getpid() if alone else os.getppid()
         sentence = (
             f"error: rank 0 on {NODE} has ended before the run, and without a word: code that the run calls, such "
@@ -307,5 +307,5 @@ def _launchers() -> tuple[int, ...]:
     """Return the process that started this one, if it is a launcher; deepspeed's has another one in front of it."""
     with suppress(psutil.Error):  # it ends at this moment
         found = os.getppid(), psutil.Process(os.getppid()).ppid()
-        return found[: environment.launched() + environment.launched_by_deepspeed()]
+        return found[: environment.launchers()]
     return ()
