@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ulysses import environment
-from ulysses.watch.complaint import record, say
+from ulysses.watch.failure import record, say
 
 ALIVE, REASON = "ulysses/alive", "ulysses/reason"
 BEAT_SECONDS = 1.0

@@ -18,9 +18,9 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -34,17 +34,17 @@ import torch.distributed as dist
 
 from ulysses import environment
 from ulysses.environment import NODE
-from ulysses.watch.complaint import record, say, say_below
 from ulysses.watch.correspondence import (
     BEAT_SECONDS,
     SILENT_SECONDS,
     Beat,
     Correspondence,
 )
-from ulysses.watch.failure import breaks_off
-from ulysses.watch.signals import STOPPING, stop_signals
+from ulysses.watch.failure import breaks_off, record, say, say_below
 from ulysses.zero.construct import collectives_begun
 
+# They ask a run to stop.
+STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 PARTS = {"tokenising": "data", "building the model": "weights"}  # in the account of the start
 POLL_SECONDS = 0.5  # of the watch
 DOUBTS = 2  # glances at a run that does not move, before it ends
@@ -167,9 +167,44 @@ class Watch:
                 # the terminal is gone, and the next line would end the run before it has saved
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
-    def signals(self) -> AbstractContextManager[None]:
-        """Let SIGTERM, SIGINT and SIGHUP ask the run to stop; a second SIGINT ends the process, even a stuck one."""
-        return stop_signals(self.ask_to_stop, self._wake)
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Let SIGTERM, SIGINT and SIGHUP ask the run to stop; a second SIGINT ends the process, even a stuck one.
+
+        Their numbers go into a pipe too, which the watch thread reads while the main thread, in which handlers run, is
+        stuck in a collective. nohup's SIGHUP stays ignored.
+        """
+        handler = self.ask_to_stop
+        before = {
+            number: signal.signal(number, handler)
+            for number in STOPPING
+            if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
+        }
+        descriptor = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        masks: list[set[int]] = []
+
+        def give_back() -> None:
+            if signal.getsignal(signal.SIGTERM) == handler:
+                signal.set_wakeup_fd(descriptor)
+                for number, earlier in before.items():
+                    signal.signal(number, earlier)
+
+        def hold() -> None:
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING))
+
+        def release() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+        def in_child() -> None:
+            give_back()
+            release()
+
+        # A reward function's own processes end when told to, from their first moment on, and this one is not told.
+        os.register_at_fork(before=hold, after_in_parent=release, after_in_child=in_child)
+        try:
+            yield
+        finally:
+            give_back()
 
     # ---------------------------------------------------------------- the clerk thread
 
@@ -228,7 +263,12 @@ class Watch:
                 # this process may itself have been frozen, and first hears how the others are
                 doubts = doubts + 1 if stuck else 0
                 if doubts > DOUBTS:
-                    self._end(peers)
+                    # where nobody can be asked the first process of a node speaks; on that of rank 0 it may be gone
+                    is_first = self._rank == self._local_rank
+                    speaks = is_first and not environment.agent_holds_store()
+                    alone = self._local_rank == speaks
+                    peers.tell(f"error: {self._sentence(peers)}", alone=alone)
+                    self._leave(1)
                 if idle > self.warning > 0 and warned != self._phases and self._rank == 0:
                     warned = self._phases
                     say_below(f"warning: {self._sentence(peers)}")
@@ -281,13 +321,6 @@ class Watch:
             f"rank {victim.rank} on {victim.node} has not moved since {victim.place}, {now - victim.moved:.0f} s ago: "
             f"{why}"
         )
-
-    def _end(self, peers: Correspondence) -> None:
-        """Tell who is stuck, and end the process."""
-        # where nobody can be asked the first process of a node speaks; on rank 0's own it may be the one that is gone
-        first = self._rank == self._local_rank and not environment.agent_holds_store()
-        peers.tell(f"error: {self._sentence(peers)}", alone=self._local_rank == first)
-        self._leave(1)
 
     def _leave(self, code: int) -> None:
         """End this process at once; the reason has been told."""
