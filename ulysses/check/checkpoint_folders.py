@@ -71,7 +71,7 @@ def read_run_state(path: Path) -> dict[str, Any]:
     raise ValueError(f"{file} {wrong}; restore it, or use another copy of the folder")
 
 
-def write_run_state(path: Path, state: dict[str, Any]) -> None:
+def write_run_state(path: Path, state: dict[str, object]) -> None:
     """Write a checkpoint's run.json, with a digest of all that it says."""
     state = json.loads(json.dumps({"format": FORMAT, **state}))  # as it will be read
     write_json(path / "run.json", state | {"digest": digest_of_value(state)})

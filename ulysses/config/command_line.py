@@ -51,7 +51,7 @@ def parse_command_line(arguments: list[str], **overrides: object) -> CommandLine
     return CommandLine(check(values), options)
 
 
-def check(values: dict[str, Any], table: type[Table] = Config) -> Table:
+def check(values: dict[str, object], table: type[Table] = Config) -> Table:
     """Validate nested tables of settings, and return a `table` that holds them.
 
     Raises ConfigError: a sentence for every error, with the key, what was given and what is required.
@@ -133,7 +133,7 @@ def put(values: dict[str, Any], key: str, value: object) -> None:
     values[name] = value
 
 
-def _read_file(path: str) -> dict[str, Any]:
+def _read_file(path: str) -> dict[str, object]:
     _refuse_yaml(path)
     file = existing(Path(absolute(path)), "--config")
     try:

@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 # What an address has beside host, port and path (a revision in a path of the hub is none), and keys of known forms
@@ -93,6 +100,8 @@ def _local(value: object) -> object:
     return absolute(value) if exists and value not in WORDS else value
 
 
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 # Values that are no paths, even where files of these names lie.
 WORDS = ("", "never", "auto", "cached", "live")
 Place = Annotated[str, AfterValidator(absolute)]

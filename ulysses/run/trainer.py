@@ -325,7 +325,7 @@ class Trainer:
     def resume(self, checkpoint: Path) -> None:
         """Restore weights, optimizer, gradient policies, stage and position from a checkpoint."""
         state = read_run_state(checkpoint)
-        check_share(checkpoint, state)
+        check_share(checkpoint, state["files"])
         self.step, self.best = state["step"], state["best"]
         self.policies.load_state_dict(state["policies"])
         load_state(self.engine, checkpoint)

@@ -263,10 +263,10 @@ class Watch:
                 # this process may itself have been frozen, and first hears how the others are
                 doubts = doubts + 1 if stuck else 0
                 if doubts > DOUBTS:
-                    # where nobody can be asked the first process of a node speaks; on that of rank 0 it may be gone
-                    is_first = self._rank == self._local_rank
-                    speaks = is_first and not environment.agent_holds_store()
-                    alone = self._local_rank == speaks
+                    # where nobody can be asked the first process of a node speaks; rank 0 may be the one that is gone
+                    by_rank_0 = self._rank == self._local_rank
+                    second = by_rank_0 and not environment.agent_holds_store()
+                    alone = self._local_rank == (1 if second else 0)
                     peers.tell(f"error: {self._sentence(peers)}", alone=alone)
                     self._leave(1)
                 if idle > self.warning > 0 and warned != self._phases and self._rank == 0:
