@@ -284,7 +284,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
         file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write a value as indented JSON."""
     replace_file(path, json.dumps(value, indent=2) + "\n")
 

@@ -107,7 +107,8 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
     drawn = [m for m in seen.keys() - of_octaves if m in TITLES or len(seen[m]) > 1]
     panels = sorted(drawn, key=lambda m: (bool(LAST.match(m)), m not in TITLES, m))
-    panels += ["Held-out nll by position"] * bool(octaves)
+    if octaves:
+        panels.append("Held-out nll by position")
 
     rows = math.ceil(len(panels) / COLUMNS)
     figure = Figure((5.5 * COLUMNS, 0.4 + 2.8 * rows), layout="constrained")

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     with explained_imports():  # none of them imports torch: a wrong command is told at once
         from ulysses.config.command_line import parse_command_line
         from ulysses.config.section import ConfigError
-        from ulysses.watch.complaint import report_config_error
+        from ulysses.watch.failure import report_config_error
     if {"-h", "--help"} & set(arguments):
         from ulysses.config.help_text import help_text
 

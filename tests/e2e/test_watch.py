@@ -159,7 +159,7 @@ def test_a_store_that_does_not_answer_keeps_no_error_from_being_told(alone, caps
     def refuse(*_: Any) -> None:
         raise dist.DistStoreError
 
-    mute: Any = SimpleNamespace(add=refuse, set=refuse, get=refuse)
+    mute: Any = SimpleNamespace(compare_set=refuse)
     Correspondence(mute).tell("error: rank 0, full", alone=alone)
     assert capsys.readouterr().err == "\nerror: rank 0, full\n" * alone
 
@@ -328,7 +328,7 @@ def test_a_reward_that_ends_all_processes_is_told_of(tmp_path):
 def test_the_witness_speaks_if_nobody_else_can(word, launcher, says):
     """Nobody has told the reason, and no process is left that could."""
     shell = subprocess.Popen(["sh", "-c", launcher], start_new_session=True)
-    line = f"{sys.executable} -IS {ROOT}/ulysses/watch/witness.py {shell.pid} 1 gone"
+    line = f"{sys.executable} -P {ROOT}/ulysses/watch/witness.py {shell.pid} 1 gone"
     done = subprocess.run(line.split(), input=word, capture_output=True, text=True, check=True)
     with suppress(ProcessLookupError):
         os.killpg(shell.pid, signal.SIGKILL)

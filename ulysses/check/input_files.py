@@ -6,7 +6,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,8 @@ from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.config.stage_sections import is_function
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import missing_sources, parse_sources
-from ulysses.data.read.tokenizer import load_tokenizer
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import check_fits
 from ulysses.registry import stage_of
 from ulysses.stages.base import AuxiliaryModel, Stage
@@ -43,7 +43,9 @@ def check_sources(config: Config) -> None:
         )
 
 
-def check_examples(config: Config, train: Any, held_out: Any) -> None:
+def check_examples(
+    config: Config, train: TokenizedDataset, held_out: TokenizedDataset | None
+) -> None:
     """Refuse open data of which nothing is trained on, or an example that is longer than a micro-batch."""
     weights = train.source_weights
     copies = np.bincount(train.sources, minlength=len(weights)) * weights
@@ -162,7 +164,7 @@ def initial_weights(
     config: Config,
     stage: Stage,
     shape: ModelConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerFast,
     template: ChatTemplate | None,
     folder: Path | None,
 ) -> tuple[ModelConfig, InitialWeights]:
@@ -183,9 +185,9 @@ def initial_weights(
 
 def read_others(
     config: Config, stage: Stage, need_weights: bool, others: dict[str, InitialWeights]
-) -> list[ConfigError]:
+) -> list[object]:
     """Fill `others` with the weights of the run's other models, by their settings; return what is wrong with them."""
-    errors: list[Any] = []
+    errors: list[object] = []
     for other in filter(lambda model: model.path, stage.requirements.models):
         with error_context(errors=errors):
             others[other.setting] = weights = read_other(other, need_weights=need_weights)
@@ -208,15 +210,18 @@ def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWe
 
 
 def check_models(
-    stage: Stage, shape: ModelConfig, tokenizer: Any, others: dict[str, InitialWeights]
+    stage: Stage,
+    shape: ModelConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    others: dict[str, InitialWeights],
 ) -> Iterator[str]:
     """Return what the stage objects to in the models and the tokenizer."""
     return stage.check_models(shape, tokenizer, others)
 
 
-def check_rewards(config: Config, strict: bool) -> list[ConfigError]:
+def check_rewards(config: Config, strict: bool) -> list[object]:
     """Return errors for reward functions that are not there; only a run that starts imports them: user's code runs."""
-    errors: list[Any] = []
+    errors: list[object] = []
     for reward in filter(is_function, config.ppo.reward):
         with error_context(errors=errors):
             if strict:
@@ -236,7 +241,7 @@ def check_rewards(config: Config, strict: bool) -> list[ConfigError]:
 
 def read_tokenizer(
     config: Config, stage: Stage, shape: ModelConfig, folder: Path | None
-) -> tuple[Any, Path | None, ChatTemplate | None]:
+) -> tuple[PreTrainedTokenizerFast | None, Path | None, ChatTemplate | None]:
     """Return the tokenizer, where it was read and, for chats, its template; nothing if it is absent with the model."""
     given = config.model.tokenizer
     if given:

@@ -5,14 +5,13 @@ import json
 import re
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 import torch
 
 from models.arch import ModelConfig
 from ulysses import environment
 from ulysses.config.schema import RULE_TARGETS, Config
-from ulysses.config.section import CREDENTIALS, error_context, refuse
+from ulysses.config.section import CREDENTIALS
 from ulysses.parallel.mesh import divisors
 from ulysses.registry import STAGES, TRACKERS, gradient_policies, load, stage_of
 from ulysses.zero.settings import check_raw
@@ -25,19 +24,21 @@ SECRET_FIELDS = re.compile(
 )
 
 
-def check_settings(config: Config, world_size: int) -> None:
-    """Raise one ConfigError for all that is wrong; 0 processes asks the launcher for their number."""
-    world_size = world_size or environment.world_size()
+def check_processes(config: Config, world_size: int) -> Iterator[str]:
+    """Yield why so many processes cannot share sequences; 0 asks the launcher for their number."""
     if config.run.deterministic:  # before anything starts CUDA
         require_determinism()
+    world_size = world_size or environment.world_size()
     degree = config.parallel.sequence_parallel_size
-    errors: list[Any] = []
     if degree != "auto" and world_size % degree:
-        errors.append(
+        yield (
             f"parallel.sequence_parallel_size is {degree} but must divide the {world_size} processes; set it to "
             f"one of {divisors(world_size)}"
         )
-    errors += contradictions(config)
+
+
+def check_packages(config: Config) -> Iterator[str]:
+    """Yield which settings need a package that is not installed, or a class that cannot be imported."""
     for key, wanted, package in (
         ("model.lora.rank", config.model.lora.rank, "peft"),
         ("model.quantize", config.model.quantize == "nf4", "bitsandbytes"),
@@ -45,21 +46,9 @@ def check_settings(config: Config, world_size: int) -> None:
         *(("run.trackers", name, name) for name in config.run.trackers if name in TRACKERS),
     ):
         if wanted and importlib.util.find_spec(package) is None:
-            errors.append(
+            yield (
                 f"{key} is set but the package {package} is not installed; pip install {package}"
             )
-    errors += tracker_errors(config)
-    from ulysses.zero.deepspeed_internals import wrong_version  # it takes long to import
-
-    errors += filter(None, [wrong_version()])
-    with error_context("", errors):
-        check_raw(config.deepspeed.zero_optimization)
-        gradient_policies(config.gradients)
-    refuse(errors)
-
-
-def tracker_errors(config: Config) -> Iterator[str]:
-    """Yield which of run.trackers are neither ours nor classes that can be imported."""
     for name in sorted({*config.run.trackers} - {*TRACKERS}):
         try:
             load(name)
@@ -68,6 +57,15 @@ def tracker_errors(config: Config) -> Iterator[str]:
                 f"run.trackers has {name!r}, which cannot be imported ({error}); name {', '.join(TRACKERS)}, or a "
                 "class as module:Class, with the module's folder on PYTHONPATH"
             )
+    from ulysses.zero.deepspeed_internals import wrong_version  # it takes long to import
+
+    yield from filter(None, [wrong_version()])
+
+
+def check_tables(config: Config) -> None:
+    """Refuse what the tables of DeepSpeed and of the gradient policies hold; ValueError names the key."""
+    check_raw(config.deepspeed.zero_optimization)
+    gradient_policies(config.gradients)
 
 
 def require_determinism() -> None:

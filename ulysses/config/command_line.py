@@ -8,12 +8,15 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError, absolute, existing, refuse
+
+Table = TypeVar("Table", bound=BaseModel)
 
 
 class CommandLine(NamedTuple):
@@ -23,7 +26,7 @@ class CommandLine(NamedTuple):
     options: Options
 
 
-def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
+def parse_command_line(arguments: list[str], **overrides: object) -> CommandLine:
     """Read the options of the command, the TOML file and the settings that override it, the keyword arguments last.
 
     Raises ConfigError for anything that is not a valid configuration, all at once.
@@ -47,7 +50,7 @@ def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
     return CommandLine(check(values), options)
 
 
-def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
+def check(values: dict[str, object], table: type[Table] = Config) -> Table:
     """Validate nested tables of settings, and return a `table` that holds them.
 
     Raises ConfigError: a sentence for every error, with the key, what was given and what is required.
@@ -64,9 +67,9 @@ def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
     refuse(errors)
 
 
-def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:
+def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, FieldInfo]:
     """Return pydantic's description of every setting by its dotted key, in the order of the schema."""
-    keys: dict[str, Any] = {}
+    keys: dict[str, FieldInfo] = {}
     for name, info in table.model_fields.items():
         if hasattr(info.annotation, "model_fields"):
             keys |= known_keys(info.annotation, f"{prefix}{name}.")
@@ -107,7 +110,7 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
     return given
 
 
-def _read_value(key: str, text: str) -> Any:
+def _read_value(key: str, text: str) -> object:
     """Read a list, a table or the value of an unknown key as JSON or as TOML; other text stays as it is."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
@@ -121,7 +124,7 @@ def _read_value(key: str, text: str) -> Any:
     return text
 
 
-def put(values: dict[str, Any], key: str, value: Any) -> None:
+def put(values: dict[str, Any], key: str, value: object) -> None:
     """Set a dotted key in nested tables, in place of what was there."""
     *tables, name = key.split(".")
     for table in tables:
@@ -131,7 +134,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def _read_file(path: str) -> dict[str, Any]:
+def _read_file(path: str) -> dict[str, object]:
     _refuse_yaml(path)
     file = existing(Path(absolute(path)), "--config")
     try:
@@ -150,12 +153,12 @@ def _refuse_yaml(path: str) -> None:
         )
 
 
-def everything() -> dict[str, Any]:
+def everything() -> dict[str, FieldInfo]:
     """Return what the command line knows: the options of the command, then the settings."""
     return known_keys(Options) | known_keys()
 
 
-def forms(annotation: Any) -> list[str]:
+def forms(annotation: object) -> list[str]:
     """Return the forms that a setting may have, such as ["int", "auto"]."""
     if get_origin(annotation) in (UnionType, Union, Literal):
         members = (forms(member) for member in get_args(annotation))

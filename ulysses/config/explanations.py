@@ -1,14 +1,13 @@
 """What is wrong with a configuration, in sentences; imported when something is."""
 
-from typing import Any
-
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from ulysses.config.foreign_names import explain_unknown
 from ulysses.config.section import flat
 
 
-def sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
+def sentences(error: ValidationError, keys: dict[str, FieldInfo]) -> list[str]:
     """Put each of pydantic's errors into one sentence, unknown keys before all others."""
     unknown: list[str] = []
     # what all types of a setting refuse is one error

@@ -18,7 +18,16 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ulysses.config import stage_sections as stages
-from ulysses.config.section import LOCAL, Place, PlaceOrName, PlaceOrWord, Section, TemplateName
+from ulysses.config.section import (
+    LOCAL,
+    Fraction,
+    Place,
+    PlaceOrName,
+    PlaceOrWord,
+    Section,
+    Share,
+    TemplateName,
+)
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # of linear attention
@@ -31,7 +40,6 @@ RULE_TARGETS = (
     "in_proj_ba",
     "out_proj",
 )
-Share = Annotated[float, Field(ge=0, lt=1)]
 Sources = Annotated[str | dict[str, Any] | list[str | dict[str, Any]], LOCAL]
 
 
@@ -173,7 +181,7 @@ class BatchSection(Section):
 
 
 class OptimizerSection(Section):
-    lr: float = Field(None, ge=0)
+    lr: NonNegativeFloat = None
     """Highest learning rate of the schedule; by default the stage's, which --dry-run prints with its reason."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of the matrices; norms and biases get none. 0 is off."""
@@ -185,7 +193,7 @@ class OptimizerSection(Section):
     """Course of the learning rate after the warm-up; "wsd" stays at lr and decays linearly over the last steps."""
     warmup: NonNegativeFloat = 0.03
     """Length of the warm-up: a number of steps if at least 1, otherwise a fraction of all steps; 0 is none."""
-    min_lr: float = Field(0.0, ge=0, le=1)
+    min_lr: Fraction = 0.0
     """Learning rate at the end as a fraction of lr."""
     decay_fraction: float = Field(0.1, gt=0, le=1)
     """Fraction of the steps over which schedule "wsd" decays."""
@@ -203,7 +211,7 @@ class GradientsSection(Section):
 
     @field_validator("preset", mode="before")
     @classmethod
-    def _steady_has_gone(cls, value: Any) -> Any:
+    def _steady_has_gone(cls, value: object) -> object:
         if value == "steady":
             raise PydanticCustomError(
                 "gone", 'it has gone, because it trained no better than clipping; use "default"'

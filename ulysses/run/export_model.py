@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from models.arch import ModelConfig
 from models.folders import CONFIG, folder_with, resolve_model
@@ -112,7 +113,7 @@ def _edited(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def export_model(
-    read: Callable[[Callable[[str], bool]], Iterable[tuple[str, Any]]],
+    read: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]],
     out: Path,
     shape: ModelConfig,
     config: Config,

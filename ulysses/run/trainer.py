@@ -293,7 +293,7 @@ class Trainer:
         from ulysses.zero.saved_slices import load_state
 
         state = read_run_state(checkpoint)
-        check_share(checkpoint, state)
+        check_share(checkpoint, state["files"])
         self.step, self.best = state["step"], state["best"]
         self.policies.load_state_dict(state["policies"])
         load_state(self.engine, checkpoint)
