@@ -11,6 +11,7 @@ from models.families import TABLES
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"
 # "*.safetensors" comes with them where weights are needed
 DOWNLOADED = ["*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
 NOT_DOWNLOADED = ["original/*", "*/*.safetensors", "consolidated*"]

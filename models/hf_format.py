@@ -17,6 +17,7 @@ from models.folders import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     INDEX,
+    VOCABULARY,
     WEIGHTS,
     base_folder,
     read_adapter_config,
@@ -181,7 +182,10 @@ class WeightFiles:
             rank, self.adapter.get("lora_alpha", 8), bool(self.adapter.get("use_rslora"))
         )
         base = WeightFiles(base_folder(self.folder))
-        self.tensors, self._updates = base.tensors, base._updates
+        self.tensors, self._updates = dict(base.tensors), base._updates
+        is_tied = (
+            VOCABULARY[1] not in base.tensors and self.adapter.get("task_type") != "SEQ_CLS"
+        )
         self.carried = base.carried
         self.paths = [*base.paths, path, self.folder / ADAPTER_CONFIG]
         pairs: dict[str, dict[str, StoredTensor]] = {}
@@ -190,7 +194,7 @@ class WeightFiles:
         for key, tensor in _stored_tensors(path).items():
             self.dtype = tensor.dtype
             stem, _, kind = inside(key.removeprefix("base_model.model.")).partition(".lora_")
-            if stem == "score.weight":
+            if stem in ("score.weight", *VOCABULARY):
                 self.tensors[stem] = tensor
             elif kind in ("A.weight", "B.weight"):
                 pairs.setdefault(adapted_name(stem, parameters), {})[kind[0]] = tensor
@@ -199,6 +203,12 @@ class WeightFiles:
                     f"{path.absolute()} holds {key}, which is neither a LoRA matrix nor a score head; merge the "
                     "adapter into its base with PEFT"
                 )
+        own = [name for name in VOCABULARY if self.tensors.get(name) != base.tensors.get(name)]
+        if own and is_tied and (len(own) < 2 or not torch.equal(*map(self.read, own))):
+            raise ValueError(
+                f"{path.absolute()} has another lm_head than embedding, which are one matrix in its base model; merge "
+                "the adapter into its base with PEFT"
+            )
         for name, pair in pairs.items():
             adapted = self.tensors.get(name)
             shapes = {kind: list(tensor.shape) for kind, tensor in pair.items()}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.decoder import VALUE, init_parameter
+from models.folders import VOCABULARY
 from models.kinds import empty_model
 from ulysses.parallel.random_keys import keyed_generator
 
@@ -21,6 +22,10 @@ class InitialWeights:
     They come from safetensors files. What these lack (a new score head), or everything without a folder, is drawn at
     random, keyed by (seed, name). A policy and its value both start from the same model. Of an adapter A is uniform in
     +-1 / sqrt(inputs) and B zero.
+
+    Args:
+        new_rows: rows of the vocabulary's matrices that the files lack, or have for no token yet, and those of which
+            each is the mean.
     """
 
     def __init__(
@@ -29,8 +34,10 @@ class InitialWeights:
         seed: int,
         folder: Path | None = None,
         quantize: str = "none",
+        *,
+        new_rows: Mapping[int, list[int]] = {},
     ) -> None:
-        self.shape, self.quantize = shape, quantize
+        self.shape, self.quantize, self.new_rows = shape, quantize, new_rows
         self.seed = seed
         self.files: Any = None  # WeightFiles
         self.stored: Mapping[str, Any] = {}
@@ -48,7 +55,11 @@ class InitialWeights:
         if out.dtype == torch.uint8:
             whole = self._packed(plain, device)
         elif self.files and plain in self.stored:
-            out.copy_(self.files.read(plain, start, stop, device=device))
+            held = self.stored[plain].shape.numel()
+            known = self.files.read(plain, start, min(stop, held), device=device)
+            out[: len(known)].copy_(known)
+            if plain in VOCABULARY:
+                self._fill_rows(plain, shape[1], start, out)
             return
         elif ".lora_" in name:
             whole = torch.zeros(shape, device=device)
@@ -61,6 +72,15 @@ class InitialWeights:
                 plain, shape, self.shape, self.seed, device=device, dtype=out.dtype
             )
         out.copy_(whole.view(-1)[start:stop])
+
+    def _fill_rows(self, name: str, width: int, start: int, out: Tensor) -> None:
+        """Write what a slice of a matrix holds of the new rows."""
+        for row, others in self.new_rows.items():
+            first = row * width - start
+            low, high = max(first, 0), min(first + width, len(out))
+            if low < high:
+                old = [self.files.read(name, i * width, (i + 1) * width) for i in others]
+                out[low:high] = torch.stack(old).float().mean(0)[low - first : high - first]
 
     def _packed(self, name: str, device: torch.device) -> Tensor:
         """Return the bytes of a quantised matrix, on the device; nothing else of the model is held."""

@@ -6,7 +6,7 @@ The base with its adapters switched off is the reference of DPO and KTO, so that
 Source: Hu et al. 2021 (2106.09685). The exported files have PEFT's format.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,17 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from models.expert_files import MLP_TARGETS, adapted_experts, is_of_experts, peft_tensor
-from models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, VOCABULARY
 from models.hf_format import lora_scale
 from models.modules import Linear
 from models.moe import ExpertMatrices
 from ulysses.disk import write_json, write_tensors
 
+WHOLE = (
+    "score.weight",
+    "embed_tokens.weight",
+    "lm_head.weight",
+)  # modules that are saved whole
 ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
 
 
@@ -52,7 +57,7 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
                     dtype=plain.weight.dtype,
                 )
     for name, parameter in model.named_parameters():
-        if is_adapter(name):
+        if is_adapter(name, config.train):
             parameter.requires_grad_(True)
     return model
 
@@ -78,9 +83,16 @@ def base_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter is trained although the base is frozen: an adapter's, or the score head."""
-    return ".lora_" in name or name.endswith("score.weight")
+def is_adapter(name: str, whole: Sequence[str] = ()) -> bool:
+    """Return whether a parameter is trained although the base is frozen: an adapter's, or the score head.
+
+    `whole` is model.lora.train.
+    """
+    return (
+        ".lora_" in name
+        or name.endswith("score.weight")
+        or (bool(whole) and name in VOCABULARY)
+    )
 
 
 def merged(
@@ -147,6 +159,11 @@ def save_adapters(
     base = config.path if config.init == "pretrained" else None
     if base and Path(base).expanduser().is_dir():
         base = str(Path(base).expanduser().absolute())
+    modules = {n.split(".")[-2]: n for n in tensors if n.endswith(WHOLE)}
+    if "embed_tokens" in modules and "lm_head" not in modules and not reward:
+        # PEFT ties no copy of a module
+        tensors = tensors | {VOCABULARY[1]: tensors[modules["embed_tokens"]].clone()}
+        modules["lm_head"] = VOCABULARY[1]
     experts = adapted_experts(config.lora.targets) if any(map(is_of_experts, tensors)) else []
     named = {
         f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": t.contiguous()
@@ -156,7 +173,7 @@ def save_adapters(
     saved = _peft_config(
         config.lora,
         task_type="SEQ_CLS" if reward else "CAUSAL_LM",
-        modules_to_save=["score"] if reward else None,
+        modules_to_save=[*modules] or None,
         base_model_name_or_path=base,
         revision=config.revision,
         inference_mode=True,

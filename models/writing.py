@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
     "*.jinja",
     "*processor*.json",  # of multimodal models
 )
-SHARD_BYTES = 2 << 30  # written to one file, and held in host memory meanwhile
+SHARD_GIB = 2.0  # written to one file, and held in host memory meanwhile
 
 
 class Rounding:
@@ -60,7 +60,7 @@ class Rounding:
 def write_weights(
     folder: Path,
     tensors: Iterable[tuple[str, Tensor]],
-    max_shard_bytes: int = SHARD_BYTES,
+    max_shard_bytes: int = int(SHARD_GIB * 2**30),
     *,
     whole_experts: bool = False,
     carried: Mapping[str, Any] | None = None,

@@ -202,6 +202,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ("down_proj",)
+    lora_train: tuple[str, ...] = ()
     quantize: str = "none"
     coefficient: float = 0.0  # of the balance loss
     labels: tuple[int, ...] = LABELS
@@ -221,7 +222,8 @@ class Case:
         made = kind(self.shape, mesh, attention=attention or self.attention, **how)
         if self.lora_rank:
             targets = ["q_proj", "v_proj", *self.lora_targets]
-            add_adapters(made, LoraSection(rank=self.lora_rank, targets=targets))
+            adapters = {"rank": self.lora_rank, "targets": targets, "train": [*self.lora_train]}
+            add_adapters(made, LoraSection(**adapters))
         return made
 
     def weights(self) -> "StartedAdapters":

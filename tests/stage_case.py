@@ -45,7 +45,7 @@ def formula(case: Case, step: int = 0) -> tuple[float, dict[str, Tensor], dict[s
     trained = {
         n: p.grad
         for n, p in plain.model.named_parameters()
-        if not case.lora_rank or is_adapter(n)
+        if not case.lora_rank or is_adapter(n, case.lora_train)
     }
     return float(loss), trained, metrics
 

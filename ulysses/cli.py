@@ -19,6 +19,9 @@ HELP = """usage: ulysses COMMAND [arguments]
   inspect --config FILE    print training samples with the trained tokens marked; --inspect 5 prints five, not three
   report RUN [RUN ...]     draw what runs have logged
   export CHECKPOINT OUT    write a checkpoint in Hugging Face format; --merge adds LoRA adapters to the weights
+  chat FOLDER              talk with an export, adapters, or the newest checkpoint of a run
+  generate FOLDER ROWS OUT write the answers to a file of prompts, on one device
+  score FOLDER ROWS OUT    write a reward model's scores of answers
   migrate FILE             translate a configuration of LLaMA-Factory, TRL or axolotl into TOML
   demo                     write configs/ and examples/ into this folder, and train a tiny model with them
 
@@ -34,13 +37,14 @@ def main() -> int:
         case "train" | "dry-run" | "inspect":
             given = {"dry-run": ["--dry-run"], "inspect": ["--inspect", "3"]}.get(command, [])
             import_module("ulysses.train").start([*given, *rest])
-        case "report" | "export" | "migrate":
+        case "report" | "export" | "migrate" | "chat" | "generate" | "score":
             announce_imports()
             with interruptible():
                 with explained_imports():
                     quiet()  # a translation may be redirected into a file
-                    tool = import_module(f"ulysses.{command}")
-                return tool.main(rest)
+                    answers = command in ("chat", "generate", "score")
+                    tool = import_module(f"ulysses.{'answers' if answers else command}")
+                return tool.main(sys.argv[1:] if answers else rest)
         case "demo":
             return demo(rest)
         case "--version":

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from ulysses.imports import explained_imports
 
@@ -21,7 +22,13 @@ with explained_imports():
     from models.folders import ADAPTER_CONFIG, CONFIG, folder_with, read_config, resolve_model
     from models.hf_format import WeightFiles
     from models.kinds import empty_model
-    from models.writing import GENERATION, Rounding, copy_side_files, write_weights
+    from models.writing import (
+        GENERATION,
+        SHARD_GIB,
+        Rounding,
+        copy_side_files,
+        write_weights,
+    )
     from ulysses.check.checkpoint_folders import read_run_state
     from ulysses.config.command_line import check
     from ulysses.config.section import ConfigError, absolute, existing
@@ -51,7 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dtype",
         choices=["float32", "bfloat16"],
         default="",
-        help="precision of the weights; by default the one that they were trained in",
+        help="precision of the weights; by default export.dtype, or the one that adapters were trained in",
+    )
+    parser.add_argument(
+        "--shard-gib", type=float, default=0.0, help="largest file; by default export.shard_gib"
     )
     given = parser.parse_args(arguments)
     source, out = (Path(absolute(place)) for place in (given.source, given.out))
@@ -63,9 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{source.absolute()} is a model without adapters; nothing is to be merged"
             )
         if merge and is_adapter:
-            note = merge_adapter(source, out, given.dtype)
+            note = merge_adapter(source, out, given.dtype, given.shard_gib or SHARD_GIB)
         else:
-            note = export_checkpoint(source, out, merge=merge, dtype=given.dtype)
+            asked = {"dtype": given.dtype, "shard_gib": given.shard_gib}
+            note = export_checkpoint(source, out, merge=merge, **asked)
     except (ValueError, OSError, FloatingPointError) as error:
         # which hides a key or a password in an address, such as HF_ENDPOINT's
         print(f"error: {ConfigError(error)}", file=sys.stderr)
@@ -76,9 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def export_checkpoint(
-    checkpoint: Path, out: Path, *, merge: bool = False, dtype: str = ""
-) -> str:
+def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False, **asked: Any) -> str:
     """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
 
     Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights, as
@@ -86,20 +95,17 @@ def export_checkpoint(
     rounds it before. Returns what is to be said of the weights' precision, or "".
 
     Args:
-        dtype: of the weights: float32, the master weights, or bfloat16; by default model.dtype, in which they were
-            trained.
+        asked: dtype and shard_gib in place of the run's settings under [export], where they are not empty or 0.
 
     Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
     checkpoint, the base of merged adapters is in no file, or `out` may not be replaced.
     """
     state = read_run_state(checkpoint)
     check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})
-    model = state["config"]["model"]
-    trained, lora = model["dtype"], model["lora"]
-    written = dtype or trained
+    lora = state["config"]["model"]["lora"]
     merge = lora["merge"] = lora["rank"] > 0 and (merge or lora["merge"])
-    # adapters are rounded once only, after they were added
-    model["dtype"] = trained if merge and dtype != "float32" else written
+    export = state["config"].setdefault("export", {})
+    export |= {key: value for key, value in asked.items() if value}
     state["config"]["run"]["output"] = str(checkpoint.parent.parent)
     config, shape = check(state["config"]), ModelConfig.from_hf(state["shape"])
     source, stage, saved = config.model, stage_of(config), SavedSlices(checkpoint)
@@ -108,31 +114,28 @@ def export_checkpoint(
             "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
         )
     _check_out(out, [checkpoint, config.output / "tokenizer", Path(source.path or checkpoint)])
-    model, rounded, base = empty_model(shape, reward=stage.reward), None, {}
+    model = empty_model(shape, reward=stage.reward)
     if source.lora.rank:
         from models.lora import add_adapters
 
         add_adapters(model, source.lora)
-    elif trained > written and source.init == "pretrained" and Path(source.path).is_dir():
-        rounded, files = Rounding(torch.bfloat16), WeightFiles(Path(source.path))
-        base = files.tensors
 
     def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
             if wanted(name):
                 tensor = torch.empty(parameter.numel())
                 saved.read_into(tensor, name, "master")
-                if name in base and base[name].shape == parameter.shape:
-                    tensor = rounded(tensor, files.read(name))
-                yield name, tensor.to(getattr(torch, source.dtype)).view(parameter.shape)
+                yield name, tensor.view(parameter.shape)
 
+    given, dtype = (shape, config, state["step"]), config.export_dtype
     if not merge:
-        return export_model(read, out, shape, config, state["step"], rounded=rounded)
+        return export_model(read, out, *given)
     resolve_model(source.path, source.revision)  # a base that is gone is refused by its setting
     with TemporaryDirectory() as folder:
         adapters = Path(folder) / "adapters"
-        export_model(read, adapters, shape, config, state["step"])
-        return merge_adapter(adapters, out, written)
+        # they are rounded once only, after they were added, unless the run's own were
+        export_model(read, adapters, *given, dtype=max(dtype, source.dtype))
+        return merge_adapter(adapters, out, dtype, config.export.shard_gib)
 
 
 def _check_out(out: Path, read: Iterable[Path]) -> None:
@@ -141,7 +144,9 @@ def _check_out(out: Path, read: Iterable[Path]) -> None:
     check_apart("the export's folder", out, (("read for it", place) for place in read))
 
 
-def merge_adapter(folder: Path, out: Path, dtype: str = "") -> str:
+def merge_adapter(
+    folder: Path, out: Path, dtype: str = "", shard_gib: float = SHARD_GIB
+) -> str:
     """Write the model that a LoRA adapter's folder and its base make together, one parameter at a time.
 
     Returns what is to be said of the weights' precision, or "".
@@ -168,7 +173,13 @@ def merge_adapter(folder: Path, out: Path, dtype: str = "") -> str:
         named = ((n if reward else shape.stored_name(n), weight(n)) for n in sizes)
         others = {} if reward else files.carried
         together = shape.family.clamped_experts
-        write_weights(new, named, whole_experts=together or shape.moe is None, carried=others)
+        write_weights(
+            new,
+            named,
+            int(shard_gib * 2**30),
+            whole_experts=together or shape.moe is None,
+            carried=others,
+        )
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
         for pattern in (GENERATION, "tokenizer*"):
             copy_side_files(folder_with(folder, pattern), new)

@@ -24,6 +24,7 @@ FULL = [
     for seed in (None, 1)
 ]
 KTO = STAGE_CASES["kto"].options
+WHOLE, TIED = ("embeddings",), replace(SHAPE, tie_word_embeddings=True)
 # test_invariance.py has SFT and DPO
 STAGES: list[tuple[str, dict[str, Any]]] = [
     (name, STAGE_CASES[name].options) for name in COMPARED if name not in ("sft", "dpo")
@@ -119,19 +120,27 @@ def test_options(stage, options) -> None:
 
 
 @pytest.mark.parametrize(
-    "stage, world, sp, recompute",
+    "stage, world, sp, recompute, changes",
     [
-        ("dpo", 4, 2, "none"),
-        ("kto", 2, 2, "block"),
-        ("rm", 2, 1, "keep_attention"),
+        ("dpo", 4, 2, "none", {}),
+        ("kto", 2, 2, "block", {}),
+        ("rm", 2, 1, "keep_attention", {}),
+        # with embeddings that are trained whole, tied or not, over a quantised base or not
+        ("sft", 4, 2, "block", {"lora_train": WHOLE, "shape": TIED}),
+        ("dpo", 2, 2, "none", {"lora_train": WHOLE, "quantize": "fp8"}),
         *full(
-            ("sft", 1, 1, "keep_attention"), ("pt", 2, 2, "pair"), ("distill", 2, 2, "block")
+            ("sft", 1, 1, "keep_attention", {}),
+            ("pt", 2, 2, "pair", {}),
+            ("distill", 2, 2, "block", {}),
+            ("rm", 2, 1, "none", {"lora_train": WHOLE}),
+            ("sft", 1, 1, "pair", {"lora_train": WHOLE, "shape": TIED}),
         ),
     ],
 )
-def test_adapters(stage, world, sp, recompute) -> None:
+def test_adapters(stage, world, sp, recompute, changes) -> None:
     options = STAGE_CASES[stage].options if stage in ("rm", "kto", "distill") else {}
-    check(Case(stage, sp=sp, options=options, lora_rank=3, recompute=recompute), world)
+    case = Case(stage, sp=sp, options=options, lora_rank=3, recompute=recompute)
+    check(replace(case, **changes), world)
 
 
 @pytest.mark.parametrize("stage", ["sft", "kto"])

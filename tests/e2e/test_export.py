@@ -3,7 +3,6 @@
 import re
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -89,6 +88,24 @@ def test_an_export_has_the_precision_that_is_asked_for(run, tmp_path, capsys):
     assert_same_folder(tmp_path / "out", run / "export")
 
 
+def test_a_run_exports_the_precision_and_the_shards_of_its_settings(tmp_path):
+    """On 2 processes, which gather the master weights; the command writes the same, or what it is asked instead."""
+    typed = (
+        "--model.dtype bfloat16 --run.steps 2 --export.dtype float32 --export.shard_gib 2e-5"
+    )
+    ranks(tiny("sft", tmp_path / "run", typed), 2)
+    checkpoint, out = str(tmp_path / "run/checkpoints/step-2"), tmp_path / "out"
+    own = WeightFiles(tmp_path / "run/export")
+    assert {t.dtype for t in own.tensors.values()} == {torch.float32} and len(own.paths) > 3
+    assert any(own.read(n).bfloat16().ne(own.read(n)).any() for n in own.tensors)
+    assert main([checkpoint, str(out)]) == 0
+    assert_same_folder(out, tmp_path / "run/export")
+    assert main([checkpoint, str(out), "--dtype", "bfloat16", "--shard-gib", "1"]) == 0
+    rounded = WeightFiles(out)
+    assert all(torch.equal(own.read(n).bfloat16(), rounded.read(n)) for n in own.tensors)
+    assert len(rounded.paths) == 1
+
+
 LARGE = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 20,
     "num_attention_heads": 12,
@@ -106,14 +123,13 @@ def load_and_export(folder: Path, out: Path) -> tuple[int, int]:
     """Bytes of growth at the peak of loading, and at the peak of exporting above what was loaded."""
     initialize_distributed()
     model, run = {"path": str(folder), "dtype": "bfloat16"}, {"steps": 1, "output": str(out)}
-    config = check({"stage": "sft", "model": model, "run": run})
+    given = {"stage": "sft", "model": model, "run": run, "export": {"shard_gib": 1 / 32}}
+    config = check(given)
     shape, place = read_shape(config)
     before, _ = memory()
     engine = frozen_engine(config, InitialWeights(shape, 0, place), ParallelMesh(1))
     loaded, peak = memory()
-    small = partial(write_weights, max_shard_bytes=32 << 20)
-    with mock.patch("ulysses.run.export_model.write_weights", small):
-        export_model(partial(full_parameters, engine), out, shape, config, step=0)
+    export_model(partial(full_parameters, engine), out, shape, config, step=0)
     return peak - before, memory()[1] - loaded
 
 
@@ -136,7 +152,7 @@ def test_loading_and_exporting_stream(tmp_path):
         assert peak < 0.7 * size, "its half, and one parameter at a time"
         assert exporting < 0.2 * size
     found = WeightFiles(tmp_path / "out")
-    assert found.tensors.keys() == source.tensors.keys()
+    assert found.tensors.keys() == source.tensors.keys() and len(found.paths) >= 9
     assert all(torch.equal(found.read(name), source.read(name)) for name in found.tensors)
 
 

@@ -30,7 +30,7 @@ FLOORS = {
         ulysses.plan
         ulysses.check
         ulysses.run
-        ulysses.train ulysses.cli ulysses.export ulysses.report ulysses.migrate""".splitlines(),
+        ulysses.train ulysses.cli ulysses.export ulysses.report ulysses.migrate ulysses.answers""".splitlines(),
         start=1,
     )
     for name in names.split()
@@ -44,10 +44,10 @@ ONLY = {
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "peft", "numpy"}
 FOREIGN_ONLY_IN = {
     "deepspeed": "ulysses/zero/",
-    "transformers": "ulysses/data/read/tokenizer.py",
+    "transformers": ("ulysses/data/read/tokenizer.py", "ulysses/answers.py"),
     "datasets": "ulysses/data/read/sources.py",
-    "peft": "models/lora.py",
-    "bitsandbytes": "models/quantized.py",
+    "peft": ("models/lora.py", "ulysses/answers.py"),
+    "bitsandbytes": ("models/quantized.py", "ulysses/zero/eight_bit.py"),
 }
 # Words of DeepSpeed's internals: one file touches them, each with its reason.
 DEEPSPEED_INTERNALS = """param_coordinator _clear_trace_structures ds_grad_is_ready stage3_allgather_sequential

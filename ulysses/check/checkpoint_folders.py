@@ -125,9 +125,13 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
     """Refuse a checkpoint of a run with another stage, model or chain of gradient policies; nothing is loaded yet."""
     state = read_run_state(checkpoint)
     own = {**flat(config.model_dump(mode="json")), **shape.to_hf()}
-    theirs = {**flat(state["config"]), **ModelConfig.from_hf(state["shape"]).to_hf()}
+    theirs = {
+        "model.lora.train": [],
+        **flat(state["config"]),
+        **ModelConfig.from_hf(state["shape"]).to_hf(),
+    }
     fixed = [key for key in shape.to_hf() if key not in FREE_KEYS]
-    adapted = "model.quantize", "model.lora.rank", "model.lora.targets"
+    adapted = "model.quantize", "model.lora.rank", "model.lora.targets", "model.lora.train"
     for name in (*ALLOWED_ANYWAY, *fixed, *adapted):
         anyway = name in ALLOWED_ANYWAY
         if own[name] != theirs[name] and not (anyway and config.run.resume_anyway):

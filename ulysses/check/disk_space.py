@@ -76,7 +76,7 @@ def check_disk(config: Config, shape: ModelConfig, resume_from: Path | None) -> 
         with suppress(OSError):
             free += file.lstat().st_size
     trained = planner_model(config, shape).trained
-    export = trained * getattr(torch, config.model.dtype).itemsize if run.export else 0
+    export = trained * getattr(torch, config.export_dtype).itemsize if run.export else 0
 
     def lacking(setting: str, count: int) -> str:
         """Return a sentence if there is no room for so many checkpoints, which a setting asks for, and the export."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +167,7 @@ def initial_weights(
     tokenizer: PreTrainedTokenizerFast,
     template: ChatTemplate | None,
     folder: Path | None,
+    place: Path,
 ) -> tuple[ModelConfig, InitialWeights]:
     """Return the shape as config.json of the export describes it, and the weights that training starts from."""
     pretrained = config.model.init == "pretrained"
@@ -176,8 +177,18 @@ def initial_weights(
         known = shape.eos_token_id if pretrained else ()
         ends = {template.end_of_turn, template.encoder.eos, *known}
         shape = replace(shape, eos_token_id=tuple(sorted(ends)))
-    found = folder if pretrained else None
-    return shape, InitialWeights(shape, config.run.seed, found, config.model.quantize)
+    found, rows = folder if pretrained else None, {}
+    if added := config.model.add_tokens:
+        before = load_tokenizer(place, **config.model.special_tokens)
+        pieces = [before.encode(text, add_special_tokens=False) for text in added]
+        # rows that only fill the vocabulary up are made like the last token's
+        numbers = [
+            *tokenizer.convert_tokens_to_ids(added),
+            *range(len(tokenizer), shape.vocab_size),
+        ]
+        rows = dict(zip_longest(numbers, pieces, fillvalue=pieces[-1]))
+    given = config.run.seed, found, config.model.quantize
+    return shape, InitialWeights(shape, *given, new_rows=rows)
 
 
 # ---------------------------------------------------------------- the stage's other models
@@ -241,8 +252,11 @@ def check_rewards(config: Config, strict: bool) -> list[object]:
 
 def read_tokenizer(
     config: Config, stage: Stage, shape: ModelConfig, folder: Path | None
-) -> tuple[PreTrainedTokenizerFast | None, Path | None, ChatTemplate | None]:
-    """Return the tokenizer, where it was read and, for chats, its template; nothing if it is absent with the model."""
+) -> tuple[ModelConfig, PreTrainedTokenizerFast | None, Path | None, ChatTemplate | None]:
+    """Return the shape with model.add_tokens, the tokenizer, where it was read and, for chats, its template.
+
+    All but the shape is None if it is absent with the model.
+    """
     given = config.model.tokenizer
     if given:
         place = Path(given)
@@ -251,7 +265,7 @@ def read_tokenizer(
     elif folder:
         place = folder_with(folder, "tokenizer*")
     elif config.model.path:
-        return None, None, None
+        return shape, None, None, None
     else:
         raise AbsentError(
             "model.tokenizer is missing, and there is no model.path to take it from; set it to a folder, a hub id "
@@ -265,6 +279,15 @@ def read_tokenizer(
         )
     with error_context("model.tokenizer"):
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
+    if added := config.model.add_tokens:
+        if tokenizer.add_tokens(added) != len(added):
+            raise ConfigError(
+                f"{added} has an empty token, one twice, or one that the tokenizer {place} knows; remove it",
+                "model.add_tokens",
+            )
+        if len(tokenizer) > shape.vocab_size:
+            multiple = config.model.pad_vocabulary
+            shape = replace(shape, vocab_size=-(-len(tokenizer) // multiple) * multiple)
     template = None
     if stage.dataset_type != "text":
         with error_context("data.chat_template"):
@@ -275,4 +298,4 @@ def read_tokenizer(
             f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "
             "use the model's own tokenizer or, for random weights, raise model.config.vocab_size"
         )
-    return tokenizer, place, template
+    return shape, tokenizer, place, template

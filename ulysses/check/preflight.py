@@ -42,14 +42,14 @@ files      input_files:read_shape              config strict                    
 files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
 files      setting_checks:check_adapters       config shape
-files      input_files:read_tokenizer          config stage shape folder?                      tokenizer place template
+files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template
 files      input_files:read_others             config stage strict others
 files      kernel_proof:choose_kernel          config stage shape strict                       attention kernel
 files      input_files:check_rewards           config strict
 files      checkpoint_folders:find_checkpoint  config strict                                   resume_from
 files      checkpoint_folders:check_same_run   config shape resume_from
 all files  input_files:check_models            stage shape tokenizer others
-all files  input_files:initial_weights         config stage shape tokenizer template? folder?  shape weights
+all files  input_files:initial_weights         config stage shape tokenizer template? folder? place?  shape weights
 all files  disk_space:check_folders            config folder? weights others
 all files  disk_space:check_disk               config shape resume_from?                       disk_warning
 data       input_files:check_examples          config train held_out?

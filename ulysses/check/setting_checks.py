@@ -42,6 +42,7 @@ def check_packages(config: Config) -> Iterator[str]:
     for key, wanted, package in (
         ("model.lora.rank", config.model.lora.rank, "peft"),
         ("model.quantize", config.model.quantize == "nf4", "bitsandbytes"),
+        ("optimizer.moments", config.optimizer.moments == "8bit", "bitsandbytes"),
         ("run.wandb", config.run.wandb, "wandb"),
         *(("run.trackers", name, name) for name in config.run.trackers if name in TRACKERS),
     ):
@@ -143,6 +144,11 @@ def contradictions(config: Config) -> Iterator[str]:
         yield (
             f'model.quantize is "{model.quantize}" but all weights are trained, which needs them as they are; set '
             'model.lora.rank, or model.quantize = "none"'
+        )
+    if model.add_tokens and model.lora.rank and not model.lora.train:
+        yield (
+            "model.add_tokens makes rows of the embedding, which adapters alone neither train nor hold; set "
+            'model.lora.train = ["embeddings"]'
         )
     if config.optimizer.lr > MOST_LR:
         yield f"optimizer.lr is {config.optimizer.lr:g}, after which nothing of a model is left; rates lie below 1e-2"

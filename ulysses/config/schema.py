@@ -56,6 +56,8 @@ class LoraSection(Section):
         list(LORA_TARGETS), min_length=1
     )
     """Names of the modules that get an adapter; those of linear attention are not among them unless you name them."""
+    train: list[Literal["embeddings"]] = []
+    """What is trained whole beside the adapters: "embeddings", the vocabulary's matrices (PEFT's modules_to_save)."""
     merge: bool = False
     """Export the base weights with the adapters added to them, instead of the adapters alone."""
 
@@ -116,6 +118,10 @@ class ModelSection(Section):
     """Folder, hub id or tokenizer.json of the tokenizer; by default the one that comes with the model."""
     special_tokens: dict[str, str] = {}
     """Texts of the special tokens (bos_token, eos_token, pad_token), which a tokenizer.json alone does not name."""
+    add_tokens: list[str] = []
+    """New tokens for the vocabulary. Each starts as the mean of the tokens that its text was before."""
+    pad_vocabulary: PositiveInt = 1
+    """Rows of the vocabulary's matrices are a multiple of this where add_tokens makes them more."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of weights and activations; master weights and optimizer state are always float32."""
     attention: Literal["auto", "flash4", "cudnn", "torch", "reference"] = "auto"
@@ -189,6 +195,8 @@ class OptimizerSection(Section):
     """Decay of AdamW's running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """Term that AdamW adds to the denominator."""
+    moments: Literal["32bit", "8bit"] = "32bit"
+    """How AdamW's running means are kept: in float32, or in a byte each (bitsandbytes' blockwise quantisation)."""
     schedule: Literal["linear", "cosine", "constant", "wsd"] = "cosine"
     """Course of the learning rate after the warm-up; "wsd" stays at lr and decays linearly over the last steps."""
     warmup: NonNegativeFloat = 0.03
@@ -286,6 +294,13 @@ class RunSection(Section):
     """Name of a Weights & Biases project: short for wandb among the trackers and this project."""
 
 
+class ExportSection(Section):
+    dtype: Literal["model", "float32", "bfloat16"] = "model"
+    """Precision of exported weights: that of training (model.dtype), or float32, the master weights, or bfloat16."""
+    shard_gib: PositiveFloat = 2.0
+    """Largest size of an exported file of weights in GiB; this much host memory is taken meanwhile."""
+
+
 class DeepSpeedSection(Section):
     zero_optimization: dict[str, Any] = {}
     """DeepSpeed's own keys of ZeRO, laid over those that the engine derives; keys that the engine owns are refused."""
@@ -336,6 +351,7 @@ class Config(Section):
     kto: stages.KtoSection = stages.KtoSection()
     ppo: stages.PpoSection = stages.PpoSection()
     run: RunSection = RunSection()
+    export: ExportSection = ExportSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
 
     @model_validator(mode="after")
@@ -350,6 +366,11 @@ class Config(Section):
         """The stage's learning rate and its reason; adapters, which start from zero, take ten times as much."""
         rate, reason = stages.LEARNING_RATES[self.stage]
         return round(rate * (10 if self.model.lora.rank else 1), 12), reason
+
+    @property
+    def export_dtype(self) -> str:
+        """The precision of exported weights."""
+        return self.model.dtype if self.export.dtype == "model" else self.export.dtype
 
     @property
     def output(self) -> Path:

@@ -96,6 +96,7 @@ class Case(NamedTuple):
     weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.
     offload: "none"; "auto" for the fewest layers with which the GPU suffices, or if it never does as many as the host
         holds; "checkpoints" for as many as the host holds.
+    moment_bytes: of AdamW's two moments of a trained parameter.
     others: frozen models that the run holds as well; teacher: the one of them whose logits are compared with the
         trained model's.
     """
@@ -116,6 +117,7 @@ class Case(NamedTuple):
     weights: str = "auto"
     offload: str = "none"
     element_size: int = 2
+    moment_bytes: float = 8.0
     offload_optimizer: bool = False
     offload_parameters: bool = False
     others: tuple[Model, ...] = ()

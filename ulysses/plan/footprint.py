@@ -9,9 +9,9 @@
     gpu  = allocated * SLACK + CUDA context + NCCL's buffers    (the allocator gives its cache back when it must)
     host = the process + optimizer, parameters and activations moved there + the copy that a checkpoint passes through
 
-ZeRO-3 states of a trained parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (accumulated gradient) = 18 bytes over
-all ranks in bfloat16; a frozen one costs its weight. Resident weights take their 2 bytes on every rank, and nothing is
-gathered. Measured steps judge all this (tests/unit/test_measured_steps.py).
+ZeRO-3 states of a trained parameter: 2 (weight) + 4 (master) + 8 (moments; 2 in 8 bits) + 4 (accumulated gradient) = 18
+bytes over all ranks in bfloat16; a frozen one costs its weight. Resident weights take their 2 bytes on every rank, and
+nothing is gathered. Measured steps judge all this (tests/unit/test_measured_steps.py).
 
 Shapes: S local tokens, D width, V vocabulary.
 """
@@ -63,7 +63,8 @@ def predict(plan: Plan) -> Prediction:
     world, size = machine.gpus, case.element_size
     held = sum(m.weight_bytes(size) for m in (model, *case.others))
     weights = held / (1 if plan.resident else world)
-    trained = 16 * model.trained / world  # float32 weights have a separate master too
+    # float32 weights have a separate master too
+    trained = (8 + case.moment_bytes) * model.trained / world
     states = weights * (not case.offload_parameters) + trained * (not case.offload_optimizer)
     first, last = plan.levels[0], plan.levels[-1]
     first_layers, in_pairs = plan.levels.count(first), first == "pair"

@@ -20,6 +20,8 @@ from ulysses.plan.memory_choice import choose, cut_steps
 from ulysses.registry import stage_of
 from ulysses.stages.base import AuxiliaryModel
 
+MOMENT_BYTES = {"32bit": 8.0, "8bit": 2 * (1 + 4 / 256)}  # and absmax of every block
+
 
 def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
     """Return the planner's view of a model that trains all its weights."""
@@ -39,6 +41,9 @@ def planner_model(config: Config, shape: ModelConfig) -> Model:
         adapters = lora.rank * adapter_parameters(empty_model(shape), lora.targets)
         parameters += adapters
         trained = adapters + (score or shape.hidden_size * stage.reward)
+        if lora.train:
+            matrices = 1 if stage.reward or shape.tie_word_embeddings else 2
+            trained += matrices * shape.vocab_size * shape.hidden_size
     return model._replace(
         parameters=parameters, trained=trained, quantize=config.model.quantize
     )
@@ -68,6 +73,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         logit_bytes=facts.logit_bytes,
         rollout=rollout,
         element_size=getattr(torch, config.model.dtype).itemsize,
+        moment_bytes=MOMENT_BYTES[config.optimizer.moments],
         others=tuple(frozen for model, frozen in auxiliary if not model.shares_weights),
         teacher=next((frozen for model, frozen in auxiliary if model.role == "teacher"), None),
         **config.memory.model_dump(exclude={"host_memory"}),

@@ -126,7 +126,12 @@ def trained_engine(
         built,
         settings,
         partial(adamw, config=config.optimizer),
-        parameter_groups(built, config.optimizer.weight_decay, facts.scopes),
+        parameter_groups(
+            built,
+            config.optimizer.weight_decay,
+            facts.scopes,
+            eight_bit=config.optimizer.moments == "8bit",
+        ),
         (DecoderLayer,),
         resident=plan.resident,
         offload_optimizer=config.memory.offload_optimizer,

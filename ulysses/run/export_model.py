@@ -14,6 +14,7 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
             copy_side_files(source, new, TOKENIZER_FILES)
         if not (new / "tokenizer.json").exists():  # only vocab.json and merges.txt
             tokenizer.save_pretrained(str(new))
+        if inputs.config.model.add_tokens:
+            tokenizer.backend_tokenizer.save(str(new / "tokenizer.json"))
         if own_template:
             (new / "chat_template.json").unlink(missing_ok=True)
         if chat:
@@ -112,6 +115,13 @@ def _edited(path: Path) -> Iterator[dict[str, Any]]:
 # ---------------------------------------------------------------- weights
 
 
+def stored_weights(folder: Path) -> Any:
+    """Return the WeightFiles of a folder, which a run that began at random does not need."""
+    from models.hf_format import WeightFiles
+
+    return WeightFiles(folder)
+
+
 def export_model(
     read: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]],
     out: Path,
@@ -120,7 +130,7 @@ def export_model(
     step: int,
     *,
     merge: bool = False,
-    rounded: Rounding | None = None,
+    dtype: str = "",
 ) -> str:
     """Write everything that an export after `step` consists of; all ranks call it together, and the first one writes.
 
@@ -129,7 +139,7 @@ def export_model(
     Args:
         read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
         merge: add adapters to their base's weights. Otherwise they are written alone.
-        rounded: has rounded what `read` yields.
+        dtype: of the weights in place of the configured one.
     """
     lora, stage = config.model.lora, stage_of(config)
     whole = merge or not lora.rank
@@ -137,29 +147,45 @@ def export_model(
     if lora.rank:
         from models.lora import is_adapter, merged, save_adapters
 
-        adapters = dict(read(is_adapter))
+        adapters = dict(read(partial(is_adapter, whole=lora.train)))
     if dist.is_initialized() and dist.get_rank():
         deque(weights, maxlen=0)  # this rank only takes part in gathering them
         return ""
-    rounded, carried = rounded or Rounding(getattr(torch, config.model.dtype)), {}
+    dtype, carried, base = dtype or config.export_dtype, {}, {}
+    rounded = Rounding(getattr(torch, dtype))
     if shape.around and whole and not stage.reward:
-        from models.hf_format import WeightFiles
-
         folder = resolve_model(str(config.model.path), config.model.revision)
-        carried = WeightFiles(folder).carried
+        carried = stored_weights(folder).carried
+    source = config.model
+    known = source.init == "pretrained" and Path(str(source.path)).is_dir()
+    if known and dtype < source.dtype and not lora.rank:
+        files = stored_weights(Path(str(source.path)))
+        base = files.tensors
+
+    def written(name: str, tensor: Tensor) -> Tensor:
+        if name in base and base[name].shape == tensor.shape:
+            return rounded(tensor.view(-1), files.read(name)).view_as(tensor)
+        return tensor.to(rounded.dtype)
+
     with whole_folder(out, f" after step {step}") as new:
         if not whole:
-            adapters = {shape.stored_name(name): x for name, x in adapters.items()}
+            adapters = {shape.stored_name(n): x.to(rounded.dtype) for n, x in adapters.items()}
             save_adapters(new, adapters, config.model, reward=stage.reward)
         else:
             together = shape.family.clamped_experts
             if lora.rank:
                 weights = merged(weights, adapters, lora, rounded, transposed=together)
-            named = ((n if stage.reward else shape.stored_name(n), x) for n, x in weights)
-            write_weights(
-                new, named, whole_experts=together or shape.moe is None, carried=carried
+            named = (
+                (n if stage.reward else shape.stored_name(n), written(n, x)) for n, x in weights
             )
-        write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
+            write_weights(
+                new,
+                named,
+                int(config.export.shard_gib * 2**30),
+                whole_experts=together or shape.moe is None,
+                carried=carried,
+            )
+        write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=stage.reward))
         copy_side_files(config.output / "tokenizer", new)
         card = model_card(config, step)
         if rounded.note:

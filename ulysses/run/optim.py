@@ -1,6 +1,7 @@
 """What changes the weights: AdamW and its parameter groups, gradient policies, and the learning rate of each step."""
 
 import math
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,29 +11,37 @@ from ulysses.config.schema import OptimizerSection
 from ulysses.zero.deepspeed_internals import whole_shape
 from ulysses.zero.update import ParameterGroup
 
+SMALLEST = 4096  # elements of a parameter whose moments are quantised, as bitsandbytes has it
+
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, scopes: dict[str, float] | None = None
+    model: nn.Module,
+    weight_decay: float,
+    scopes: dict[str, float] | None = None,
+    *,
+    eight_bit: bool = False,
 ) -> list[ParameterGroup]:
     """Split the trainable parameters: matrices decay, norms and biases do not; empty groups are left out.
 
     Args:
         scopes: submodules with factors of their learning rates, which are split by themselves; the first one has all
             that is in no other. None is all as one.
+        eight_bit: quantise the moments of all but the smallest parameters.
     """
     rates = scopes or {"default": 1.0}
-    members: dict[tuple[str, bool], list[nn.Parameter]] = {
-        (scope, decays): [] for scope in rates for decays in (True, False)
+    members: dict[tuple[str, bool, bool], list[nn.Parameter]] = {
+        key: [] for key in product(rates, (True, False), (True, False))
     }
     for name, p in model.named_parameters():
         if p.requires_grad:
             first = name.partition(".")[0]
             scope = first if first in rates else next(iter(rates))
             decays = len(whole_shape(p)) > 1 and "_bias" not in name  # those of experts
-            members[scope, decays].append(p)
+            quantised = eight_bit and whole_shape(p).numel() >= SMALLEST
+            members[scope, decays, quantised].append(p)
     return [
-        ParameterGroup(parameters, weight_decay * decays, scope, rates[scope])
-        for (scope, decays), parameters in members.items()
+        ParameterGroup(parameters, weight_decay * decays, scope, rates[scope], quantised)
+        for (scope, decays, quantised), parameters in members.items()
         if parameters
     ]
 

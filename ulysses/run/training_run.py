@@ -248,15 +248,19 @@ class TrainingRun:
         """
         config, step = self.config, self.trainer.step
         self.watch.phase("export")
+        dtype = config.model.dtype if for_servers else config.export_dtype
 
         def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
             found = full_parameters(
-                self.engine, lambda name: wanted(name) and not name.startswith(VALUE)
+                self.engine,
+                lambda name: wanted(name) and not name.startswith(VALUE),
+                exact=dtype > config.model.dtype,
             )
             return self.inputs.weights.originals(found, self.engine.module, for_servers)
 
         merge = for_servers or config.model.lora.merge
-        note = export_model(read, folder, self.inputs.shape, config, step, merge=merge)
+        given = read, folder, self.inputs.shape, config, step
+        note = export_model(*given, merge=merge, dtype=dtype)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}; {note}" if note else f"exported {folder}")
         dist.barrier()

@@ -93,13 +93,14 @@ class ReferencedStage(Stage):
     @property
     def requirements(self) -> Requirements:
         given, ahead = self.table.reference, self.looks_ahead
+        lora = self.config.model.lora
         model = AuxiliaryModel(
             "reference",
             f"{self.name}.reference",
             path="" if given in self.reference_words else given,
             passes=(1.0 + ahead) * (given != "cached"),
             shares_weights=given == "cached"
-            or (given == "live" and self.config.model.lora.rank > 0),
+            or (given == "live" and lora.rank > 0 and not lora.train),
         )
         models = (model,) if self.needs_reference else ()
         # log-probabilities are found forward, and their gradient from other logits backward

@@ -172,13 +172,17 @@ class TrainedEngine(ZeroEngine):
 
 
 def full_parameters(
-    engine: ZeroEngine, wanted: Callable[[str], bool] = lambda name: True
+    engine: ZeroEngine,
+    wanted: Callable[[str], bool] = lambda name: True,
+    *,
+    exact: bool = False,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the name and the whole value of every wanted parameter in the model's order.
 
     Values are in host memory and on rank 0 only; the others get None. All ranks must iterate together. No rank ever
-    holds more than one module's parameters.
+    holds more than one module's parameters. Trained ones have the model's dtype or, `exact`, are the master weights.
     """
+    masters = {s.name: s for s in engine.slices} if exact else {}  # type: ignore[attr-defined]
     main = dist.get_rank() == 0
     chosen = ((name, p) for name, p in engine.module.named_parameters() if wanted(name))
     with streaming_memory():
@@ -186,7 +190,10 @@ def full_parameters(
             names, parameters = zip(*of_module)
             with engine.weights.whole(parameters), torch.no_grad():
                 values = [p.detach().to("cpu", copy=True) if main else None for p in parameters]
-            yield from zip(names, values)
+            for name, value in zip(names, values):
+                if name in masters:
+                    value = masters[name].whole_master(engine.device)
+                yield name, value
 
 
 @contextmanager

@@ -40,7 +40,11 @@ def sub_groups(
             master.grad = torch.zeros_like(master, pin_memory=pinned)
             made = optimizer([{"params": [master], "weight_decay": group.weight_decay}])
             kind = SubGroup
-            if master.is_cuda and weights[0].is_cuda:
+            if group.eight_bit:
+                from ulysses.zero.eight_bit import EightBitSubGroup
+
+                kind = EightBitSubGroup
+            elif master.is_cuda and weights[0].is_cuda:
                 from ulysses.zero import gpu_kernels
 
                 if gpu_kernels.one_pass_does(made):

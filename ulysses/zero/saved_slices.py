@@ -75,7 +75,9 @@ def load_state(engine: Any, folder: Path) -> None:
             )
     for kind in KINDS:
         for s in engine.slices:
-            saved.read_into(s.state(kind), s.name, kind, s.start)
+            values = s.state(kind)
+            saved.read_into(values, s.name, kind, s.start)
+            s.restore(kind, values)
     for sub_group in engine.sub_groups:
         sub_group.moments["step"].fill_(saved.updates)
     engine.publish()

@@ -9,6 +9,7 @@ Each sub-group has a torch optimizer of its own. On a GPU gpu_kernels.py does Ad
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ulysses.gradients.gradients import GradientSlice
@@ -19,12 +20,14 @@ class ParameterGroup:
     """Parameters that one update treats alike.
 
     scope: gradient policies clip those of a scope by their own norm. lr_factor: times the schedule's learning rate.
+    eight_bit: whether their moments are quantised (eight_bit.py).
     """
 
     parameters: list[nn.Parameter]
     weight_decay: float = 0.0
     scope: str = "default"
     lr_factor: float = 1.0
+    eight_bit: bool = False
 
 
 @dataclass
@@ -54,6 +57,14 @@ class SubGroup:
         parts = self.master.split([len(own) for own in self.weights])
         torch._foreach_copy_(self.weights, parts)
 
+    def state(self, kind: str, offset: int, length: int) -> Tensor:
+        """Return elements of the master weights, or of one of AdamW's moments, in float32."""
+        whole = self.master if kind == "master" else self.moments[kind]
+        return whole.narrow(0, offset, length)
+
+    def restore(self, kind: str, offset: int, values: Tensor) -> None:
+        """Take what `state` returned and was written to since: nothing is to be done where that is the state itself."""
+
     @property
     def moments(self) -> dict[str, Tensor]:
         """AdamW's state; it is created as zeros if no update has happened yet."""
@@ -76,5 +87,15 @@ class ParameterSlice(GradientSlice):
 
     def state(self, kind: str) -> Tensor:
         """Return the float32 "master" weights, or one of AdamW's moments."""
-        whole = self.home.master if kind == "master" else self.home.moments[kind]
-        return whole.narrow(0, self.offset, len(self.grad))
+        return self.home.state(kind, self.offset, len(self.grad))
+
+    def restore(self, kind: str, values: Tensor) -> None:
+        """Take what `state` returned and was written to since."""
+        self.home.restore(kind, self.offset, values)
+
+    def whole_master(self, device: torch.device) -> Tensor:
+        """Return all ranks' master weights of the parameter, in host memory; all ranks call it together."""
+        own = self.home.master.narrow(0, self.offset, self.size).to(device)
+        parts = own.new_empty(self.size * dist.get_world_size())
+        dist.all_gather_into_tensor(parts, own)
+        return parts[: self.numel].view(self.shape).cpu()

@@ -1,0 +1,58 @@
+"""Moments in 8 bits: bitsandbytes' update on whole tensors, and float32 moments that restore every bit."""
+
+import pytest
+import torch
+from bitsandbytes.optim import AdamW8bit
+
+from ulysses.zero.eight_bit import SIGNED, EightBitSubGroup
+from ulysses.zero.update import ParameterGroup
+
+LENGTHS = 4096, 5003, 8192 + 17  # blocks of 256, and ends of blocks
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def updated(device, start, *, same_table):
+    """Our sub-group after some updates, and what bitsandbytes' optimizer makes of the same parameters."""
+    flat = start.to(device, copy=True)
+    theirs = [part.clone().requires_grad_() for part in flat.split(LENGTHS)]
+    optimizer = AdamW8bit(theirs, **SETTINGS)
+    if same_table:
+        optimizer.name2qmap["dynamic"][0] = -1.0
+    weights = [part.clone() for part in flat.split(LENGTHS)]
+    ours = torch.optim.AdamW([flat], **SETTINGS)
+    few = EightBitSubGroup(ParameterGroup([]), [], weights, flat, ours)
+    rates = 10.0 ** torch.randint(-6, 0, (sum(LENGTHS),))
+    for step in range(8):
+        flat.grad = (torch.randn(sum(LENGTHS)) * rates).to(device)
+        for own, part in zip(theirs, flat.grad.split(LENGTHS)):
+            own.grad = part * 0.25
+        lr = optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        few.update(lr, 0.25)
+        optimizer.step()
+    assert torch.equal(torch.cat(weights), flat)
+    return few, torch.cat([own.detach() for own in theirs])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_update_is_that_of_bitsandbytes_and_restores_every_bit(device):
+    torch.manual_seed(0)
+    start = torch.randn(sum(LENGTHS))
+    # their table gives the largest element of a block -0.993 of it, if that is negative
+    for same_table, most in ((True, 1e-6), (False, 3e-3)):
+        few, wanted = updated(device, start, same_table=same_table)
+        change = (wanted - start.to(device)).norm()
+        assert (few.master - wanted).norm() <= most * change
+    for kind, moments in few.moments.items():
+        if kind in SIGNED:
+            _, *parts = moments
+            before = [[x.clone() for x in part] for part in parts]
+            for place, length in enumerate(LENGTHS):
+                at = kind, sum(LENGTHS[:place])
+                values = few.state(*at, length)
+                for part in parts:
+                    part[place].zero_()
+                few.restore(*at, values)
+                assert torch.equal(few.state(*at, length), values)
+            assert all(
+                torch.equal(*pair) for pair in zip(sum(before, []), [*parts[0], *parts[1]])
+            )

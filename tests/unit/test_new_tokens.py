@@ -1,0 +1,102 @@
+"""Tokens that a run adds: how their rows begin, and adapters with embeddings of their own in peft and transformers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from models.arch import ModelConfig
+from models.decoder import CausalLM
+from models.folders import ADAPTER_WEIGHTS, CONFIG, VOCABULARY
+from models.hf_format import WeightFiles
+from models.initial_weights import InitialWeights
+from models.lora import add_adapters, is_adapter, save_adapters
+from tests.model_folder import tiny_config, write_model
+from tests.zero_case import filled
+from ulysses import export
+from ulysses.config.schema import LoraSection, ModelSection
+from ulysses.disk import write_json
+from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+
+ROWS = {
+    61: [3, 4, 9],
+    62: [5],
+    63: [5],
+    10: [1, 2],
+}  # the last one is known, but of no token yet
+WIDTH = 16
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def start(request, tmp_path):
+    """A model of 61 tokens as a folder, and the weights of one of 64 that begins with it."""
+    tied = request.param
+    small = tiny_config(vocab_size=61, hidden_size=WIDTH, tie_word_embeddings=tied)
+    shape = ModelConfig.from_hf(small)
+    write_model(tmp_path / "base", shape)
+    grown = replace(shape, vocab_size=64)
+    return InitialWeights(grown, 0, tmp_path / "base", new_rows=ROWS)
+
+
+def test_rows_are_means_wherever_a_slice_begins(start):
+    for name in VOCABULARY[: 1 if start.shape.tie_word_embeddings else 2]:
+        old = start.files.read(name).view(61, WIDTH)
+        want = torch.cat([old, torch.zeros(3, WIDTH)])
+        for row, pieces in ROWS.items():
+            want[row] = old[pieces].mean(0)
+        for begin, stop in (
+            (0, 1024),
+            (5, 170),
+            (155, 163),
+            (975, 976),
+            (977, 993),
+            (980, 1024),
+        ):
+            out = torch.empty(stop - begin)
+            start.fill(name, want.shape, begin, out)
+            assert torch.equal(out, want.view(-1)[begin:stop])
+
+
+def logps(model, tokens):
+    """Of a model of transformers or peft, as ours returns them."""
+    found = model(tokens[None]).logits[0].log_softmax(-1)
+    return found[:-1].gather(1, tokens[1:, None])[:, 0]
+
+
+@torch.no_grad()
+def test_adapters_with_their_own_embeddings_are_those_of_peft(start, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    lora = LoraSection(rank=2, targets=["q_proj", "down_proj"], train=["embeddings"])
+    model = filled(add_adapters(CausalLM(start.shape), lora), start).eval()
+    trained = {n: p for n, p in model.named_parameters() if is_adapter(n, lora.train)}
+    assert trained.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    for parameter in trained.values():
+        parameter += 0.1 * torch.randn_like(parameter)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    save_adapters(
+        folder, trained, ModelSection(path=str(start.files.folder), lora=lora), reward=False
+    )
+    write_json(folder / CONFIG, start.shape.to_hf())
+    tokens = torch.tensor([1, 61, 10, 5, 63, 60, 62, 0])
+    batch = pack_shard([Sequence(tokens, torch.ones(8))], ParallelMesh(1), "cpu")
+    ours = model(batch).logps[:7]
+    base = AutoModelForCausalLM.from_pretrained(start.files.folder)
+    base.resize_token_embeddings(64, mean_resizing=False)
+    peft = PeftModel.from_pretrained(base, folder).eval()
+    assert_close(logps(peft, tokens), ours, rtol=1e-5, atol=1e-5)
+    assert export.main(["--merge", str(folder), str(tmp_path / "out")]) == 0
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert_close(logps(whole, tokens), ours, rtol=1e-5, atol=1e-5)
+    if start.shape.tie_word_embeddings:  # what this engine could not train
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+        tensors[f"base_model.model.{VOCABULARY[1]}"] += 1
+        save_file(tensors, folder / ADAPTER_WEIGHTS)
+        with pytest.raises(ValueError, match="another lm_head than embedding"):
+            WeightFiles(folder)
