@@ -54,7 +54,8 @@ def start_samples(run: Any) -> Callable[[int], None]:
         # before the first token that is trained; a prompt alone has none
         heads = [max(1, [*map(bool, row.loss_weights), True].index(True)) for row in rows]
         prompts = [row.tokens[:head].tolist() for row, head in zip(rows, heads)]
-        answers = [Completion(row.tokens[head:]) for row, head in zip(rows, heads)]
+        rest = [row.tokens[head:] for row, head in zip(rows, heads)]
+        answers = [Completion(tokens) for tokens in rest if len(tokens)]
     else:
         template = ChatTemplate(inputs.tokenizer, config.data.chat_template)
         turns = [template.render([Message("user", text)]) for text in wanted]
