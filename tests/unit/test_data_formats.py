@@ -31,6 +31,7 @@ MESSAGES = {
     "other": '{"role": "assistant", "content": "b"}',
     "human": '{"from": "human", "value": "q"}',
     "gpt": '{"from": "gpt", "value": "a"}',
+    "call": '{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments":',
 }
 
 
@@ -270,7 +271,7 @@ def test_message_weights(read):
 
 
 @pytest.mark.parametrize(
-    "row, kind, sentence",
+    "row, kinds, sentence",
     table(r"""
 {"instruction": "q"} => sequence => row 1 has no 'completion' or 'response' or 'answer' or
 {"instruction": 3, "output": "a"} => sequence => row 1 'instruction' is int, not a string
@@ -295,12 +296,56 @@ def test_message_weights(read):
 => sequence => the column 'images', but only text .*columns = .unused = .images
 {"text": "x", "audio": {"path": "a.wav"}} => text => the column 'audio'
 {"prompt": "q", "chosen": "a", "rejected": "b", "video": "a.mp4"} => prompt => the column 'video'
+{"messages": [$user, $bot], "loss_mask": [1]} => sequence => 2 messages but another number of marks in 'loss_mask'
+{"messages": [$user, $bot], "loss_mask": [1, 1]} => sequence => message 1 gives the weight 1 to a user message
+{"messages": [$user, $bot], "loss_mask": [0, "yes"]} => sequence => not a finite number
+{"prompt": "q", "completion": "a", "loss_mask": [0, 1]} => sequence => not a finite number
+{"prompt": "q", "completion": "a", "train": "0"} => sequence => not a finite number
+{"prompt": "q", "completion": "a", "weight": 0.5} => sequence => has the weight 0.5, but only messages and sources
+{"messages": [$user, $bot], "loss": 0.5} => sequence => has the weight 0.5, but only messages and sources
+{"messages": [$user, $bot], "chat_template_kwargs": [1]} => sequence => 'chat_template_kwargs' is not JSON
+{"messages": [$user, $bot], "chat_template_kwargs": "{"} => sequence => 'chat_template_kwargs' is not JSON
+{"messages": [$user, $bot], "tools": 5} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": "5"} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": [5]} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": true} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": "\"f\""} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": "[1"} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": [{"name": "f"}], "functions": [{"name": "f"}]} \
+=> sequence => has both 'tools' and 'functions', which mean the same
+{"messages": [$user, {"role": null, "content": "a"}]} => sequence => message 2 has the role
+{"messages": [$user, {"role": [], "content": "a"}]} => sequence => message 2 has the role
+{"messages": [$user, {"role": {}, "content": "a"}]} => sequence => message 2 has the role
+{"messages": [$user, {"role": 5, "content": "a"}]} => sequence => message 2 has the role
+{"messages": [$user, {"role": "assistant", "tool_calls": 5}]} => sequence => message 2 has a tool call without a name
+{"messages": [$user, {"role": "assistant", "tool_calls": true}]} => sequence => a tool call without a name
+{"messages": [$user, {"role": "assistant", "tool_calls": "{"}]} => sequence => tool_calls that are not JSON
+{"messages": [$user, {"role": "assistant", "tool_calls": "x"}]} => sequence => tool_calls that are not JSON
+{"messages": [$user, {"role": "assistant", "tool_calls": {"a": 1}}]} => sequence => a tool call without a name
+{"messages": [$user, {"role": "assistant", "tool_calls": [5]}]} => sequence => a tool call without a name
+{"messages": [$user, $call "{\"x\": "}}]}]} => sequence => message 2 has a tool call whose arguments are not JSON
+{"messages": [$user, $call "print(1)"}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call "\"{\\\"x\\\": \""}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call "[1]"}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call [1]}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call 5}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call "\"text\""}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call "{\"x\": 1, \"x\": 2}"}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call "{\"x\": \"\\ud800\"}"}}]}]} => sequence => a tool call whose arguments are not JSON
+{"prompt": "q", "responses": ["a", "b"], "label": true} => pair ranked unpaired => 2 answers but not one order of them
+{"prompt": "q", "responses": ["a", "b"], "scores": [1], "label": true} => pair ranked unpaired => but not one order
+{"prompt": "q", "responses": ["a", "b"], "scores": 3, "label": true} => pair ranked unpaired => but not one order
+{"prompt": "q", "responses": ["a", "b"], "scores": [1, 2], "rewards": [2, 1], "label": 1} \
+=> pair ranked unpaired => row 1 has 2 answers but not one order of them; give
+{"prompt": "q", "responses": ["a", "b"], "scores": [1, 2], "ranks": [1, 2], "label": 1} \
+=> pair ranked unpaired => row 1 has 2 answers but not one order of them; give
 """),
 )
-def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kind, sentence):
-    with pytest.raises(DataError, match=sentence) as caught:
-        read(row, kind)
-    assert str(tmp_path / "rows.jsonl") in str(caught.value)
+def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kinds, sentence):
+    for kind in kinds.split():
+        with pytest.raises(DataError, match=sentence) as caught:
+            read(row, kind)
+        assert str(tmp_path / "rows.jsonl") in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +354,11 @@ def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kind, senten
 {"instruction": "q", "output": " "} => sequence => empty answer
 {"instruction": "", "output": "a"} => sequence => empty prompt
 {"instruction": "q", "output": "a", "label": false} => sequence => its label is false
+{"instruction": "q", "output": "a", "label": "False"} => sequence => its label is false
+{"instruction": "q", "output": "a", "kto_tag": 0} => sequence => its label is false
+{"instruction": "q", "output": "a", "label": "spam", "kto_tag": false} => sequence => its label is false
+{"instruction": "q", "output": "a", "train": false} => sequence => it is marked as not to be trained
+{"instruction": "q", "output": "a", "loss_weight": 0, "train": true} => sequence => it is marked as not to be trained
 {"instruction": "q", "chosen": "a", "rejected": "a"} => pair => chosen and rejected are the same
 {"instruction": "q", "chosen": "a", "rejected": ""} => pair => empty answer
 {"prompt": "q", "chosen": [$user, $bot], "rejected": "b"} \

@@ -144,6 +144,35 @@ def test_variables_are_those_that_transformers_gives(tokenizer, shown, tmp_path)
     ) and whole.startswith(prompt)
 
 
+OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    "of_run, of_source, thinks",
+    [({}, {}, "11110"), (OFF, {}, "00010"), ({}, OFF, "00010"), (OFF, ON, "11110"), (ON, OFF, "00010")],
+)  # fmt: skip
+def test_of_the_variables_the_nearest_one_holds(
+    shown, open_rows, tmp_path, of_run, of_source, thinks
+):
+    """A null is none; and what is not set leaves cached tokens where they were."""
+    given = {}, None, {"enable_thinking": None}, ON, OFF
+    rows = [{"prompt": "q", "completion": "a", "chat_template_kwargs": own} for own in given]
+    more = {"template": "qwen3", "source": {"chat_template_kwargs": of_source}}
+    texts = shown(rows, chat_template_kwargs=of_run, **more)
+    assert "".join(str(int("[<think>" in text)) for text in texts) == thinks
+    open_rows(rows, length=4096, template="qwen3")
+    assert len([*tmp_path.glob("cache/tokenized/*")]) == 1 + bool(of_run or of_source)
+
+
+def test_a_sources_system_prompt_is_for_conversations_without_one(shown):
+    own, talk = {"role": "system", "content": "own"}, [ASK, said("a")]
+    rows = [{"messages": talk}, {"messages": talk, "system": "own"}, {"messages": [own, *talk]}]
+    said_to = [
+        text.split("<|im_end|>")[0] for text in shown(rows, source={"system": "be kind"})
+    ]
+    assert said_to == [f"<|im_start|>system\n{system}" for system in ("be kind", "own", "own")]
+
+
 def test_a_variable_cannot_forge_a_turn(tmp_path, open_rows, tokenizer):
     (tmp_path / "t.jinja").write_text("{{ note }}" + PLAIN_CHATML)
     row = {"messages": [ASK, said("a")], "chat_template_kwargs": {"note": "<|im_end|>"}}
@@ -158,22 +187,6 @@ OTHER = {"'label' is neither true nor false, and was not read": 1}
 def test_a_label_of_another_kind_is_not_ours_in_sft(open_rows, label):
     report = open_rows([{"prompt": "q", "completion": "a", "label": label}]).report
     assert report.kept == 1 and not report.dropped and report.notes == OTHER
-
-
-@pytest.mark.parametrize(
-    "mark, reason",
-    [
-        ({"train": False}, "it is marked as not to be trained"),
-        ({"loss_weight": 0, "train": True}, "it is marked as not to be trained"),
-        ({"label": False}, "its label is false"),
-        ({"label": "False"}, "its label is false"),
-        ({"kto_tag": 0}, "its label is false"),
-        ({"label": "spam", "kto_tag": False}, "its label is false"),
-    ],
-)
-def test_a_row_that_is_marked_as_a_whole_is_left_out(open_rows, mark, reason):
-    good = {"prompt": "q", "completion": "a"}
-    assert open_rows([good, {**good, **mark}]).report.dropped == {reason: 1}
 
 
 # ------------------------------------------------------------------------------------------------------------- calls
@@ -287,49 +300,20 @@ def test_rows_that_say_the_same_are_the_same(shown, rows, shows):
     assert len({*texts}) == 1 and shows in texts[0]
 
 
-PLAIN = {"prompt": "q", "completion": "a"}
-RANKED = {"prompt": "q", "responses": ["a", "b"], "label": True}
-
-
-def chat(row=(), **more):
-    return {"messages": [ASK, said("a", **more)], **dict(row)}
-
-
 @pytest.mark.parametrize(
-    "sentence, rows",
+    "sentence, more, row",
     [
-        ("has 2 messages but another number of marks in 'loss_mask'", [chat({"loss_mask": [1]})]),
-        ("message 1 gives the weight 1 to a user message", [chat({"loss_mask": [1, 1]})]),
-        (".* not a finite number",
-         [chat({"loss_mask": [0, "yes"]}), {**PLAIN, "loss_mask": [0, 1]}, {**PLAIN, "train": "0"}]),
-        ("has the weight 0.5, but only messages and sources", [{**PLAIN, "weight": 0.5}, chat({"loss": 0.5})]),
-        ("has a message with the key", [chat(is_masked=False), chat(learn=0)]),
-        ("has an answer that is not to be trained, but data.train_on is all", [chat(weight=0)]),
-        ("sets '.*' in chat_template_kwargs, which",
-         [chat({"chat_template_kwargs": v}) for v in ({"enable_thinking": False}, {"tools": TOOLS}, {"messages": []})]),
-        ("'chat_template_kwargs' is not JSON", [chat({"chat_template_kwargs": v}) for v in ([1], "{")]),
-        ("message 2 has a tool call whose arguments are not JSON",
-         [*map(calling, ('{"x": ', "print(1)", json.dumps('{"x": '), "[1]", [1], 5, '"text"', '{"x": 1, "x": 2}',
-                         r'{"x": "\ud800"}'))]),
-        ("message 2 has (a tool call without a name|tool_calls that are not JSON)",
-         [chat(tool_calls=calls) for calls in (5, True, "{", "x", {"a": 1}, [5])]),
-        ("'tools' must be a list of tool descriptions", [chat({"tools": t}) for t in (5, "5", [5], True, '"f"', "[1")]),
-        ("has both 'tools' and 'functions', which mean the same", [chat({"tools": TOOLS, "functions": [FUNCTION]})]),
-        ("message 2 has the role", [chat(role=role) for role in (None, [], {}, 5)]),
+        ("has a message with the key", {"is_masked": False}, {}),
+        ("has a message with the key", {"learn": 0}, {}),
+        ("has an answer that is not to be trained, but data.train_on is all", {"weight": 0}, {}),
+        ("sets 'a' in chat_template_kwargs, which", {}, {"chat_template_kwargs": {"a": 1}}),
+        ("sets 'tools' in chat_template_kwargs, which", {}, {"chat_template_kwargs": {"tools": TOOLS}}),
     ],
 )  # fmt: skip
-def test_what_a_row_cannot_mean_is_refused(open_rows, sentence, rows):
-    for row in rows:
-        with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}"):
-            open_rows([PLAIN, row], train_on="all" if "train_on" in sentence else "assistant")
-    open_rows([chat({"chat_template_kwargs": {"other": None}})])
-
-
-@pytest.mark.parametrize("kind", ["pair", "ranked", "unpaired"])
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"scores": [1]}, {"scores": 3}, {"scores": [1, 2], "rewards": [2, 1]}, {"scores": [1, 2], "ranks": [1, 2]}],
-)  # fmt: skip
-def test_answers_without_an_order_are_no_preference(open_rows, kind, more):
-    with pytest.raises(DataError, match="row 1 has 2 answers but not one order of them; give"):
-        open_rows([{**RANKED, **more}], kind)
+def test_what_a_template_does_not_show_is_refused(open_rows, sentence, more, row):
+    good = {"messages": [ASK, said("a")], "chat_template_kwargs": {"other": None}}
+    with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}"):
+        open_rows(
+            [good, {"messages": [ASK, said("a", **more)], **row}],
+            train_on="all" if "train_on" in sentence else "assistant",
+        )

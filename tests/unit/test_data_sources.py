@@ -1,4 +1,6 @@
-"""What a list of sources may say: probabilities and what ends an epoch, prompts, template variables, named sets."""
+"""A list of sources: what share of an epoch each has, which examples are a set of their own, and what is refused."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +11,9 @@ from ulysses.data import DataError
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.steps import StepLoader
 from ulysses.data.serve.tokenise import open_dataset
+from ulysses.run.trainer import Trainer
+from ulysses.watch.watch import Watch
 
-ASK = {"role": "user", "content": "q"}
 SIZES = {"a": 40, "b": 10, "c": 0}
 
 
@@ -83,6 +86,7 @@ def test_an_epoch_has_the_shares_that_are_asked_for(opened, strategy, shares, ta
         (({"path": "a", "chat_template_kwargs": "x"},), "chat_template_kwargs: Input should be a valid dict"),
         (({"path": "a", "chat_template_kwargs": {"enable_thinking": False}},),
          "chat_template_kwargs of .*a.jsonl sets 'enable_thinking', which the chat template does not read; remove it"),
+        (({"path": "a", "chat_template_kwargs": {"messages": []}},), "sets 'messages', which"),
         (({"path": "a"}, {"path": "c", "name": "x"}), "no example is left of .*c.jsonl, which has a"),
     ],
 )  # fmt: skip
@@ -97,45 +101,6 @@ def test_documents_have_no_conversations(opened, more):
         opened({"path": "a", **more}, kind="text")
 
 
-def test_variables_of_the_run_the_source_and_the_row(tmp_path, tokenizer, opened):
-    """The nearest one holds; a null is none. What is not set leaves the tokens where they were."""
-    of_rows = {}, None, *({"enable_thinking": value} for value in (None, True, False))
-    rows = [
-        {"prompt": [ASK], "completion": "a", "chat_template_kwargs": own} for own in of_rows
-    ]
-    write_rows(tmp_path / "d.jsonl", rows)
-
-    def thinks(of_run, of_source):
-        source = {"path": "d", "chat_template_kwargs": of_source}
-        data = opened(source, chat_template="qwen3", chat_template_kwargs=of_run)
-        trained = [e.sequences[0].tokens[e.sequences[0].loss_weights != 0] for e in data]
-        return data, ["<think>" in tokenizer.decode(tokens) for tokens in trained]
-
-    off, on = {"enable_thinking": False}, {"enable_thinking": True}
-    plain, found = thinks({}, {})
-    assert found == [True, True, True, True, False]
-    assert thinks(off, {})[1] == thinks({}, off)[1] == [False, False, False, True, False]
-    assert thinks(off, on)[1] == [True, True, True, True, False]
-    folders = {data.folder for data, _ in (thinks({}, {}), thinks(off, {}), thinks({}, off))}
-    assert len(folders) == 3 and plain.folder in folders
-    with pytest.raises(DataError, match="^data.chat_template_kwargs sets 'messages', which"):
-        thinks({"messages": []}, {})
-
-
-def test_a_sources_system_prompt_is_for_conversations_without_one(tmp_path, tokenizer, opened):
-    own, answer = {"role": "system", "content": "own"}, {"role": "assistant", "content": "a"}
-    rows = [{"messages": [ASK, answer]}, {"prompt": "q", "completion": "a", "system": "own"},
-            {"messages": [own, ASK, answer]}]  # fmt: skip
-    write_rows(tmp_path / "d.jsonl", rows)
-    texts = [
-        tokenizer.decode(e.sequences[0].tokens)
-        for e in opened({"path": "d", "system": "be kind"})
-    ]
-    for text, system in zip(texts, ("be kind", "own", "own"), strict=True):
-        assert text == (f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
-                        "<|im_start|>assistant\na<|im_end|>")  # fmt: skip
-
-
 def test_a_named_set_has_a_loader_of_its_own(opened):
     data = opened({"path": "a", "name": "math"}, {"path": "b"}, {"path": "b", "name": "math"})
     sets = loader(data, shuffle=False).sets()
@@ -144,6 +109,9 @@ def test_a_named_set_has_a_loader_of_its_own(opened):
         "math": [*range(40), *range(50, 60)],
     }
     assert sets["math"].steps_per_epoch == 13
+    stage = SimpleNamespace(evaluate=lambda loader: {"loss": loader.examples_per_epoch})
+    trainer = SimpleNamespace(stage=stage, eval_loader=sets[""], watch=Watch())
+    assert Trainer.evaluate(trainer) == {"eval/loss": 60, "eval/math/loss": 50}
 
 
 def test_names_and_probabilities_are_no_part_of_what_is_cached(opened):

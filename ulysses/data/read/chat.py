@@ -181,8 +181,9 @@ class ChatTemplate:
         calls = any(message.tool_calls for message in messages)
         for used, key in ((tools, "tools"), (calls, "tool_calls")):
             if used and key not in self.text:
-                what = key.replace("_", " ")
-                raise DropRowError(f"the chat template has no place for {what}")
+                raise DropRowError(
+                    f"the chat template has no place for {key.replace('_', ' ')}"
+                )
         plain = [self._plain(message) for message in messages]
         given = dict(variables or {})
         if unread := given.keys() - self._variables:
