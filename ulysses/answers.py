@@ -108,6 +108,8 @@ def read(rows: str, kind: str, report: Report) -> Iterator[Record]:
 
 def write(trained: Trained, rows: str, out: Path, *, reward: bool) -> None:
     """Write the rows with the responses that were generated, or with the scores of their answers."""
+    if out.exists():
+        raise ValueError(f"{out.absolute()} exists already; name another file")
     report = Report()
     records = read(rows, "ranked" if reward else "prompt", report)
     with out.open("x", encoding="utf-8") as file:

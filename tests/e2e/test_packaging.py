@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.e2e.launch import ROOT, environment, run_script
 from tests.model_folder import demo_model
@@ -135,9 +136,12 @@ def test_the_command_works_from_any_folder_and_answers_at_once(installed, tmp_pa
 
 
 def test_every_file_that_the_image_copies_exists():
-    """There is no docker here."""
+    """There is no docker here, nor a cluster: the other files are read as YAML, with the commands that they name."""
+    for name in ("skypilot", "kubernetes"):
+        text = (ROOT / f"examples/{name}.yaml").read_text()
+        assert all(yaml.safe_load_all(text)) and "ulysses.train" in text
     text = (ROOT / "Dockerfile").read_text()
-    copied = " ".join(re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)).split()
+    copied = " ".join(re.findall(r"^COPY ([^-].*) \S+$", text, re.MULTILINE)).split()
     assert all((ROOT / name).exists() for name in copied)
     read = {PROJECT["readme"], *PROJECT["license-files"]}  # by the build of the package
     assert {*PACKAGES, "configs", "examples", "pyproject.toml", *read} <= set(copied)
@@ -147,13 +151,16 @@ def test_one_version_everywhere():
     assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_the_notebooks_cells_run_in_order(tmp_path):
+@pytest.mark.parametrize("name, run", [("single_gpu", "notebook"), ("dpo_lora", "preferences")])
+def test_the_notebooks_cells_run_in_order(name, run, tmp_path):
     """At toy size, with a model of random weights in place of the downloaded one."""
-    cells = json.loads((ROOT / "examples/single_gpu.ipynb").read_text())["cells"]
+    cells = json.loads((ROOT / f"examples/{name}.ipynb").read_text())["cells"]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     model = demo_model(tmp_path / "model")
     for name, value in (("MODEL", str(model)), ("STEPS", 3), ("DTYPE", "float32")):
         code, found = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value!r}", code)
         assert found == 1
     assert "3 steps, loss" in run_script(code, tmp_path).stdout
-    assert (tmp_path / "runs/notebook/report.html").exists()
+    assert (tmp_path / f"runs/{run}/report.html").exists()
+    answers = tmp_path / "answers.jsonl"
+    assert name != "dpo_lora" or "response" in json.loads(answers.read_text())

@@ -4,10 +4,15 @@ import pytest
 import torch
 from bitsandbytes.optim import AdamW8bit
 
-from ulysses.zero.eight_bit import SIGNED, EightBitSubGroup
+from ulysses.zero.eight_bit import PLACES, EightBitSubGroup
 from ulysses.zero.update import ParameterGroup
 
-LENGTHS = 4096, 5003, 8192 + 17  # blocks of 256, and ends of blocks
+LENGTHS = (
+    4096,
+    5003,
+    300,
+    8192 + 17,
+)  # blocks of 256, ends of blocks, and one too small for 8 bits
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -20,10 +25,11 @@ def updated(device, start, *, same_table):
         optimizer.name2qmap["dynamic"][0] = -1.0
     weights = [part.clone() for part in flat.split(LENGTHS)]
     ours = torch.optim.AdamW([flat], **SETTINGS)
+    flat.grad = torch.zeros_like(flat)
     few = EightBitSubGroup(ParameterGroup([]), [], weights, flat, ours)
     rates = 10.0 ** torch.randint(-6, 0, (sum(LENGTHS),))
     for step in range(8):
-        flat.grad = (torch.randn(sum(LENGTHS)) * rates).to(device)
+        flat.grad.copy_(torch.randn(sum(LENGTHS)) * rates)
         for own, part in zip(theirs, flat.grad.split(LENGTHS)):
             own.grad = part * 0.25
         lr = optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
@@ -42,17 +48,18 @@ def test_update_is_that_of_bitsandbytes_and_restores_every_bit(device):
         few, wanted = updated(device, start, same_table=same_table)
         change = (wanted - start.to(device)).norm()
         assert (few.master - wanted).norm() <= most * change
-    for kind, moments in few.moments.items():
-        if kind in SIGNED:
-            _, *parts = moments
-            before = [[x.clone() for x in part] for part in parts]
-            for place, length in enumerate(LENGTHS):
-                at = kind, sum(LENGTHS[:place])
-                values = few.state(*at, length)
-                for part in parts:
-                    part[place].zero_()
-                few.restore(*at, values)
-                assert torch.equal(few.state(*at, length), values)
-            assert all(
-                torch.equal(*pair) for pair in zip(sum(before, []), [*parts[0], *parts[1]])
-            )
+    starts = [sum(LENGTHS[:place]) for place in range(len(LENGTHS))]
+    tensors = [
+        x
+        for state in few.optimizer.state.values()
+        for x in state.values()
+        if torch.is_tensor(x)
+    ]
+    before = [x.clone() for x in tensors]
+    assert {x.dtype for x in before} == {torch.uint8, torch.float32} and few.updates == 8
+    for kind in PLACES:
+        for at, length in zip(starts, LENGTHS):
+            values = few.state(kind, at, length)
+            few.restore(kind, at, values.clone())
+            assert torch.equal(few.state(kind, at, length), values)
+    assert all(map(torch.equal, tensors, before))

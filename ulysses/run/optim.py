@@ -1,7 +1,6 @@
 """What changes the weights: AdamW and its parameter groups, gradient policies, and the learning rate of each step."""
 
 import math
-from itertools import product
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ from torch import nn
 from ulysses.config.schema import OptimizerSection
 from ulysses.zero.deepspeed_internals import whole_shape
 from ulysses.zero.update import ParameterGroup
-
-SMALLEST = 4096  # elements of a parameter whose moments are quantised, as bitsandbytes has it
 
 
 def parameter_groups(
@@ -26,22 +23,21 @@ def parameter_groups(
     Args:
         scopes: submodules with factors of their learning rates, which are split by themselves; the first one has all
             that is in no other. None is all as one.
-        eight_bit: quantise the moments of all but the smallest parameters.
+        eight_bit: quantise the moments.
     """
     rates = scopes or {"default": 1.0}
-    members: dict[tuple[str, bool, bool], list[nn.Parameter]] = {
-        key: [] for key in product(rates, (True, False), (True, False))
+    members: dict[tuple[str, bool], list[nn.Parameter]] = {
+        (scope, decays): [] for scope in rates for decays in (True, False)
     }
     for name, p in model.named_parameters():
         if p.requires_grad:
             first = name.partition(".")[0]
             scope = first if first in rates else next(iter(rates))
             decays = len(whole_shape(p)) > 1 and "_bias" not in name  # those of experts
-            quantised = eight_bit and whole_shape(p).numel() >= SMALLEST
-            members[scope, decays, quantised].append(p)
+            members[scope, decays].append(p)
     return [
-        ParameterGroup(parameters, weight_decay * decays, scope, rates[scope], quantised)
-        for (scope, decays, quantised), parameters in members.items()
+        ParameterGroup(parameters, weight_decay * decays, scope, rates[scope], eight_bit)
+        for (scope, decays), parameters in members.items()
         if parameters
     ]
 

@@ -79,5 +79,5 @@ def load_state(engine: Any, folder: Path) -> None:
             saved.read_into(values, s.name, kind, s.start)
             s.restore(kind, values)
     for sub_group in engine.sub_groups:
-        sub_group.moments["step"].fill_(saved.updates)
+        sub_group.updates = saved.updates
     engine.publish()

@@ -42,7 +42,7 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
         name = f"{stem}.{kind}.safetensors"
         digests[name] = write_digested(folder / name, chain(start, parts))
     record |= {
-        "updates": int(engine.sub_groups[0].moments["step"]),
+        "updates": engine.sub_groups[0].updates,
         "digests": digests,
         "pieces": [[s.name, s.start, len(s.grad), at] for s, at in zip(slices, starts)],
     }

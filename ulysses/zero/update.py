@@ -66,6 +66,15 @@ class SubGroup:
         """Take what `state` returned and was written to since: nothing is to be done where that is the state itself."""
 
     @property
+    def updates(self) -> int:
+        """How many updates there were."""
+        return int(self.moments["step"])
+
+    @updates.setter
+    def updates(self, number: int) -> None:
+        self.moments["step"].fill_(number)
+
+    @property
     def moments(self) -> dict[str, Tensor]:
         """AdamW's state; it is created as zeros if no update has happened yet."""
         state = self.optimizer.state[self.master]

@@ -1,0 +1,120 @@
+"""`ulysses chat`, `generate` and `score`: what transformers says of the same folder, and refusals in one sentence."""
+
+import io
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from ulysses.data.read.templates import template_text
+
+from models.arch import ModelConfig
+from models.decoder import RewardModel
+from models.folders import CONFIG
+from models.hf_format import write_weights
+from tests.model_folder import demo_model, init_weights
+from ulysses.answers import main
+from ulysses.disk import write_json
+
+QUESTIONS = ["Where is the lamp?", "Who owns the brown table, and what is it made of?", "Hi"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A language model, a reward model, and rows for both."""
+    place = tmp_path_factory.mktemp("answers")
+    demo_model(place / "model")
+    (place / "model/chat_template.jinja").write_text(template_text(None, "chatml"))
+    shape = ModelConfig.from_hf(json.loads((place / "model" / CONFIG).read_text()))
+    reward = RewardModel(shape)
+    init_weights(reward)
+    shutil.copytree(
+        place / "model", place / "reward", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    write_weights(place / "reward", reward.named_parameters())
+    write_json(place / "reward" / CONFIG, shape.to_hf(reward=True))
+    rows = [
+        {"messages": [{"role": "user", "content": text}], "id": i}
+        for i, text in enumerate(QUESTIONS)
+    ]
+    pairs = [
+        {"prompt": QUESTIONS[0], "chosen": "In the hall.", "rejected": "No."},
+        {"prompt": "Hi", "response": "Ahoy!"},
+    ]
+    for name, content in (("rows", rows), ("pairs", pairs)):
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    return place
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@torch.no_grad()
+def test_answers_are_those_of_transformers(place, tmp_path, monkeypatch, capsys):
+    given = str(place / "model"), str(place / "rows.jsonl"), str(tmp_path / "out.jsonl")
+    assert main(["generate", *given, "--tokens", "6", "--greedy"]) == 0
+    model, tokenizer = (
+        kind.from_pretrained(given[0]) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    for row, question in zip(lines(tmp_path / "out.jsonl"), QUESTIONS, strict=True):
+        chat = [{"role": "user", "content": question}]
+        tokens = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        said = model.generate(**tokens, max_new_tokens=6, do_sample=False)[
+            0, tokens["input_ids"].shape[1] :
+        ]
+        assert row["response"] == tokenizer.decode(said, skip_special_tokens=True)
+        assert row["messages"] == chat and row["id"] == QUESTIONS.index(question)
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTIONS[0]}\n{QUESTIONS[1]}\n\nnot read"))
+    assert main(["chat", given[0], "--tokens", "6", "--greedy"]) == 0
+    first, *_ = lines(tmp_path / "out.jsonl")
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"> {first['response']}".rstrip()) and shown.count("> ") == 3
+
+
+@torch.no_grad()
+def test_scores_are_those_of_transformers(place, tmp_path):
+    given = str(place / "reward"), str(place / "pairs.jsonl"), str(tmp_path / "out.jsonl")
+    assert main(["score", *given]) == 0
+    model = AutoModelForSequenceClassification.from_pretrained(given[0], num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(given[0])
+    for row, count in zip(lines(tmp_path / "out.jsonl"), (2, 1), strict=True):
+        answers = [row[key] for key in ("chosen", "rejected", "response") if key in row]
+        assert len(row["scores"]) == count == len(answers)
+        for answer, score in zip(answers, row["scores"]):
+            chat = [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": answer},
+            ]
+            text = tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
+            tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+            assert score == pytest.approx(model(tokens).logits.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (
+            "score model rows.jsonl out",
+            "is a LlamaForCausalLM; ulysses score takes a reward model",
+        ),
+        ("chat reward", "is a LlamaForSequenceClassification"),
+        (
+            "generate model rows.jsonl rows.jsonl",
+            "rows.jsonl exists already; name another file",
+        ),
+        ("generate model absent.jsonl out", "absent.jsonl does not exist"),
+        ("generate absent/model rows.jsonl out", "there is no folder"),
+    ],
+)
+def test_refusals(words, sentence, place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    before = (place / "rows.jsonl").read_bytes()
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and sentence in said
+    assert (place / "rows.jsonl").read_bytes() == before
