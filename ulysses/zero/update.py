@@ -72,9 +72,8 @@ class ParameterSlice(GradientSlice):
     parameter: nn.Parameter
     size: int  # elements of every rank's slice, padding included
     home: SubGroup
-    offset: int  # in the master weights
 
     def state(self, kind: str) -> Tensor:
-        """Return the float32 "master" weights, or one of AdamW's moments."""
+        """Return the float32 "master" weights, or one of AdamW's moments, which lie like the gradients."""
         whole = self.home.master if kind == "master" else self.home.moments[kind]
-        return whole.narrow(0, self.offset, len(self.grad))
+        return whole.narrow(0, self.grad.storage_offset(), len(self.grad))

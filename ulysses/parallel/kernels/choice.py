@@ -64,7 +64,7 @@ def resolve_kernel(
     dtype: torch.dtype,
     head_dim: int,
     *,
-    documents: int | None = None,
+    documents: int = 0,
     window: int | None = None,
 ) -> KernelChoice:
     """Check a requested kernel, or find the fastest one for "auto"; every rank decides the same.
@@ -265,17 +265,12 @@ def _or_short(kernel: Kernel) -> Kernel:
     """
 
     def forward(inputs: Inputs, segments: Segments) -> Results:
-        if short.usable(inputs, segments):
-            return short.forward(inputs, segments.cu_q, segments.max_q)
-        return kernel.forward(inputs, segments)
+        chosen: Any = short if short.usable(inputs, segments) else kernel
+        return chosen.forward(inputs, segments)
 
-    def backward(
-        dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, segments: Segments
-    ) -> Gradients:
-        given = dout, inputs, out, lse
-        if short.usable(inputs, segments):
-            return short.backward(*given, segments.cu_q, segments.max_q)
-        return kernel.backward(*given, segments)
+    def backward(dout: Tensor, inputs: Inputs, *others: Any) -> Gradients:
+        chosen: Any = short if short.usable(inputs, others[-1]) else kernel
+        return chosen.backward(dout, inputs, *others)
 
     return kernel._replace(forward=forward, backward=backward)
 
