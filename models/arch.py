@@ -158,9 +158,8 @@ class ModelConfig:
                 "rope_scaling; correct one of them"
             )
         fixed = {**NEUTRAL, "hidden_act": family.activation, **family.fixed}
-        fixed = {name: x for name, x in fixed.items() if name not in family.defaults}
         for name, value in fixed.items():
-            if stated.get(name) not in (None, value):
+            if name not in family.defaults and stated.get(name) not in (None, value):
                 raise ValueError(
                     f"config.json has {name} = {stated[name]!r:.60}, which these models do not compute; use a model "
                     "without it"
@@ -275,13 +274,10 @@ class ModelConfig:
 
     def describe_window(self) -> str:
         """Return a line about the longest sequence that the positions were made for."""
-        scaling = self.rope_scaling
         rope = "default rope"
-        if scaling:
-            original = scaling.original_max_position_embeddings
-            rope = (
-                f"{scaling.rope_type} rope, factor {scaling.factor:g} over {original:,} tokens"
-            )
+        if scaling := self.rope_scaling:
+            original = f"{scaling.original_max_position_embeddings:,} tokens"
+            rope = f"{scaling.rope_type} rope, factor {scaling.factor:g} over {original}"
         return f"window: {self.max_position_embeddings:,} tokens ({rope}, theta {self.rope_theta:,g})"
 
 

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.arch import ModelConfig
-from models.modules import Linear, MakeLinear, RMSNorm, Unfilled, some_columns
+from models.modules import NO_NORM, Linear, MakeLinear, Norm, RMSNorm, Unfilled, some_columns
 from models.ops.activation import ActivateNode
 from models.ops.delta_rule import Convolution, Rule, convolve, delta_rule, mix_pack
 from models.ops.norm import NormNode, NormRule
 from models.ops.plain import is_plain, is_watched
 from ulysses.memory.levels import Rope
 from ulysses.memory.size import MixerSize, Setting
+from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.whole_rows import RowHeads
 
@@ -40,11 +41,13 @@ class GatedDelta(nn.Module):
 
     has_gate = True
 
-    def __init__(self, config: ModelConfig, kernel: str, linear: MakeLinear) -> None:
+    def __init__(
+        self, config: ModelConfig, attention: UlyssesAttention, linear: MakeLinear
+    ) -> None:
         super().__init__()
         assert config.delta is not None
         D, self.shape = config.hidden_size, config.delta
-        self.kernel, self.fused = kernel, config.family.fused_projections
+        self.kernel, self.fused = attention.kernel, config.family.fused_projections
         widths, H = self.shape.widths, self.shape.linear_num_value_heads
         # as many columns as heads are too few for the blocks of a quantised matrix
         if self.fused:
@@ -64,17 +67,17 @@ class GatedDelta(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
         """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
-        *heads, _ = self.project(x, None, rope)
-        return self.output(self.mix(*heads, plan=plan), x, None)
+        *heads, _ = self.project(x, NO_NORM, rope)
+        return self.output(self.mix(*heads, plan=plan), x, NO_NORM)
 
     @property
     def is_watched(self) -> bool:
         """Whether only a call of the whole module runs somebody's hook."""
         return is_watched(self) or is_watched(self.conv1d)
 
-    def project(self, hidden: Tensor, norm: RMSNorm | None, rope: Rope) -> tuple[Tensor, ...]:
+    def project(self, hidden: Tensor, norm: Norm, rope: Rope) -> tuple[Tensor, ...]:
         """Return q | k | v [S, F], b and a [S, H] of the layer's input, and the input, for `output`."""
-        x = hidden if norm is None else norm(hidden)
+        x = norm(hidden)
         if not self.fused:
             return self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x), hidden
         qkv = torch.cat(self._columns(x)[:3])
@@ -152,9 +155,9 @@ class GatedDelta(nn.Module):
     def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
         return RowHeads(self.shape.parts, plan).to_tokens_backward(grad)
 
-    def output(self, mixed: Tensor, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
+    def output(self, mixed: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds of the rule's output [S, H, V] and of the layer's input."""
-        gate = self._gate(hidden if norm is None else norm(hidden))
+        gate = self._gate(norm(hidden))
         if is_plain(self.norm):
             normal = NormNode.apply(mixed, self.norm.weight, self.norm.rule)
         else:

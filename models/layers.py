@@ -12,7 +12,7 @@ Shapes: S local tokens, D width.
 from collections.abc import Iterable
 from functools import cache, partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,13 @@ from models.modules import NO_NORM, Linear, MakeLinear, Norm, RMSNorm
 from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
-from ulysses.memory.levels import Mixer, Rope
+from ulysses.memory.levels import Rope
 from ulysses.memory.size import LayerSize, Setting
 from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
+
+if TYPE_CHECKING:
+    from models.delta import GatedDelta
 
 
 class DecoderLayer(nn.Module):
@@ -57,12 +60,8 @@ class DecoderLayer(nn.Module):
 
             linear = partial(QuantizedLinear, kind=quantize)
         mixer, feed_forward = _classes(kind)
-        if mixer is SelfAttention:
-            self.mixer_name = "self_attn"
-            self.self_attn = SelfAttention(config, attention, linear)
-        else:
-            self.mixer_name = "linear_attn"
-            self.linear_attn = mixer(config, attention.kernel, linear)
+        self.mixer_name = "self_attn" if mixer is SelfAttention else "linear_attn"
+        self.register_module(self.mixer_name, mixer(config, attention, linear))
         of_experts = () if feed_forward is MLP else (record, quantize)
         self.mlp: Any = feed_forward(config, linear, *of_experts)
         for name in filter(None, family.norms):
@@ -73,7 +72,8 @@ class DecoderLayer(nn.Module):
         self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 
     @property
-    def mixer(self) -> Mixer:
+    def mixer(self) -> "SelfAttention | GatedDelta":
+        """The part that mixes tokens, whose steps ulysses/memory/levels.py describes."""
         return getattr(self, self.mixer_name)  # type: ignore[no-any-return]
 
     @property

@@ -123,15 +123,6 @@ class Router(nn.Module):
         return route(x, self.weight, self.count, self.normalise, self.bias)
 
 
-class AdapterMatrices(nn.Module):
-    """Hold one side of adapters by the names of what they adapt; ZeRO-3 partitions what a new module holds."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        super().__init__()
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-
-
 class ExpertMatrices(nn.Module):
     """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F].
 
@@ -167,10 +158,13 @@ class ExpertMatrices(nn.Module):
     def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
         """Give matrices adapters, whose values somebody fills."""
         self.scale, N = scale, self.number
-        sizes = {name: self.sizes[name] for name in names}
-        if sizes:
-            self.lora_A = AdapterMatrices({n: (N, rank, k) for n, (_, k) in sizes.items()})
-            self.lora_B = AdapterMatrices({n: (N, o, rank) for n, (o, _) in sizes.items()})
+        a, b = {}, {}
+        for name in names:
+            outputs, inputs = self.sizes[name]
+            a[name] = nn.Parameter(torch.empty(N, rank, inputs))
+            b[name] = nn.Parameter(torch.empty(N, outputs, rank))
+        if a:  # ZeRO-3 partitions what a new module holds
+            self.lora_A, self.lora_B = nn.ParameterDict(a), nn.ParameterDict(b)
 
     def enable_adapters(self, enabled: bool) -> None:
         """Switch the adapters on or off."""

@@ -101,9 +101,9 @@ class SelfAttention(nn.Module):
         columns = columns.view(-1, 2, self.head_dim)[:, half].flatten()
         return some_columns(self.q_proj, x, columns)
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
+    def mix(self, *heads: Tensor, plan: Any) -> Tensor:
         """Attend; with a graph."""
-        return self.attention(query, key, value, plan=plan, sink=self.sinks)
+        return self.attention(*heads, plan=plan, sink=self.sinks)
 
     to_heads = staticmethod(exchange_qkv_forward)
     to_tokens = staticmethod(exchange_out_forward)

@@ -10,14 +10,38 @@
 
 All levels but "none" run in layer_node.py.
 
+A Mixer mixes tokens, in steps that a layer's node runs, and runs again, one by one. A step and its `_backward`
+communicate alike on all ranks of the sequence-parallel group, and record no graph; `project`, `mix` and `output` record
+one:
+
+    project(hidden, norm, rope)      what is sent to the heads' ranks, one tensor of local rows each, and `hidden`, the
+                                     layer's input
+    mix(*heads, plan)                to_heads, mix_forward and to_tokens in one
+    output(mixed, hidden, norm)      what the layer adds to its input [S, D], of the mix's local rows and of that input
+
+    to_heads(heads, plan)            whole documents of some heads, the shards, of local rows of all heads
+    to_heads_backward(grads, plan)   the gradients of local rows from those of the shards
+    mix_forward(shards, plan)        the output, and what backward needs besides the shards; "keep_attention" keeps both
+    mix_backward(grad, shards, results, plan)
+                                     the gradients of the shards, and of the trained parameters of the mix itself
+    to_tokens(out, plan)             the output on its tokens' ranks
+    to_tokens_backward(grad, plan)   the gradients of local rows where the output came from
+
+    has_gate                         whether `output` makes a gate of the layer's input
+    is_watched                       whether only a call of the module, forward(normalised rows, rope, plan), runs
+                                     somebody's hook
+    output_is_fresh                  whether nobody else may hold what `output` returns
+    stages                           the modules and parameters of project, of the mix itself and of output
+    fits_graphs(device, dtype)       whether a CUDA graph may run the mix for packs of other documents than those it was
+                                     recorded with
+
 Shapes: S local tokens, D width.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ulysses.memory.size import LayerSize
 from ulysses.memory.tiling import TILE_ROWS
@@ -26,58 +50,6 @@ LEVELS = ("none", "keep_attention", "block", "pair")  # the fastest first, which
 Rope = tuple[Tensor, Tensor]
 # of a module, which only a call of the module runs
 HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-
-
-class Mixer(Protocol):
-    """What mixes tokens in a layer: the steps that a layer's node runs, and runs again, one by one.
-
-    A step and its `_backward` communicate alike on all ranks of the sequence-parallel group, and record no graph;
-    `project`, `mix`, which is the three steps in between in one, and `output` record one.
-
-    has_gate: `output` makes a gate of the layer's input.
-    is_watched: only a call of the whole module, forward(normalised rows, rope, plan), runs somebody's hook.
-    output_is_fresh: nobody else may hold what `output` returns.
-    stages: the modules and parameters of project, of the mix itself and of output.
-    """
-
-    has_gate: bool
-    is_watched: bool
-    output_is_fresh: bool
-    stages: tuple[Sequence[nn.Module | nn.Parameter], ...]
-
-    def __call__(self, x: Tensor, rope: Rope, plan: Any) -> Tensor: ...
-
-    def project(self, hidden: Tensor, norm: Any, rope: Rope) -> tuple[Tensor, ...]:
-        """Return what is sent to the heads' ranks, one tensor of local rows each, and `hidden`, the layer's input."""
-
-    def mix(self, *heads: Tensor, plan: Any) -> Tensor:
-        """Do to_heads, mix_forward and to_tokens."""
-
-    def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        """Send local rows of all heads to the ranks that mix them: whole documents of some heads, the shards."""
-
-    def to_heads_backward(self, grads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        """Return the gradients of local rows from those of the shards."""
-
-    def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        """Return the output and what backward needs besides the shards; level "keep_attention" keeps these."""
-
-    def mix_backward(
-        self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the gradients of the shards and of the trained parameters of the mix itself."""
-
-    def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
-        """Bring the output back to its tokens' ranks."""
-
-    def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
-        """Send the gradients of local rows where the output came from."""
-
-    def output(self, mixed: Tensor, hidden: Tensor, norm: Any) -> Tensor:
-        """Return what the layer adds to its input [S, D], of the mix's local rows and of that input."""
-
-    def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether a CUDA graph may run the mix for packs of other documents than those it was recorded with."""
 
 
 class LayerMemory(NamedTuple):

@@ -104,9 +104,8 @@ class TrainedEngine(ZeroEngine):
         super().__init__(model, config, () if graphs else unit_kinds, resident=resident)
         zero = config["zero_optimization"]
         device = torch.device("cpu") if offload_optimizer else self.device
-        self.sub_groups = list(
-            sub_groups(groups, optimizer, size=zero["sub_group_size"], device=device)
-        )
+        size = zero["sub_group_size"]
+        self.sub_groups = [*sub_groups(groups, optimizer, size=size, device=device)]
         self.slices = [s for one in self.sub_groups for s in parameter_slices(model, one)]
         given = self.slices, self.units, self.device
         options = {"lent": graphs, "bucket": zero["reduce_bucket_size"]}

@@ -45,7 +45,7 @@ def resolve_kernel(
     dtype: torch.dtype,
     head_dim: int,
     *,
-    documents: int | None = None,
+    documents: int = 0,
     window: int | None = None,
 ) -> KernelChoice:
     """Check a requested kernel, or find the fastest one for "auto"; every rank decides the same.

@@ -180,17 +180,17 @@ def usable(inputs: Inputs, segments: Segments) -> bool:
     )
 
 
-def forward(inputs: Inputs, cu: Tensor, longest: int) -> Results:
-    """Attend within the documents cu[i]:cu[i + 1], none of which has more than `longest` rows."""
+def forward(inputs: Inputs, segments: Segments) -> Results:
+    """Attend within the documents of a case that is `usable`."""
     q, k, v = inputs[:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    _launch(_forward, q.shape[1], longest, (q, k, v, out, lse, cu), inputs)
+    _launch(_forward, q.shape[1], segments, inputs, q, k, v, out, lse)
     return out, lse
 
 
 def backward(
-    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, cu: Tensor, longest: int
+    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, segments: Segments
 ) -> Gradients:
     """Compute dq, dk, dv from what `forward` returned; out and lse may be joint ones of further keys."""
     q, k, v = inputs[:3]
@@ -198,22 +198,19 @@ def backward(
     dq, dk, dv = empty_gradients(inputs)
     # the sum of dout * out over a head, which is the mean of dp under p; the second kernel reads it from the first
     delta = torch.empty_like(lse)
-    given = q, k, v, out, dout, lse, delta, dq, cu
-    _launch(_queries, q.shape[1], longest, given, inputs)
-    _launch(_keys, k.shape[1], longest, (q, k, v, dout, lse, delta, dk, dv, cu), inputs)
+    _launch(_queries, q.shape[1], segments, inputs, q, k, v, out, dout, lse, delta, dq)
+    _launch(_keys, k.shape[1], segments, inputs, q, k, v, dout, lse, delta, dk, dv)
     return dq, dk, dv
 
 
 def _launch(
-    kernel: Any, heads: int, longest: int, tensors: tuple[Tensor, ...], inputs: Inputs
+    kernel: Any, heads: int, segments: Segments, inputs: Inputs, *tensors: Tensor
 ) -> None:
     """Run a program for each of `heads`, each tile and each document."""
     q, k, v = inputs[:3]
     total, query_heads, head_dim = q.shape
-    documents = len(tensors[-1]) - 1
+    grid = heads, triton.cdiv(segments.max_q, _BLOCK), len(segments.cu_q) - 1
     sizes = {"H": query_heads, "G": query_heads // k.shape[1], "E": head_dim, "BLOCK": _BLOCK}
     numbers = q.stride(0), k.stride(0), v.stride(0), total, inputs.scale
     with torch.cuda.device(q.device):
-        kernel[(heads, triton.cdiv(longest, _BLOCK), documents)](
-            *tensors, *numbers, **sizes, num_warps=4, num_stages=3
-        )
+        kernel[grid](*tensors, segments.cu_q, *numbers, **sizes, num_warps=4, num_stages=3)

@@ -34,7 +34,7 @@ CUDNN_BACKWARD = 256
 def forward(name: str, inputs: Inputs, segments: Segments) -> Results:
     """Return out [T, H, E] and lse [H, T] of the kernel "torch" or "flash4"."""
     if short.usable(inputs, segments):
-        return short.forward(inputs, segments.cu_q, segments.max_q)
+        return short.forward(inputs, segments)
     run = _flash4_forward if name == "flash4" else _torch_forward
     return run(inputs, segments)
 
@@ -45,7 +45,7 @@ def backward(
     """Return dq, dk and dv."""
     given = dout, inputs, out, lse
     if short.usable(inputs, segments):
-        return short.backward(*given, segments.cu_q, segments.max_q)
+        return short.backward(*given, segments)
     run = _flash4_backward if name == "flash4" else _torch_backward
     return run(*given, segments)
 
