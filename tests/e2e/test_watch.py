@@ -26,8 +26,7 @@ from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, tiny
 from tests.harness import PATIENCE, STUCK, Processes, until
 from ulysses.check.checkpoint_folders import resume_point
 from ulysses.config.schema import RunSection
-from ulysses.watch.correspondence import Correspondence
-from ulysses.watch.failure import grace_note, report_failure
+from ulysses.watch.failure import grace_note, report_failure, tell
 from ulysses.watch.watch import Watch
 
 # where it happens: the rank, what becomes of it, and the phase; what is said of it
@@ -160,7 +159,7 @@ def test_a_store_that_does_not_answer_keeps_no_error_from_being_told(alone, caps
         raise dist.DistStoreError
 
     mute: Any = SimpleNamespace(compare_set=refuse)
-    Correspondence(mute).tell("error: rank 0, full", alone=alone)
+    tell(mute, "error: rank 0, full", alone=alone)
     assert capsys.readouterr().err == "\nerror: rank 0, full\n" * alone
 
 

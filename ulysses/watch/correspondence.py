@@ -9,21 +9,16 @@ All of it lies in the store through which the processes have met.
 
 import json
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from time import monotonic, sleep
+from time import monotonic
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ulysses import environment
-from ulysses.watch.failure import record, say
+from ulysses.watch.failure import REASON
 
-ALIVE, REASON = "ulysses/alive", "ulysses/reason"
-BEAT_SECONDS = 1.0
+ALIVE = "ulysses/alive"
 # So long without a beat, while others wait for a process, means that it is gone or stopped.
 SILENT_SECONDS = 6.0
-PATIENCE = 10.0  # seconds, with a question to the store
 
 
 class Beat(NamedTuple):
@@ -77,20 +72,3 @@ class Correspondence:
 
     def _read(self, key: str, default: str = "") -> str:
         return self.store.get(key).decode() if self.store.check([key]) else default
-
-    def tell(self, reason: str, *, alone: bool) -> None:
-        """Print why the run ends unless another process does, and let all processes end.
-
-        `alone` says whether this process prints it if the store does not answer.
-        """
-        own, told = f"{environment.rank()} {reason}", ""
-        if monotonic() - self.answered < SILENT_SECONDS:
-            with suppress(Exception):
-                asked = ThreadPoolExecutor(1).submit(self.store.compare_set, REASON, "", own)
-                told = asked.result(PATIENCE).decode()
-        if told not in ("", own):
-            record(told.partition(" ")[2])
-        elif told or alone:
-            say(reason)
-            # the others leave before their connections to this process break noisily
-            sleep(2.5 * BEAT_SECONDS)

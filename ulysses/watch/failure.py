@@ -11,12 +11,17 @@ A launcher ends all its processes as soon as one has left. So nobody leaves befo
 import json
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import sleep, time
+from typing import Any
 
 from ulysses import environment
 
+REASON = "ulysses/reason"  # in the store (correspondence.py)
+BEAT_SECONDS = 1.0  # between two looks at the store
+PATIENCE = 10.0  # seconds, with a question to it
 LAUNCHER_SECONDS = 60.0  # by which one process may start later than another
 
 
@@ -36,6 +41,25 @@ def record(reason: str) -> None:
     if file := environment.error_file():
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": reason, "timestamp": int(time())}))
+
+
+def tell(store: Any, reason: str, *, alone: bool) -> None:
+    """Print why the run ends unless another process does, and let all processes end.
+
+    Args:
+        store: of all processes; None if it does not answer.
+        alone: this process prints it where the store does not answer.
+    """
+    own, told = f"{environment.rank()} {reason}", ""
+    with suppress(Exception):
+        asked = ThreadPoolExecutor(1).submit(store.compare_set, REASON, "", own)
+        told = asked.result(PATIENCE).decode()
+    if told not in ("", own):
+        record(told.partition(" ")[2])
+    elif told or alone:
+        say(reason)
+        # the others leave before their connections to this process break noisily
+        sleep(2.5 * BEAT_SECONDS)
 
 
 def report_config_error(error: Exception, *, debug: bool) -> None:
@@ -59,7 +83,6 @@ def report_failure(error: Exception, *, debug: bool) -> None:
     """
     from ulysses.config.section import UserCodeError
     from ulysses.disk import DiskError
-    from ulysses.watch.correspondence import Correspondence
     from ulysses.zero.construct import common_store
 
     reason, trace = str(error) or "no reason is given; has this process no memory left?", ""
@@ -73,7 +96,7 @@ def report_failure(error: Exception, *, debug: bool) -> None:
         say(reason)
     else:
         # without an answer nobody may have told anything, but who cannot reach another process is not the first to fail
-        Correspondence(store).tell(reason, alone=not breaks_off(error))
+        tell(store, reason, alone=not breaks_off(error))
 
 
 def breaks_off(error: BaseException | None) -> bool:

@@ -35,12 +35,11 @@ import torch.distributed as dist
 from ulysses import environment
 from ulysses.environment import NODE
 from ulysses.watch.correspondence import (
-    BEAT_SECONDS,
     SILENT_SECONDS,
     Beat,
     Correspondence,
 )
-from ulysses.watch.failure import breaks_off, record, say, say_below
+from ulysses.watch.failure import BEAT_SECONDS, breaks_off, record, say, say_below, tell
 from ulysses.zero.construct import collectives_begun
 
 # They ask a run to stop.
@@ -267,7 +266,9 @@ class Watch:
                     by_rank_0 = self._rank == self._local_rank
                     second = by_rank_0 and not environment.agent_holds_store()
                     alone = self._local_rank == (1 if second else 0)
-                    peers.tell(f"error: {self._sentence(peers)}", alone=alone)
+                    answers = monotonic() - peers.answered < SILENT_SECONDS
+                    store = peers.store if answers else None
+                    tell(store, f"error: {self._sentence(peers)}", alone=alone)
                     self._leave(1)
                 if idle > self.warning > 0 and warned != self._phases and self._rank == 0:
                     warned = self._phases
