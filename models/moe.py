@@ -158,11 +158,11 @@ class ExpertMatrices(nn.Module):
     def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
         """Give matrices adapters, whose values somebody fills."""
         self.scale, N = scale, self.number
-        a, b = {}, {}
+        a, b = [], []  # pairs, of which torch keeps the order
         for name in names:
             outputs, inputs = self.sizes[name]
-            a[name] = nn.Parameter(torch.empty(N, rank, inputs))
-            b[name] = nn.Parameter(torch.empty(N, outputs, rank))
+            a.append((name, nn.Parameter(torch.empty(N, rank, inputs))))
+            b.append((name, nn.Parameter(torch.empty(N, outputs, rank))))
         if a:  # ZeRO-3 partitions what a new module holds
             self.lora_A, self.lora_B = nn.ParameterDict(a), nn.ParameterDict(b)
 
