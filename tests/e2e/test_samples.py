@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.launch import tiny
+from tests.e2e.launch import rows, tiny
 from tests.e2e.test_stage_runs import on_ranks, settings
 from ulysses.report import main
 
@@ -45,16 +45,13 @@ def test_held_out_rows_are_answered_at_every_evaluation(stage, tmp_path):
 
 
 def test_groups_of_a_rollout_stand_with_their_scores(tmp_path):
-    line = tiny(
-        "grpo",
-        tmp_path / "run",
-        f"{SHORT} --run.samples 3 --ppo.max_new_tokens 5 --batch.examples 4",
-    )
-    on_ranks(2, line)
+    data = f"--data.train {rows('ppo_train', 4)} --data.eval {rows('ppo_eval', 3)}"
+    typed = f"{data} {SHORT} --run.samples 3 --ppo.max_new_tokens 5 --batch.examples 4"
+    on_ranks(1, tiny("grpo", tmp_path / "run", f"{typed} --parallel.sequence_parallel_size 1"))
     count = Counter(line["by"] for line in lines(tmp_path / "run"))
     assert count["rollout 0"] == 3 * 4 and count["step 1"] == 3 and not count["data"]
     answers = [x["answer"] for x in lines(tmp_path / "run") if x["by"] == "rollout 0"]
-    assert all(float(answer.partition(": ")[0]) >= 0 for answer in answers)
+    assert all(-1.5 <= float(answer.partition(": ")[0]) <= 2.5 for answer in answers)
 
 
 def test_prompts_of_ones_own(tmp_path):

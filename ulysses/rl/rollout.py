@@ -101,7 +101,7 @@ class Rollout:
             "tokens": torch.from_numpy(np.concatenate(parts).astype(np.int32)),
             "weights": torch.tensor(weights).repeat_interleave(torch.tensor(runs)),
         }
-        return cls(number, torch.tensor(layout).T, columns, answers, prompts, K)
+        return cls(number, torch.tensor([*zip(*layout)]), columns, answers, prompts, K)
 
     def __post_init__(self) -> None:
         self.lengths, self.owners, self.prefixes = self.layout.numpy()
