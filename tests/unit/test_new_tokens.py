@@ -9,17 +9,22 @@ from torch.testing import assert_close
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
-from models.folders import ADAPTER_WEIGHTS, CONFIG, VOCABULARY
+from models.folders import ADAPTER_WEIGHTS, CONFIG, VOCABULARY, read_config
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.lora import add_adapters, is_adapter, save_adapters
-from tests.model_folder import tiny_config, write_model
+from tests.model_folder import demo_model, tiny_config, write_model
 from tests.zero_case import filled
 from ulysses import export
+from ulysses.check.input_files import initial_weights, read_tokenizer
+from ulysses.config.command_line import check
 from ulysses.config.schema import LoraSection, ModelSection
+from ulysses.config.section import ConfigError
+from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.disk import write_json
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.registry import stage_of
 
 ROWS = {
     61: [3, 4, 9],
@@ -58,6 +63,30 @@ def test_rows_are_means_wherever_a_slice_begins(start):
             out = torch.empty(stop - begin)
             start.fill(name, want.shape, begin, out)
             assert torch.equal(out, want.view(-1)[begin:stop])
+
+
+def test_tokenizer_and_vocabulary_grow_together(tmp_path):
+    folder = demo_model(tmp_path / "model")
+    before = load_tokenizer(folder)
+    added = [f"<t{i}>" for i in range(50)]
+    given = {"path": str(folder), "add_tokens": added, "pad_vocabulary": 64}
+    rest = {"stage": "pt", "run": {"steps": 1}, "data": {"train": "x"}}
+    config = check({"model": given, **rest})
+    base = read_config(folder)
+    found = read_tokenizer(config, stage_of(config), base, folder)
+    shape, tokenizer, place, template = found
+    assert len(before) + 50 == len(tokenizer) > base.vocab_size and shape.vocab_size % 64 == 0
+    _, weights = initial_weights(
+        config, stage_of(config), shape, tokenizer, template, folder, place
+    )
+    assert [*weights.new_rows] == [*range(len(before), shape.vocab_size)]
+    for text, row in zip(added, range(len(before), len(tokenizer))):
+        assert tokenizer.encode(f"a{text}a", add_special_tokens=False)[1] == row
+        assert weights.new_rows[row] == before.encode(text, add_special_tokens=False)
+    for wrong in (["<t1>", "<t1>"], [before.eos_token], ["<t1>", ""]):
+        config = check({"model": given | {"add_tokens": wrong}, **rest})
+        with pytest.raises(ConfigError, match="model.add_tokens: .* has an empty token"):
+            read_tokenizer(config, stage_of(config), base, folder)
 
 
 def logps(model, tokens):

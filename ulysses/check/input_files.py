@@ -280,11 +280,12 @@ def read_tokenizer(
     with error_context("model.tokenizer"):
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
     if added := config.model.add_tokens:
-        if tokenizer.add_tokens(added) != len(added):
+        if len({*added} - {"", *tokenizer.get_vocab()}) < len(added):
             raise ConfigError(
                 f"{added} has an empty token, one twice, or one that the tokenizer {place} knows; remove it",
                 "model.add_tokens",
             )
+        tokenizer.add_tokens(added)
         if len(tokenizer) > shape.vocab_size:
             multiple = config.model.pad_vocabulary
             shape = replace(shape, vocab_size=-(-len(tokenizer) // multiple) * multiple)
