@@ -59,7 +59,7 @@ class InitialWeights:
             known = self.files.read(plain, start, min(stop, held), device=device)
             out[: len(known)].copy_(known)
             if plain in VOCABULARY:
-                self._fill_rows(self.files, plain, shape[1], start, out)
+                self._fill_rows(plain, shape[1], start, out)
             return
         elif ".lora_" in name:
             whole = torch.zeros(shape, device=device)
@@ -73,15 +73,13 @@ class InitialWeights:
             )
         out.copy_(whole.view(-1)[start:stop])
 
-    def _fill_rows(
-        self, files: WeightFiles, name: str, width: int, start: int, out: Tensor
-    ) -> None:
+    def _fill_rows(self, name: str, width: int, start: int, out: Tensor) -> None:
         """Write what a slice of a matrix holds of the new rows."""
         for row, others in self.new_rows.items():
             first = row * width - start
             low, high = max(first, 0), min(first + width, len(out))
             if low < high:
-                old = [files.read(name, i * width, (i + 1) * width) for i in others]
+                old = [self.files.read(name, i * width, (i + 1) * width) for i in others]
                 out[low:high] = torch.stack(old).float().mean(0)[low - first : high - first]
 
     def _packed(self, name: str, device: torch.device) -> Tensor:
