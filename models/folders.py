@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def resolve_model(
     weights if `need_weights` is false (a tokenizer or a config alone); the hub client's file locks let every process of
     a node call at once and one of them download. Raises FileNotFoundError saying what was tried.
     """
-    folder = Path(path_or_id).expanduser()
+    folder = Path(expanduser(path_or_id))
     if folder.is_dir():
         return folder
     from huggingface_hub import HfApi, constants, snapshot_download
@@ -132,6 +133,8 @@ def base_folder(
     key = f"base_model_name_or_path in {(folder / ADAPTER_CONFIG).absolute()}"
     if not base:
         raise ValueError(f"{key} is missing; write the base model's folder or hub id there")
+    beside = folder / Path(expanduser(base))
+    base = str(beside) if beside.is_dir() else base
     found = resolve_model(base, raw.get("revision"), need_weights=need_weights, key=key)
     above = (*above, folder.resolve())
     if found.resolve() in above:

@@ -10,11 +10,11 @@ refused with the line that says so, and so is every setting that the rules do no
 import argparse
 import json
 import math
-import os
 import re
 import shlex
 import sys
 import tomllib
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     asked = parser.parse_args(arguments)
     try:
-        given = read_settings(asked.file.expanduser())
+        given = read_settings(Path(expanduser(asked.file)))
         if asked.stage:
             given["stage"] = asked.stage
         print(translate(given, asked.file, asked.gpus))
@@ -368,7 +368,7 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
         unknown = {"unknown": "dataset_info.json does not describe it, so write its path"}
         for each in described.values():
             if "file_name" in each:
-                each["file_name"] = str(info.parent / os.path.expanduser(each["file_name"]))
+                each["file_name"] = str(info.parent / expanduser(each["file_name"]))
         for name in given.keys() & {"dataset", "eval_dataset"}:
             given[name] = [
                 most | described.get(each, {"path": each} | unknown)
@@ -426,5 +426,5 @@ def _plain(value: Any) -> Any:
 
 def _find(path: str, folder: Path) -> Path:
     """Return a path as it is, or as seen from `folder` or one above it, wherever the file exists."""
-    path, places = os.path.expanduser(path), (Path(), folder, *folder.absolute().parents)
+    path, places = expanduser(path), (Path(), folder, *folder.absolute().parents)
     return next((place / path for place in places if (place / path).exists()), Path(path))

@@ -299,6 +299,8 @@ def chat(row=(), **more):
     "sentence, rows",
     [
         ("has 2 messages but another number of marks in 'loss_mask'", [chat({"loss_mask": [1]})]),
+        ("has a mark for each message in '.*', which is not known here; to read it set columns = {loss_mask = ",
+         [chat({"train_mask": [0, 1]}), chat({"labels": [None, False]}), chat({"assistant_masks": [0.0, 1.0]})]),
         ("message 1 gives the weight 1 to a user message", [chat({"loss_mask": [1, 1]})]),
         (".* not a finite number",
          [chat({"loss_mask": [0, "yes"]}), {**PLAIN, "loss_mask": [0, 1]}, {**PLAIN, "train": "0"}]),
@@ -313,6 +315,12 @@ def chat(row=(), **more):
                          r'{"x": "\ud800"}'))]),
         ("message 2 has (a tool call without a name|tool_calls that are not JSON)",
          [chat(tool_calls=calls) for calls in (5, True, "{", "x", {"a": 1}, [5])]),
+        ("message 2 has a tool call with the key '.*', which is not read; its arguments",
+         [chat(tool_calls=[{"name": "f", key: {"x": 1}}]) for key in ("parameters", "input", "args")]),
+        ("message 2 has a tool call with the key 'kwargs'",
+         [chat(tool_calls=[{"function": {"name": "f", "kwargs": {}}}])]),
+        ("has a tool without a name",
+         [chat({"tools": tools}) for tools in ([{}], {"f": {"parameters": {}}}, [{"name": 1}])]),
         ("'tools' must be a list of tool descriptions", [chat({"tools": t}) for t in (5, "5", [5], True, '"f"', "[1")]),
         ("has both 'tools' and 'functions', which mean the same", [chat({"tools": TOOLS, "functions": [FUNCTION]})]),
         ("message 2 has the role", [chat(role=role) for role in (None, [], {}, 5)]),
@@ -323,6 +331,10 @@ def test_what_a_row_cannot_mean_is_refused(open_rows, sentence, rows):
         with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}"):
             open_rows([PLAIN, row], train_on="all" if "train_on" in sentence else "assistant")
     open_rows([chat({"chat_template_kwargs": {"other": None}})])
+    open_rows([chat({"labels": [0, 7]}), chat({"tags": []})])
+    open_rows(
+        [{"conversations": [ASK, {"from": "gpt", "role": None, "value": "a", "content": None}]}]
+    )
 
 
 @pytest.mark.parametrize("kind", ["pair", "ranked", "unpaired"])

@@ -13,7 +13,7 @@ import traceback
 import torch.distributed as dist
 
 from ulysses import environment
-from ulysses.config.section import UserCodeError
+from ulysses.config.section import CREDENTIALS, UserCodeError
 from ulysses.disk import DiskError
 from ulysses.watch.complaint import say
 from ulysses.watch.correspondence import Correspondence
@@ -32,7 +32,8 @@ def report_failure(error: Exception, *, debug: bool) -> None:
     if not isinstance(error, FloatingPointError | DiskError | UserCodeError):
         reason = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, reason])
         trace = "" if debug else "".join([*traceback.format_exception(error), "\n"])
-    reason, store = f"{trace}error: rank {environment.rank()}, {reason}", common_store()
+    reason = CREDENTIALS.sub("***", f"{trace}error: rank {environment.rank()}, {reason}")
+    store = common_store()
     if store is None:
         say(reason)
     else:

@@ -15,6 +15,7 @@ from dataclasses import field, fields, replace
 from functools import partial
 from glob import escape
 from io import TextIOWrapper
+from os.path import expanduser
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -79,7 +80,7 @@ class Source:
     @property
     def place(self) -> Path:
         """The file or folder, which does not exist if the path is the id of a dataset on the hub."""
-        return Path(self.path).expanduser()
+        return Path(expanduser(self.path))
 
     @property
     def is_on_hub(self) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def template_text(tokenizer: Any, name: str) -> str:
                 "the tokenizer has no chat template; set data.chat_template to "
                 f"{', '.join(NAMED_TEMPLATES)} or a .jinja file"
             ) from None
-    path = Path(name).expanduser()
+    path = Path(expanduser(name))
     if name in NAMED_TEMPLATES:
         path = Path(__file__).with_name(f"{name}.jinja")
     if not path.is_file():

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from itertools import product
+from os.path import expanduser
 from pathlib import Path
 from string import printable
 from typing import Any
@@ -35,7 +36,7 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
 
     Raises DataError: there is no tokenizer, or a named token is not in its vocabulary.
     """
-    place = Path(path).expanduser()
+    place = Path(expanduser(path))
     try:
         if place.is_file():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(place))
