@@ -35,6 +35,7 @@ BATCH_FACTORS = (
 NOT_PLAIN = r"""[$`]|^(?:[^'"]|'[^']*'|"[^"]*")*?(?:[;|&<>()]|\s#)"""
 NOTHING = (None, "", "auto", -1, [], {})
 PROCESSES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[= ](\d+)")
+TEMPLATES = ("chat_template", "chat_template_jinja")
 NAMES = foreign_names()
 UNKNOWN = "this setting is not known here; take it out if it does not change what is trained"
 
@@ -90,7 +91,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     method, arguments = _command(text)
     # llamafactory-cli train FILE
     name, given = "config", {"stage": [method]} if method else {}
-    for word in shlex.split(arguments):
+    # the shell leaves a quoted ~, and one after =, as it is, which here would be a home
+    for word in shlex.split(re.sub(r"""(["'=])(?=~)""", r"\1./", arguments)):
         if word.startswith("--"):
             name, _, word = word[2:].partition("=")
             name = name.replace("-", "_")
@@ -242,7 +244,9 @@ def _ours(value: Any, rule: dict[str, Any], stage: str) -> tuple[str, str, dict[
     if key.endswith("_every") and isinstance(value, float) and value % 1:
         return "by_hand", f"a share of all steps there; set {key} in steps", {}
     if choices:
-        chosen = [choices.get(str(each).lower()) for each in _entries(value)]
+        # a chat template may be its own text
+        own = value if "{%" in str(value) or "{{" in str(value) else None
+        chosen = [choices.get(str(each).lower(), own) for each in _entries(value)]
         said = [choice for choice in chosen if choice != ""] or [""]
         value = said[0] if len(said) == 1 else None
     if value is None:
@@ -315,6 +319,17 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
     found = _find(str(given.get("deepspeed")), folder)
     if found.is_file():
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
+    # the older mixture of alignment-handbook, whose splits tell by their names what they are for
+    mixer, held_out = given.get("dataset_mixer"), []
+    if isinstance(mixer, dict):
+        splits = given.pop("dataset_splits", ["train", "test"])
+        tables = [{"path": path, "split": split} for path in mixer for split in splits]
+        held_out = [table for table in tables if "test" in table["split"]]
+        given["dataset_mixer"] = [
+            table | {"weight": mixer[table["path"]]}
+            for table in tables
+            if table not in held_out
+        ]
     # axolotl's table for GRPO holds TRL's names; keys of TOML have these letters only
     plain = re.compile(r"^trl\.|[^\w.-]", re.A)
     named = {plain.sub("", name): _plain(value) for name, value in flat(given).items()}
@@ -332,6 +347,11 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
     for name, stage in NAMES["implied"].items():
         if given.get(name):
             given.setdefault("stage", stage)
+    if (
+        "gamma_beta_ratio" in given and given.get("loss_type", "sigmoid") == "sigmoid"
+    ):  # SimPO's own trainer
+        gamma = given.pop("gamma_beta_ratio") * given.setdefault("beta", 2.0)
+        given |= {"simpo_gamma": gamma, "loss_type": "simpo"}
     method = str(given.get("rl", given.get("stage", defaults[system].get("stage", ""))))
     for table in (f"{system}_{method}", method, system):
         given = defaults.get(table, {}) | given
@@ -354,12 +374,20 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
         if value in rule["when"] if "when" in rule else value not in rule["unless"]:
             given = {name: given[name] for name in given if name not in rule["names"]}
     given["adam_beta1"] = [given["adam_beta1"], given.pop("adam_beta2")]
-    trained, held_out = (given.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
+    trained, tested = (given.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
     if path := given.pop("dataset_name", None):
         source = {"path": path, "subset": given.pop("dataset_config", None)}
-        given["datasets"] = source | {"split": trained}
-        if given.get("eval_strategy"):
-            given["test_datasets"] = source | {"split": held_out}
+        given["datasets"], held_out = source | {"split": trained}, source | {"split": tested}
+    if held_out and given.get("eval_strategy"):
+        given["test_datasets"] = held_out
+    for name in given.keys() & {"datasets", "test_datasets"}:
+        tables = [each for each in _entries(given[name]) if isinstance(each, dict)]
+        own = [{k: v for k, v in each.items() if k in TEMPLATES} for each in tables]
+        if len(own) == len(_entries(given[name])) and own.count(own[0]) == len(own):
+            given |= own[0]
+            given[name] = [
+                {k: v for k, v in each.items() if k not in TEMPLATES} for each in tables
+            ]
     # LLaMA-Factory describes data sets by their names in a file of this folder
     if "dataset_dir" in given:
         info = _find(f"{given['dataset_dir']}/dataset_info.json", folder)
@@ -368,7 +396,7 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
         unknown = {"unknown": "dataset_info.json does not describe it, so write its path"}
         for each in described.values():
             if "file_name" in each:
-                each["file_name"] = str(info.parent / expanduser(each["file_name"]))
+                each["file_name"] = str(info.parent / each["file_name"])
         for name in given.keys() & {"dataset", "eval_dataset"}:
             given[name] = [
                 most | described.get(each, {"path": each} | unknown)

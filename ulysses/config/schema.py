@@ -135,8 +135,8 @@ class DataSection(Section):
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     """What happens to a longer sequence: cut at its end, cut at its start, left out, or an error that stops the run."""
     chat_template: TemplateName = "tokenizer"
-    """How conversations become text: "tokenizer" (its own way), llama3, llama3.1, qwen2.5, qwen3, chatml, plain or a
-    .jinja file."""
+    """How conversations become text: "tokenizer" (its own way), llama3, llama3.1, qwen2.5, qwen3, chatml, plain, a
+    .jinja file or the text of one."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Which tokens of a conversation are trained: every assistant turn, everything, or the last turn only."""
     turns: Literal["auto", "together", "separate"] = "auto"

@@ -104,7 +104,11 @@ PlaceOrWord = Annotated[str, AfterValidator(lambda x: x if x in WORDS else absol
 LOCAL = AfterValidator(_local)
 PlaceOrName = Annotated[str, LOCAL]
 TemplateName = Annotated[
-    str, AfterValidator(lambda x: absolute(x) if re.search(r"/|\.jinja$", x) else x)
+    # a template's own text is no path
+    str,
+    AfterValidator(
+        lambda x: absolute(x) if re.search(r"^(?!.*\{[{%]).*(/|\.jinja$)", x, re.S) else x
+    ),
 ]
 
 

@@ -39,7 +39,7 @@ TRIAL_SECONDS, TRIAL_BYTES = 20.0, 1 << 30  # for a few rows, and of memory
 
 
 def template_text(tokenizer: Any, name: str) -> str:
-    """Return the Jinja text; DataError if there is no such template."""
+    """Return the Jinja text, which may be the name itself; DataError if there is no such template."""
     if name == "tokenizer":
         try:
             return tokenizer.get_chat_template()
@@ -48,6 +48,8 @@ def template_text(tokenizer: Any, name: str) -> str:
                 "the tokenizer has no chat template; set data.chat_template to "
                 f"{', '.join(NAMED_TEMPLATES)} or a .jinja file"
             ) from None
+    if "{%" in name or "{{" in name:
+        return name
     path = Path(expanduser(name))
     if name in NAMED_TEMPLATES:
         path = Path(__file__).with_name(f"{name}.jinja")
