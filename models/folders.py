@@ -70,10 +70,12 @@ def read_config(folder: Path, **rope: Any) -> ModelConfig:
     `rope` changes the rotary settings, as in ModelConfig.from_hf.
     """
     shape = ModelConfig.from_hf(read_json(folder_with(folder, CONFIG) / CONFIG), **rope)
-    for token in shape.eos_token_id:
+    ids = [("eos_token_id", token) for token in shape.eos_token_id]
+    ids.append(("pad_token_id", max(shape.pad_token_id or 0, 0)))  # -1 is none in old files
+    for name, token in ids:
         if not 0 <= token < shape.vocab_size:
             raise ValueError(
-                f"config.json has eos_token_id {token} but vocab_size {shape.vocab_size}; correct one of them"
+                f"config.json has {name} {token} but vocab_size {shape.vocab_size}; correct one of them"
             )
     return shape
 

@@ -321,15 +321,13 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
     # the older mixture of alignment-handbook, whose splits tell by their names what they are for
     mixer, held_out = given.get("dataset_mixer"), []
-    if isinstance(mixer, dict):
-        splits = given.pop("dataset_splits", ["train", "test"])
-        tables = [{"path": path, "split": split} for path in mixer for split in splits]
-        held_out = [table for table in tables if "test" in table["split"]]
-        given["dataset_mixer"] = [
-            table | {"weight": mixer[table["path"]]}
-            for table in tables
-            if table not in held_out
-        ]
+    splits = _entries(given.get("dataset_splits", ["train", "test"]))
+    if isinstance(mixer, dict) and all(re.search("train|test", split) for split in splits):
+        given.pop("dataset_splits", None)
+        sources = [{"path": path, "split": split} for path in mixer for split in splits]
+        held_out = [source for source in sources if "train" not in source["split"]]
+        trained = [source for source in sources if source not in held_out]
+        given["dataset_mixer"] = [s | {"weight": mixer[s["path"]]} for s in trained]
     # axolotl's table for GRPO holds TRL's names; keys of TOML have these letters only
     plain = re.compile(r"^trl\.|[^\w.-]", re.A)
     named = {plain.sub("", name): _plain(value) for name, value in flat(given).items()}

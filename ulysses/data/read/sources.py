@@ -67,7 +67,7 @@ class Source:
     Raises pydantic's ValidationError, which parse_sources turns into a DataError.
     """
 
-    path: str
+    path: str = Field(min_length=1)
     format: Literal["auto", *FORMATS, "sharegpt", "alpaca_v1"] = "auto"  # type: ignore[valid-type]
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     columns: dict[str, str] = field(default_factory=dict)
