@@ -27,15 +27,10 @@ from ulysses.config.foreign_names import foreign_names
 from ulysses.config.section import ConfigError, existing, flat, refuse
 from ulysses.registry import STAGES
 
-# Their product over all GPUs is batch.examples.
-BATCH_FACTORS = (
-    "per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "gradient_accumulation_steps",
-)  # fmt: skip
 # What the shell would not pass on as it stands: variables anywhere, the rest outside of quotes.
 NOT_PLAIN = r"""[$`]|^(?:[^'"]|'[^']*'|"[^"]*")*?(?:[;|&<>()]|\s#)"""
 NOTHING = (None, "", "auto", -1, [], {})
 PROCESSES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[= ](\d+)")
-TEMPLATES = ("chat_template", "chat_template_jinja")
 NAMES = foreign_names()
 UNKNOWN = "this setting is not known here; take it out if it does not change what is trained"
 
@@ -268,7 +263,7 @@ def _batch(
         groups: GPUs that do not share sequences.
         answers: to each prompt, which TRL's batch sizes count; 0 is any other method.
     """
-    factors = {name: int(given[name]) for name in BATCH_FACTORS if name in given}
+    factors = {name: int(given[name]) for name in NAMES["batch_factors"] if name in given}
     examples = math.prod(factors.values()) * groups
     product = " x ".join(f"{name} {value}" for name, value in factors.items())
     comment = f"  # {product} x {groups} GPUs (those that share a sequence count once)"
@@ -324,13 +319,17 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
     splits = _entries(given.get("dataset_splits", ["train", "test"]))
     if isinstance(mixer, dict) and all(re.search("train|test", split) for split in splits):
         given.pop("dataset_splits", None)
-        sources = [{"path": path, "split": split} for path in mixer for split in splits]
-        held_out = [source for source in sources if "train" not in source["split"]]
-        trained = [source for source in sources if source not in held_out]
-        given["dataset_mixer"] = [s | {"weight": mixer[s["path"]]} for s in trained]
+        given["dataset_mixer"] = [
+            {"path": path, "split": split, "weight": weight}
+            for path, weight in mixer.items()
+            for split in splits
+            if "train" in split
+        ]
+        held_out = [{"path": p, "split": s} for p in mixer for s in splits if "train" not in s]
     # axolotl's table for GRPO holds TRL's names; keys of TOML have these letters only
     plain = re.compile(r"^trl\.|[^\w.-]", re.A)
-    named = {plain.sub("", name): _plain(value) for name, value in flat(given).items()}
+    renamed = ((NAMES["older"].get(name, name), value) for name, value in flat(given).items())
+    named = {plain.sub("", name): _plain(value) for name, value in renamed}
     system = system or "trl"
     named |= {
         name: meant
@@ -339,15 +338,12 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
     }
     # "none" is a choice of scale_rewards
     given = {n: v for n, v in named.items() if v not in NOTHING or n == "scale_rewards"}
-    if "evaluation_strategy" in given:  # its older name
-        given["eval_strategy"] = given.pop("evaluation_strategy")
     defaults = NAMES["defaults"]
     for name, stage in NAMES["implied"].items():
         if given.get(name):
             given.setdefault("stage", stage)
-    if (
-        "gamma_beta_ratio" in given and given.get("loss_type", "sigmoid") == "sigmoid"
-    ):  # SimPO's own trainer
+    # SimPO's own trainer
+    if "gamma_beta_ratio" in given and given.get("loss_type", "sigmoid") == "sigmoid":
         gamma = given.pop("gamma_beta_ratio") * given.setdefault("beta", 2.0)
         given |= {"simpo_gamma": gamma, "loss_type": "simpo"}
     method = str(given.get("rl", given.get("stage", defaults[system].get("stage", ""))))
@@ -378,14 +374,16 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
         given["datasets"], held_out = source | {"split": trained}, source | {"split": tested}
     if held_out and given.get("eval_strategy"):
         given["test_datasets"] = held_out
-    for name in given.keys() & {"datasets", "test_datasets"}:
-        tables = [each for each in _entries(given[name]) if isinstance(each, dict)]
-        own = [{k: v for k, v in each.items() if k in TEMPLATES} for each in tables]
-        if len(own) == len(_entries(given[name])) and own.count(own[0]) == len(own):
-            given |= own[0]
-            given[name] = [
-                {k: v for k, v in each.items() if k not in TEMPLATES} for each in tables
-            ]
+    named = {
+        name: [{"path": t} if isinstance(t, str) else t for t in _entries(given[name])]
+        for name in given.keys() & {"datasets", "test_datasets"}
+    }
+    said = [{k: t.get(k) for k in NAMES["of_all"]} for tables in named.values() for t in tables]
+    if said and said.count(said[0]) == len(said):
+        given |= {key: value for key, value in said[0].items() if value}
+        given |= {
+            name: [t | dict.fromkeys(said[0]) for t in tables] for name, tables in named.items()
+        }
     # LLaMA-Factory describes data sets by their names in a file of this folder
     if "dataset_dir" in given:
         info = _find(f"{given['dataset_dir']}/dataset_info.json", folder)

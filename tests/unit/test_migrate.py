@@ -848,7 +848,7 @@ UNKNOWN = {
     "template: mistral": "take it out to use the tokenizer's own",
     "chat_template: messages": "or name a .jinja file",
     "datasets: [{path: a, chat_template: llama3}, {path: b}]": "one template writes all data sets here",
-    "gamma_beta_ratio: 0.5\nloss_type: hinge": "only with the sigmoid is it SimPO",
+    "stage: dpo\ngamma_beta_ratio: 0.5\nloss_type: hinge": "only with the sigmoid is it SimPO",
     "dataset_mixer: {a: 1.0}\ndataset_splits: [validation]": "dataset_splits = ",
     "resize_vocab: true": "resize_vocab = True has no counterpart here; add the tokens to the model before",
     "additional_target: [embed_tokens]": "adapters are all that is trained",
