@@ -315,7 +315,8 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
     if found.is_file():
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
     # the older mixture of alignment-handbook, whose splits tell by their names what they are for
-    mixer, held_out = given.get("dataset_mixer"), []
+    mixer = given.get("dataset_mixer")
+    held_out: Any = []
     splits = _entries(given.get("dataset_splits", ["train", "test"]))
     if isinstance(mixer, dict) and all(re.search("train|test", split) for split in splits):
         given.pop("dataset_splits", None)
