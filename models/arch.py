@@ -149,7 +149,10 @@ class ModelConfig:
                 )
             others = {"rope_local_base_freq": "rope_theta", "local_rope_type": "rope_type"}
             table = full | {name: local.get(key) for name, key in others.items()}
-        table = {**table, **(raw.get("rope_scaling") or {})} or family.rope_scaling
+        scaling = raw.get("rope_scaling") or {}
+        if "type" in scaling:  # the older name, also beside a newer table
+            scaling = {"rope_type": scaling["type"], **scaling}
+        table = {**table, **scaling} or family.rope_scaling
         named = {family.aliases.get(k, k): v for k, v in raw.items()}
         stated = {**family.defaults, **named, **table}
         if (theta := raw.get("rope_theta")) not in (None, stated["rope_theta"]):

@@ -72,7 +72,7 @@ def held(folder: Path, holder: str) -> Iterator[str]:
     """
     name = folder / HOLDER
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        os.makedirs(os.path.realpath(folder), exist_ok=True)  # where a link leads nowhere yet
         lock = lock_file(folder / ".lock")
         patience = 1.5 * LEASE_SECONDS if isinstance(lock, SoftFileLease) else NATIVE_SECONDS
         with suppress(Timeout):
@@ -300,7 +300,9 @@ def replace_file(path: Path, text: str) -> None:
 
 
 @contextmanager
-def writing(path: Path, when: str = "", advice: str = "use another disk") -> Iterator[None]:
+def writing(
+    path: Path, when: str = "", advice: str = "use another folder or disk"
+) -> Iterator[None]:
     """Turn the failure to write a file or folder into one DiskError with its path and the space that is left."""
     try:
         yield

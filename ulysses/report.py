@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from html import escape
+from os.path import expanduser
 from pathlib import Path
 
 import matplotlib
@@ -152,7 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "python -m ulysses.report", description="Plot what runs have logged."
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folder (run.output)"
+        "runs",
+        nargs="+",
+        type=lambda run: Path(expanduser(run)),
+        metavar="RUN",
+        help="run folder (run.output)",
     )
     folders = parser.parse_args(arguments).runs
     page, picture = folders[0] / "report.html", folders[0] / "report.png"

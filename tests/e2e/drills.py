@@ -182,7 +182,7 @@ class Drills:
             run = Ranks(line, 2)
             run.until(lambda: list(folder.glob(begun)), 120)
             if left is None:
-                told += ".* Read-only file system; use another disk"
+                told += ".* Read-only file system; use another folder or disk"
                 remount = ["mount", "-o", "remount,ro", disk]
                 # it is refused while a checkpoint is written there
                 run.until(

@@ -317,3 +317,36 @@ def test_what_a_template_does_not_show_is_refused(open_rows, sentence, more, row
             [good, {"messages": [ASK, said("a", **more)], **row}],
             train_on="all" if "train_on" in sentence else "assistant",
         )
+
+
+@pytest.mark.parametrize(
+    "sentence, more, row",
+    [
+        *(("has a mark for each message in '.*', which is not known here", {}, marks) for marks in (
+            {"train_mask": [0, 1]}, {"labels": [None, False]}, {"assistant_masks": [0.0, 1.0]})),
+        *(("message 2 has a tool call with the key '.*', which is not read",
+           {"tool_calls": [{"name": "f", key: {"x": 1}}]}, {}) for key in ("parameters", "input", "args")),
+        *(("has a tool without a name", {}, {"tools": tools}) for tools in (
+            [{}], {"f": {"parameters": {}}}, [{"name": 1}])),
+    ],
+)  # fmt: skip
+def test_what_would_be_trained_otherwise_than_meant_is_refused(open_rows, sentence, more, row):
+    with pytest.raises(DataError, match=f"rows.jsonl row 1 {sentence}"):
+        open_rows([{"messages": [ASK, said("a", **more)], **row}])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASK, said("a")], "labels": [0, 7], "tags": [], "turns": [0, 1]},
+        {"conversations": [ASK, {"from": "gpt", "role": None, "value": "a", "content": None}]},
+        {
+            "messages": [
+                ASK,
+                said("", tool_calls=[{"name": "f", "arguments": {}, "status": "done"}]),
+            ]
+        },
+    ],
+)
+def test_what_means_nothing_else_is_read(open_rows, row):
+    assert len(open_rows([row])) == 1

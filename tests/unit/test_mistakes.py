@@ -166,6 +166,7 @@ MISTAKES = {
     "SFT --model.rope.type longrope": "is 'longrope': input should be 'default', 'linear', 'llama3' or 'yarn'",
     "SFT --model.lora.rank 4 --model.lora.targets []": "model.lora.targets is []: list should have at least 1 item",
     "SFT --model.lora.rank 4 --model.lora.targets lm_head": "model.lora.targets",
+    "SFT --data.train {\"path\":\"\"}": "data source : path: String should have at least 1 character",
     "SFT --data.train {\"path\":\"x\",\"weight\":Infinity}": "data source x: weight: Input should be a finite number",
     "DEMO --dpo.loss_type [\"sigmoid\",\"sft\"]": "or set dpo.sft_weight",
     "DEMO --dpo.loss_type [\"sigmoid\",\"hinge\"] --dpo.loss_weights [1]": "names 2 losses and loss_weights has 1",

@@ -54,6 +54,7 @@ def refusal(typed: str, folder: Path) -> str:
 FIELDS = r"""
 {"eos_token_id": [1, "x"]}|eos_token_id = [1, 'x'] but it must be the number of a token; correct
 {"eos_token_id": 1000000}|eos_token_id 1000000 but vocab_size
+{"pad_token_id": 1000000}|pad_token_id 1000000 but vocab_size
 {"eos_token_id": -1}|eos_token_id -1 but vocab_size
 {"bos_token_id": [1]}|bos_token_id = [1] but it must be the number of a token
 {"rope_theta": 0}|rope_theta = 0 and 10000.0 in rope_parameters or rope_scaling; correct one

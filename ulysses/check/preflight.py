@@ -50,7 +50,7 @@ files      checkpoint_folders:find_checkpoint  config strict                    
 files      checkpoint_folders:check_same_run   config shape resume_from
 all files  input_files:check_models            stage shape tokenizer others
 all files  input_files:initial_weights         config stage shape tokenizer template? folder? place?  shape weights
-all files  disk_space:check_folders            config folder? weights others
+all files  disk_space:check_folders            config folder? place? weights others
 all files  disk_space:check_disk               config shape resume_from?                       disk_warning
 data       input_files:check_examples          config train held_out?
 resuming   checkpoint_folders:changes          config resume_from digests                      changes

@@ -20,7 +20,8 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 MOST_LR = 10.0
 # a path with parameters, or a field that holds a secret, in what a server is sent
 SECRET_FIELDS = re.compile(
-    r'"/[^"]*[?#;@]|"[^"]*(api_?key|token|secret|password|authorization)":', re.I
+    r'"/[^"]*[?#;@&=]|"[^"]*(key|token|secret|passw(or)?d|pwd|auth(orization)?|bearer|credentials?|cookie)":',
+    re.I,
 )
 
 

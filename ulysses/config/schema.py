@@ -152,8 +152,8 @@ class DataSection(Section):
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     """What happens to a longer sequence: cut at its end, cut at its start, left out, or an error that stops the run."""
     chat_template: TemplateName = "tokenizer"
-    """How conversations become text: "tokenizer" (its own way), llama3, llama3.1, qwen2.5, qwen3, chatml, plain or a
-    .jinja file."""
+    """How conversations become text: "tokenizer" (its own way), llama3, llama3.1, qwen2.5, qwen3, chatml, plain, a
+    .jinja file or the text of one."""
     chat_template_kwargs: dict[str, Any] = {}
     """What the chat template reads besides the messages, such as enable_thinking or reasoning_effort; those of a source
     and of a row come first."""

@@ -17,9 +17,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-# What an address has beside host, port and path (a revision in a path of the hub is none), and keys of known forms
+# What an address, also one without http://, has beside host, port and path (a revision in a path of the hub is none),
+# and keys of known forms
 CREDENTIALS = re.compile(
-    r"""(?<!hf)://[^\s"'?#;@]*[?#;@][^\s"',)]+|\b(hf_|sk-|sk-proj-|sk-ant-|gh[opsu]_|AKIA)[A-Za-z0-9]{16,}[\w-]*"""
+    r"""(?<!hf)://[^\s"'?#;@&=]*[?#;@&=][^\s"']+|[?#;&]\w*(key|token|secret|passw\w*|sig\w*)=[^\s"']+|"""
+    r"""\b\w+:[^\s:/@"',]+@\w[^\s"']*|\b(hf_|sk-(\w+-)*|gh[opsu]_|github_pat_|glpat-|xai-|gsk_|nvapi-|AKIA|AIza|eyJ)"""
+    r"[A-Za-z0-9]{16,}[\w.-]*",
+    re.I,
 )
 LARGEST = 2**53  # up to which every whole number is a float too
 
@@ -109,7 +113,11 @@ PlaceOrWord = Annotated[str, AfterValidator(lambda x: x if x in WORDS else absol
 LOCAL = AfterValidator(_local)
 PlaceOrName = Annotated[str, LOCAL]
 TemplateName = Annotated[
-    str, AfterValidator(lambda x: absolute(x) if re.search(r"/|\.jinja$", x) else x)
+    # a template's own text is no path
+    str,
+    AfterValidator(
+        lambda x: absolute(x) if re.search(r"^(?!.*\{[{%]).*(/|\.jinja$)", x, re.S) else x
+    ),
 ]
 
 

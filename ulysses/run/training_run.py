@@ -3,6 +3,7 @@
 configuration -> checks -> data -> processes meet -> plan -> engine -> stage -> Trainer -> export
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -181,7 +182,7 @@ class TrainingRun:
             if config.run.overwrite:
                 for path in clear_run_folder(config.output, checkpoint):
                     self.say(f"deleted {path}")
-            (config.output / "checkpoints").mkdir(exist_ok=True)
+            os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
             replace_file(config.output / "config.json", config.model_dump_json(indent=2))
             save_tokenizer(inputs, config.output / "tokenizer")
         dist.barrier()

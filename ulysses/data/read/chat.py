@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate, chain
+from os.path import expanduser
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -343,7 +344,7 @@ def _raise_exception(message: str) -> None:
 
 
 def template_text(tokenizer: Any, name: str) -> str:
-    """Return the Jinja text; DataError if there is no such template."""
+    """Return the Jinja text, which may be the name itself; DataError if there is no such template."""
     if name == "tokenizer":
         try:
             return tokenizer.get_chat_template()
@@ -352,7 +353,9 @@ def template_text(tokenizer: Any, name: str) -> str:
                 "the tokenizer has no chat template; set data.chat_template to "
                 f"{', '.join(NAMED_TEMPLATES)} or a .jinja file"
             ) from None
-    path = Path(name).expanduser()
+    if "{%" in name or "{{" in name:
+        return name
+    path = Path(expanduser(name))
     if name in NAMED_TEMPLATES:
         path = Path(__file__).with_name(f"{name}.jinja")
     if not path.is_file():

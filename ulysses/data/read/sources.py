@@ -16,6 +16,7 @@ from functools import partial
 from glob import escape
 from io import TextIOWrapper
 from itertools import chain
+from os.path import expanduser
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -74,7 +75,7 @@ class Source:
     Raises pydantic's ValidationError, which parse_sources turns into a DataError.
     """
 
-    path: str
+    path: str = Field(min_length=1)
     format: Literal["auto", *FORMATS, "sharegpt", "alpaca_v1"] = "auto"  # type: ignore[valid-type]
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     columns: dict[str, str] = field(default_factory=dict)
@@ -91,7 +92,7 @@ class Source:
     @property
     def place(self) -> Path:
         """The file or folder, which does not exist if the path is the id of a dataset on the hub."""
-        return Path(self.path).expanduser()
+        return Path(expanduser(self.path))
 
     @property
     def is_on_hub(self) -> bool:

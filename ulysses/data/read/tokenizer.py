@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from itertools import product
+from os.path import expanduser
 from pathlib import Path
 from string import printable
 from typing import Any
@@ -41,7 +42,7 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
 
     Raises DataError: there is no tokenizer, or a named token is not in its vocabulary.
     """
-    place = Path(path).expanduser()
+    place = Path(expanduser(path))
     try:
         if place.is_file():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(place))
