@@ -300,9 +300,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 @contextmanager
-def writing(
-    path: Path, when: str = "", advice: str = "use another folder or disk"
-) -> Iterator[None]:
+def writing(path: Path, when: str = "", advice: str = "use another disk") -> Iterator[None]:
     """Turn the failure to write a file or folder into one DiskError with its path and the space that is left."""
     try:
         yield
