@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.arch import ModelConfig
-from models.modules import Linear, MakeLinear, RMSNorm, Unfilled, some_columns
+from models.modules import Exact, Linear, MakeLinear, RMSNorm, Unfilled, some_columns
 from models.ops.activation import ActivateNode
 from models.ops.delta_rule import Convolution, Rule, convolve, delta_rule, mix_pack
 from models.ops.norm import NormNode, NormRule
@@ -57,8 +57,8 @@ class GatedDelta(nn.Module):
             self.in_proj_a = Linear(D, H, bias=False)
         F, W = sum(widths), self.shape.linear_conv_kernel_dim
         self.conv1d = Filters(F, F, W, groups=F, bias=False)
-        self.A_log = nn.Parameter(torch.empty(H))
-        self.dt_bias = nn.Parameter(torch.empty(H))
+        self.A_log = Exact(torch.empty(H))
+        self.dt_bias = Exact(torch.empty(H))
         self.norm = RMSNorm(self.shape.linear_value_head_dim, NormRule(config.rms_norm_eps))
         self.out_proj = linear(widths[-1], D, bias=False)
 

@@ -27,6 +27,7 @@ with explained_imports():
         copy_side_files,
         write_weights,
     )
+    from models.modules import Exact
     from ulysses.check.checkpoint_folders import read_run_state
     from ulysses.config.command_line import check
     from ulysses.config.section import ConfigError, absolute, existing
@@ -127,9 +128,13 @@ def export_checkpoint(
             if wanted(name):
                 tensor = torch.empty(parameter.numel())
                 saved.read_into(tensor, name, "master")
-                if name in base and base[name].shape == parameter.shape:
+                if isinstance(parameter, Exact):
+                    pass
+                elif name in base and base[name].shape == parameter.shape:
                     tensor = rounded(tensor, files.read(name))
-                yield name, tensor.to(getattr(torch, source.dtype)).view(parameter.shape)
+                else:
+                    tensor = tensor.to(getattr(torch, source.dtype))
+                yield name, tensor.view(parameter.shape)
 
     if not merge:
         return export_model(read, out, shape, config, state["step"], rounded=rounded)
@@ -159,13 +164,16 @@ def merge_adapter(folder: Path, out: Path, dtype: str = "") -> str:
     files, shape = WeightFiles(folder), read_config(folder)
     _check_out(out, [folder, *(path.parent for path in files.paths)])
     reward = files.adapter.get("task_type") == "SEQ_CLS"
-    sizes = {n: p.shape for n, p in empty_model(shape, reward=reward).named_parameters()}
+    parameters = dict(empty_model(shape, reward=reward).named_parameters())
+    sizes = {name: p.shape for name, p in parameters.items()}
     files.check(sizes)
     dtype = dtype or str(files.dtype).removeprefix("torch.")
     rounded, kind = Rounding(getattr(torch, dtype)), files.quantize
 
     def weight(name: str) -> Tensor:
         exact = files.read(name).float()
+        if isinstance(parameters[name], Exact):
+            return exact
         trained = files.read(name, quantize=kind) if kind != "none" else None
         return rounded(exact, files.base(name), trained).view(sizes[name])
 

@@ -84,14 +84,17 @@ def prove_rule(name: str, device: torch.device, *case: int) -> None:
         "A_log": torch.linspace(-6, 3, heads),
         "dt_bias": torch.linspace(-4, 1, heads),
     }
-    given = {key: x.to(device, torch.bfloat16) for key, x in given.items()}
+    # all but the decays are in the model's dtype
+    given = {
+        key: x.to(device, torch.bfloat16 if x.dim() > 1 else None) for key, x in given.items()
+    }
     upstream = torch.randn(rows, heads, shape.linear_value_head_dim, generator=draw).to(device)
     results = []
     for dtype, operations in (
-        (torch.bfloat16, (delta_rule, convolve)),
+        (None, (delta_rule, convolve)),
         (torch.float64, (plain.delta_rule, plain.convolve)),
     ):
-        inputs = [x.to(dtype).requires_grad_() for x in given.values()]
+        inputs = [x.to(dtype=dtype).detach().requires_grad_() for x in given.values()]
         out = plain.mix_pack(shape, recurrence, operations, *inputs)
         results.append([out, *torch.autograd.grad((out * upstream).sum(), inputs)])
     for tensor, got, wanted in zip(("output", *given), *results):

@@ -129,6 +129,8 @@ def test_the_text_model_trains_and_the_rest_travels(base, tmp_path) -> None:
     )
     old, new = (WeightFiles(f).read(name) for f in (base, out / "export"))
     assert not torch.equal(old, new)  # it was trained
+    decays = WeightFiles(out / "export").tensors["model.layers.0.linear_attn.A_log"]
+    assert decays.dtype == torch.float32
     torch.testing.assert_close(
         logits_here(out / "export", TOKENS), logits_there(twin, TOKENS), rtol=1e-5, atol=1e-5
     )
