@@ -261,7 +261,8 @@ def read_tokenizer(
     template = None
     if stage.dataset_type != "text":
         with error_context("data.chat_template"):
-            template = ChatTemplate(tokenizer, config.data.chat_template)
+            given = config.data.chat_template, config.data.chat_template_kwargs
+            template = ChatTemplate(tokenizer, *given)
     if len(tokenizer) > shape.vocab_size:
         raise ConfigError(
             f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "

@@ -47,7 +47,7 @@ class LoraSection(Section):
     targets: list[Literal[LORA_TARGETS + RULE_TARGETS]] = Field(
         list(LORA_TARGETS), min_length=1
     )
-    """Names of the modules that get an adapter; those of linear attention are not among them unless you name them."""
+    """Names of the modules that get an adapter; by default all projections of attention, linear attention and MLPs."""
     merge: bool = False
     """Export the base weights with the adapters added to them, instead of the adapters alone."""
 
@@ -137,6 +137,9 @@ class DataSection(Section):
     chat_template: TemplateName = "tokenizer"
     """How conversations become text: "tokenizer" (its own way), llama3, llama3.1, qwen2.5, qwen3, chatml, plain or a
     .jinja file."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the chat template reads besides the messages, such as enable_thinking or reasoning_effort; a row's own
+    chat_template_kwargs come first."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Which tokens of a conversation are trained: every assistant turn, everything, or the last turn only."""
     turns: Literal["auto", "together", "separate"] = "auto"

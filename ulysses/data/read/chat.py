@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
@@ -52,17 +53,32 @@ class ChatTemplate:
 
     Args:
         template: "tokenizer" (its own), one of NAMED_TEMPLATES, or the path of a .jinja file.
+        variables: what else the template reads, such as enable_thinking, where a row says nothing.
 
-    Raises DataError: there is no such template, or it writes special tokens that the tokenizer does not have.
+    Raises DataError: there is no such template, it does not read one of the variables, or it writes special tokens that
+    the tokenizer does not have.
     """
 
-    def __init__(self, tokenizer: Any, template: str = "tokenizer") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str = "tokenizer",
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.encoder = TextEncoder(tokenizer)
         self.text = template_text(tokenizer, template)
         self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
         environment, marked = template_environment(), with_marks(self.text)
+        self._given = variables
         sample = partial(self._sample, environment, marked)
         try:
+            tree = environment.parse(marked)
+            self._variables = {node.name for node in tree.find_all(nodes.Name)} - OURS
+            if unread := variables.keys() - self._variables:
+                raise DataError(
+                    f"data.chat_template_kwargs sets {min(unread)!r}, which chat template {template} does not read; "
+                    "remove it"
+                )
             if not ends(sample):
                 too_much()
             opened, closed, answered = sample()
@@ -73,10 +89,8 @@ class ChatTemplate:
             raise DataError(problem) from None
         self.marks_generation = OPEN in answered
         self._opening = opened.removeprefix(closed)  # of the assistant's turn
-        tree = environment.parse(marked)
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
-        self._variables = {node.name for node in tree.find_all(nodes.Name)} - OURS
         # Mistral's and Llama-2's write nothing there
         is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
         if not is_opened and not self.marks_generation:
@@ -95,7 +109,8 @@ class ChatTemplate:
 
     def _sample(self, environment: Environment, marked: str) -> list[str]:
         """Compile the template; render a question with and without an opened turn, and with an answer."""
-        self._compiled, given = environment.from_string(marked), {"tools": None}
+        self._compiled = environment.from_string(marked)
+        given = self.encoder.guard({**self._given, "tools": None})
         both = [{"role": role, "content": "2"} for role in ("user", "assistant")]
         self._no_content = content_of_calls(both[:1], partial(self._render, given))
         parts = (both[:1], True), (both[:1], False), (both, False)
@@ -130,7 +145,7 @@ class ChatTemplate:
             turns: "together" renders all answers in one text; "auto" uses a further text, the conversation up to the
                 answer, where the template writes an answer differently in a longer conversation; "separate" gives every
                 answer its own text. The last answer's text comes first.
-            variables: what else the template reads, such as enable_thinking.
+            variables: of the template, in place of those that it was made with.
 
         Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
         """
@@ -146,7 +161,7 @@ class ChatTemplate:
                 f"sets {min(unread)!r} in chat_template_kwargs, which its template does not read, or no row may set; "
                 'remove it, or set columns = {unused = "chat_template_kwargs"}'
             )
-        given = self.encoder.guard({**given, "tools": tools or None})
+        given = self.encoder.guard({**self._given, **given, "tools": tools or None})
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
             text = "".join(at_marks(self._render(given, plain, not begun)))

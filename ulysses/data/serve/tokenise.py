@@ -124,7 +124,8 @@ class Tokenising:
         self.cache = Path(settings.cache)
         self.template = None
         if kind != "text":
-            self.template = ChatTemplate(tokenizer, settings.chat_template)
+            given = settings.chat_template, settings.chat_template_kwargs
+            self.template = ChatTemplate(tokenizer, *given)
         self.encoder = self.template.encoder if self.template else TextEncoder(tokenizer)
         self._state = self._files()
         content = [
@@ -134,6 +135,7 @@ class Tokenising:
             [source_digest(source, self.cache) for source in self.sources],
             tokenizer_digest(tokenizer),
             self.template.text if self.template else None,
+            *filter(None, [settings.chat_template_kwargs]),
         ]
         self.folder = self.cache / "tokenized" / digest_of_value(content)[:32]
 
