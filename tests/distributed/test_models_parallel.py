@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.arch import ModelConfig
 from models.decoder import Decoder
-from tests.engine_case import SHAPE, Case, build_trainer, sequences, zero_engine
-from tests.family_case import FAMILIES
+from tests.engine_case import HYBRID, SHAPE, Case, build_trainer, sequences, zero_engine
 from tests.harness import device, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.zero_case import filled, whole, whole_gradients
@@ -50,8 +48,7 @@ def decays_after_an_update(case: Case) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"resident": True}, {"offload_optimizer": True}])
 def test_the_decays_of_linear_attention_stay_in_float32(how: dict[str, bool]) -> None:
-    shape = ModelConfig.from_hf(FAMILIES["qwen3_5"] | {"vocab_size": SHAPE.vocab_size})
-    case = Case("sft", sp=2, shape=shape, dtype=torch.bfloat16, lr=1e-3, engine=how)
+    case = Case("sft", sp=2, shape=HYBRID, dtype=torch.bfloat16, lr=1e-3, engine=how)
     run_distributed(decays_after_an_update, 2, case)
 
 

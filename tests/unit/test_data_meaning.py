@@ -122,8 +122,8 @@ def test_variables_of_the_template_are_read(shown, kind):
         assert text == prompt + "[<think>\n\n</think>\n\na<|im_end|>]" * (kind != "prompt")
 
 
-# What Qwen3.5's own template does with thinking: it opens a turn with it, and forgets that of earlier questions. Those of
-# 3.6 and 3.8 may or do keep it (KEPT), and the last writes how much to think (EFFORT).
+# What Qwen3.5's own template does with thinking: it opens a turn with it, and forgets that of earlier questions. Those
+# of 3.6 and 3.8 may or do keep it (KEPT), and the last writes how much to think (EFFORT).
 OPENED = """{% set last = namespace(at=0) %}{% set effort = "" %}
 {%- for m in messages %}{% if m.role == "user" %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}EFFORT
 {%- for m in messages %}
@@ -141,7 +141,7 @@ OPENED = """{% set last = namespace(at=0) %}{% set effort = "" %}
 {%- if enable_thinking is defined and enable_thinking is false %}{{ "\n</think>\n\n" }}{% endif %}{% endif %}"""
 EFFORT = """{% set level = reasoning_effort | default("high") %}
 {%- if level not in ("high", "low") %}{{ raise_exception("no such effort: " + level) }}{% endif %}
-{%- if not (enable_thinking is defined and enable_thinking is false) %}{% set effort = "Think: " + level + ". " %}{% endif %}"""
+{%- if enable_thinking is undefined or enable_thinking %}{% set effort = "Think: " + level + ". " %}{% endif %}"""
 TEMPLATES = {
     "3.5": ("", ""),
     "3.6": ("(preserve_thinking is defined and preserve_thinking is true) or ", ""),
