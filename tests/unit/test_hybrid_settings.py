@@ -94,7 +94,8 @@ def test_targets_that_the_model_lacks_are_refused(family, targets, complaint) ->
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo2"])
 def test_every_projection_has_an_adapter_by_default(family) -> None:
-    shape = ModelConfig.from_hf(FAMILIES[family])
+    # dense layers beside those of experts are refused
+    shape = ModelConfig.from_hf(FAMILIES[family] | {"mlp_only_layers": []})
     settings = {"path": "x", "lora": {"rank": 2}}
     config = check({"stage": "sft", "data": {"train": ["x"]}, "model": settings})
     chosen = choose_targets(config, shape)
