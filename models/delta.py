@@ -18,9 +18,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.arch import ModelConfig
-from models.modules import NO_NORM, Linear, MakeLinear, Norm, RMSNorm, Unfilled, some_columns
+from models.modules import (
+    NO_NORM,
+    Exact,
+    Linear,
+    MakeLinear,
+    Norm,
+    RMSNorm,
+    Unfilled,
+    some_columns,
+)
+from models.ops import delta_rule
 from models.ops.activation import ActivateNode
-from models.ops.delta_rule import Convolution, Rule, convolve, delta_rule, mix_pack
 from models.ops.norm import NormNode, NormRule
 from models.ops.plain import is_plain, is_watched
 from ulysses.memory.levels import Rope
@@ -60,8 +69,8 @@ class GatedDelta(nn.Module):
             self.in_proj_a = Linear(D, H, bias=False)
         F, W = sum(widths), self.shape.linear_conv_kernel_dim
         self.conv1d = Filters(F, F, W, groups=F, bias=False)
-        self.A_log = nn.Parameter(torch.empty(H))
-        self.dt_bias = nn.Parameter(torch.empty(H))
+        self.A_log = Exact(torch.empty(H))
+        self.dt_bias = Exact(torch.empty(H))
         self.norm = RMSNorm(self.shape.linear_value_head_dim, NormRule(config.rms_norm_eps))
         self.out_proj = linear(widths[-1], D, bias=False)
 
@@ -139,15 +148,15 @@ class GatedDelta(nn.Module):
         parts = self.conv1d.weight[:, 0].split(self.shape.widths)
         filters = torch.cat([own(x, part) for part, x in enumerate(parts)])
         given = qkv, b, a, filters, own(self.A_log, -1), own(self.dt_bias, -1)
-        return mix_pack(self.shape, plan.recurrence, self.operations(qkv), *given)
+        return delta_rule.mix_pack(self.shape, plan.recurrence, self.kernels(qkv), *given)
 
-    def operations(self, rows: Tensor) -> tuple[Rule, Convolution]:
-        """Return the rule and the convolution of such rows: plain torch, or kernels on a GPU in half precision."""
+    def kernels(self, rows: Tensor) -> Any:
+        """Return who runs rule and convolution of such rows: plain torch, or kernels on a GPU in half precision."""
         if not rows.is_cuda or rows.dtype.itemsize > 2 or self.kernel == "reference":
-            return delta_rule, convolve
+            return delta_rule
         from models.ops import delta_kernels  # which needs optional packages
 
-        return delta_kernels.delta_rule, delta_kernels.convolve
+        return delta_kernels
 
     def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
         return RowHeads(self.shape.parts, plan).to_tokens(out)

@@ -13,6 +13,12 @@ from models.ops.norm import NormNode, NormRule
 from models.ops.plain import is_plain
 
 
+class Exact(nn.Parameter):
+    """A parameter that stays in float32 in models of half precision, and in their exports."""
+
+    in_float32 = True
+
+
 class Unfilled(nn.Module):
     """Leave a module of torch without its random start: a file or `init_parameter` fills the weights."""
 

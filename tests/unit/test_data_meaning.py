@@ -122,6 +122,92 @@ def test_variables_of_the_template_are_read(shown, kind):
         assert text == prompt + "[<think>\n\n</think>\n\na<|im_end|>]" * (kind != "prompt")
 
 
+# What Qwen3.5's own template does with thinking: it opens a turn with it, and forgets that of earlier questions. Those
+# of 3.6 and 3.8 may or do keep it (KEPT), and the last writes how much to think (EFFORT).
+OPENED = """{% set last = namespace(at=0) %}{% set effort = "" %}
+{%- for m in messages %}{% if m.role == "user" %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}EFFORT
+{%- for m in messages %}
+{%- if m.role == "assistant" %}
+{%- set parts = namespace(think=m.reasoning_content if m.reasoning_content is string else "", text=m.content) %}
+{%- if "</think>" in m.content %}
+{%- set parts.think = m.content.split("</think>")[0].split("<think>")[-1] %}
+{%- set parts.text = m.content.split("</think>")[-1] %}
+{%- endif %}
+{%- set block = "<think>\n" + parts.think.strip() + "\n</think>\n\n" %}
+{{- "<|im_start|>assistant\n" + (block if KEPTloop.index0 > last.at else "") + parts.text.strip() + "<|im_end|>\n" }}
+{%- else %}{{ "<|im_start|>" + m.role + "\n" + (effort if loop.first else "") + m.content + "<|im_end|>\n" }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n<think>\n" }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ "\n</think>\n\n" }}{% endif %}{% endif %}"""
+EFFORT = """{% set level = reasoning_effort | default("high") %}
+{%- if level not in ("high", "low") %}{{ raise_exception("no such effort: " + level) }}{% endif %}
+{%- if enable_thinking is undefined or enable_thinking %}{% set effort = "Think: " + level + ". " %}{% endif %}"""
+TEMPLATES = {
+    "3.5": ("", ""),
+    "3.6": ("(preserve_thinking is defined and preserve_thinking is true) or ", ""),
+    "3.8": ("preserve_thinking is undefined or preserve_thinking is true or ", EFFORT),
+}
+
+
+@pytest.fixture(params=TEMPLATES)
+def generation(request, tmp_path):
+    """Such a template's name and file."""
+    kept, effort = TEMPLATES[request.param]
+    text = OPENED.replace("KEPT", kept).replace("EFFORT", effort)
+    (tmp_path / "t.jinja").write_text(text)
+    return request.param, str(tmp_path / "t.jinja")
+
+
+def test_thinking_is_kept_or_forgotten_as_the_template_says(shown, generation):
+    name, template = generation
+    thinks = [said("<think>\nt\n</think>\n\none"), said("two", reasoning_content="u")]
+    row = {"messages": [ASK, thinks[0], ASK, thinks[1]]}
+    effort = "Think: high. " * (name == "3.8")
+    opened = "<|im_start|>assistant\n<think>\n"
+    asked = f"<|im_start|>user\n{effort}q<|im_end|>\n{opened}"
+    again = f"\n<|im_start|>user\nq<|im_end|>\n{opened}[u\n</think>\n\ntwo<|im_end|>]"
+    whole = [f"{asked}[t\n</think>\n\none<|im_end|>]{again}"]
+    forgotten = asked.removesuffix("<think>\n") + "one<|im_end|>" + again
+    apart = [forgotten, f"{asked}[t\n</think>\n\none<|im_end|>]"]
+    assert shown([row], template=template) == (whole if name == "3.8" else apart)
+    if name != "3.5":
+        for keep, wanted in ((True, whole), (False, apart)):
+            given = {"chat_template_kwargs": {"preserve_thinking": keep}}
+            assert shown([row], template=template, **given) == wanted
+            assert shown([row | given], template=template) == wanted
+
+
+@pytest.mark.parametrize("kind", ["sequence", "pair", "unpaired", "prompt"])
+def test_a_rows_variables_come_before_the_settings(shown, kind, generation):
+    name, template = generation
+    row = {"prompt": [ASK], "label": True}
+    row |= {"chosen": "a", "rejected": "b"} if kind == "pair" else {"completion": "a"}
+    rest = "[\n</think>\n\na<|im_end|>]", "\n</think>\n\n[a<|im_end|>]"
+    if kind == "prompt":
+        rest = "", "\n</think>\n\n"
+    for off, more in ((True, {}), (True, None), (False, {"enable_thinking": True})):
+        given = {"chat_template_kwargs": {"enable_thinking": False}}
+        text = shown([{**row, "chat_template_kwargs": more}], kind, template=template, **given)
+        effort = "Think: high. " * (name == "3.8" and not off)
+        wanted = f"<|im_start|>user\n{effort}q<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        assert text[0] == wanted + rest[off]
+    if name == "3.8":
+        given = {"chat_template_kwargs": {"reasoning_effort": "low"}}
+        assert "Think: low. q" in shown([row], kind, template=template, **given)[0]
+        assert "Think: high. q" in shown([row], kind, template=template)[0]  # not the cached
+
+
+def test_variables_that_the_template_does_not_read_or_refuses_stop_the_run(tokenizer, tmp_path):
+    (tmp_path / "t.jinja").write_text(OPENED.replace("KEPT", "").replace("EFFORT", EFFORT))
+    for variables, complaint in (
+        ({"thinking": True}, "data.chat_template_kwargs sets 'thinking', which chat template"),
+        ({"messages": []}, "sets 'messages', which chat template"),
+        ({"reasoning_effort": "vast"}, "cannot render one question: .* no such effort: vast"),
+    ):
+        with pytest.raises(DataError, match=complaint):
+            ChatTemplate(tokenizer, str(tmp_path / "t.jinja"), variables)
+
+
 def test_variables_are_those_that_transformers_gives(tokenizer, shown, tmp_path):
     variables, messages = {"enable_thinking": False}, [ASK, said("one"), ASK, said("two")]
     text, *_ = shown(

@@ -695,7 +695,6 @@ REFUSED = {
     "max_prompt_length: 512": "line 2: max_prompt_length = 512",
     "max_length: null": "line 2: max_length = None has no counterpart here; nothing is cut there",
     "stage: grpo\nnum_generations: 1\nshuffle_dataset: false": "line 4: shuffle_dataset = False",
-    "chat_template_kwargs: {enable_thinking: false}": "line 2: chat_template_kwargs.enable_thinking = False",
     "stage: dpo\nsync_ref_model: true": "line 3: sync_ref_model = True has no counterpart here; the reference stays",
     "stage: dpo\npref_loss: kto_pair": "line 3: pref_loss = kto_pair",
     "stage: grpo\nloss_type: cispo": "line 3: loss_type = cispo has no counterpart here; ppo.loss_aggregation has no "
@@ -748,6 +747,13 @@ def test_what_the_shell_does_not_expand_stays(migrate, monkeypatch):
     (source,) = parse_sources(config.data.train)
     assert (config.model.path, source.path) == ("./~/m", "/home/me/d")
     assert config.run.output == os.path.abspath("~/out")
+
+
+def test_variables_of_the_template_are_ours(migrate):
+    text = "chat_template_kwargs: {reasoning_effort: low}\nenable_thinking: false\n"
+    config, _ = migrate(LLAMAFACTORY_KTO + text)
+    wanted = {"reasoning_effort": "low", "enable_thinking": False}
+    assert config.data.chat_template_kwargs == wanted
 
 
 def test_all_that_is_refused_is_named_at_once(refusal):

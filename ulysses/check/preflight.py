@@ -42,6 +42,7 @@ files      input_files:read_shape              config strict                    
 files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
 files      setting_checks:check_adapters       config shape
+files      setting_checks:choose_targets       config shape                                    config
 files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template
 files      input_files:read_others             config stage strict others
 files      kernel_proof:choose_kernel          config stage shape strict                       attention kernel

@@ -102,13 +102,29 @@ def check_adapters(config: Config, shape: ModelConfig) -> Iterator[str]:
         yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"
 
 
+def rule_targets(shape: ModelConfig) -> tuple[str, ...]:
+    """Return which modules of linear attention may have an adapter."""
+    if not shape.delta:
+        return ()
+    if shape.family.fused_projections:
+        return RULE_TARGETS[4:]
+    return *RULE_TARGETS[:4], RULE_TARGETS[-1]
+
+
+def choose_targets(config: Config, shape: ModelConfig) -> Config:
+    """Add the modules of linear attention to the adapters' targets where nobody has set these."""
+    model, lora = config.model, config.model.lora
+    if "targets" in lora.model_fields_set:
+        return config
+    targets = [*lora.targets, *rule_targets(shape)]
+    chosen = model.model_copy(update={"lora": lora.model_copy(update={"targets": targets})})
+    return config.model_copy(update={"model": chosen})
+
+
 def missing_targets(config: Config, shape: ModelConfig) -> Iterator[str]:
     """Yield which of the adapters' targets among the projections of linear attention the model does not have."""
-    own: set[str] = set()
-    if shape.delta:
-        fused = shape.family.fused_projections
-        own = {*(RULE_TARGETS[4:] if fused else (*RULE_TARGETS[:4], RULE_TARGETS[-1]))}
-    lacking = sorted({*config.model.lora.targets} & {*RULE_TARGETS} - own)
+    own = rule_targets(shape)
+    lacking = sorted({*config.model.lora.targets} & {*RULE_TARGETS} - {*own})
     if config.model.lora.rank and lacking:
         has = (
             f"of linear attention it has {', '.join(sorted(own))}"

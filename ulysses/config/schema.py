@@ -55,7 +55,7 @@ class LoraSection(Section):
     targets: list[Literal[LORA_TARGETS + RULE_TARGETS]] = Field(
         list(LORA_TARGETS), min_length=1
     )
-    """Names of the modules that get an adapter; those of linear attention are not among them unless you name them."""
+    """Names of the modules that get an adapter; by default all projections of attention, linear attention and MLPs."""
     train: list[Literal["embeddings"]] = []
     """What is trained whole beside the adapters: "embeddings", the vocabulary's matrices (PEFT's modules_to_save)."""
     merge: bool = False

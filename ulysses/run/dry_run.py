@@ -45,6 +45,7 @@ def dry_run(config: Config, options: Options) -> int:
             f"{options.gpu_memory or ASSUMED_GIB:g} GiB; --gpus and --gpu-memory name others"
         )
     inputs = prepare(config, world, findings)
+    config = inputs.config
     if options.debug or wants_debug([]):
         print(config.model_dump_json(indent=2))
     verdict = "the run can start"

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from models.arch import ModelConfig
 from models.folders import CONFIG, folder_with, resolve_model
+from models.kinds import empty_model
+from models.modules import Exact
 from models.writing import (
     GENERATION,
     TOKENIZER_FILES,
@@ -162,7 +164,12 @@ def export_model(
         files = stored_weights(Path(str(source.path)))
         base = files.tensors
 
+    parameters = empty_model(shape).named_parameters()
+    exact = {name for name, p in parameters if isinstance(p, Exact)}
+
     def written(name: str, tensor: Tensor) -> Tensor:
+        if name in exact:
+            return tensor.float()
         if name in base and base[name].shape == tensor.shape:
             return rounded(tensor.view(-1), files.read(name)).view_as(tensor)
         return tensor.to(rounded.dtype)

@@ -71,6 +71,7 @@ class TrainingRun:
         try:
             self.watch.phase("checks")
             self.inputs = inputs = prepare(config)
+            self.config = inputs.config
             self.watch.phase("tokenising")
             self.say("reading the data ...")
             self.train_data, self.eval_data = data = open_data(inputs)
