@@ -143,12 +143,12 @@ def measure(
             return result
 
         with torch.no_grad():
-            shards = timed("exchange_qkv", exchange_qkv_forward, q, k, v, plan)
-            kept = timed("attend", attention.attend_forward, *shards, plan)
+            shards = timed("exchange_qkv", exchange_qkv_forward, (q, k, v), plan)
+            kept = timed("attend", attention.attend_forward, shards, plan)
             timed("exchange_out", exchange_out_forward, kept[0], plan)
-            saved = torch.ones_like(kept[0]), *shards, *kept, plan
-            grads = timed("attend_backward", attention.attend_backward, *saved)
-            timed("exchange_qkv_backward", exchange_qkv_backward, *grads, plan, *heads)
+            saved = torch.ones_like(kept[0]), shards, kept, plan
+            grads, _ = timed("attend_backward", attention.attend_backward, *saved)
+            timed("exchange_qkv_backward", exchange_qkv_backward, grads, plan, *heads)
         del shards, kept, saved, grads
         timed("all", lambda: grad(attention(q, k, v, plan=plan), (q, k, v), upstream))
         rounds.append([*times.values()])

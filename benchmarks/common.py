@@ -40,7 +40,7 @@ from ulysses.plan.memory_choice import choose_memory, layer_memory
 from ulysses.plan.planned_run import planner_case
 from ulysses.plan.seconds import model_flops, step_flops
 from ulysses.registry import gradient_policies
-from ulysses.run.build import build_engine
+from ulysses.run.build import trained_engine
 from ulysses.zero.engine import ZeroEngine
 
 FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped
@@ -112,7 +112,7 @@ def build(config: Config, device: torch.device, tokens: int, documents: int = 1)
     degree = config.parallel.sequence_parallel_size
     mesh = ParallelMesh(degree, num_heads=shape.num_attention_heads, windows=shape.windows)
     choice = planned(config, shape, device, tokens, documents)
-    engine = build_engine(
+    engine = trained_engine(
         config, InitialWeights(shape, 0, quantize=config.model.quantize), mesh, choice
     )
     # where the weights are is decided once

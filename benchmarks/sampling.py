@@ -18,7 +18,7 @@ import torch
 from common import add_options, plain_parser, say
 
 from models.arch import ModelConfig, architecture
-from models.decoder import empty_model
+from models.kinds import empty_model
 from ulysses.rl.sampler import Sampler, SamplingOptions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -175,11 +175,11 @@ def cost_of_watch(bench: Bench, seq: int, a: Any) -> str:
 class SkippedKernel(UlyssesAttention):
     """Hand the queries on as if they were the kernel's output."""
 
-    def attend_forward(self, query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return query.clone(), query.new_empty(0, 0)
+    def attend_forward(self, shards: Any, *_: Any) -> tuple[Tensor, Tensor]:
+        return shards[0].clone(), shards[0].new_empty(0, 0)
 
-    def attend_backward(self, dout: Tensor, query: Tensor, *kept: Tensor) -> Any:
-        return dout, torch.zeros_like(kept[0]), torch.zeros_like(kept[1])
+    def attend_backward(self, dout: Tensor, shards: Any, *_: Any) -> Any:
+        return (dout, *map(torch.zeros_like, shards[1:])), ()
 
 
 def skip_attention(bench: Bench) -> None:

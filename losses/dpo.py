@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .precision import at_least_float32
 from .preference import aot_margins, divergence_score, preference_loss
 from .shapes import check_shapes
 
@@ -106,16 +105,16 @@ def dpo_loss(
             f"f_divergence is {f_divergence!r} but loss_type {', '.join(names)!r} has none; "
             f"use 'reverse_kl', or one of {', '.join(_WITH_DIVERGENCE)}"
         )
-    sides = (
-        (policy_chosen_logps, reference_chosen_logps, chosen_lengths),
-        (policy_rejected_logps, reference_rejected_logps, rejected_lengths),
-    )
-    check_shapes(
+    *given, aot_reference_margins = check_shapes(
         "policy and reference log-probabilities, lengths and aot_reference_margins: every pair needs one of each: give "
         "[N], sums over the tokens of each completion",
         1,
-        *sides[0],
-        *sides[1],
+        policy_chosen_logps,
+        reference_chosen_logps,
+        chosen_lengths,
+        policy_rejected_logps,
+        reference_rejected_logps,
+        rejected_lengths,
         aot_reference_margins,
     )
     if isinstance(bco_delta, Tensor):
@@ -123,16 +122,16 @@ def dpo_loss(
     parts, rewards = [], []
     for name, weight in zip(names, loss_weights or [1.0] * len(names)):
         ratios, bases = [], []
-        for policy, reference, lengths in sides:
-            ratio = at_least_float32(policy)
+        for policy, reference, lengths in (given[:3], given[3:]):
+            ratio = policy
             if name not in REFERENCE_FREE:
                 if reference is None:
                     raise ValueError(
                         f"loss_type {name!r} needs reference_chosen_logps and reference_rejected_logps; "
                         f"without a reference use {' or '.join(REFERENCE_FREE)}"
                     )
-                bases.append(at_least_float32(reference))
-                ratio = ratio - bases[-1]
+                bases.append(reference)
+                ratio = ratio - reference
             if name in LENGTH_NORMALISED:
                 if lengths is None:
                     raise ValueError(
@@ -147,9 +146,7 @@ def dpo_loss(
             scores = [divergence_score(ratio, f_divergence, f_alpha) for ratio in ratios]
             delta = scores[0] - scores[1]
         if name == "aot":
-            margins = at_least_float32(policy_chosen_logps) - at_least_float32(
-                policy_rejected_logps
-            )
+            margins = given[0] - given[3]
             if aot_reference_margins is None:
                 aot_reference_margins = aot_margins(margins, bases[0] - bases[1])
             delta = margins - aot_reference_margins

@@ -6,7 +6,6 @@ Shapes: Nw desirable and Nl undesirable examples, M mismatched ones; one summed 
 import torch
 from torch import Tensor
 
-from .precision import at_least_float32
 from .shapes import check_shapes
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
@@ -49,22 +48,16 @@ def kto_loss(
             f"desirable_weight is {desirable_weight} and undesirable_weight {undesirable_weight} "
             "but both must be at least 0"
         )
-    for side in (
-        (policy_chosen_logps, reference_chosen_logps),
-        (policy_rejected_logps, reference_rejected_logps),
-        (policy_KL_logps, reference_KL_logps),
-    ):
-        check_shapes(
-            "policy and reference log-probabilities: both must be sums over answers [N]",
-            1,
-            *side,
+    rule = "policy and reference log-probabilities: both must be sums over answers [N]"
+    chosen, rejected = (
+        torch.sub(*check_shapes(rule, 1, *side))
+        for side in (
+            (policy_chosen_logps, reference_chosen_logps),
+            (policy_rejected_logps, reference_rejected_logps),
         )
-    check_shapes("kl: it must be one number [], the baseline of all examples", 0, kl)
-    chosen = at_least_float32(policy_chosen_logps) - at_least_float32(reference_chosen_logps)
-    rejected = at_least_float32(policy_rejected_logps) - at_least_float32(
-        reference_rejected_logps
     )
-    policy_kl, reference_kl = policy_KL_logps, reference_KL_logps
+    policy_kl, reference_kl = check_shapes(rule, 1, policy_KL_logps, reference_KL_logps)
+    check_shapes("kl: it must be one number [], the baseline of all examples", 0, kl)
     if loss_type == "apo_zero_unpaired":
         if kl is not None or policy_kl is not None or reference_kl is not None:
             raise ValueError(
@@ -77,8 +70,7 @@ def kto_loss(
                 "the KTO baseline needs at least one mismatched example; "
                 "pass policy_KL_logps and reference_KL_logps, or kl="
             )
-        ratios = at_least_float32(policy_kl.detach()) - at_least_float32(reference_kl.detach())
-        kl = ratios.mean().clamp(min=0)
+        kl = (policy_kl - reference_kl).mean().clamp(min=0)
     baseline = kl.detach().to(chosen.dtype)
     # 1 - sigmoid(x) = sigmoid(-x), without the cancellation
     losses = torch.cat(

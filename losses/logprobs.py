@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import logprobs_triton
 from .precision import at_least_float32, has_wide_products, wide_product
 from .token_nll import weighted_sum
 
@@ -198,8 +197,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 tile_dtype = tiles.weight.dtype
         for part, logits in tiles:
             gradient = None
-            if entropy is None and mean is None and logprobs_triton.usable(logits):
-                gradient = logprobs_triton.log_softmax_at(
+            if entropy is None and mean is None and (log_softmax_at := _in_one_pass(logits)):
+                gradient = log_softmax_at(
                     logits, safe[part], lse[part], logps[part], tile_dtype
                 )
             else:
@@ -325,15 +324,22 @@ def one_hot_difference(
     The row's upstream gradient is applied to the small operands instead. The target's entry is computed as
     expm1(log p), because rounding p first would lose 1 - p where p is close to 1.
     """
-    if logprobs_triton.usable(
-        logits
-    ):  # one pass over the tile, which finds the log-sum-exp again
+    if log_softmax_at := _in_one_pass(logits):  # which finds the log-sum-exp again
         known = torch.empty_like(lse), torch.empty_like(lse)
-        return logprobs_triton.log_softmax_at(logits, targets, *known, dtype)
+        return log_softmax_at(logits, targets, *known, dtype)
     at_target = logits.gather(1, targets[:, None]).sub_(lse[:, None]).expm1_()
     tile = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     torch.exp(logits.sub_(lse[:, None]), out=tile)
     return tile.scatter_(1, targets[:, None], at_target.to(dtype))
+
+
+def _in_one_pass(logits: Tensor) -> Any:
+    """Return the kernel that reads a tile once, or None for logits that it does not take: float32 on a GPU."""
+    if not logits.is_cuda or logits.dtype != torch.float32:
+        return None
+    from . import logprobs_triton  # a run without a GPU imports no Triton
+
+    return logprobs_triton.triton and logprobs_triton.log_softmax_at
 
 
 def _logit_gradient(

@@ -51,17 +51,13 @@ if triton is not None:
                 tl.store(out + offset + column, p.to(out.dtype.element_ty), mask=mask)
 
 
-def usable(logits: Tensor) -> bool:
-    """Tell whether the kernel can be used for these logits: float32 on a GPU."""
-    return triton is not None and logits.is_cuda and logits.dtype == torch.float32
-
-
 def log_softmax_at(
     logits: Tensor, targets: Tensor, lse: Tensor, logps: Tensor, dtype: torch.dtype | None
 ) -> Any:
-    """Write each row's log-sum-exp into lse [R] and its target's log-probability into logps [R]; logits are [R, V].
+    """Write each row's log-sum-exp into lse [R] and its target's log-probability into logps [R].
 
-    With a `dtype`, return p - onehot(target) [R, V] in it; float32 overwrites the logits.
+    The logits are float32 [R, V] on a GPU. With a `dtype`, return p - onehot(target) [R, V] in it; float32 overwrites
+    them.
     """
     rows, width = logits.shape
     # gather reports a target outside the vocabulary; a kernel would read other memory

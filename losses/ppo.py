@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .precision import at_least_float32
 from .shapes import check_shapes
 
 # the exponential of more is outside any clip range, and of much more it overflows
@@ -47,16 +46,16 @@ def token_rewards(
     one, never the token after it. `missing_eos_penalty` is subtracted from the score of answers whose `has_eos` [N] is
     false. Raises ValueError for other shapes, and if it is set without has_eos.
     """
-    check_shapes("kl: it must be [T], one value per token", 1, kl)
-    check_shapes(
+    (kl,) = check_shapes("kl: it must be [T], one value per token", 1, kl)
+    scores, *_ = check_shapes(
         "scores and last_index (and has_eos): each answer needs one of both (of each), [N]",
         1,
         scores,
         last_index,
         has_eos,
     )
-    rewards = -kl_coefficient * at_least_float32(kl)
-    scores = at_least_float32(scores).to(rewards.dtype)
+    rewards = -kl_coefficient * kl
+    scores = scores.to(rewards.dtype)
     if missing_eos_penalty is not None:
         if has_eos is None:
             raise ValueError(
@@ -78,9 +77,9 @@ def packed_gae(
     """
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gamma is {gamma} and lam {lam} but both must lie in [0, 1]")
-    check_shapes("rewards and values: both must be packed [T]", 1, rewards, values)
+    given = rewards.detach(), values.detach()
+    rewards, values = check_shapes("rewards and values: both must be packed [T]", 1, *given)
     check_shapes("cu_seqlens: it must be [N + 1], where the sequences begin", 1, cu_seqlens)
-    rewards, values = at_least_float32(rewards.detach()), at_least_float32(values.detach())
     T = rewards.shape[0]
     # on a GPU reading would make the host wait
     if not cu_seqlens.is_cuda and int(cu_seqlens[-1]) != T:
@@ -130,13 +129,14 @@ def group_advantages(
     "leave_one_out": r minus the mean of the other answers (RLOO, 2402.14740).
     Raises ValueError for another kind, or scores that do not form such groups.
     """
-    check_shapes("scores: they must be [N], one for each answer", 1, scores)
+    rule = "scores: they must be [N], one for each answer"
+    (scores,) = check_shapes(rule, 1, scores.detach())
     if group_size < 2 or len(scores) % group_size or kind not in ("group", "leave_one_out"):
         raise ValueError(
             f"{kind!r} advantages of {len(scores)} scores in groups of {group_size}; the kind must be group or "
             "leave_one_out, and groups must have one size of at least 2"
         )
-    groups = at_least_float32(scores.detach()).view(-1, group_size)
+    groups = scores.view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     if kind == "leave_one_out":
         centred = centred * group_size / (group_size - 1)
@@ -167,7 +167,8 @@ def ppo_policy_loss(
     The log-ratio is cut at +-20, beyond which its gradient is 0 already, or useless.
     Raises ValueError if the shapes differ, for another kind, or bounds out of range.
     """
-    check_shapes("logps, old_logps and advantages", None, logps, old_logps, advantages)
+    given = logps, old_logps.detach(), advantages.detach()
+    logps, old_logps, advantages = check_shapes("logps, old_logps and advantages", None, *given)
     high = clip if clip_high is None else clip_high
     if not 0 <= clip < 1 or high < 0:
         raise ValueError(
@@ -178,9 +179,7 @@ def ppo_policy_loss(
             f"dual_clip is {dual_clip} but must be above 1 + clip_high, {1 + high:g} (commonly 3), and only the kind "
             "clip has it"
         )
-    advantages, logps = at_least_float32(advantages.detach()), at_least_float32(logps)
-    log_ratio = logps - at_least_float32(old_logps.detach())
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = (logps - old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if kind == "cispo":
         losses = -advantages * ratio.detach().clamp(max=1 + high) * logps
         clipped = ratio > 1 + high
@@ -202,10 +201,8 @@ def ppo_value_loss(
     values, old_values and returns have one shape, that of the results: packed [T] or padded [N, T]. Raises ValueError
     if they differ, or for a negative clip.
     """
-    check_shapes("values, old_values and returns", None, values, old_values, returns)
-    values, old_values, returns = (
-        at_least_float32(t) for t in (values, old_values.detach(), returns.detach())
-    )
+    given = values, old_values.detach(), returns.detach()
+    values, old_values, returns = check_shapes("values, old_values and returns", None, *given)
     plain = (values - returns).square()
     if not clip:
         return ValueLoss(0.5 * plain, torch.zeros_like(plain.detach()))
@@ -224,8 +221,8 @@ def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Ten
     k1: d (unbiased). k2: d^2 / 2 (low variance, biased). k3: e^-d - 1 + d (unbiased, never negative), with the exponent
     cut at 20. Source: Schulman, "Approximating KL divergence" (2020).
     """
-    check_shapes("logps and reference_logps", None, logps, reference_logps)
-    difference = at_least_float32(logps) - at_least_float32(reference_logps)
+    given = logps, reference_logps
+    difference = torch.sub(*check_shapes("logps and reference_logps", None, *given))
     if kind == "k1":
         return difference
     if kind == "k2":
@@ -241,8 +238,8 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     values and mask have one shape, that of the result. The moments are those of the population where mask is set. A
     single value, or none, gives zeros and never nan.
     """
-    check_shapes("values and mask", None, values, mask)
-    values, left_out = at_least_float32(values), ~mask.bool()
+    values, mask = check_shapes("values and mask", None, values, mask)
+    left_out = ~mask.bool()
     count = mask.bool().sum().clamp(min=1)
     centred = values - values.masked_fill(left_out, 0.0).sum() / count
     variance = centred.masked_fill(left_out, 0.0).square().sum() / count

@@ -6,7 +6,6 @@ Shapes: N pairs, one scalar score per sequence.
 import torch.nn.functional as F
 from torch import Tensor
 
-from .precision import at_least_float32
 from .shapes import check_shapes
 
 
@@ -22,7 +21,7 @@ def reward_loss(
     Bradley-Terry with the margin of Llama 2 (2307.09288, eq. 2) and the centring term of 2312.09244 (c = 0.01 there),
     which fixes the constant that pairs leave free in the scores. Raises ValueError if shapes differ or c < 0.
     """
-    check_shapes(
+    chosen, rejected, margin = check_shapes(
         "chosen_rewards, rejected_rewards and margin: they must have one shape, one value per pair",
         None,
         chosen_rewards,
@@ -33,7 +32,6 @@ def reward_loss(
         raise ValueError(
             f"center_coefficient is {center_coefficient} but must be at least 0 (0 switches centring off)"
         )
-    chosen, rejected = at_least_float32(chosen_rewards), at_least_float32(rejected_rewards)
     difference = chosen - rejected
     if margin is not None:
         difference = difference - margin.to(difference.dtype)

@@ -17,7 +17,7 @@ def token_nll(logps: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     logps and weights have one shape. Tokens of weight 0 contribute neither value nor gradient, whatever their
     log-probability is. If all weights are 0, the sum is a zero that still carries a gradient of zeros.
     """
-    return weighted_sum(-at_least_float32(logps), weights)
+    return weighted_sum(-logps, weights)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,8 +25,8 @@ def weighted_sum(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
     Values of weight 0 are ignored, even if they are not finite. Raises ValueError if the shapes differ.
     """
-    check_shapes("token values and weights: give one weight each", None, values, weights)
-    values = at_least_float32(values)
+    rule = "token values and weights: give one weight each"
+    values, weights = check_shapes(rule, None, values, weights)
     weights = weights.to(values.dtype)
     # masked_fill and not torch.where, which would copy the 0 to a GPU and make the host wait
     return (values.masked_fill(weights == 0, 0) * weights).sum(), weights.sum()
@@ -40,12 +40,12 @@ def label_smoothed_nll(
     The second term is the mean over the vocabulary of -log p_v (Szegedy et al., 1512.00567;
     the same as `label_smoothing` of torch's cross-entropy). Raises ValueError if shapes differ or unless 0 <= e < 1.
     """
-    check_shapes("logps, lse and mean_logit", None, logps, lse, mean_logit)
+    given = logps, lse, mean_logit
+    logps, lse, mean_logit = check_shapes("logps, lse and mean_logit", None, *given)
     if not 0 <= label_smoothing < 1:
         raise ValueError(
             f"label_smoothing is {label_smoothing} but must be at least 0 and below 1"
         )
-    logps, lse, mean_logit = map(at_least_float32, (logps, lse, mean_logit))
     return (label_smoothing - 1) * logps + label_smoothing * (lse - mean_logit)
 
 

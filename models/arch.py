@@ -22,6 +22,7 @@ from models.config_fields import (
 )
 from models.families import (
     FAMILIES,
+    MULTIMODAL,
     Delta,
     Experts,
     Family,
@@ -29,7 +30,6 @@ from models.families import (
     Multipliers,
     RopeScaling,
 )
-from models.multimodal import INSIDE, OUTSIDE, WHOLE, around_text, text_config
 
 _NO_MULTIPLIERS = Multipliers()
 
@@ -111,12 +111,16 @@ class ModelConfig:
 
         Raises ValueError, one sentence, for a family, field or value that these models do not compute.
         """
-        raw, around = text_config(raw)
+        around = ""
+        if str(raw.get("model_type")) in MULTIMODAL:
+            from models.multimodal import text_config
+
+            raw, around = text_config(raw)
         model_type = str(raw.get("model_type"))
         if model_type not in FAMILIES:
             raise ValueError(
-                f"config.json has model_type {model_type!r} but only {', '.join((*FAMILIES, *WHOLE))} are built here; "
-                "use a model of these families"
+                f"config.json has model_type {model_type!r} but only {', '.join((*FAMILIES, *MULTIMODAL))} are built "
+                "here; use a model of these families"
             )
         family = FAMILIES[model_type]
         for name, (wanted, example) in KINDS.items():
@@ -145,7 +149,10 @@ class ModelConfig:
                 )
             others = {"rope_local_base_freq": "rope_theta", "local_rope_type": "rope_type"}
             table = full | {name: local.get(key) for name, key in others.items()}
-        table = {**table, **(raw.get("rope_scaling") or {})} or family.rope_scaling
+        scaling = raw.get("rope_scaling") or {}
+        if "type" in scaling:  # the older name, also beside a newer table
+            scaling = {"rope_type": scaling["type"], **scaling}
+        table = {**table, **scaling} or family.rope_scaling
         named = {family.aliases.get(k, k): v for k, v in raw.items()}
         stated = {**family.defaults, **named, **table}
         if (theta := raw.get("rope_theta")) not in (None, stated["rope_theta"]):
@@ -154,9 +161,8 @@ class ModelConfig:
                 "rope_scaling; correct one of them"
             )
         fixed = {**NEUTRAL, "hidden_act": family.activation, **family.fixed}
-        fixed = {name: x for name, x in fixed.items() if name not in family.defaults}
         for name, value in fixed.items():
-            if stated.get(name) not in (None, value):
+            if name not in family.defaults and stated.get(name) not in (None, value):
                 raise ValueError(
                     f"config.json has {name} = {stated[name]!r:.60}, which these models do not compute; use a model "
                     "without it"
@@ -255,23 +261,26 @@ class ModelConfig:
             written |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
         others = {other: written[name] for other, name in family.aliases.items()}
         written |= others | family.fixed
-        return around_text(written, self.around) if self.around and not reward else written
+        if not self.around or reward:
+            return written
+        from models.multimodal import around_text
+
+        return around_text(written, self.around)
 
     def stored_name(self, name: str) -> str:
         """Return the name that a parameter has in files of the whole model."""
-        if not self.around or not name.startswith(INSIDE):
+        if not self.around:
             return name
-        return OUTSIDE + name.removeprefix(INSIDE)
+        from models.multimodal import outside
+
+        return outside(name)
 
     def describe_window(self) -> str:
         """Return a line about the longest sequence that the positions were made for."""
-        scaling = self.rope_scaling
         rope = "default rope"
-        if scaling:
-            original = scaling.original_max_position_embeddings
-            rope = (
-                f"{scaling.rope_type} rope, factor {scaling.factor:g} over {original:,} tokens"
-            )
+        if scaling := self.rope_scaling:
+            original = f"{scaling.original_max_position_embeddings:,} tokens"
+            rope = f"{scaling.rope_type} rope, factor {scaling.factor:g} over {original}"
         return f"window: {self.max_position_embeddings:,} tokens ({rope}, theta {self.rope_theta:,g})"
 
 

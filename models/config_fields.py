@@ -47,12 +47,11 @@ def read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, ..
             )
         return given[:count]
 
-    default = [*islice(cycle(family.mixers), count)]
+    period = family.mixers
     if "full_attention_interval" in family.defaults:
         interval = number(known, "full_attention_interval", int)
-        period = [*[family.mixers[0]] * (interval - 1), family.mixers[-1]]
-        default = [*islice(cycle(period), count)]
-    mixers = of_layers("layer_types", str, default)
+        period = (*period[:1] * (interval - 1), period[-1])
+    mixers = of_layers("layer_types", str, [*islice(cycle(period), count)])
     rotated = [1] * count
     if "no_rope_layer_interval" in family.defaults:
         interval = number(known, "no_rope_layer_interval", int)
@@ -72,9 +71,8 @@ def read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, ..
         )
         for i, (mixer, rotates) in enumerate(zip(mixers, rotated))
     ]
-    sizes = range(1, count + 1)
-    short = next(n for n in sizes if [*islice(cycle(kinds[:n]), count)] == kinds)
-    return tuple(kinds[:short])
+    shorter = (kinds[:n] for n in range(1, count + 1))
+    return tuple(next(x for x in shorter if [*islice(cycle(x), count)] == kinds))
 
 
 def number(known: Mapping[str, Any], name: str, kind: Any) -> Any:

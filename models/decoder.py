@@ -1,42 +1,33 @@
-"""Language and reward models on packed, sequence-sharded batches.
+"""Decoders and language models on packed, sequence-sharded batches; models/scored.py has those that give values.
 
     tokens [S] -> embed_tokens -> layers -> norm -> lm_head (positions with a target) -> LogProbs [S]
-                                               \\-> score -> values [S]
-
-PPO trains a language model with a value of every prediction as one module:
-
-                              -> norm -+-> lm_head -> log-probabilities
-                                       +-> value.score -> values
 
 Logits never leave the head.
 
-Shapes: S local tokens, M positions with a target, D width, V vocabulary, N sequences.
+Shapes: S local tokens, M positions with a target, D width, V vocabulary.
 """
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from losses.logprobs import LogProbs, linear_logprobs
-from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.layers import DecoderLayer
 from models.modules import Embedding, RMSNorm
 from models.ops.norm import NormRule
 from models.rope import rotary_tables
-from ulysses.memory.levels import LEVELS, LayerMemory, Pair
-from ulysses.memory.tiling import tiles
+from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import keyed_generator
 
-SCORE_ROWS = 8192
-VALUE = "value."  # begins the names of what PolicyValue has besides the policy
+VALUE = (
+    "value."  # begins the names of what a PolicyValue (models/scored.py) has besides the policy
+)
 
 
 class Decoder(nn.Module):
@@ -87,10 +78,15 @@ class Decoder(nn.Module):
                 return done
         if self.record is not None:
             self.record.open(batch)
-        pair: Pair | None = None
+        pair: Any = None  # what two neighbours share
         layers: Any = self.layers
         for layer in layers:
-            pair = (pair or Pair(layer)) if layer.recompute == "pair" else None
+            if layer.recompute != "pair":
+                pair = None
+            elif pair is None:
+                from ulysses.memory.layer_node import Pair
+
+                pair = Pair(layer)
             hidden = layer(hidden, ropes[layer.kind.rotary], batch.attention_plan, pair)
             if pair is not None and pair.first is not layer:
                 pair = None  # complete
@@ -149,41 +145,6 @@ class VocabularyHead(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
         return linear_logprobs(hidden, self.weight, targets, **options)
-
-
-class ScoreHead(nn.Module):
-    """Return one float32 value per row of [S, D]; no bias."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return _Score.apply(hidden, self.weight)
-
-
-class _Score(torch.autograd.Function):
-    """Multiply by the score vector in float32, a tile of rows at a time, so that no float32 copy of all rows exists."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        vector = at_least_float32(weight[0])
-        values = vector.new_empty(hidden.shape[0])
-        for part in tiles(hidden.shape[0], SCORE_ROWS):
-            values[part] = hidden[part].to(vector.dtype) @ vector
-        return values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, weight = ctx.saved_tensors
-        vector = weight[0].to(grad.dtype)
-        grad_hidden, grad_vector = torch.empty_like(hidden), torch.zeros_like(vector)
-        for part in tiles(hidden.shape[0], SCORE_ROWS):
-            grad_hidden[part] = torch.outer(grad[part], vector)
-            grad_vector += grad[part] @ hidden[part].to(grad.dtype)
-        return grad_hidden, grad_vector[None].to(weight.dtype)
 
 
 class HeadedDecoder(nn.Module):
@@ -253,65 +214,13 @@ class CausalLM(HeadedDecoder):
         if (scaling := self.config.multipliers.logits_scaling) != 1:
             options["temperature"] = options.get("temperature", 1.0) * scaling
         out = self.lm_head(rows, batch.targets.index_select(0, batch.valid_index), **options)
-        return LogProbs._make(None if x is None else _placed(x, batch) for x in out)
+        return LogProbs._make(None if x is None else placed(x, batch) for x in out)
 
 
-def _placed(values: Tensor, batch: ShardedBatch) -> Tensor:
+def placed(values: Tensor, batch: ShardedBatch) -> Tensor:
     """Place values [M] at the positions whose weight is not 0, zeros elsewhere; a scalar is returned as it is."""
     zeros = values.new_zeros(len(batch.tokens))
     return values if values.dim() == 0 else zeros.index_copy(0, batch.valid_index, values)
-
-
-class PolicyValueOutput(NamedTuple):
-    """Hold per-position results [S] float32, zero where the loss weight is 0.
-
-    logps: log-probability of the target. entropy: of the prediction, None if not asked for. values: expected return
-    before the target is drawn.
-    """
-
-    logps: Tensor
-    entropy: Tensor | None
-    values: Tensor
-
-
-class PolicyValue(CausalLM):
-    """A language model whose last hidden states also give values; its exports leave these (`VALUE`) out."""
-
-    def add_head(self) -> None:
-        super().add_head()
-        self.value: Any = nn.ModuleDict({"score": ScoreHead(self.config)})
-
-    def forward(self, batch: ShardedBatch, **options: Any) -> PolicyValueOutput:  # type: ignore[override]
-        """Return log-probabilities and values at the batch's targets; all ranks of the group call together.
-
-        `options` are those of linear_logprobs: `entropy` asks for entropies, `temperature` divides the logits.
-        """
-        rows = self.rows(batch)
-        logps, entropy, *_ = self.log_probs(rows, batch, options)
-        return PolicyValueOutput(logps, entropy, _placed(self.value["score"](rows), batch))
-
-
-class RewardModel(HeadedDecoder):
-    """A score per token: a reward model reads the last token's, a value model every one."""
-
-    def add_head(self) -> None:
-        self.score = ScoreHead(self.config)
-
-    def forward(self, batch: ShardedBatch) -> Tensor:
-        """Return values [S] float32, one per local token. All ranks of the sequence-parallel group call together."""
-        return self.score(self.model.norm(self.model(batch)))
-
-
-def empty_model(config: ModelConfig, *, reward: bool = False) -> CausalLM | RewardModel:
-    """Build a model on torch's meta device, which has no memory: for its parameters' names and shapes."""
-    with torch.device("meta"):
-        return RewardModel(config) if reward else CausalLM(config)
-
-
-@functools.cache
-def count_parameters(config: ModelConfig, *, reward: bool = False) -> int:
-    """Count a model's parameters, tied embeddings once."""
-    return sum(p.numel() for p in empty_model(config, reward=reward).parameters())
 
 
 def init_parameter(

@@ -18,13 +18,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.arch import ModelConfig
-from models.modules import Linear, MakeLinear, RMSNorm, Unfilled, some_columns
+from models.modules import (
+    NO_NORM,
+    Exact,
+    Linear,
+    MakeLinear,
+    Norm,
+    RMSNorm,
+    Unfilled,
+    some_columns,
+)
+from models.ops import delta_rule
 from models.ops.activation import ActivateNode
-from models.ops.delta_rule import Convolution, Rule, convolve, delta_rule, mix_pack
 from models.ops.norm import NormNode, NormRule
 from models.ops.plain import is_plain, is_watched
 from ulysses.memory.levels import Rope
 from ulysses.memory.size import MixerSize, Setting
+from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.whole_rows import RowHeads
 
@@ -40,11 +50,13 @@ class GatedDelta(nn.Module):
 
     has_gate = True
 
-    def __init__(self, config: ModelConfig, kernel: str, linear: MakeLinear) -> None:
+    def __init__(
+        self, config: ModelConfig, attention: UlyssesAttention, linear: MakeLinear
+    ) -> None:
         super().__init__()
         assert config.delta is not None
         D, self.shape = config.hidden_size, config.delta
-        self.kernel, self.fused = kernel, config.family.fused_projections
+        self.kernel, self.fused = attention.kernel, config.family.fused_projections
         widths, H = self.shape.widths, self.shape.linear_num_value_heads
         # as many columns as heads are too few for the blocks of a quantised matrix
         if self.fused:
@@ -57,24 +69,24 @@ class GatedDelta(nn.Module):
             self.in_proj_a = Linear(D, H, bias=False)
         F, W = sum(widths), self.shape.linear_conv_kernel_dim
         self.conv1d = Filters(F, F, W, groups=F, bias=False)
-        self.A_log = nn.Parameter(torch.empty(H))
-        self.dt_bias = nn.Parameter(torch.empty(H))
+        self.A_log = Exact(torch.empty(H))
+        self.dt_bias = Exact(torch.empty(H))
         self.norm = RMSNorm(self.shape.linear_value_head_dim, NormRule(config.rms_norm_eps))
         self.out_proj = linear(widths[-1], D, bias=False)
 
     def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
         """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
-        *heads, _ = self.project(x, None, rope)
-        return self.output(self.mix(*heads, plan=plan), x, None)
+        *heads, _ = self.project(x, NO_NORM, rope)
+        return self.output(self.mix(*heads, plan=plan), x, NO_NORM)
 
     @property
     def is_watched(self) -> bool:
         """Whether only a call of the whole module runs somebody's hook."""
         return is_watched(self) or is_watched(self.conv1d)
 
-    def project(self, hidden: Tensor, norm: RMSNorm | None, rope: Rope) -> tuple[Tensor, ...]:
+    def project(self, hidden: Tensor, norm: Norm, rope: Rope) -> tuple[Tensor, ...]:
         """Return q | k | v [S, F], b and a [S, H] of the layer's input, and the input, for `output`."""
-        x = hidden if norm is None else norm(hidden)
+        x = norm(hidden)
         if not self.fused:
             return self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x), hidden
         qkv = torch.cat(self._columns(x)[:3])
@@ -136,15 +148,15 @@ class GatedDelta(nn.Module):
         parts = self.conv1d.weight[:, 0].split(self.shape.widths)
         filters = torch.cat([own(x, part) for part, x in enumerate(parts)])
         given = qkv, b, a, filters, own(self.A_log, -1), own(self.dt_bias, -1)
-        return mix_pack(self.shape, plan.recurrence, self.operations(qkv), *given)
+        return delta_rule.mix_pack(self.shape, plan.recurrence, self.kernels(qkv), *given)
 
-    def operations(self, rows: Tensor) -> tuple[Rule, Convolution]:
-        """Return the rule and the convolution of such rows: plain torch, or kernels on a GPU in half precision."""
+    def kernels(self, rows: Tensor) -> Any:
+        """Return who runs rule and convolution of such rows: plain torch, or kernels on a GPU in half precision."""
         if not rows.is_cuda or rows.dtype.itemsize > 2 or self.kernel == "reference":
-            return delta_rule, convolve
+            return delta_rule
         from models.ops import delta_kernels  # which needs optional packages
 
-        return delta_kernels.delta_rule, delta_kernels.convolve
+        return delta_kernels
 
     def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
         return RowHeads(self.shape.parts, plan).to_tokens(out)
@@ -152,9 +164,9 @@ class GatedDelta(nn.Module):
     def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
         return RowHeads(self.shape.parts, plan).to_tokens_backward(grad)
 
-    def output(self, mixed: Tensor, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
+    def output(self, mixed: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds of the rule's output [S, H, V] and of the layer's input."""
-        gate = self._gate(hidden if norm is None else norm(hidden))
+        gate = self._gate(norm(hidden))
         if is_plain(self.norm):
             normal = NormNode.apply(mixed, self.norm.weight, self.norm.rule)
         else:

@@ -9,13 +9,14 @@ Those on the right, which some folders hold, are read as they are. gpt-oss's are
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class JoinedTensor(NamedTuple):
@@ -31,16 +32,15 @@ class JoinedTensor(NamedTuple):
 
     def read(self, start: int, stop: int, device: Any = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; only the parts that hold them are touched."""
-        found, files, before = [torch.empty(0, dtype=self.dtype, device=device)], {}, 0
+        found, before = [torch.empty(0, dtype=self.dtype, device=device)], 0
         with ExitStack() as stack:
+            opened = cache(lambda file: stack.enter_context(safe_open(file, "pt")))
             for part in self.parts:
                 size = part.shape.numel()
                 low, high = max(start - before, 0), min(stop - before, size)
                 before += size
                 if low < high:
-                    if part.file not in files:
-                        files[part.file] = stack.enter_context(safe_open(part.file, "pt"))
-                    found.append(part.part(files[part.file], low, high, device))
+                    found.append(part.part(opened(part.file), low, high, device))
             return torch.cat(found)
 
 
@@ -147,6 +147,18 @@ def adapted_experts(targets: Iterable[str]) -> list[str]:
     return [name for name, matrices in EXPERT_PARTS.items() if {*matrices} <= {*targets}]
 
 
+def adapter_parameters(model: nn.Module, targets: Collection[str]) -> int:
+    """Count the parameters that LoRA of rank 1 adds to a model without adapters."""
+    own, count = adapted_experts(targets), 0
+    for name, matrix in model.named_parameters():
+        stem = name.removesuffix(".weight").rpartition(".")[2]
+        if matrix.dim() == 3:  # of all experts
+            count += len(matrix) * sum(matrix.shape[1:]) * (stem in own)
+        elif matrix.dim() == 2 and stem in targets:
+            count += sum(matrix.shape)
+    return count
+
+
 def is_of_experts(name: str) -> bool:
     """Return whether a parameter is an adapter of experts' matrices."""
     return ".experts.lora_" in name
@@ -172,29 +184,17 @@ def adapted_name(stem: str, parameters: Iterable[str]) -> str:
     return f"{inner}.{names[0 if inner != stem else -1]}"
 
 
-def add_expert_adapters(
-    flat: Tensor,
-    shape: torch.Size,
-    a: Tensor,
-    b: Tensor,
-    scale: float,
-    start: int = 0,
-    *,
-    transposed: bool = False,
-) -> Tensor:
-    """Return elements of flattened matrices [N, O, K], which begin at `start`, with PEFT's adapters; in float32.
+def expert_updates(
+    shape: torch.Size, a: Tensor, b: Tensor, start: int, stop: int, transposed: bool
+) -> tuple[Tensor, int]:
+    """Return what PEFT's adapters add to those of the matrices [N, O, K] that hold the flat elements [start, stop).
 
-    Those of `transposed` matrices are [N, K, O].
+    Also where the first of these elements is in it. `transposed` matrices are [N, K, O].
     """
     number, *sides = shape
     outputs, inputs = sides[::-1] if transposed else sides
     size = outputs * inputs
-    own = slice(start // size, -(-(start + len(flat)) // size))
-    a, b = (
-        a.float().view(number, -1, inputs)[own],
-        b.float().view(outputs, -1, number)[..., own],
-    )
+    own = slice(start // size, -(-stop // size))
+    a, b = a.view(number, -1, inputs)[own], b.view(outputs, -1, number)[..., own]
     how = "orn,nri->nio" if transposed else "orn,nri->noi"
-    update = scale * torch.einsum(how, b, a).flatten()
-    begin = start - own.start * size
-    return flat.float() + update[begin : begin + len(flat)]
+    return torch.einsum(how, b, a), start - own.start * size

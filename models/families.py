@@ -75,6 +75,8 @@ class Family:
 
 TABLES: Mapping[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text())
 FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in TABLES["families"].items()}
+# The class of a multimodal model by its model_type; the type of the text model in it is the same with "_text".
+MULTIMODAL: Mapping[str, str] = TABLES["multimodal"]
 
 
 @dataclass(frozen=True)

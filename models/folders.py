@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from models.arch import ModelConfig
 from models.families import TABLES
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"
 # "*.safetensors" comes with them where weights are needed
 DOWNLOADED = ["*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
 NOT_DOWNLOADED = ["original/*", "*/*.safetensors", "consolidated*"]
@@ -30,7 +34,7 @@ def resolve_model(
     weights if `need_weights` is false (a tokenizer or a config alone); the hub client's file locks let every process of
     a node call at once and one of them download. Raises FileNotFoundError saying what was tried.
     """
-    folder = Path(path_or_id).expanduser()
+    folder = Path(expanduser(path_or_id))
     if folder.is_dir():
         return folder
     from huggingface_hub import HfApi, constants, snapshot_download
@@ -69,10 +73,12 @@ def read_config(folder: Path, **rope: Any) -> ModelConfig:
     `rope` changes the rotary settings, as in ModelConfig.from_hf.
     """
     shape = ModelConfig.from_hf(read_json(folder_with(folder, CONFIG) / CONFIG), **rope)
-    for token in shape.eos_token_id:
+    ids = [("eos_token_id", token) for token in shape.eos_token_id]
+    ids.append(("pad_token_id", max(shape.pad_token_id or 0, 0)))  # -1 is none in old files
+    for name, token in ids:
         if not 0 <= token < shape.vocab_size:
             raise ValueError(
-                f"config.json has eos_token_id {token} but vocab_size {shape.vocab_size}; correct one of them"
+                f"config.json has {name} {token} but vocab_size {shape.vocab_size}; correct one of them"
             )
     return shape
 
@@ -132,6 +138,8 @@ def base_folder(
     key = f"base_model_name_or_path in {(folder / ADAPTER_CONFIG).absolute()}"
     if not base:
         raise ValueError(f"{key} is missing; write the base model's folder or hub id there")
+    beside = folder / Path(expanduser(base))
+    base = str(beside) if beside.is_dir() else base
     found = resolve_model(base, raw.get("revision"), need_weights=need_weights, key=key)
     above = (*above, folder.resolve())
     if found.resolve() in above:

@@ -1,13 +1,11 @@
-"""The weights of Hugging Face model folders: read slices of them (adapters added in), write new ones.
+"""The weights of Hugging Face model folders: read slices of them, adapters added in.
 
-Reading touches only the bytes asked for; writing never holds more than one shard.
+Reading touches only the bytes asked for. models/writing.py writes new ones.
 """
 
 import json
 import math
-import shutil
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,28 +13,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.folders import ADAPTER_CONFIG, base_folder, read_adapter_config, read_json
-from models.multimodal import inside, split_text
-from ulysses.disk import write_json, write_tensors
-
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"
-GENERATION = "generation_config.json"
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.json",
-    "*.jinja",
-    "*processor*.json",  # of multimodal models
+from models.folders import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    INDEX,
+    VOCABULARY,
+    WEIGHTS,
+    base_folder,
+    read_adapter_config,
+    read_json,
 )
+from models.multimodal import inside, split_text
 
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
 )
-SHARD_GIB = 2.0  # written to one file, and held in host memory meanwhile
 
 
 class StoredTensor(NamedTuple):
@@ -61,6 +52,10 @@ class StoredTensor(NamedTuple):
             codes, sizes, *numbers = (file.get_tensor(self.name + part) for part in parts)
         mean = torch.tensor([self.state["nested_offset"]])
         return join_parts(codes, sizes, torch.cat([mean, *numbers]))
+
+    def whole(self) -> Tensor:
+        """Return the tensor on the CPU."""
+        return self.read(0, self.shape.numel()).view(self.shape)
 
     def read(self, start: int, stop: int, device: Any = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; on the CPU a view of the file's pages unless quantised."""
@@ -110,10 +105,9 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _join_packed(path: Path, found: dict[str, StoredTensor]) -> None:
     """Make one tensor of those that a quantised matrix consists of, under its name and with its former dtype."""
-    names = [name.removesuffix(NF4_STATE) for name in found if name.endswith(NF4_STATE)]
-    for name in names:
-        raw = found[name + NF4_STATE].read(0, 1 << 16)
-        state = json.loads(bytes(raw.tolist()))
+    for description in [name for name in found if name.endswith(NF4_STATE)]:
+        name = description.removesuffix(NF4_STATE)
+        state = json.loads(bytes(found[description].whole().tolist()))
         from models.quantized import BLOCK, OUTER
 
         layout = state["blocksize"], state.get("nested_blocksize"), state["quant_type"]
@@ -131,12 +125,6 @@ def _join_packed(path: Path, found: dict[str, StoredTensor]) -> None:
 def lora_scale(rank: int, alpha: float, rslora: bool) -> float:
     """Return the factor of B A in an adapted matrix."""
     return alpha / (math.sqrt(rank) if rslora else rank)
-
-
-def add_low_rank(flat: Tensor, a: Tensor, b: Tensor, scale: float, start: int = 0) -> Tensor:
-    """Return elements of a flattened matrix with those of scale * B A added, which begin at `start`; in float32."""
-    update = (scale * (b.float() @ a.float())).view(-1)
-    return flat.float() + update[start : start + len(flat)]
 
 
 class WeightFiles:
@@ -252,10 +240,9 @@ class WeightFiles:
 
         `quantize` reads a layer's whole matrix as it is after it was quantised so, with adapters.
         """
-        stored = self.tensors[name]
-        if stop is None:
-            stop = stored.shape.numel()
-        flat = stored.read(start, stop, "cpu" if name in self._updates else device)
+        stored, updates = self.tensors[name], self._updates.get(name, ())
+        stop = stored.shape.numel() if stop is None else stop
+        flat = stored.read(start, stop, "cpu" if updates else device)
         endings = "_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"
         is_matrix = name.removesuffix(".weight").endswith(endings)
         if quantize != "none" and is_matrix and not stored.state:
@@ -263,20 +250,19 @@ class WeightFiles:
 
             data = pack(quantize, flat.view(stored.shape))
             flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)
-        for a, b, scale in self._updates.get(name, ()):
+        for stored_a, stored_b, scale in updates:
+            a, b = (x.whole().float() for x in (stored_a, stored_b))
             if len(stored.shape) == 3:
-                from models.expert_files import add_expert_adapters
+                from models.expert_files import expert_updates
 
-                down, up = (x.read(0, x.shape.numel()).view(x.shape) for x in (a, b))
-                given = flat, stored.shape, down, up, scale, start
-                flat = add_expert_adapters(*given, transposed=self._is_transposed(name))
-                continue
-            rank, width = a.shape
-            # the rows of B that these elements lie in
-            first, last = start // width, -(-stop // width)
-            down = a.read(0, rank * width).view(rank, width)
-            up = b.read(first * rank, last * rank).view(-1, rank)
-            flat = add_low_rank(flat, down, up, scale, start - first * width)
+                transposed = self._is_transposed(name)
+                update, begin = expert_updates(stored.shape, a, b, start, stop, transposed)
+            else:
+                width = a.shape[1]
+                # the rows that these elements lie in
+                first, last = start // width, -(-stop // width)
+                update, begin = b[first:last] @ a, start - first * width
+            flat = flat.float() + (scale * update).flatten()[begin : begin + len(flat)]
         return flat
 
     def base(self, name: str) -> Tensor:
@@ -312,37 +298,6 @@ class WeightFiles:
             )
 
 
-class Rounding:
-    """Round adapted weights to the dtype in which they are written, and say what that takes of what training changed.
-
-    dtype: in which they are written.
-    change, lost: sums of squares: of what training changed, and of what is written otherwise than it was trained.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.change, self.lost = dtype, 0.0, 0.0
-
-    def __call__(self, exact: Tensor, base: Tensor, trained: Tensor | None = None) -> Tensor:
-        """Return `exact` (float32) in the dtype; `base` is what it was before training.
-
-        `trained` is what was trained if that is not `exact` itself: weights whose base was quantised.
-        """
-        written = exact.to(self.dtype)
-        self.change += float((exact - base).square().sum())
-        self.lost += float((written - (exact if trained is None else trained)).square().sum())
-        return written
-
-    @property
-    def note(self) -> str:
-        """A sentence if more than a hundredth is lost, or an empty text."""
-        share = math.sqrt(self.lost / self.change) if self.change else 0.0
-        dtype = str(self.dtype).removeprefix("torch.")
-        return (share > 0.01) * (
-            f"the weights written in {dtype} differ from the trained ones by {share:.0%} of what training changed; "
-            "ulysses export --dtype float32 does not round, and adapters exported alone keep all of it"
-        )
-
-
 def _weight_paths(folder: Path) -> list[Path]:
     names = [WEIGHTS]
     if (folder / INDEX).is_file():
@@ -361,77 +316,3 @@ def _weight_paths(folder: Path) -> list[Path]:
                 f"there is no {name} in {folder.absolute()}; download it again, or convert the model to safetensors"
             )
     return [folder / name for name in names]
-
-
-def write_weights(
-    folder: Path,
-    tensors: Iterable[tuple[str, Tensor]],
-    max_shard_bytes: int = int(SHARD_GIB * 2**30),
-    *,
-    whole_experts: bool = False,
-    carried: Mapping[str, StoredTensor] | None = None,
-) -> None:
-    """Write named tensors as transformers does, holding one shard in host memory.
-
-    Args:
-        folder: an empty folder; the caller moves it into place when all is written.
-        carried: tensors of other files, which are written as they are.
-        whole_experts: all experts' matrices of a layer stay one tensor, if there are any, as the family's
-            clamped_experts says.
-        max_shard_bytes: bounds a file; a larger tensor has a file of its own.
-    """
-    files: list[list[str]] = []  # the names in each
-    shard: dict[str, Tensor] = {}
-    size = total = 0
-
-    def write_shard() -> None:
-        # the file's final name tells how many there are
-        write_tensors(folder / f"{len(files)}.tmp", shard, format="pt")
-        files.append(list(shard))
-        shard.clear()
-
-    others = (
-        (name, stored.read(0, stored.shape.numel()).view(stored.shape))
-        for name, stored in (carried or {}).items()
-    )
-    if not whole_experts:
-        from models.expert_files import as_stored
-
-        tensors = as_stored(tensors)
-    for name, tensor in chain(tensors, others):
-        if shard and size + tensor.nbytes > max_shard_bytes:
-            write_shard()
-            size = 0
-        shard[name] = tensor.detach().cpu().contiguous()
-        size += tensor.nbytes
-        total += tensor.nbytes
-    write_shard()
-    weight_map: dict[str, str] = {}
-    count = len(files)
-    for number, names in enumerate(files):
-        file = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else WEIGHTS
-        (folder / f"{number}.tmp").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    if count > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / INDEX, index)
-
-
-def copy_side_files(
-    source: Path, target: Path, patterns: Iterable[str] = (GENERATION, *TOKENIZER_FILES)
-) -> None:
-    """Copy tokenizer, chat template and generation config as they are.
-
-    Raises ValueError for a link out of the folder; a snapshot of the hub's cache may link to the blobs next to it.
-    """
-    inside = source.resolve()
-    if inside.parent.name == "snapshots":
-        inside = inside.parents[1]
-    for pattern in patterns:
-        for path in source.glob(pattern):
-            if not path.resolve().is_relative_to(inside):
-                raise ValueError(
-                    f"{path.absolute()} is a link to {path.resolve()}, outside of the model's folder; put a copy of "
-                    "the file in its place"
-                )
-            shutil.copyfile(path, target / path.name)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.decoder import VALUE, empty_model, init_parameter
-from models.hf_format import VOCABULARY, WeightFiles
+from models.decoder import VALUE, init_parameter
+from models.folders import VOCABULARY
+from models.kinds import empty_model
 from ulysses.parallel.random_keys import keyed_generator
 
 
@@ -38,9 +39,14 @@ class InitialWeights:
     ) -> None:
         self.shape, self.quantize, self.new_rows = shape, quantize, new_rows
         self.seed = seed
-        self.files = WeightFiles(folder) if folder else None
-        self.stored = self.files.tensors if self.files else {}
-        self.paths = self.files.paths if self.files else []
+        self.files: Any = None  # WeightFiles
+        self.stored: Mapping[str, Any] = {}
+        self.paths: list[Path] = []
+        if folder:
+            from models.hf_format import WeightFiles
+
+            self.files = WeightFiles(folder)
+            self.stored, self.paths = self.files.tensors, self.files.paths
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
         plain = name.removeprefix(VALUE)
@@ -53,7 +59,7 @@ class InitialWeights:
             known = self.files.read(plain, start, min(stop, held), device=device)
             out[: len(known)].copy_(known)
             if plain in VOCABULARY:
-                self._fill_rows(self.files, plain, shape[1], start, out)
+                self._fill_rows(plain, shape[1], start, out)
             return
         elif ".lora_" in name:
             whole = torch.zeros(shape, device=device)
@@ -67,15 +73,13 @@ class InitialWeights:
             )
         out.copy_(whole.view(-1)[start:stop])
 
-    def _fill_rows(
-        self, files: WeightFiles, name: str, width: int, start: int, out: Tensor
-    ) -> None:
+    def _fill_rows(self, name: str, width: int, start: int, out: Tensor) -> None:
         """Write what a slice of a matrix holds of the new rows."""
         for row, others in self.new_rows.items():
             first = row * width - start
             low, high = max(first, 0), min(first + width, len(out))
             if low < high:
-                old = [files.read(name, i * width, (i + 1) * width) for i in others]
+                old = [self.files.read(name, i * width, (i + 1) * width) for i in others]
                 out[low:high] = torch.stack(old).float().mean(0)[low - first : high - first]
 
     def _packed(self, name: str, device: torch.device) -> Tensor:

@@ -12,22 +12,24 @@ Shapes: S local tokens, D width.
 from collections.abc import Iterable
 from functools import cache, partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from models.arch import LayerKind, ModelConfig
 from models.mlp import MLP
-from models.modules import Linear, MakeLinear, RMSNorm
+from models.modules import NO_NORM, Linear, MakeLinear, Norm, RMSNorm
 from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
-from ulysses.memory.levels import LayerNode, Mixer, Pair, Rope
-from ulysses.memory.offload import Offloader
+from ulysses.memory.levels import Rope
 from ulysses.memory.size import LayerSize, Setting
 from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
+
+if TYPE_CHECKING:
+    from models.delta import GatedDelta
 
 
 class DecoderLayer(nn.Module):
@@ -58,39 +60,35 @@ class DecoderLayer(nn.Module):
 
             linear = partial(QuantizedLinear, kind=quantize)
         mixer, feed_forward = _classes(kind)
-        if mixer is SelfAttention:
-            self.mixer_name = "self_attn"
-            self.self_attn = SelfAttention(config, attention, linear)
-        else:
-            self.mixer_name = "linear_attn"
-            self.linear_attn = mixer(config, attention.kernel, linear)
+        self.mixer_name = "self_attn" if mixer is SelfAttention else "linear_attn"
+        self.register_module(self.mixer_name, mixer(config, attention, linear))
         of_experts = () if feed_forward is MLP else (record, quantize)
         self.mlp: Any = feed_forward(config, linear, *of_experts)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, self.rule))
 
-    def set_memory(self, recompute: str, mlp_tile: int, offloader: Offloader | None) -> None:
+    def set_memory(self, recompute: str, mlp_tile: int, offloader: Any) -> None:
         """Set the level, the rows of a feed-forward's tile, and where what is kept waits, if not on the GPU."""
         self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 
     @property
-    def mixer(self) -> Mixer:
+    def mixer(self) -> "SelfAttention | GatedDelta":
+        """The part that mixes tokens, whose steps ulysses/memory/levels.py describes."""
         return getattr(self, self.mixer_name)  # type: ignore[no-any-return]
 
     @property
-    def norms(self) -> list[RMSNorm | None]:
+    def norms(self) -> list[Norm]:
         """The norms before and after the mixer and before and after the feed-forward."""
-        return [getattr(self, name) if name else None for name in self.norm_names]
+        return [getattr(self, name) if name else NO_NORM for name in self.norm_names]
 
-    def forward(
-        self, hidden: Tensor, rope: Rope, plan: Any, pair: Pair | None = None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rope: Rope, plan: Any, pair: Any = None) -> Tensor:
         mixer, learns = self.mixer, torch.is_grad_enabled()
         before, after, *_ = self.norms
         if mixer.is_watched:
-            x = hidden if before is None else before(hidden)
-            middle = self._add(hidden, mixer(x, rope, plan), after)
+            middle = self._add(hidden, mixer(before(hidden), rope, plan), after)
         elif learns and self.recompute != "none":
+            from ulysses.memory.layer_node import LayerNode
+
             parameters = [p for stage in self.stage_parameters() for p in stage]
             return LayerNode.apply(self, rope, plan, pair, hidden, *parameters)
         else:
@@ -106,12 +104,12 @@ class DecoderLayer(nn.Module):
         """Add what the mixer makes of its rows to the layer's input."""
         (before, after, *_), mixer = self.norms, self.mixer
         out = mixer.output(mixed, hidden, before)
-        if after is None and self.multiplier == 1 and mixer.output_is_fresh:
+        if after is NO_NORM and self.multiplier == 1 and mixer.output_is_fresh:
             return out.add_(hidden)
         return self._add(hidden, out, after)
 
-    def _add(self, hidden: Tensor, out: Tensor, after: RMSNorm | None) -> Tensor:
-        out = out if after is None else after(out)
+    def _add(self, hidden: Tensor, out: Tensor, after: Norm) -> Tensor:
+        out = after(out)
         return hidden + out if self.multiplier == 1 else hidden + self.multiplier * out
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
@@ -121,18 +119,16 @@ class DecoderLayer(nn.Module):
         return self._add(hidden, self._fed(hidden), self.norms[3])
 
     def _fed(self, rows: Tensor) -> Tensor:
-        before = self.norms[2]
-        return self.mlp(rows if before is None else before(rows))
+        return self.mlp(self.norms[2](rows))
 
     def feed_forward_tiles(self, rows: Tensor) -> Tensor:
         """Run `feed_forward` in tiles, without a graph."""
         fused, tile = self._fused(), self._tile(rows)
         if fused:
             return fused.add_tiles(rows, tile)
-        after = self.norms[3]
 
-        def product(rows: Tensor) -> Tensor:
-            out = self._fed(rows) if after is None else after(self._fed(rows))
+        def product(part: slice) -> Tensor:
+            out = self.norms[3](self._fed(rows[part]))
             return out if self.multiplier == 1 else self.multiplier * out
 
         return add_by_tiles(product, rows, tile)
@@ -158,7 +154,7 @@ class DecoderLayer(nn.Module):
         """
         before, after, *around = self.norms
         project, mix, output = self.mixer.stages
-        gated = before if self.mixer.has_gate else None
+        gated = before if self.mixer.has_gate else NO_NORM
         stages = (
             (before, *project),
             mix,
@@ -166,7 +162,7 @@ class DecoderLayer(nn.Module):
             (around[0], self.mlp, around[1]),
         )
         return tuple(
-            [p for m in stage if m is not None for p in _parameters(m) if p.requires_grad]
+            [p for part in stage for p in _parameters(part) if p.requires_grad]
             for stage in stages
         )
 

@@ -9,6 +9,7 @@ Source: Hu et al. 2021 (2106.09685). The exported files have PEFT's format.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from models.expert_files import MLP_TARGETS, adapted_experts, is_of_experts, peft_tensor
-from models.folders import ADAPTER_CONFIG
-from models.hf_format import ADAPTER_WEIGHTS, VOCABULARY, lora_scale
+from models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, VOCABULARY
+from models.hf_format import lora_scale
 from models.modules import Linear
 from models.moe import ExpertMatrices
 from ulysses.disk import write_json, write_tensors
@@ -157,8 +158,8 @@ def save_adapters(
         config: names the base model, which is written as an absolute path or a hub id.
     """
     base = config.path if config.init == "pretrained" else None
-    if base and Path(base).expanduser().is_dir():
-        base = str(Path(base).expanduser().absolute())
+    if base and Path(expanduser(base)).is_dir():
+        base = str(Path(expanduser(base)).absolute())
     modules = {n.split(".")[-2]: n for n in tensors if n.endswith(WHOLE)}
     if "embed_tokens" in modules and "lm_head" not in modules and not reward:
         # PEFT ties no copy of a module

@@ -3,12 +3,10 @@
 Shapes: S rows, D width, F feed-forward width.
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import MakeLinear, RMSNorm
+from models.modules import MakeLinear, Norm
 from models.ops.activation import ActivateNode
 from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
@@ -36,14 +34,12 @@ class MLP(nn.Module):
             ActivateNode.apply(self.gate_proj(x), self.up_proj(x), self.activation)
         )
 
-    def fused(
-        self, norm: RMSNorm | None, after: RMSNorm | None, rule: NormRule, factor: float
-    ) -> GatedMLP | None:
+    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> GatedMLP | None:
         """Return the operation that may stand in for this module, the norms around it and the factor, if one may."""
         modules = norm, self.gate_proj, self.up_proj, self.down_proj, after
-        if is_watched(self) or not is_plain(*filter(None, modules)):
+        if is_watched(self) or not is_plain(*modules):
             return None
-        weights: list[Any] = [module and module.weight for module in modules]
+        weights = (module.weight for module in modules)
         return GatedMLP._make((*weights, rule, self.activation, factor))
 
     @staticmethod

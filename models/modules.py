@@ -8,9 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models.ops.linear import LinearNode, RowsNode
+from models.ops.linear import LinearNode
 from models.ops.norm import NormNode, NormRule
 from models.ops.plain import is_plain
+
+
+class Exact(nn.Parameter):
+    """A parameter that stays in float32 in models of half precision, and in their exports."""
+
+    in_float32 = True
 
 
 class Unfilled(nn.Module):
@@ -26,13 +32,13 @@ class Linear(Unfilled, nn.Linear):
     plain = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return LinearNode.apply(x, self.weight, self.bias)
+        return LinearNode.apply(x, self.weight, self.bias, None)
 
 
 def some_columns(module: Any, x: Tensor, columns: Tensor) -> Tensor:
     """Return some columns of what a linear module makes of rows x, and compute no others if it is a plain one."""
     if is_plain(module) and module.bias is None:
-        return RowsNode.apply(x, module.weight, columns)
+        return LinearNode.apply(x, module.weight, None, columns)
     return module(x)[:, columns]
 
 
@@ -55,8 +61,16 @@ class RMSNorm(Unfilled, nn.RMSNorm):
         self.rule = rule
 
     def forward(self, x: Tensor) -> Tensor:
-        return (
-            NormNode.apply(x, self.weight, self.rule)
-            if self.rule.centred
-            else super().forward(x)
-        )
+        if self.rule.centred:
+            return NormNode.apply(x, self.weight, self.rule)
+        return super().forward(x)
+
+
+class NoNorm(nn.Identity):
+    """Stand where a family has no norm."""
+
+    plain, weight = True, None
+
+
+NO_NORM = NoNorm()
+Norm = RMSNorm | NoNorm

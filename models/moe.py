@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.mlp import MLP
-from models.modules import Linear, MakeLinear, RMSNorm
+from models.modules import NO_NORM, Linear, MakeLinear, Norm
 from models.ops.experts import (
     ExpertsNode,
     ExpertStacks,
@@ -123,15 +123,6 @@ class Router(nn.Module):
         return route(x, self.weight, self.count, self.normalise, self.bias)
 
 
-class AdapterMatrices(nn.Module):
-    """Hold one side of adapters by the names of what they adapt; ZeRO-3 partitions what a new module holds."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        super().__init__()
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-
-
 class ExpertMatrices(nn.Module):
     """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F].
 
@@ -167,25 +158,28 @@ class ExpertMatrices(nn.Module):
     def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
         """Give matrices adapters, whose values somebody fills."""
         self.scale, N = scale, self.number
-        sizes = {name: self.sizes[name] for name in names}
-        if sizes:
-            self.lora_A = AdapterMatrices({n: (N, rank, k) for n, (_, k) in sizes.items()})
-            self.lora_B = AdapterMatrices({n: (N, o, rank) for n, (o, _) in sizes.items()})
+        a, b = [], []  # pairs, of which torch keeps the order
+        for name in names:
+            outputs, inputs = self.sizes[name]
+            a.append((name, nn.Parameter(torch.empty(N, rank, inputs))))
+            b.append((name, nn.Parameter(torch.empty(N, outputs, rank))))
+        if a:  # ZeRO-3 partitions what a new module holds
+            self.lora_A, self.lora_B = nn.ParameterDict(a), nn.ParameterDict(b)
 
     def enable_adapters(self, enabled: bool) -> None:
         """Switch the adapters on or off."""
         self.adapted = enabled
 
     def _stack(self, name: str) -> Stack:
-        unpack = a = b = None
+        unpack = adapters = None
         if self.kind != "none":
             from models.quantized import unpack as dense
 
             unpack = partial(dense, self.kind, shape=self.shapes[name])
         if self.adapted and hasattr(self.lora_A, name):
-            a, b = getattr(self.lora_A, name), getattr(self.lora_B, name)
+            adapters = getattr(self.lora_A, name), getattr(self.lora_B, name)
         bias = getattr(self, f"{name}_bias")
-        return Stack(getattr(self, name), unpack, a, b, self.scale, bias, self.clamped)
+        return Stack(getattr(self, name), unpack, adapters, self.scale, bias, self.clamped)
 
     @property
     def stacks(self) -> ExpertStacks:
@@ -248,24 +242,18 @@ class MoE(nn.Module):
         )
         return is_grouped(matrices, matrices.mT.contiguous())
 
-    def fused(
-        self, norm: RMSNorm | None, after: RMSNorm | None, rule: NormRule, factor: float
-    ) -> SparseMLP | None:
+    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP | None:
         """Return the operation that may stand in for the norm and this module, if one may."""
-        first, router = [] if norm is None else [norm], self.chooser
-        if (
-            after
-            or factor != 1
-            or any(map(is_watched, (self, self.experts)))
-            or not is_plain(*first, router)
-        ):
+        router = self.chooser
+        fits = after is NO_NORM and factor == 1 and is_plain(norm, router)
+        if not fits or is_watched(self) or is_watched(self.experts):
             return None
         beside: Any = ()
         if self.shared_expert is not None:
             parts = self.shared_expert, self.shared_expert_gate
             beside = self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]
         return SparseMLP(
-            None if norm is None else norm.weight,
+            norm.weight,
             router.weight,
             self.experts.stacks,
             rule,

@@ -9,10 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from models.families import TABLES
+from models.families import MULTIMODAL
 
-# Class of the whole model by its model_type; that of the text model in it is the same with "_text".
-WHOLE: Mapping[str, str] = TABLES["multimodal"]
 CARRIED = ("model.visual.", "mtp.")
 OUTSIDE, INSIDE = "model.language_model.", "model."
 # What config.json may say for the whole model and the text model means too.
@@ -20,12 +18,10 @@ _OF_BOTH = ("tie_word_embeddings", "quantization_config")
 
 
 def text_config(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return the text model's config.json, and the whole one as JSON, or "" if there is nothing around it.
+    """Return the text model's config.json, and the whole one as JSON.
 
     Raises ValueError if the text model has no table of its own.
     """
-    if str(raw.get("model_type")) not in WHOLE:
-        return raw, ""
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise ValueError(
@@ -44,7 +40,7 @@ def around_text(written: Mapping[str, Any], around: str) -> dict[str, Any]:
     own = {name: x for name, x in written.items() if name != "architectures"}
     dtypes = {"torch_dtype": written["torch_dtype"], "dtype": written["torch_dtype"]}
     return whole | {
-        "architectures": [WHOLE[whole["model_type"]]],
+        "architectures": [MULTIMODAL[whole["model_type"]]],
         "text_config": text | own | dtypes | {"rope_parameters": rope},
         "tie_word_embeddings": written["tie_word_embeddings"],
         **dtypes,
@@ -56,6 +52,11 @@ def split_text(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     carried = {name: x for name, x in found.items() if name.startswith(CARRIED)}
     text = {inside(name): x for name, x in found.items() if name not in carried}
     return text, carried
+
+
+def outside(name: str) -> str:
+    """Return the name that a parameter has in files of the whole model."""
+    return OUTSIDE + name.removeprefix(INSIDE) if name.startswith(INSIDE) else name
 
 
 def inside(name: str) -> str:

@@ -25,6 +25,8 @@ from torch.autograd.function import once_differentiable
 from models.modules import Linear
 from models.ops import passes_triton
 
+# bits of an element: its code, and its share of scales and their tables
+BITS = {"nf4": 4 + 8 / 64 + 32 / 64 / 256, "fp8": 8.01}
 BLOCK, OUTER = 64, 256  # elements whose largest size is stored; and of these sizes
 FP8, FP8_MOST = torch.float8_e4m3fn, 448.0
 

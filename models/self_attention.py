@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import MakeLinear, RMSNorm, some_columns
+from models.modules import NO_NORM, MakeLinear, Norm, RMSNorm, some_columns
 from models.ops.norm import NormRule
 from models.ops.plain import is_plain, is_watched
 from models.ops.project import ProjectNode
@@ -64,23 +64,21 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
         """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
-        return self.output(self.mix(*self._heads(x, rope), plan=plan), x, None)
+        return self.output(self.mix(*self._heads(x, rope), plan=plan), x, NO_NORM)
 
     @property
     def is_watched(self) -> bool:
         """Whether only a call of the whole module runs somebody's hook."""
         return is_watched(self) or is_watched(self.attention)
 
-    def project(self, hidden: Tensor, norm: RMSNorm | None, rope: Rope) -> tuple[Tensor, ...]:
+    def project(self, hidden: Tensor, norm: Norm, rope: Rope) -> tuple[Tensor, ...]:
         """Return query [S, H, E], key and value [S, K, E] of the layer's input, and the input, for `output`."""
         projections = self.q_proj, self.k_proj, self.v_proj
-        first = [] if norm is None else [norm]
-        if self.has_gate or not is_plain(*first, *projections, *self.norms):
-            return *self._heads(hidden if norm is None else norm(hidden), rope), hidden
+        if self.has_gate or not is_plain(norm, *projections, *self.norms):
+            return *self._heads(norm(hidden), rope), hidden
         weights = [module.weight for module in projections]
         weights += [*(p.bias for p in projections), *(n.weight for n in self.norms)]
-        given = self.head_dim, self.rule, None if norm is None else norm.weight
-        return ProjectNode.apply(hidden, *rope, *given, *weights)
+        return ProjectNode.apply(hidden, *rope, self.head_dim, self.rule, norm.weight, *weights)
 
     def _heads(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value of normalised x [S, D], positions rotated in."""
@@ -103,44 +101,32 @@ class SelfAttention(nn.Module):
         columns = columns.view(-1, 2, self.head_dim)[:, half].flatten()
         return some_columns(self.q_proj, x, columns)
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
+    def mix(self, *heads: Tensor, plan: Any) -> Tensor:
         """Attend; with a graph."""
-        return self.attention(query, key, value, plan=plan, sink=self.sinks)
+        return self.attention(*heads, plan=plan, sink=self.sinks)
 
-    def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        query, key, value = heads
-        return exchange_qkv_forward(query, key, value, plan)
+    to_heads = staticmethod(exchange_qkv_forward)
+    to_tokens = staticmethod(exchange_out_forward)
+    to_tokens_backward = staticmethod(exchange_out_backward)
 
     def to_heads_backward(self, grads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        query, key, value = grads
         heads = self.attention.num_heads, self.attention.num_kv_heads
-        return exchange_qkv_backward(query, key, value, plan, *heads)
+        return exchange_qkv_backward(grads, plan, *heads)
 
     def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        query, key, value = shards
-        return self.attention.attend_forward(query, key, value, plan, self.sinks)
+        return self.attention.attend_forward(shards, plan, self.sinks)
 
     def mix_backward(
         self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        (query, key, value), (out, lse), sinks = shards, results, self.sinks
-        grads = self.attention.attend_backward(grad, query, key, value, out, lse, plan)
-        if sinks is None or not sinks.requires_grad:
-            return grads, ()
-        return grads, [self.attention.sink_gradient(grad, out, lse, sinks).to(sinks.dtype)]
+        return self.attention.attend_backward(grad, shards, results, plan, self.sinks)
 
-    def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
-        return exchange_out_forward(out, plan)
-
-    def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
-        return exchange_out_backward(grad, plan)
-
-    def output(self, attended: Tensor, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
+    def output(self, attended: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds of the attention's output [S, H, E] and of the layer's input."""
+        rows = attended.flatten(1)
         if self.has_gate:
-            gate = self._half(hidden if norm is None else norm(hidden), 1)
-            return self.o_proj(attended.flatten(1) * gate.sigmoid())
-        return self.o_proj(attended.flatten(1))
+            rows = rows * self._half(norm(hidden), 1).sigmoid()
+        return self.o_proj(rows)
 
     @property
     def output_is_fresh(self) -> bool:
@@ -188,5 +174,6 @@ class SelfAttention(nn.Module):
             packed=3 * (query + 2 * key * (ranks // head_ranks)),  # every row set has all keys
             sent=E * (2 * H // head_ranks * (head_ranks - 1) + 2 * keys * (ranks - 1)),
             pair_flops=2 * query,
-            cached=2 * key,
+            # a sink takes one more step of kernels
+            cached=2 * K * (E + 8 * config.family.sinks),
         )

@@ -30,12 +30,12 @@ def sharing(sequences: list[Sequence], prompt: int = 0) -> list[Sequence]:
 def open_rows(
     rows: list | str, kind: str = "sequence", length: int = 512, *, folder: Path, tokenizer: Any,
     name: str = "rows.jsonl", cache: str = "cache", template: str = "chatml", share_prompts: bool = False,
-    held_out: bool = False, **settings: Any,
+    held_out: bool = False, source: dict[str, Any] | None = None, **settings: Any,
 ) -> TokenizedDataset:  # fmt: skip
     """Write rows to a file of the folder and tokenise it; tests may cut shorter than a run may."""
-    source = Source(write_rows(folder / name, rows))
+    read = Source(write_rows(folder / name, rows), **(source or {}))
     given = {"workers": 1, "cache": str(folder / cache), "chat_template": template, **settings}
     data = DataSection.model_construct(max_length=length, **given)
     return open_dataset(
-        [source], kind, tokenizer, data, held_out=held_out, share_prompts=share_prompts
+        [read], kind, tokenizer, data, held_out=held_out, share_prompts=share_prompts
     )

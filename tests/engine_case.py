@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, RewardModel
+from models.decoder import CausalLM
 from models.families import Experts, LayerKind
 from models.lora import add_adapters
 from models.quantized import packed_parts, unpack
+from models.scored import RewardModel
+from tests.family_case import FAMILIES
 from tests.harness import run_distributed
 from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader
@@ -41,6 +43,10 @@ MOE = replace(
     QWEN3, model_type="qwen3_moe", moe=Experts(128, 3, 8, True), pattern=(LayerKind(feed_forward="experts"),)
 )  # fmt: skip
 
+HYBRID = ModelConfig.from_hf(
+    FAMILIES["qwen3_5"] | {"vocab_size": SHAPE.vocab_size, "initializer_range": 0.1}
+)
+
 
 class ListDataset:
     """Examples in memory with the face of a TokenizedDataset."""
@@ -63,7 +69,7 @@ class ListDataset:
         self.lengths = self.sequence_lengths.sum(axis=1)
         self.columns = {k: np.array(v) for k, v in (columns or {}).items()}
         self.sources = np.zeros(len(examples), dtype=np.int32)
-        self.source_weights = [1.0]
+        self.source_weights, self.source_names = [1.0], [""]
         self.token_columns: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -249,7 +255,8 @@ class StartedAdapters(HostWeights):
     """
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:
-        matrix = name.endswith(("_proj.weight", "_proj", ".base_layer.weight"))
+        endings = "_proj", "in_proj_qkv", "in_proj_z"
+        matrix = name.removesuffix(".weight").removesuffix(".base_layer").endswith(endings)
         matrix = matrix and ".lora_" not in name
         whole = out.is_floating_point() and out.shape == (shape.numel(),)
         if matrix and whole and self.quantize != "none":

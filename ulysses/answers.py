@@ -24,11 +24,11 @@ with explained_imports():
     from models.folders import ADAPTER_CONFIG, resolve_model
     from ulysses.check.checkpoint_folders import saved_checkpoints
     from ulysses.config.section import ConfigError
-    from ulysses.data import DataError
+    from ulysses.data import BadRowError
     from ulysses.data.read.chat import ChatTemplate
-    from ulysses.data.read.counts import Report
-    from ulysses.data.read.formats import Record, locate_rows, read_records
+    from ulysses.data.read.formats import Event, Record, dropping, read_row
     from ulysses.data.read.messages import Message
+    from ulysses.data.read.rows import Report, locate_rows
     from ulysses.data.read.sources import parse_sources
     from ulysses.data.read.tokenizer import load_tokenizer
     from ulysses.export import export_checkpoint, merge_adapter
@@ -87,14 +87,21 @@ def read(rows: str, kind: str, report: Report) -> Iterator[Record]:
 
     Raises DataError: a missing or broken file or row.
     """
-    sources, events = parse_sources(rows), []
-    for row in locate_rows(sources, report):
-        try:
-            yield from read_records([row], sources, kind, events)
-        except DataError:
-            if kind == "prompt":
-                raise
-            yield from read_records([row], sources, "sequence", events)  # of one answer
+    sources = parse_sources(rows)
+    events: list[Event] = []
+    for row in filter(None, locate_rows(sources, report)):
+
+        def note(what: str, where: str = row.where) -> None:
+            events.append(("notes", what, where))
+
+        given = row.found, sources[row.source]
+        with dropping(events, "error", row.where):
+            try:
+                yield from read_row(*given, kind, note)
+            except BadRowError:
+                if kind == "prompt":
+                    raise
+                yield from read_row(*given, "sequence", note)  # of one answer
     for event in events:
         report.count(*event)
 

@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from ulysses.imports import announce_imports, explained_imports, interruptible
+from ulysses.imports import announce_imports, explained_imports, interruptible, quiet
 
 HELP = """usage: ulysses COMMAND [arguments]
 
@@ -41,8 +41,7 @@ def main() -> int:
             announce_imports()
             with interruptible():
                 with explained_imports():
-                    # a translation may be redirected into a file
-                    import_module("ulysses.run.quiet").quiet()
+                    quiet()  # a translation may be redirected into a file
                     answers = command in ("chat", "generate", "score")
                     tool = import_module(f"ulysses.{'answers' if answers else command}")
                 return tool.main(sys.argv[1:] if answers else rest)

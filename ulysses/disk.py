@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from errno import EACCES, EDQUOT, EFBIG, ENOSPC, EPERM
+from errno import EACCES, EDQUOT, EFBIG, ENOENT, ENOSPC, EPERM
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def held(folder: Path, holder: str) -> Iterator[str]:
     """
     name = folder / HOLDER
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        os.makedirs(os.path.realpath(folder), exist_ok=True)  # where a link leads nowhere yet
         lock = lock_file(folder / ".lock")
         patience = 1.5 * LEASE_SECONDS if isinstance(lock, SoftFileLease) else NATIVE_SECONDS
         with suppress(Timeout):
@@ -284,7 +284,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
         file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write a value as indented JSON."""
     replace_file(path, json.dumps(value, indent=2) + "\n")
 
@@ -307,7 +307,8 @@ def writing(path: Path, when: str = "", advice: str = "use another disk") -> Ite
     except DiskError:
         raise
     except OSError as error:
-        what = f"{error.filename or path.absolute()} cannot be written{when}: {error.strerror or error}"
+        name = os.fsdecode(error.filename or path.absolute())
+        what = f"{name} cannot be written{when}: {error.strerror or error}"
         # safetensors says in words alone what happened
         if error.errno in (None, ENOSPC, EDQUOT, EFBIG):
             place = next(p for p in (path, *path.absolute().parents) if p.exists())
@@ -315,6 +316,9 @@ def writing(path: Path, when: str = "", advice: str = "use another disk") -> Ite
             if not os.statvfs(place).f_favail:
                 free = "no room for another file, but " + free
             what, advice = f"{what} ({free} are free there)", f"make room or {advice}"
+        elif error.errno == ENOENT:
+            what = f"{name} was deleted while the run wrote it"
+            advice = "leave its folder in its place"
         elif error.errno in (EACCES, EPERM):
             advice = f"let this user write there, or {advice}"
         raise DiskError(f"{what}; {advice}") from None

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
 
-LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}  # set by torchrun and by deepspeed's launcher
 NODE = os.uname().nodename
 GRACE_SECONDS = "30"  # between SIGTERM and SIGKILL, with torchrun, deepspeed and Slurm
 
@@ -82,14 +81,11 @@ def ignores_warnings() -> bool:
     return os.environ.get("PYTHONWARNINGS") == "ignore"
 
 
-def launched() -> bool:
-    """Return whether a launcher started this process."""
-    return bool(LAUNCHERS & os.environ.keys())
-
-
-def launched_by_deepspeed() -> bool:
-    """Return whether deepspeed's launcher did."""
-    return "CROSS_SIZE" in os.environ
+def launchers() -> int:
+    """Return how many processes of a launcher stand above this one: torchrun's, or deepspeed's and one before it."""
+    if "CROSS_SIZE" in os.environ:
+        return 2
+    return int("TORCHELASTIC_RUN_ID" in os.environ)
 
 
 def agent_holds_store() -> bool:
@@ -114,7 +110,7 @@ def error_file() -> str | None:
 
 def grace_seconds() -> float:
     """Return the seconds from SIGTERM to SIGKILL; infinite if nobody kills the processes."""
-    if not {*LAUNCHERS, "SLURM_JOB_ID"} & os.environ.keys():
+    if not launchers() and "SLURM_JOB_ID" not in os.environ:
         return inf
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", GRACE_SECONDS))
 

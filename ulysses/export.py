@@ -19,13 +19,14 @@ with explained_imports():
 
     import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
     from models.arch import ModelConfig
-    from models.decoder import empty_model
     from models.folders import ADAPTER_CONFIG, CONFIG, folder_with, read_config, resolve_model
-    from models.hf_format import (
+    from models.hf_format import WeightFiles
+    from models.kinds import empty_model
+    from models.modules import Exact
+    from models.writing import (
         GENERATION,
         SHARD_GIB,
         Rounding,
-        WeightFiles,
         copy_side_files,
         write_weights,
     )
@@ -41,7 +42,7 @@ with explained_imports():
     )
     from ulysses.registry import stage_of
     from ulysses.run.export_model import CARD, export_model
-    from ulysses.zero.state import SavedSlices
+    from ulysses.zero.saved_slices import SavedSlices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,13 +160,16 @@ def merge_adapter(
     files, shape = WeightFiles(folder), read_config(folder)
     _check_out(out, [folder, *(path.parent for path in files.paths)])
     reward = files.adapter.get("task_type") == "SEQ_CLS"
-    sizes = {n: p.shape for n, p in empty_model(shape, reward=reward).named_parameters()}
+    parameters = dict(empty_model(shape, reward=reward).named_parameters())
+    sizes = {name: p.shape for name, p in parameters.items()}
     files.check(sizes)
     dtype = dtype or str(files.dtype).removeprefix("torch.")
     rounded, kind = Rounding(getattr(torch, dtype)), files.quantize
 
     def weight(name: str) -> Tensor:
         exact = files.read(name).float()
+        if isinstance(parameters[name], Exact):
+            return exact
         trained = files.read(name, quantize=kind) if kind != "none" else None
         return rounded(exact, files.base(name), trained).view(sizes[name])
 

@@ -1,13 +1,32 @@
-"""Explain in one sentence why a command cannot even be imported."""
+"""The start of every command: libraries are imported quietly, and one sentence says why that fails.
+
+Imports nothing heavy, because some libraries speak while they are imported.
+"""
 
 import gc
+import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ulysses import environment
 from ulysses.environment import rank
+
+# They warn about themselves (deprecations, untested combinations, fallbacks), not about what the user set.
+LOGGERS = (
+    "absl", "bitsandbytes", "datasets", "filelock", "fsspec", "huggingface_hub", "matplotlib", "peft", "tensorboard",
+    "tensorflow", "torch", "transformers",
+)  # fmt: skip
+VARIABLES = {
+    "PYTHONWARNINGS": "ignore",  # for processes that this one starts
+    "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns when it is used before a fork
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 
 
 def announce_imports() -> None:
@@ -44,3 +63,17 @@ def interruptible() -> Iterator[None]:
         if rank() == 0:
             print("\ninterrupted", file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGINT)
+
+
+def quiet() -> None:
+    """Silence what libraries say below the level of an error; call it before they are imported.
+
+    What the user asked for through PYTHONWARNINGS, `python -W` or one of the variables stays as it is.
+    """
+    environment.preset(VARIABLES)
+    if environment.ignores_warnings():
+        warnings.simplefilter("ignore")
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # DeepSpeed sets its logger's level when it is imported, so only a filter stays.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)

@@ -10,11 +10,11 @@ refused with the line that says so, and so is every setting that the rules do no
 import argparse
 import json
 import math
-import os
 import re
 import shlex
 import sys
 import tomllib
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,6 @@ from ulysses.config.foreign_names import foreign_names
 from ulysses.config.section import ConfigError, existing, flat, refuse
 from ulysses.registry import STAGES
 
-# Their product over all GPUs is batch.examples.
-BATCH_FACTORS = (
-    "per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "gradient_accumulation_steps",
-)  # fmt: skip
 # What the shell would not pass on as it stands: variables anywhere, the rest outside of quotes.
 NOT_PLAIN = r"""[$`]|^(?:[^'"]|'[^']*'|"[^"]*")*?(?:[;|&<>()]|\s#)"""
 NOTHING = (None, "", "auto", -1, [], {})
@@ -60,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     asked = parser.parse_args(arguments)
     try:
-        given = read_settings(asked.file.expanduser())
+        given = read_settings(Path(expanduser(asked.file)))
         if asked.stage:
             given["stage"] = asked.stage
         print(translate(given, asked.file, asked.gpus))
@@ -90,7 +86,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     method, arguments = _command(text)
     # llamafactory-cli train FILE
     name, given = "config", {"stage": [method]} if method else {}
-    for word in shlex.split(arguments):
+    # the shell leaves a quoted ~, and one after =, as it is, which here would be a home
+    for word in shlex.split(re.sub(r"""(["'=])(?=~)""", r"\1./", arguments)):
         if word.startswith("--"):
             name, _, word = word[2:].partition("=")
             name = name.replace("-", "_")
@@ -242,7 +239,9 @@ def _ours(value: Any, rule: dict[str, Any], stage: str) -> tuple[str, str, dict[
     if key.endswith("_every") and isinstance(value, float) and value % 1:
         return "by_hand", f"a share of all steps there; set {key} in steps", {}
     if choices:
-        chosen = [choices.get(str(each).lower()) for each in _entries(value)]
+        # a chat template may be its own text
+        own = value if "{%" in str(value) or "{{" in str(value) else None
+        chosen = [choices.get(str(each).lower(), own) for each in _entries(value)]
         said = [choice for choice in chosen if choice != ""] or [""]
         value = said[0] if len(said) == 1 else None
     if value is None:
@@ -264,7 +263,7 @@ def _batch(
         groups: GPUs that do not share sequences.
         answers: to each prompt, which TRL's batch sizes count; 0 is any other method.
     """
-    factors = {name: int(given[name]) for name in BATCH_FACTORS if name in given}
+    factors = {name: int(given[name]) for name in NAMES["batch_factors"] if name in given}
     examples = math.prod(factors.values()) * groups
     product = " x ".join(f"{name} {value}" for name, value in factors.items())
     comment = f"  # {product} x {groups} GPUs (those that share a sequence count once)"
@@ -315,9 +314,23 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
     found = _find(str(given.get("deepspeed")), folder)
     if found.is_file():
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
+    # the older mixture of alignment-handbook, whose splits tell by their names what they are for
+    mixer = given.get("dataset_mixer")
+    held_out: Any = []
+    splits = _entries(given.get("dataset_splits", ["train", "test"]))
+    if isinstance(mixer, dict) and all(re.search("train|test", split) for split in splits):
+        given.pop("dataset_splits", None)
+        given["dataset_mixer"] = [
+            {"path": path, "split": split, "weight": weight}
+            for path, weight in mixer.items()
+            for split in splits
+            if "train" in split
+        ]
+        held_out = [{"path": p, "split": s} for p in mixer for s in splits if "train" not in s]
     # axolotl's table for GRPO holds TRL's names; keys of TOML have these letters only
     plain = re.compile(r"^trl\.|[^\w.-]", re.A)
-    named = {plain.sub("", name): _plain(value) for name, value in flat(given).items()}
+    renamed = ((NAMES["older"].get(name, name), value) for name, value in flat(given).items())
+    named = {plain.sub("", name): _plain(value) for name, value in renamed}
     system = system or "trl"
     named |= {
         name: meant
@@ -326,12 +339,14 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
     }
     # "none" is a choice of scale_rewards
     given = {n: v for n, v in named.items() if v not in NOTHING or n == "scale_rewards"}
-    if "evaluation_strategy" in given:  # its older name
-        given["eval_strategy"] = given.pop("evaluation_strategy")
     defaults = NAMES["defaults"]
     for name, stage in NAMES["implied"].items():
         if given.get(name):
             given.setdefault("stage", stage)
+    # SimPO's own trainer
+    if "gamma_beta_ratio" in given and given.get("loss_type", "sigmoid") == "sigmoid":
+        gamma = given.pop("gamma_beta_ratio") * given.setdefault("beta", 2.0)
+        given |= {"simpo_gamma": gamma, "loss_type": "simpo"}
     method = str(given.get("rl", given.get("stage", defaults[system].get("stage", ""))))
     for table in (f"{system}_{method}", method, system):
         given = defaults.get(table, {}) | given
@@ -354,12 +369,22 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
         if value in rule["when"] if "when" in rule else value not in rule["unless"]:
             given = {name: given[name] for name in given if name not in rule["names"]}
     given["adam_beta1"] = [given["adam_beta1"], given.pop("adam_beta2")]
-    trained, held_out = (given.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
+    trained, tested = (given.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
     if path := given.pop("dataset_name", None):
         source = {"path": path, "subset": given.pop("dataset_config", None)}
-        given["datasets"] = source | {"split": trained}
-        if given.get("eval_strategy"):
-            given["test_datasets"] = source | {"split": held_out}
+        given["datasets"], held_out = source | {"split": trained}, source | {"split": tested}
+    if held_out and given.get("eval_strategy"):
+        given["test_datasets"] = held_out
+    named = {
+        name: [{"path": t} if isinstance(t, str) else t for t in _entries(given[name])]
+        for name in given.keys() & {"datasets", "test_datasets"}
+    }
+    said = [{k: t.get(k) for k in NAMES["of_all"]} for tables in named.values() for t in tables]
+    if said and said.count(said[0]) == len(said):
+        given |= {key: value for key, value in said[0].items() if value}
+        given |= {
+            name: [t | dict.fromkeys(said[0]) for t in tables] for name, tables in named.items()
+        }
     # LLaMA-Factory describes data sets by their names in a file of this folder
     if "dataset_dir" in given:
         info = _find(f"{given['dataset_dir']}/dataset_info.json", folder)
@@ -368,7 +393,7 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
         unknown = {"unknown": "dataset_info.json does not describe it, so write its path"}
         for each in described.values():
             if "file_name" in each:
-                each["file_name"] = str(info.parent / os.path.expanduser(each["file_name"]))
+                each["file_name"] = str(info.parent / each["file_name"])
         for name in given.keys() & {"dataset", "eval_dataset"}:
             given[name] = [
                 most | described.get(each, {"path": each} | unknown)
@@ -426,5 +451,5 @@ def _plain(value: Any) -> Any:
 
 def _find(path: str, folder: Path) -> Path:
     """Return a path as it is, or as seen from `folder` or one above it, wherever the file exists."""
-    path, places = os.path.expanduser(path), (Path(), folder, *folder.absolute().parents)
+    path, places = expanduser(path), (Path(), folder, *folder.absolute().parents)
     return next((place / path for place in places if (place / path).exists()), Path(path))

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from html import escape
+from os.path import expanduser
 from pathlib import Path
 
 import matplotlib
@@ -41,15 +42,28 @@ def read_run(folder: Path) -> pd.DataFrame:
     Incomplete lines, such as the last one of a killed run, are left out. No step is repeated: a run that continues from
     an earlier checkpoint first drops the lines of later steps.
     """
-    path = existing(folder) / "metrics.jsonl"
-    text = path.read_text() if path.is_file() else ""
-    lines = re.findall(r'^\{"step": .*\}$', text, re.MULTILINE)
-    if not lines:
+    lines = complete_lines(existing(folder) / "metrics.jsonl")
+    if lines.empty:
         raise ValueError(
             f"{folder} holds no metrics.jsonl with a complete line; give the folder (run.output) of a run that has "
             "logged a step"
         )
-    return pd.DataFrame(map(json.loads, lines)).set_index("step").select_dtypes("number")
+    return lines.set_index("step").select_dtypes("number")
+
+
+def complete_lines(path: Path) -> pd.DataFrame:
+    """Return the objects of a run's file, of which a kill may have cut the last one short."""
+    text = path.read_text() if path.is_file() else ""
+    return pd.DataFrame(map(json.loads, re.findall(r'^\{"step": .*\}$', text, re.MULTILINE)))
+
+
+def samples_table(folder: str) -> str:
+    """Return a run's answers (run.samples) as HTML: a row for each prompt, and a column for each who answered it."""
+    lines = complete_lines(Path(folder) / "samples.jsonl").drop_duplicates()
+    if lines.empty:
+        return ""
+    cells = lines.pivot_table("answer", "prompt", "by", "\n\n".join, sort=False)
+    return cells.to_html(na_rep="", border=0)
 
 
 def series(run: pd.DataFrame, metric: str) -> pd.Series:
@@ -94,7 +108,8 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
     drawn = [m for m in seen.keys() - of_octaves if m in TITLES or len(seen[m]) > 1]
     panels = sorted(drawn, key=lambda m: (bool(LAST.match(m)), m not in TITLES, m))
-    panels += ["Held-out nll by position"] * bool(octaves)
+    if octaves:
+        panels.append("Held-out nll by position")
 
     rows = math.ceil(len(panels) / COLUMNS)
     figure = Figure((5.5 * COLUMNS, 0.4 + 2.8 * rows), layout="constrained")
@@ -126,8 +141,9 @@ def html_page(runs: dict[str, pd.DataFrame], figure: Figure) -> str:
     svg = buffer.getvalue()
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(", ".join(runs))}</title>
-<style>body {{ font: 14px sans-serif }} svg {{ max-width: 100%; height: auto }} td {{ padding: 2px 12px }}</style>
-</head><body>{svg[svg.index("<svg") :]}{table}</body></html>
+<style>body {{ font: 14px sans-serif }} svg {{ max-width: 100%; height: auto }} td {{ padding: 2px 12px }}
+tbody th, td {{ text-align: left; vertical-align: top; white-space: pre-wrap }}</style>
+</head><body>{svg[svg.index("<svg") :]}{table}{"".join(map(samples_table, runs))}</body></html>
 """
 
 
@@ -137,14 +153,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "python -m ulysses.report", description="Plot what runs have logged."
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folder (run.output)"
+        "runs",
+        nargs="+",
+        type=lambda run: Path(expanduser(run)),
+        metavar="RUN",
+        help="run folder (run.output)",
     )
     folders = parser.parse_args(arguments).runs
     page, picture = folders[0] / "report.html", folders[0] / "report.png"
     style = {"text.parse_math": False, "svg.fonttype": "none"}  # names are text, not formulas
     try:
         runs = {str(folder): read_run(folder) for folder in folders}
-        with matplotlib.rc_context(style), warnings.catch_warnings(action="ignore"):
+        whole = pd.option_context("display.max_colwidth", None)
+        with whole, matplotlib.rc_context(style), warnings.catch_warnings(action="ignore"):
             figure = draw_figure(runs)
             page.write_text(html_page(runs, figure), encoding="utf-8")
             figure.savefig(picture, dpi=110)

@@ -10,17 +10,19 @@ from time import time
 from typing import Any, NoReturn
 
 from ulysses.environment import rank, wants_debug
-from ulysses.imports import announce_imports, explained_imports, interruptible
+from ulysses.imports import announce_imports, explained_imports, interruptible, quiet
 
 
 def main(arguments: list[str]) -> int:
     """Train, or inspect or plan a run, as the arguments ask; return the exit code after printing any error."""
     debug = wants_debug(arguments)
     with explained_imports():  # none of them imports torch: a wrong command is told at once
-        from ulysses.config.command_line import help_text, parse_command_line
+        from ulysses.config.command_line import parse_command_line
         from ulysses.config.section import ConfigError
-        from ulysses.watch.complaint import report_config_error
+        from ulysses.watch.failure import report_config_error
     if {"-h", "--help"} & set(arguments):
+        from ulysses.config.help_text import help_text
+
         print(help_text())
         return 0
     try:
@@ -46,7 +48,6 @@ def perform(config: Any, options: Any, *, debug: bool) -> int:
         from psutil import Process
 
         from ulysses.config.section import ConfigError
-        from ulysses.run.quiet import quiet
 
         if not debug:
             quiet()  # before the imports below: libraries speak while they are imported

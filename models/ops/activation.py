@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops import passes_triton
-from models.ops.norm import on_gpu
+from models.ops.norm import triton_kernels
 
 # transformers' names
 ACTIVATIONS = {
@@ -30,8 +29,8 @@ def clamped(both: Tensor) -> Tensor:
 
 def activate(gate: Tensor, up: Tensor, kind: str = "silu") -> Tensor:
     """Return act(gate) * up of rows [S, F], without a graph; both have the same strides."""
-    if on_gpu(gate):
-        return passes_triton.gated(gate, up, gelu=kind != "silu")[0]
+    if kernels := triton_kernels(gate):
+        return kernels.gated(gate, up, gelu=kind != "silu")[0]
     return (ACTIVATIONS[kind](at_least_float32(gate)) * up).to(gate.dtype)
 
 
@@ -39,8 +38,8 @@ def activate_backward(
     grad: Tensor, gate: Tensor, up: Tensor, kind: str = "silu"
 ) -> tuple[Tensor, Tensor]:
     """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F]."""
-    if on_gpu(gate):
-        return passes_triton.gated(gate, up, grad.contiguous(), gelu=kind != "silu")
+    if kernels := triton_kernels(gate):
+        return kernels.gated(gate, up, grad.contiguous(), gelu=kind != "silu")
     d = at_least_float32(grad)
     value, slope = _value_and_slope(at_least_float32(gate), kind)
     both = torch.cat((d * up * slope, d * value), -1)
@@ -52,8 +51,8 @@ def activate_weighted(both: Tensor, weights: Tensor, kind: str = "silu") -> Tens
 
     kind: of the activation, or "clamped".
     """
-    if kind in ("silu", "clamped") and on_gpu(both):
-        return passes_triton.weighted_swiglu(both, weights, clamped=kind == "clamped")[0]
+    if kind in ("silu", "clamped") and (kernels := triton_kernels(both)):
+        return kernels.weighted_swiglu(both, weights, clamped=kind == "clamped")[0]
     wide = at_least_float32(both)
     if kind == "clamped":
         return (clamped(wide) * weights[:, None]).to(both.dtype)
@@ -65,9 +64,9 @@ def activate_weighted_backward(
     grad: Tensor, both: Tensor, weights: Tensor, kind: str = "silu"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted activation, and the gradients of `both` and of the weights; those in float32 or better."""
-    if kind in ("silu", "clamped") and on_gpu(both):
+    if kind in ("silu", "clamped") and (kernels := triton_kernels(both)):
         given = both, weights, grad.contiguous()
-        return passes_triton.weighted_swiglu(*given, clamped=kind == "clamped")
+        return kernels.weighted_swiglu(*given, clamped=kind == "clamped")
     d = at_least_float32(grad)
     wide = d * weights[:, None]
     if kind == "clamped":

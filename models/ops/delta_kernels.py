@@ -4,6 +4,7 @@ Only half precision comes here; models/ops/delta_rule.py does the rest, and is w
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -30,19 +31,11 @@ def load() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return chunk_gated_delta_rule, causal_conv1d
 
 
-def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    wave: Wave,
-    start: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def delta_rule(*rows: Tensor, wave: Wave, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """Do models/ops/delta_rule.py's `delta_rule`."""
     rule, _ = load()
     out, last = rule(
-        *(x.contiguous()[None] for x in (query, key, value, g, beta)),
+        *(x.contiguous()[None] for x in rows),
         initial_state=start,
         output_final_state=wave.hands_on is not None,
         use_qk_l2norm_in_kernel=True,
@@ -84,15 +77,15 @@ def prove_rule(name: str, device: torch.device, *case: int) -> None:
         "A_log": torch.linspace(-6, 3, heads),
         "dt_bias": torch.linspace(-4, 1, heads),
     }
-    given = {key: x.to(device, torch.bfloat16) for key, x in given.items()}
+    # all but the decays are in the model's dtype
+    given = {
+        key: x.to(device, torch.bfloat16 if x.dim() > 1 else None) for key, x in given.items()
+    }
     upstream = torch.randn(rows, heads, shape.linear_value_head_dim, generator=draw).to(device)
     results = []
-    for dtype, operations in (
-        (torch.bfloat16, (delta_rule, convolve)),
-        (torch.float64, (plain.delta_rule, plain.convolve)),
-    ):
-        inputs = [x.to(dtype).requires_grad_() for x in given.values()]
-        out = plain.mix_pack(shape, recurrence, operations, *inputs)
+    for dtype, kernels in (None, sys.modules[__name__]), (torch.float64, plain):
+        inputs = [x.to(dtype=dtype).detach().requires_grad_() for x in given.values()]
+        out = plain.mix_pack(shape, recurrence, kernels, *inputs)
         results.append([out, *torch.autograd.grad((out * upstream).sum(), inputs)])
     for tensor, got, wanted in zip(("output", *given), *results):
         error = float((got.double() - wanted).norm() / wanted.norm())

@@ -13,7 +13,6 @@ Source: Yang et al. 2024 (2412.06464). On GPUs the kernels of delta_kernels.py d
 Shapes: T packed tokens, n chunks of C tokens, K key heads of width E, H value heads of width V, P parts of documents.
 """
 
-from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -130,14 +129,10 @@ def delta_step(
     return (query @ state)[:, :, 0] / key.shape[-1] ** 0.5
 
 
-Rule = Callable[..., tuple[Tensor, Tensor]]
-Convolution = Callable[[Tensor, Tensor, Recurrence], Tensor]
-
-
 def mix_pack(
     shape: Delta,
     recurrence: Recurrence,
-    operations: tuple[Rule, Convolution],
+    kernels: Any,
     qkv: Tensor,
     b: Tensor,
     a: Tensor,
@@ -145,11 +140,24 @@ def mix_pack(
     log_rates: Tensor,
     bias: Tensor,
 ) -> Tensor:
-    """Convolve q | k | v [T, F] of any heads of a layer, and run the rule over the pack: out [T, H, V]."""
-    rule, convolution = operations
-    heads = split_heads(shape, convolution(qkv, filters, recurrence), b.shape[1])
-    g, beta = decays(a, log_rates, bias), at_least_float32(b).sigmoid()
-    return run_waves(heads, g, beta, recurrence.waves, rule)
+    """Convolve q | k | v [T, F] of any heads of a layer, and run the rule over the pack: out [T, H, V].
+
+    kernels: this module, or delta_kernels. Shared prompts run before what comes after them.
+    """
+    heads = split_heads(shape, kernels.convolve(qkv, filters, recurrence), b.shape[1])
+    given = *heads, decays(a, log_rates, bias), at_least_float32(b).sigmoid()
+    done: list[Tensor] = []
+    handed: list[Tensor] = []
+    for wave in recurrence.waves:
+        start = torch.cat(handed)[wave.starts] if handed else None
+        out, last = kernels.delta_rule(*(x[wave.rows] for x in given), wave=wave, start=start)
+        done.append(out)
+        if wave.hands_on is not None:
+            handed.append(last[wave.hands_on])
+    if not handed:
+        return out
+    rows: Any = torch.cat([wave.rows for wave in recurrence.waves])  # type: ignore[misc]
+    return torch.cat(done)[rows.argsort()]
 
 
 def split_heads(shape: Delta, qkv: Tensor, values: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,28 +166,3 @@ def split_heads(shape: Delta, qkv: Tensor, values: int) -> tuple[Tensor, Tensor,
     key = (qkv.shape[1] - values * V) // 2
     q, k, v = qkv.split([key, key, values * V], 1)
     return q.unflatten(1, (-1, E)), k.unflatten(1, (-1, E)), v.unflatten(1, (-1, V))
-
-
-def run_waves(
-    heads: Sequence[Tensor],
-    g: Tensor,
-    beta: Tensor,
-    waves: Sequence[Wave],
-    rule: Rule = delta_rule,
-) -> Tensor:
-    """Run the rule over a pack, whose shared prompts run before what comes after them: out [T, H, V].
-
-    heads: query, key and value.
-    """
-    given, done = (*heads, g, beta), []
-    handed: list[Tensor] = []
-    for wave in waves:
-        start = torch.cat(handed)[wave.starts] if handed else None
-        out, last = rule(*(x[wave.rows] for x in given), wave, start)
-        done.append(out)
-        if wave.hands_on is not None:
-            handed.append(last[wave.hands_on])
-    if len(waves) == 1:
-        return done[0]
-    rows: Any = torch.cat([wave.rows for wave in waves])  # type: ignore[misc]
-    return torch.cat(done)[rows.argsort()]

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops import passes_triton
 from models.ops.activation import activate_weighted, activate_weighted_backward
-from models.ops.norm import NormRule, on_gpu, rms_norm, rms_norm_backward
-from ulysses.memory.tiling import sum_tiles, tile_gradients, tiles
+from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
+from ulysses.memory.tiling import add_by_tiles, sum_tiles, tile_gradients
 
 
 def route(
@@ -35,11 +34,9 @@ def route(
     wide = bias if bias is None else at_least_float32(bias)
     probabilities = F.linear(at_least_float32(x), at_least_float32(router), wide).softmax(-1)
     weights, chosen = probabilities.topk(count, dim=-1)
-    return (
-        weights / weights.sum(-1, keepdim=True) if normalise else weights,
-        chosen,
-        probabilities,
-    )
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, chosen, probabilities
 
 
 class Order(NamedTuple):
@@ -77,8 +74,8 @@ class Order(NamedTuple):
 
     def sums(self, parts: Tensor) -> Tensor:
         """Return the sums [S, D] of the rows' sorted parts [M, D], in float32 or better and rounded once."""
-        if on_gpu(parts):
-            return passes_triton.sum_parts(parts, self.places, self.each)
+        if kernels := triton_kernels(parts):
+            return kernels.sum_parts(parts, self.places, self.each)
         found = parts.index_select(0, self.places).unflatten(0, (-1, self.each))
         return at_least_float32(found).sum(1).to(parts.dtype)
 
@@ -114,20 +111,20 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-Found = list[tuple[Tensor, Tensor]]  # trained tensors with their gradients
+Found = dict[Any, Tensor]  # of tensors, those that are trained among them: their gradients
 
 
 class Stack(NamedTuple):
     """A matrix [O, K] of every expert, all in one tensor [N, O, K], and perhaps biases [N, O] or adapters.
 
-    unpack: returns the matrices of packed ones in a dtype. a [N, r, K], b [N, O, r]: scale * b a is added to each.
-    transposed: the tensor is [N, K, O]. Where copies have weights [M], the biases are multiplied by them.
+    unpack: returns the matrices of packed ones in a dtype. adapters: a [N, r, K] and b [N, O, r], which are trained;
+    scale * b a is added to each matrix. transposed: the tensor is [N, K, O]. Where copies have weights [M], the biases
+    are multiplied by them.
     """
 
     matrices: Tensor
     unpack: Callable[..., Tensor] | None = None
-    a: Tensor | None = None
-    b: Tensor | None = None
+    adapters: tuple[Tensor, Tensor] | None = None
     scale: float = 1.0
     bias: Tensor | None = None
     transposed: bool = False
@@ -136,12 +133,13 @@ class Stack(NamedTuple):
         dense = self.unpack(self.matrices, dtype=dtype) if self.unpack else self.matrices
         return dense.mT if self.transposed else dense
 
-    def _adapters(self) -> tuple[Tensor, Tensor] | None:
-        """Return a and b, of a rank that one call for all groups can multiply."""
-        if self.a is None or self.b is None:
+    def _padded(self) -> Sequence[Tensor] | None:
+        """Return the adapters, of a rank that one call for all groups can multiply."""
+        if self.adapters is None:
             return None
-        more = -self.a.shape[1] % 8
-        return F.pad(self.a, (0, 0, 0, more)), F.pad(self.b, (0, more))
+        a, b = self.adapters
+        more = -a.shape[1] % 8
+        return F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
 
     def product(self, rows: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
         """Return the product [M, O] of sorted rows [M, K]."""
@@ -149,8 +147,8 @@ class Stack(NamedTuple):
         out = grouped_product(rows, self._dense(rows.dtype).mT, ends)
         if self.bias is not None:
             out.addmm_(order.shares(out.dtype, weights), self.bias)
-        if adapters := self._adapters():
-            a, b = adapters
+        if padded := self._padded():
+            a, b = padded
             inner = grouped_product(rows, a.mT, ends)
             out.add_(grouped_product(inner, b.mT, ends), alpha=self.scale)
         return out
@@ -158,8 +156,8 @@ class Stack(NamedTuple):
     def back(self, grad: Tensor, ends: Tensor) -> Tensor:
         """Return the gradient of `product`'s rows."""
         out = grouped_product(grad, self._dense(grad.dtype), ends)
-        if adapters := self._adapters():
-            a, b = adapters
+        if padded := self._padded():
+            a, b = padded
             out.add_(grouped_product(grouped_product(grad, b, ends), a, ends), alpha=self.scale)
         return out
 
@@ -167,19 +165,20 @@ class Stack(NamedTuple):
         self, grad: Tensor, rows: Tensor, order: Order, weights: Tensor | None = None
     ) -> Found:
         """Return the gradients of what is trained."""
-        found: Found = []
+        found: Found = {}
         ends = order.ends
         if self.matrices.requires_grad:
             sides = (rows, grad) if self.transposed else (grad, rows)
-            found.append((self.matrices, grouped_outer(*sides, ends)))
+            found[self.matrices] = grouped_outer(*sides, ends)
         if self.bias is not None and self.bias.requires_grad:
-            found.append((self.bias, order.shares(grad.dtype, weights).t() @ grad))
-        if (adapters := self._adapters()) and self.a is not None and self.b is not None:
-            (a, b), rank = adapters, self.a.shape[1]
+            found[self.bias] = order.shares(grad.dtype, weights).t() @ grad
+        if (padded := self._padded()) and self.adapters:
+            (a, b), (own_a, own_b) = padded, self.adapters
+            rank = own_a.shape[1]
             of_a = grouped_outer(grouped_product(grad, b, ends), rows, ends)
             of_b = grouped_outer(grad, grouped_product(rows, a.mT, ends), ends)
-            found.append((self.a, of_a[:, :rank].mul(self.scale)))
-            found.append((self.b, of_b[..., :rank].mul(self.scale)))
+            found[own_a] = of_a[:, :rank].mul(self.scale)
+            found[own_b] = of_b[..., :rank].mul(self.scale)
         return found
 
 
@@ -215,7 +214,7 @@ class ExpertStacks(NamedTuple):
             to_weights += (to_out @ self.down.bias.t()).gather(1, order.numbers[:, None])[:, 0]
         found = self.down.gradients(to_out, active, order, sorted_weights)
         del to_out, active
-        found += self.gate_up.gradients(to_both, copies, order)
+        found |= self.gate_up.gradients(to_both, copies, order)
         del copies
         to_x = order.sums(self.gate_up.back(to_both, ends))
         return to_x, to_weights[order.places].view_as(weights), found
@@ -245,15 +244,7 @@ class ExpertsNode(torch.autograd.Function):
         x, weights, chosen, both = ctx.saved_tensors
         order = Order.of(chosen, ctx.experts.number)
         to_x, to_weights, found = ctx.experts.backward(grad, x, weights, order, both)
-        trained = ctx.experts.trained
-        grads = (g.to(p.dtype) for g, p in zip(in_order(found, trained), trained))
-        return to_x, to_weights, None, None, *grads
-
-
-def in_order(found: Found, trained: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients that were found in the order of what is trained."""
-    by_tensor = {id(tensor): grad for tensor, grad in found}
-    return [by_tensor[id(tensor)] for tensor in trained]
+        return to_x, to_weights, None, None, *(found[p] for p in ctx.experts.trained)
 
 
 class SparseMLP(NamedTuple):
@@ -279,16 +270,12 @@ class SparseMLP(NamedTuple):
     @property
     def trained(self) -> list[Tensor]:
         """The tensors that are trained, as modules list them."""
-        own = [
-            t for t in (self.norm, self.router, self.bias) if t is not None and t.requires_grad
-        ]
-        return [*own, *self.experts.trained, *self.of_beside]
-
-    def _normalised(self, rows: Tensor) -> Tensor:
-        return rows if self.norm is None else rms_norm(rows, self.norm, self.rule)
+        own = self.norm, self.router, self.bias
+        trained = [t for t in own if t is not None and t.requires_grad]
+        return [*trained, *self.experts.trained, *self.of_beside]
 
     def _product(self, rows: Tensor, part: slice) -> Tensor:
-        x = self._normalised(rows)
+        x = rms_norm(rows, self.norm, self.rule)
         weights, chosen, p = route(x, self.router, self.each, self.normalise, self.bias)
         self.record.note(self.place, chosen, p, part)
         out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))[-1]
@@ -296,10 +283,7 @@ class SparseMLP(NamedTuple):
 
     def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
         """Return rows + the experts' sum, in tiles and without a graph."""
-        out = torch.empty_like(rows)
-        for part in tiles(len(rows), tile):
-            torch.add(rows[part], self._product(rows[part], part), out=out[part])
-        return out
+        return add_by_tiles(lambda part: self._product(rows[part], part), rows, tile)
 
     @torch.no_grad()
     def gradients(self, rows: Tensor, grad: Tensor, tile: int) -> tuple[Tensor, list[Tensor]]:
@@ -308,12 +292,12 @@ class SparseMLP(NamedTuple):
 
         def of_tile(part: slice) -> Sequence[Tensor]:
             to_rows, found = self._gradients(rows[part], grad[part], part)
-            return to_rows, *in_order(found, trained)
+            return to_rows, *(found[p] for p in trained)
 
         return sum_tiles(of_tile, rows, trained, tile)
 
     def _gradients(self, rows: Tensor, grad: Tensor, part: slice) -> tuple[Tensor, Found]:
-        x = self._normalised(rows)
+        x = rms_norm(rows, self.norm, self.rule)
         own = [t for t in (self.router, self.bias) if t is not None]
         row, *wide = (at_least_float32(t).detach().requires_grad_() for t in (x, *own))
         with torch.enable_grad():
@@ -327,11 +311,7 @@ class SparseMLP(NamedTuple):
         to_x = through_router.add_(to_x).to(x.dtype)
         if self.beside is not None:
             more, grads = tile_gradients(self.beside, x, grad, self.of_beside, len(x))
-            to_x, found = to_x.add_(more), [*found, *zip(self.of_beside, grads)]
-        found += [pair for pair in zip(own, to_own) if pair[0].requires_grad]
-        if self.norm is None:
-            return to_x.add_(grad), found
+            to_x, found = to_x.add_(more), found | dict(zip(self.of_beside, grads))
         to_x, to_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
-        if self.norm.requires_grad:
-            found.append((self.norm, to_norm))
+        found |= zip((*own, self.norm), (*to_own, to_norm))
         return to_x, found

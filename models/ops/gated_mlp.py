@@ -5,6 +5,7 @@
 Shapes: S local tokens, D width, F feed-forward width.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,24 +31,19 @@ class GatedMLP(NamedTuple):
     activation: str = "silu"
     factor: float = 1.0
 
-    def normalised(self, rows: Tensor) -> Tensor:
-        """Return the MLP's input."""
-        return rows if self.norm is None else rms_norm(rows, self.norm, self.rule)
-
-    def parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def parts(self, rows: Tensor) -> Sequence[Tensor]:
         """Return gate and up of the normalised rows [S, F], and the MLP's product [S, D], without a graph."""
-        gate, up = products(self.normalised(rows), (self.gate, self.up))
+        gate, up = products(rms_norm(rows, self.norm, self.rule), (self.gate, self.up))
         return gate, up, F.linear(activate(gate, up, self.activation), self.down)
 
     def finished(self, product: Tensor) -> Tensor:
         """Return what is added to the rows."""
-        if self.after is not None:
-            product = rms_norm(product, self.after, self.rule)
+        product = rms_norm(product, self.after, self.rule)
         return product if self.factor == 1 else product * self.factor
 
     def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
         """Return rows + the finished product of the normalised rows, in tiles and without a graph."""
-        return add_by_tiles(lambda part: self.finished(self.parts(part)[-1]), rows, tile)
+        return add_by_tiles(lambda part: self.finished(self.parts(rows[part])[-1]), rows, tile)
 
     def add(self, rows: Tensor) -> Tensor:
         """Return the same with a graph that keeps rows, gate and up, and the product if a norm comes after it."""
@@ -89,22 +85,22 @@ def gradients(
 
     Several tiles' sums are float32 or better. `kept` holds gate, up and the product if all rows are one tile.
     """
-    norm, *pair, of_down, after = mlp[:5]
+    weights: Any = mlp[:5]
+    norm, *pair, of_down, after = weights
     whole = tile >= len(hidden)
     grad = grad.contiguous()
     grad_hidden = None if whole else torch.empty_like(hidden)
     grad_norm = grad_pair = grad_down = grad_after = None
     for part in tiles(len(hidden), tile):
         rows, grad_rows = hidden[part], grad[part]
-        x = mlp.normalised(rows)
+        x = rms_norm(rows, norm, mlp.rule)
         gate, up, product = kept or [*products(x, pair), None]
         inner = grad_rows if mlp.factor == 1 else grad_rows * mlp.factor
         if after is not None:
             if product is None:
                 product = F.linear(activate(gate, up, mlp.activation), of_down)
             inner, part_after = rms_norm_backward(inner.clone(), product, after, mlp.rule)
-            if after.requires_grad:
-                grad_after = part_after if grad_after is None else grad_after.add_(part_after)
+            grad_after = part_after if grad_after is None else grad_after.add_(part_after)
         active, to_pair = activate_backward(inner @ of_down, gate, up, mlp.activation)
         del gate, up, product
         if of_down.requires_grad:
@@ -115,18 +111,13 @@ def gradients(
         del x
         done = products_backward(to_pair, pair)
         del to_pair
-        if norm is None:
-            done += grad_rows
-        else:
-            done, part_norm = rms_norm_backward(done, rows, norm, mlp.rule, grad_rows)
-            if norm.requires_grad:
-                grad_norm = part_norm if grad_norm is None else grad_norm.add_(part_norm)
+        done, part_norm = rms_norm_backward(done, rows, norm, mlp.rule, grad_rows)
+        grad_norm = part_norm if grad_norm is None else grad_norm.add_(part_norm)
         if grad_hidden is None:
             grad_hidden = done
         else:
             grad_hidden[part] = done
     halves = (None, None) if grad_pair is None else grad_pair.chunk(2)
-    weights: Any = mlp[:5]
     sums = zip((grad_norm, *halves, grad_down, grad_after), weights)
     found = [None if s is None or not p.requires_grad else s.to(p.dtype) for s, p in sums]
     return grad_hidden, *found

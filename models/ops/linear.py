@@ -48,41 +48,29 @@ def products_backward(grad: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 
 class LinearNode(torch.autograd.Function):
-    """Do torch's linear for rows x [S, D]; torch's own keeps a view of the weight, this keeps the weight."""
+    """Do torch's linear for rows x [S, D], with all rows of a matrix or with those that are numbered in `chosen`.
+
+    Torch's own keeps a view of the weight, this keeps the weight.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        return (
-            grad @ weight if for_x else None,
-            grad.t() @ x if for_weight else None,
-            column_sums(grad) if for_bias else None,
-        )
-
-
-class RowsNode(torch.autograd.Function):
-    """Multiply rows x [S, D] by some of the rows of a matrix, which are numbered in `rows`; keeps the whole matrix."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, rows)
-        return F.linear(x, weight[rows])
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, chosen)
+        return F.linear(x, weight if chosen is None else weight[chosen], bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rows = ctx.saved_tensors
-        for_weight = None
-        if ctx.needs_input_grad[1]:
-            for_weight = torch.zeros_like(weight).index_copy_(0, rows, grad.t() @ x)
-        return grad @ weight[rows], for_weight, None
+        x, weight, chosen = ctx.saved_tensors
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        used = weight if chosen is None else weight[chosen]
+        grad_x = grad @ used if for_x else None
+        grad_weight = grad.t() @ x if for_weight else None
+        if grad_weight is not None and chosen is not None:
+            grad_weight = torch.zeros_like(weight).index_copy_(0, chosen, grad_weight)
+        return grad_x, grad_weight, column_sums(grad) if for_bias else None, None
 
 
 def column_sums(x: Tensor) -> Tensor:

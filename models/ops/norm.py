@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops import passes_triton
 
 
 class NormRule(NamedTuple):
@@ -29,25 +28,29 @@ class NormRule(NamedTuple):
         return 1 + at_least_float32(weight) if self.centred else weight
 
 
-def rms_norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
-    """Return the normalised x, without a graph."""
+def rms_norm(x: Tensor, weight: Tensor | None, rule: NormRule) -> Tensor:
+    """Return the normalised x, without a graph; x itself where there is no norm, and so no weight."""
+    if weight is None:
+        return x
     weight = rule.scale(weight)
-    if on_gpu(x):
-        passes_triton.rms_norm(x, weight, rule.eps, out := torch.empty_like(x))
+    if kernels := triton_kernels(x):
+        kernels.rms_norm(x, weight, rule.eps, out := torch.empty_like(x))
         return out
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, rule.eps).to(x.dtype)
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, rule: NormRule, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, x: Tensor, weight: Any, rule: NormRule, residual: Tensor | None = None
+) -> tuple[Tensor, Any]:
     """Turn grad into the gradient of x [S, D] or [S, H, D], and return weight's too, in float32 or better.
 
-    `residual` is contiguous and added to the former.
+    `residual` is contiguous and added to the former. Without a norm weight is None.
     """
+    if weight is None:
+        return grad if residual is None else grad.add_(residual), None
     weight = rule.scale(weight)
-    if on_gpu(x):
-        return grad, passes_triton.rms_norm(x, weight, rule.eps, grad, residual, back=True)
+    if kernels := triton_kernels(x):
+        return grad, kernels.rms_norm(x, weight, rule.eps, grad, residual, back=True)
     v, w = (at_least_float32(t).detach().requires_grad_() for t in (x, weight))
     with torch.enable_grad():
         normal = F.rms_norm(v, w.shape, w, rule.eps)
@@ -57,15 +60,19 @@ def rms_norm_backward(
     return grad.copy_(grad_x), grad_weight
 
 
-def on_gpu(x: Tensor) -> bool:
-    """Return whether the Triton kernels take the tensor."""
-    return (
-        x.is_cuda
-        and passes_triton.triton is not None
+def triton_kernels(x: Tensor) -> Any:
+    """Return passes_triton.py if its kernels take the tensor, else None; a run without a GPU imports no Triton."""
+    if not x.is_cuda:
+        return None
+    from models.ops import passes_triton
+
+    fits = (
+        passes_triton.triton is not None
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and x.numel() > 0
         and x.stride(-1) == 1
     )
+    return passes_triton if fits else None
 
 
 class NormNode(torch.autograd.Function):
@@ -83,5 +90,5 @@ class NormNode(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         # in the gradient's place, which may be somebody else's
         grad = grad.clone(memory_format=torch.contiguous_format)
-        grad, grad_weight = rms_norm_backward(grad, x, weight, ctx.rule)
-        return grad, grad_weight.to(weight.dtype), None
+        # autograd itself rounds what is wider than its weight
+        return *rms_norm_backward(grad, x, weight, ctx.rule), None

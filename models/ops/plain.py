@@ -31,6 +31,8 @@ def is_plain(*modules: Any) -> bool:
     A class says so by `plain = True` of its own; one that is derived from it may compute something else.
     """
     return all(
-        vars(type(m)).get("plain", False) and not is_watched(m) and m.weight.numel() > 0
+        vars(type(m)).get("plain", False)
+        and not is_watched(m)
+        and (m.weight is None or m.weight.numel() > 0)
         for m in modules
     )

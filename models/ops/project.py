@@ -34,7 +34,7 @@ class ProjectNode(torch.autograd.Function):
         *weights: Any,
     ) -> tuple[Tensor, ...]:
         matrices, norms = weights[:3], weights[6:]
-        x = hidden if norm is None else rms_norm(hidden, norm, rule)
+        x = rms_norm(hidden, norm, rule)
         results = products(x, matrices, weights[3:6])
         query, key, value = (result.unflatten(1, (-1, head_dim)) for result in results)
         kept = (query, key, *norms) if norms else ()
@@ -53,17 +53,14 @@ class ProjectNode(torch.autograd.Function):
         parts = [part.view_as(grad) for part, grad in zip(flat.split(sizes, 1), grads)]
         of_norms = rotate_backward(parts[:2], *grads[:2], ctx.rule, *kept[3:])
         copy(parts[2], grads[2])
-        x = hidden if norm is None else rms_norm(hidden, norm, ctx.rule)
+        x = rms_norm(hidden, norm, ctx.rule)
         nothing = None, None, None
         grads_matrices = (flat.t() @ x).split(sizes) if any(wanted[:3]) else nothing
         del x
         biases = column_sums(flat).split(sizes) if any(wanted[3:]) else nothing
         grad_x = products_backward(flat, matrices)
-        if norm is None:
-            grad_hidden, grad_norm = grad_x.add_(grads[3]), None
-        else:
-            residual = grads[3].contiguous()
-            grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, norm, ctx.rule, residual)
-            grad_norm = grad_norm.to(norm.dtype)
-        grads_weights = grad_norm, *grads_matrices, *biases, *of_norms
-        return grad_hidden, None, None, None, None, *grads_weights
+        residual = grads[3].contiguous()
+        grad_hidden, of_norm = rms_norm_backward(grad_x, hidden, norm, ctx.rule, residual)
+        # autograd itself rounds what is wider than its weight
+        of_weights = of_norm, *grads_matrices, *biases, *of_norms
+        return grad_hidden, None, None, None, None, *of_weights

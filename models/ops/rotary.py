@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops import passes_triton
-from models.ops.norm import NormRule, on_gpu, rms_norm, rms_norm_backward
+from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 
 NO_NORM = NormRule(0.0)
 
@@ -40,15 +39,13 @@ def rotate_pair(
     out = out or (query.new_empty(query.shape), key.new_empty(key.shape))
     if 2 * cos.shape[-1] < query.shape[-1]:  # the other columns of a head do not turn
         for x, norm, target in zip((query, key), norms or (None, None), out):
-            target.copy_(x if norm is None else rms_norm(x, norm, rule))
+            target.copy_(rms_norm(x, norm, rule))
         first, second = (x[..., : 2 * cos.shape[-1]] for x in out)
         rotate_pair(first, second, cos, sin, back=back, out=(first, second))
         return out
-    if on_gpu(query) and on_gpu(key):
+    if (kernels := triton_kernels(query)) and triton_kernels(key):
         scales = [rule.scale(norm) for norm in norms] or (None, None)
-        passes_triton.rotate(
-            query, key, cos, sin, -1.0 if back else 1.0, out, rule.eps, *scales
-        )
+        kernels.rotate(query, key, cos, sin, -1.0 if back else 1.0, out, rule.eps, *scales)
         return out
     cos, sin = cos[:, None], (-sin if back else sin)[:, None]
     for x, norm, target in zip((query, key), norms or (None, None), out):

@@ -31,7 +31,7 @@ def test_the_writers_error_reaches_every_rank(tmp_path):
     )
     tokenizer = write_tokenizer(tmp_path / "tokenizer", CHATML)
     said = run_distributed(refusal, 3, tokenizer, rows, tmp_path / "cache")
-    assert len(set(said)) == 1 and "x.jsonl row 2 has no answer" in said[0]
+    assert len(set(said)) == 1 and "x.jsonl row 2 has no 'completion'" in said[0]
 
 
 @pytest.fixture(params=[False, True])

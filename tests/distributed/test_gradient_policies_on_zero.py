@@ -137,7 +137,9 @@ class AgainstWholeGradient(GradientPolicyChain):
         for e, found, want in zip(view.entries, view.slices(), plain.slices(), strict=True):
             assert_equal(found, want, f"{where}: {e.name}", e.start)
         for s in self.engine.slices:
-            padding = s.home.master.grad.narrow(0, s.offset + len(s.grad), s.size - len(s.grad))
+            padding = s.home.master.grad.narrow(
+                0, s.grad.storage_offset() + len(s.grad), s.size - len(s.grad)
+            )
             assert not padding.any(), f"{where}: padding was touched"
         edited = not bad and any(
             not torch.equal(e.grad, old) for e, old in zip(plain.entries, before)

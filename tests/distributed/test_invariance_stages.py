@@ -70,6 +70,9 @@ FAMILY_CASES = [
     ("qwen3_5", "dpo", 3, 3, 4),
     ("qwen3_next", "rm", 4, 4, 4),
     ("qwen3_5", "kto", 4, 2, 4),
+    ("qwen3_5", "pt", 1, 1, 4),
+    ("qwen3_5", "rm", 2, 2, 4),
+    ("qwen3_5", "distill", 2, 2, 4),
     *full(("qwen3_5", "sft", 6, 6, 6)),
     # and under sinks: a row of every degree
     *(("gpt-oss", stage, 4, 4, 3) for stage in COMPARED),

@@ -8,14 +8,15 @@ import torch
 import torch.distributed as dist
 
 from models.decoder import Decoder
-from tests.engine_case import SHAPE, Case, sequences, zero_engine
+from tests.engine_case import HYBRID, SHAPE, Case, build_trainer, sequences, zero_engine
 from tests.harness import device, run_distributed
 from tests.memory_case import assert_same_gradients
-from tests.zero_case import filled, whole_gradients
+from tests.zero_case import filled, whole, whole_gradients
 from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.zero.engine import full_parameters
 
 TIED = replace(SHAPE, model_type="qwen2", attention_bias=True, tie_word_embeddings=True)
 TOKENS = sequences(4, seed=2, longest=25)
@@ -23,6 +24,32 @@ TOKENS = sequences(4, seed=2, longest=25)
 
 def loss_of(model: Any, batch: ShardedBatch) -> torch.Tensor:
     return -(model(batch).logps * batch.loss_weights).sum()
+
+
+def decays_after_an_update(case: Case) -> None:
+    """The model, the optimizer and an export have the same float32 numbers; everything else is in bfloat16."""
+    trainer, _ = build_trainer(case)
+    trainer.train_step()
+    engine = trainer.engine
+    masters = {s.name: whole(s, s.state("master")).cpu() for s in engine.slices}
+    start = case.weights()
+    for name, found in full_parameters(engine):
+        exact = name.endswith(("A_log", "dt_bias"))
+        if found is None:
+            continue
+        assert (found.dtype == torch.float32) == exact, name
+        assert torch.equal(found.view(-1), masters[name].to(found.dtype)), name
+        before = torch.empty_like(found)
+        start.fill(name, before.shape, 0, before.view(-1))
+        assert not exact or not torch.equal(before, found), name
+        assert not exact or not torch.equal(found, found.bfloat16().float()), name
+    engine.destroy()
+
+
+@pytest.mark.parametrize("how", [{}, {"resident": True}, {"offload_optimizer": True}])
+def test_the_decays_of_linear_attention_stay_in_float32(how: dict[str, bool]) -> None:
+    case = Case("sft", sp=2, shape=HYBRID, dtype=torch.bfloat16, lr=1e-3, engine=how)
+    run_distributed(decays_after_an_update, 2, case)
 
 
 def under_zero(case: Case, expected: dict[str, torch.Tensor], tolerance: float) -> None:

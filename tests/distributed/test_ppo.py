@@ -11,8 +11,18 @@ import torch.distributed as dist
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
-from models.decoder import CausalLM, PolicyValue, RewardModel
-from tests.engine_case import MOE, SHAPE, Case, ListDataset, build_trainer, run_case, trained
+from models.decoder import CausalLM
+from models.scored import PolicyValue, RewardModel
+from tests.engine_case import (
+    HYBRID,
+    MOE,
+    SHAPE,
+    Case,
+    ListDataset,
+    build_trainer,
+    run_case,
+    trained,
+)
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.zero_case import HostWeights, filled, frozen_engine
@@ -223,6 +233,8 @@ CONSTANT = {"ratio": "token", "loss_aggregation": "constant", "max_new_tokens": 
         (4, 4, 512, None, FIXED, ODD),
         (4, 2, 64, 1, GROUPED | K2, SHAPE),
         (4, 4, 512, 2, RLOO | CONSTANT, SHAPE),
+        (2, 2, 512, 1, GROUPED, HYBRID),
+        (1, 1, 512, 1, FIXED, HYBRID),
     ],
 )
 def test_loss_metrics_and_gradients(world, sp, budget, seed, options, shape):
@@ -278,6 +290,7 @@ def column(rollout: Rollout, name: str) -> torch.Tensor:
         (4, 4, 100, SHAPE, "group"),
         (2, 1, 64, MOE, "gae"),
         (2, 2, 100, MOE, "group"),
+        (2, 2, 100, HYBRID, "group"),
     ],
 )
 def test_rollouts_do_not_depend_on_the_ranks(world, sp, budget, shape, advantage):

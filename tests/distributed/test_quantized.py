@@ -4,22 +4,29 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.launch import metrics, ranks, tiny
-from tests.engine_case import Case
+from tests.engine_case import HYBRID, Case
 from tests.stage_case import STAGE_CASES, compared
 
+LINEAR = {
+    "shape": HYBRID,
+    "lora_targets": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "down_proj"),
+}
 CASES = [
-    ("dpo", "nf4", 3, 3, "none", False),
-    ("kto", "nf4", 2, 1, "keep_attention", True),
-    ("rm", "nf4", 2, 2, "none", False),
-    ("dpo", "nf4", 2, 2, "block", True),
-    ("sft", "nf4", 4, 2, "pair", False),
-    ("dpo", "fp8", 4, 2, "block", True),
+    ("dpo", "nf4", 3, 3, "none", False, {}),
+    ("kto", "nf4", 2, 1, "keep_attention", True, {}),
+    ("rm", "nf4", 2, 2, "none", False, {}),
+    ("dpo", "nf4", 2, 2, "block", True, {}),
+    ("sft", "nf4", 4, 2, "pair", False, {}),
+    ("dpo", "fp8", 4, 2, "block", True, {}),
+    # and of the projections of linear attention
+    ("sft", "nf4", 2, 2, "keep_attention", False, LINEAR),
+    ("dpo", "fp8", 4, 4, "none", True, LINEAR),
 ]
 
 
-@pytest.mark.parametrize("stage, quantize, world, sp, recompute, resident", CASES)
+@pytest.mark.parametrize("stage, quantize, world, sp, recompute, resident, more", CASES)
 def test_gradients_are_those_of_the_dequantised_matrices(
-    stage, quantize, world, sp, recompute, resident
+    stage, quantize, world, sp, recompute, resident, more
 ):
     """With the base in shards, or with all of it on every rank."""
     options = STAGE_CASES[stage].options
@@ -34,6 +41,7 @@ def test_gradients_are_those_of_the_dequantised_matrices(
             quantize=quantize,
             recompute=recompute,
             engine={"resident": resident},
+            **more,
         ),
         world,
     )

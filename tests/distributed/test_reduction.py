@@ -13,8 +13,8 @@ from tests.memory_case import assert_same_gradients
 from tests.zero_case import filled, whole_gradients
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.zero.across_ranks import ranks_of_a_node
 from ulysses.zero.construct import initialize_distributed
-from ulysses.zero.reduce import ranks_of_a_node
 
 WORLD = 4
 # the ranks divide no size

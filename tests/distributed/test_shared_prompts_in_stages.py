@@ -5,17 +5,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from models.arch import ModelConfig
 from tests.data_case import sharing
-from tests.engine_case import SHAPE, Case, ListDataset, evaluated
-from tests.family_case import FAMILIES
+from tests.engine_case import HYBRID, SHAPE, Case, ListDataset, evaluated
 from tests.stage_case import STAGE_CASES, Formula, compared
 from ulysses.parallel.batch import Sequence
 
 ODD = replace(SHAPE, num_attention_heads=3, num_key_value_heads=1, head_dim=8)
-HYBRID = ModelConfig.from_hf(
-    FAMILIES["qwen3_5"] | {"vocab_size": SHAPE.vocab_size, "initializer_range": 0.1}
-)
 
 
 @dataclass

@@ -88,10 +88,10 @@ class Run:
     def rank(self, rank: int) -> psutil.Process:
         """Find a rank's process."""
         for process in self.processes():
-            if process.environ().get("RANK") == str(rank) and "train.py" in str(
-                process.cmdline()
-            ):
-                return process
+            with suppress(psutil.Error):  # it has just ended
+                own = process.environ().get("RANK") == str(rank)
+                if own and "train.py" in str(process.cmdline()):
+                    return process
         raise LookupError(f"rank {rank} does not run:\n{self.text()[-2000:]}")
 
     def text(self) -> str:
@@ -182,7 +182,7 @@ class Drills:
             run = Ranks(line, 2)
             run.until(lambda: list(folder.glob(begun)), 120)
             if left is None:
-                told += ".* Read-only file system; use another disk"
+                told += ".* Read-only file system; use another folder or disk"
                 remount = ["mount", "-o", "remount,ro", disk]
                 # it is refused while a checkpoint is written there
                 run.until(

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from ulysses.data.read.templates import template_text
 
 from models.arch import ModelConfig
 from models.decoder import RewardModel
@@ -14,7 +15,6 @@ from models.folders import CONFIG
 from models.hf_format import write_weights
 from tests.model_folder import demo_model, init_weights
 from ulysses.answers import main
-from ulysses.data.read.templates import template_text
 from ulysses.disk import write_json
 
 QUESTIONS = ["Where is the lamp?", "Who owns the brown table, and what is it made of?", "Hi"]

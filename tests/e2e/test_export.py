@@ -9,9 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models.arch import ModelConfig
-from models.decoder import empty_model, init_parameter
-from models.hf_format import WeightFiles, write_weights
+from models.decoder import init_parameter
+from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
+from models.kinds import empty_model
+from models.writing import write_weights
 from tests.e2e.launch import ranks, tiny
 from tests.harness import run_distributed
 from ulysses.check.checkpoint_folders import write_run_state
@@ -20,7 +22,7 @@ from ulysses.config.command_line import check
 from ulysses.disk import digest_of, write_json
 from ulysses.export import export_checkpoint, main
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.build import build_engine
+from ulysses.run.build import frozen_engine
 from ulysses.run.export_model import export_model
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import full_parameters
@@ -125,7 +127,7 @@ def load_and_export(folder: Path, out: Path) -> tuple[int, int]:
     config = check(given)
     shape, place = read_shape(config)
     before, _ = memory()
-    engine = build_engine(config, InitialWeights(shape, 0, place), ParallelMesh(1))
+    engine = frozen_engine(config, InitialWeights(shape, 0, place), ParallelMesh(1))
     loaded, peak = memory()
     export_model(partial(full_parameters, engine), out, shape, config, step=0)
     return peak - before, memory()[1] - loaded

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from models.arch import ModelConfig
-from models.decoder import empty_model
+from models.kinds import empty_model
 from tests.e2e.launch import Ranks, metrics, ranks, rows, tiny, without_times
 from ulysses.disk import whole_folder
-from ulysses.zero.state import KINDS, SavedSlices
+from ulysses.zero.saved_slices import SavedSlices
+from ulysses.zero.state import KINDS
 
 STEPS, PROCESSES = 8, 2
 

@@ -58,6 +58,13 @@ REFUSED = f"""
 --ppo.reward http://host/score?api_key={SECRET}
 --ppo.reward http://user:{SECRET}@host/score
 --ppo.sampler vllm+http://host/v1?key={SECRET}
+--ppo.reward http://host/score&api_key={SECRET}
+--ppo.reward http://host/score?key=a,{SECRET}
+--ppo.reward host:8000/score?api_key={SECRET}
+--ppo.reward user:{SECRET}@host
+--ppo.reward //user:{SECRET}@host/score
+--ppo.sampler_reload {{"/reload":{{"X-API-Key":"{SECRET}"}}}}
+--ppo.sampler_reload {{"/reload":{{"auth":"{SECRET}"}}}}
 --ppo.rewrad http://host/score?key={SECRET}
 --run.seed http://host/score?key={SECRET}
 http://host/score?key={SECRET}

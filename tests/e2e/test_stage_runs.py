@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from models.decoder import RewardModel
 from models.folders import read_config
 from models.initial_weights import InitialWeights
 from models.lora import is_adapter
+from models.scored import RewardModel
 from tests.e2e.launch import metrics, rows, tiny
 from tests.harness import run_distributed
 from tests.zero_case import filled

@@ -26,8 +26,7 @@ from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, tiny
 from tests.harness import PATIENCE, STUCK, Processes, until
 from ulysses.check.checkpoint_folders import resume_point
 from ulysses.config.schema import RunSection
-from ulysses.watch.correspondence import Correspondence
-from ulysses.watch.failure import grace_note, report_failure
+from ulysses.watch.failure import grace_note, report_failure, tell
 from ulysses.watch.watch import Watch
 
 # where it happens: the rank, what becomes of it, and the phase; what is said of it
@@ -159,8 +158,8 @@ def test_a_store_that_does_not_answer_keeps_no_error_from_being_told(alone, caps
     def refuse(*_: Any) -> None:
         raise dist.DistStoreError
 
-    mute: Any = SimpleNamespace(add=refuse, set=refuse, get=refuse)
-    Correspondence(mute).tell("error: rank 0, full", alone=alone)
+    mute: Any = SimpleNamespace(compare_set=refuse)
+    tell(mute, "error: rank 0, full", alone=alone)
     assert capsys.readouterr().err == "\nerror: rank 0, full\n" * alone
 
 
@@ -194,7 +193,7 @@ def test_a_deleted_run_folder_is_told(tmp_path):
     # at once, as nothing that deletes file by file can do while a run writes there
     shutil.rmtree((tmp_path / "run").rename(tmp_path / "gone"))
     run.wait().check(1).refused(
-        "metrics.jsonl was deleted while the run wrote it; leave the run folder in its"
+        r"(metrics.jsonl|tfevents\S+) was deleted while the run wrote it; leave its folder in its place"
     )
     assert len(saved(tmp_path)) == 1
 
@@ -328,7 +327,7 @@ def test_a_reward_that_ends_all_processes_is_told_of(tmp_path):
 def test_the_witness_speaks_if_nobody_else_can(word, launcher, says):
     """Nobody has told the reason, and no process is left that could."""
     shell = subprocess.Popen(["sh", "-c", launcher], start_new_session=True)
-    line = f"{sys.executable} -IS {ROOT}/ulysses/watch/witness.py {shell.pid} 1 gone"
+    line = f"{sys.executable} -P {ROOT}/ulysses/watch/witness.py {shell.pid} 1 gone"
     done = subprocess.run(line.split(), input=word, capture_output=True, text=True, check=True)
     with suppress(ProcessLookupError):
         os.killpg(shell.pid, signal.SIGKILL)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, RewardModel
+from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.layers import layer_sizes
+from models.modules import Exact
+from models.scored import RewardModel
 from tests.family_case import FAMILIES, NO_CLASSIFIER, VOCABULARY, family_model
 from tests.model_folder import write_model
 from tests.unit.test_adapter_files import adapter_by_peft
@@ -108,6 +110,19 @@ def test_documents_that_cross_chunks_of_linear_attention(name: str, monkeypatch)
         near = errors(ours(family_model(name, recompute=level)), precise)
         for bound, our_error, their_error in zip((3e-7, 3e-6), near, off_theirs):
             assert our_error < max(bound, 1.2 * their_error), (level, near, off_theirs)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_linear_attention_in_bfloat16_is_as_near_to_float64_as_transformers(name: str) -> None:
+    """Their decays are rounded with the other weights; ours are in float32, as a run has them."""
+    precise, half = ours(family_model(name, torch.float64)), family_model(name, torch.bfloat16)
+    start = family_model(name).state_dict()
+    for key, parameter in half.named_parameters():
+        if isinstance(parameter, Exact):
+            parameter.data = start[key]
+    near = errors(ours(half), precise)
+    off_theirs = errors(theirs(twin_of(family_model(name)).bfloat16()), precise)
+    assert all(a < 1.2 * b for a, b in zip(near, off_theirs)), (near, off_theirs)
 
 
 @families

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, RewardModel
+from models.decoder import CausalLM
 from models.expert_files import as_stored
+from models.scored import RewardModel
 from tests.family_case import FAMILIES, NO_CLASSIFIER, raw
 from tests.memory_case import BIASES
 from tests.model_folder import init_weights

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from models.arch import ARCHITECTURES, ModelConfig
-from models.decoder import CausalLM, RewardModel, count_parameters
+from models.decoder import CausalLM
+from models.kinds import count_parameters
+from models.scored import RewardModel
 
 FOLDER = Path(__file__).parent / "published_configs"
 COUNTS = {
@@ -42,6 +44,13 @@ NAMED_ONLY = {  # without their config.json texts
     "gemma3-4b": 3_880_263_168,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    # the text models', without vision and MTP
+    "qwen3.5-0.8b": 752_393_024,
+    "qwen3.5-2b": 1_881_825_088,
+    "qwen3.5-4b": 4_205_751_296,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
 }
 WITHOUT_A_NAME = {  # load from their folders only
     "llama3.3-70b-instruct": 70_553_706_496,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.launch import ROOT, tiny
+from tests.e2e.launch import ROOT
 from tests.model_folder import demo_model
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
@@ -34,16 +34,3 @@ def test_what_is_missing_is_said(tmp_path, folder, template, config_is_left, cap
     assert dry_run(config, options) == 3
     shown = capsys.readouterr().out
     assert "holds no tokenizer" in shown and "GiB" in shown and "no chat template" not in shown
-
-
-def test_a_named_tokenizer_without_one_is_told_too(tmp_path):
-    (tmp_path / "empty").mkdir()
-    line = tiny("sft", tmp_path / "run", f"--model.tokenizer {tmp_path}/empty")
-    with pytest.raises(ConfigError, match="model.tokenizer: .*/empty holds no tokenizer"):
-        prepare(parse_command_line(line).config, 1)
-
-
-def test_a_template_that_does_not_exist_is_a_fault_of_its_own_setting(tmp_path):
-    line = tiny("sft", tmp_path / "run", "--data.chat_template absent.jinja")
-    with pytest.raises(ConfigError, match="^data.chat_template: .*absent.jinja' is neither"):
-        prepare(parse_command_line(line).config, 1)

@@ -105,7 +105,7 @@ def encode(template, messages, tools=()):
     return encode_all(template, messages, tools, answers)[0]
 
 
-ASKS, CALLS = Message("user", "q"), Message("assistant", "", None, (CALL,))
+ASKS, CALLS = Message("user", "q"), Message("assistant", "", 1.0, (CALL,))
 TOOL_USE = [
     *(ASKS, CALLS, Message("tool", '{"r": 7}'), Message("tool", "8")),
     Message("assistant", "7"),

@@ -88,6 +88,23 @@ def test_a_quotation_mark_that_is_not_closed_swallows_no_rows(tmp_path, name):
     assert texts(tmp_path / name) == ['line\nbreak and "quoted"', 'in "the" middle']
 
 
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_file_that_breaks_off_is_told_whichever_part_its_last_row_is_of(
+    tmp_path, open_rows, held_out
+):
+    for place in range(1, 9):
+        rows = [f'"{i}"' if i != place else '"open' for i in range(9)]
+        text = "\n".join(("text", *rows))
+        with pytest.raises(DataError, match=f"a{place}.csv cannot be read after row {place}"):
+            open_rows(text, "text", name=f"a{place}.csv", eval_fraction=0.4, held_out=held_out)
+
+
+def test_a_long_document_counts_as_one_example(tmp_path):
+    (tmp_path / "a.txt").write_text("word " * 100_000 + "---second")
+    found = texts(tmp_path / "a.txt", separator="---", max_examples=1)
+    assert len(found) > 2 and "".join(found) == "word " * 100_000
+
+
 def test_what_a_cached_folder_leaves_out_is_told_each_time(tmp_path, opened):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

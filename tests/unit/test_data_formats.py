@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+from functools import partial
 from string import Template
 from types import SimpleNamespace
 
@@ -12,8 +13,8 @@ import pytest
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
-from ulysses.data.read.counts import Report, note_sources
-from ulysses.data.read.formats import locate_rows, read_records
+from ulysses.data.read.formats import dropping, read_row
+from ulysses.data.read.rows import Report, locate_rows, note_sources
 from ulysses.data.read.sources import (
     Source,
     missing_sources,
@@ -30,6 +31,7 @@ MESSAGES = {
     "other": '{"role": "assistant", "content": "b"}',
     "human": '{"from": "human", "value": "q"}',
     "gpt": '{"from": "gpt", "value": "a"}',
+    "call": '{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments":',
 }
 
 
@@ -40,14 +42,22 @@ def table(text):
 
 
 def load(path, kind="text", bad_rows="error", **source):
-    report = Report()
-    sources = [Source(str(path), **source)]
-    rows = locate_rows(sources, report)
-    records = [*read_records(rows, sources, kind, events := [], bad_rows=bad_rows)]
+    """The records of a source, and the report."""
+    report, records, events = Report(), [], []
+    (source,) = sources = [Source(str(path), **source)]
+    for row in locate_rows(sources, report):
+        note = partial(lambda where, what: events.append(("notes", what, where)), row.where)
+        with dropping(events, bad_rows, row.where):
+            records += read_row(row.found, source, kind, note)
     for event in events:
         report.count(*event)
     note_sources(sources, report)
     return records, report
+
+
+def places(path, **source):
+    """The file and number of every row."""
+    return [row.where for row in locate_rows([Source(str(path), **source)], Report())]
 
 
 def texts(path, **source):
@@ -257,13 +267,13 @@ def test_message_weights(read):
     more = ', "loss_weight": 0.0', ', "train": false', "", ', "weight": 0.5', "", ""
     turns = ", ".join(turn % extra for turn, extra in zip(said * 3, more))
     (record,), _ = read(f'{{"messages": [{turns}]}}', "sequence")
-    assert [m.weight for m in record.answers[0]] == [0.0, 0.0, None, 0.5, None, None]
+    assert [m.weight for m in record.answers[0]] == [0, 0, 1, 0.5, 1, 1]
 
 
 @pytest.mark.parametrize(
-    "row, kind, sentence",
+    "row, kinds, sentence",
     table(r"""
-{"instruction": "q"} => sequence => row 1 has no answer
+{"instruction": "q"} => sequence => row 1 has no 'completion' or 'response' or 'answer' or
 {"instruction": 3, "output": "a"} => sequence => row 1 'instruction' is int, not a string
 [1] => sequence => row 1 is list, not an object
 {"instruction": "q", "output": "a", "history": [["x"]]} => sequence => list of .user, assistant. pairs
@@ -286,12 +296,56 @@ def test_message_weights(read):
 => sequence => the column 'images', but only text .*columns = .unused = .images
 {"text": "x", "audio": {"path": "a.wav"}} => text => the column 'audio'
 {"prompt": "q", "chosen": "a", "rejected": "b", "video": "a.mp4"} => prompt => the column 'video'
+{"messages": [$user, $bot], "loss_mask": [1]} => sequence => 2 messages but another number of marks in 'loss_mask'
+{"messages": [$user, $bot], "loss_mask": [1, 1]} => sequence => message 1 gives the weight 1 to a user message
+{"messages": [$user, $bot], "loss_mask": [0, "yes"]} => sequence => not a finite number
+{"prompt": "q", "completion": "a", "loss_mask": [0, 1]} => sequence => not a finite number
+{"prompt": "q", "completion": "a", "train": "0"} => sequence => not a finite number
+{"prompt": "q", "completion": "a", "weight": 0.5} => sequence => has the weight 0.5, but only messages and sources
+{"messages": [$user, $bot], "loss": 0.5} => sequence => has the weight 0.5, but only messages and sources
+{"messages": [$user, $bot], "chat_template_kwargs": [1]} => sequence => 'chat_template_kwargs' is not JSON
+{"messages": [$user, $bot], "chat_template_kwargs": "{"} => sequence => 'chat_template_kwargs' is not JSON
+{"messages": [$user, $bot], "tools": 5} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": "5"} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": [5]} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": true} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": "\"f\""} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": "[1"} => sequence => 'tools' must be a list of tool descriptions
+{"messages": [$user, $bot], "tools": [{"name": "f"}], "functions": [{"name": "f"}]} \
+=> sequence => has both 'tools' and 'functions', which mean the same
+{"messages": [$user, {"role": null, "content": "a"}]} => sequence => message 2 has the role
+{"messages": [$user, {"role": [], "content": "a"}]} => sequence => message 2 has the role
+{"messages": [$user, {"role": {}, "content": "a"}]} => sequence => message 2 has the role
+{"messages": [$user, {"role": 5, "content": "a"}]} => sequence => message 2 has the role
+{"messages": [$user, {"role": "assistant", "tool_calls": 5}]} => sequence => message 2 has a tool call without a name
+{"messages": [$user, {"role": "assistant", "tool_calls": true}]} => sequence => a tool call without a name
+{"messages": [$user, {"role": "assistant", "tool_calls": "{"}]} => sequence => tool_calls that are not JSON
+{"messages": [$user, {"role": "assistant", "tool_calls": "x"}]} => sequence => tool_calls that are not JSON
+{"messages": [$user, {"role": "assistant", "tool_calls": {"a": 1}}]} => sequence => a tool call without a name
+{"messages": [$user, {"role": "assistant", "tool_calls": [5]}]} => sequence => a tool call without a name
+{"messages": [$user, $call "{\"x\": "}}]}]} => sequence => message 2 has a tool call whose arguments are not JSON
+{"messages": [$user, $call "print(1)"}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call "\"{\\\"x\\\": \""}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call "[1]"}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call [1]}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call 5}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call "\"text\""}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call "{\"x\": 1, \"x\": 2}"}}]}]} => sequence => a tool call whose arguments are not JSON
+{"messages": [$user, $call "{\"x\": \"\\ud800\"}"}}]}]} => sequence => a tool call whose arguments are not JSON
+{"prompt": "q", "responses": ["a", "b"], "label": true} => pair ranked unpaired => 2 answers but not one order of them
+{"prompt": "q", "responses": ["a", "b"], "scores": [1], "label": true} => pair ranked unpaired => but not one order
+{"prompt": "q", "responses": ["a", "b"], "scores": 3, "label": true} => pair ranked unpaired => but not one order
+{"prompt": "q", "responses": ["a", "b"], "scores": [1, 2], "rewards": [2, 1], "label": 1} \
+=> pair ranked unpaired => row 1 has 2 answers but not one order of them; give
+{"prompt": "q", "responses": ["a", "b"], "scores": [1, 2], "ranks": [1, 2], "label": 1} \
+=> pair ranked unpaired => row 1 has 2 answers but not one order of them; give
 """),
 )
-def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kind, sentence):
-    with pytest.raises(DataError, match=sentence) as caught:
-        read(row, kind)
-    assert str(tmp_path / "rows.jsonl") in str(caught.value)
+def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kinds, sentence):
+    for kind in kinds.split():
+        with pytest.raises(DataError, match=sentence) as caught:
+            read(row, kind)
+        assert str(tmp_path / "rows.jsonl") in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -300,6 +354,11 @@ def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kind, senten
 {"instruction": "q", "output": " "} => sequence => empty answer
 {"instruction": "", "output": "a"} => sequence => empty prompt
 {"instruction": "q", "output": "a", "label": false} => sequence => its label is false
+{"instruction": "q", "output": "a", "label": "False"} => sequence => its label is false
+{"instruction": "q", "output": "a", "kto_tag": 0} => sequence => its label is false
+{"instruction": "q", "output": "a", "label": "spam", "kto_tag": false} => sequence => its label is false
+{"instruction": "q", "output": "a", "train": false} => sequence => it is marked as not to be trained
+{"instruction": "q", "output": "a", "loss_weight": 0, "train": true} => sequence => it is marked as not to be trained
 {"instruction": "q", "chosen": "a", "rejected": "a"} => pair => chosen and rejected are the same
 {"instruction": "q", "chosen": "a", "rejected": ""} => pair => empty answer
 {"prompt": "q", "chosen": [$user, $bot], "rejected": "b"} \
@@ -354,7 +413,7 @@ def test_file_kinds_give_the_same_records(tmp_path, read_flat):
     for name in "lines.json a.jsonl.gz folder a.csv a.parquet saved".split():
         records, _ = load(tmp_path / name, "sequence")
         assert [flat(r) for r in records] == expected, name
-        assert [r.where[-5:] for r in records] == ["row 1", "row 2", "row 3"]
+        assert [where[-5:] for where in places(tmp_path / name)] == ["row 1", "row 2", "row 3"]
 
 
 @pytest.mark.parametrize("name", ["b.jsonl.zst", "deep/b.csv.xz", "b.txt.bz2", "b.json.zip"])
@@ -528,5 +587,5 @@ def test_text_file_with_separator_is_several_documents(tmp_path):
     path.write_text("one\n===\ntwo\n\nlines\n===\n \n===\nthree")
     records, _ = load(path, separator="\n===\n")
     assert [r.text for r in records] == ["one", "two\n\nlines", "three"]
-    assert len({r.where for r in records}) == 3
+    assert len({*places(path, separator="\n===\n")}) == 3
     assert texts(path, separator="\n===\n", max_examples=2) == ["one", "two\n\nlines"]

@@ -122,6 +122,92 @@ def test_variables_of_the_template_are_read(shown, kind):
         assert text == prompt + "[<think>\n\n</think>\n\na<|im_end|>]" * (kind != "prompt")
 
 
+# What Qwen3.5's own template does with thinking: it opens a turn with it, and forgets that of earlier questions. Those
+# of 3.6 and 3.8 may or do keep it (KEPT), and the last writes how much to think (EFFORT).
+OPENED = """{% set last = namespace(at=0) %}{% set effort = "" %}
+{%- for m in messages %}{% if m.role == "user" %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}EFFORT
+{%- for m in messages %}
+{%- if m.role == "assistant" %}
+{%- set parts = namespace(think=m.reasoning_content if m.reasoning_content is string else "", text=m.content) %}
+{%- if "</think>" in m.content %}
+{%- set parts.think = m.content.split("</think>")[0].split("<think>")[-1] %}
+{%- set parts.text = m.content.split("</think>")[-1] %}
+{%- endif %}
+{%- set block = "<think>\n" + parts.think.strip() + "\n</think>\n\n" %}
+{{- "<|im_start|>assistant\n" + (block if KEPTloop.index0 > last.at else "") + parts.text.strip() + "<|im_end|>\n" }}
+{%- else %}{{ "<|im_start|>" + m.role + "\n" + (effort if loop.first else "") + m.content + "<|im_end|>\n" }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n<think>\n" }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ "\n</think>\n\n" }}{% endif %}{% endif %}"""
+EFFORT = """{% set level = reasoning_effort | default("high") %}
+{%- if level not in ("high", "low") %}{{ raise_exception("no such effort: " + level) }}{% endif %}
+{%- if enable_thinking is undefined or enable_thinking %}{% set effort = "Think: " + level + ". " %}{% endif %}"""
+TEMPLATES = {
+    "3.5": ("", ""),
+    "3.6": ("(preserve_thinking is defined and preserve_thinking is true) or ", ""),
+    "3.8": ("preserve_thinking is undefined or preserve_thinking is true or ", EFFORT),
+}
+
+
+@pytest.fixture(params=TEMPLATES)
+def generation(request, tmp_path):
+    """Such a template's name and file."""
+    kept, effort = TEMPLATES[request.param]
+    text = OPENED.replace("KEPT", kept).replace("EFFORT", effort)
+    (tmp_path / "t.jinja").write_text(text)
+    return request.param, str(tmp_path / "t.jinja")
+
+
+def test_thinking_is_kept_or_forgotten_as_the_template_says(shown, generation):
+    name, template = generation
+    thinks = [said("<think>\nt\n</think>\n\none"), said("two", reasoning_content="u")]
+    row = {"messages": [ASK, thinks[0], ASK, thinks[1]]}
+    effort = "Think: high. " * (name == "3.8")
+    opened = "<|im_start|>assistant\n<think>\n"
+    asked = f"<|im_start|>user\n{effort}q<|im_end|>\n{opened}"
+    again = f"\n<|im_start|>user\nq<|im_end|>\n{opened}[u\n</think>\n\ntwo<|im_end|>]"
+    whole = [f"{asked}[t\n</think>\n\none<|im_end|>]{again}"]
+    forgotten = asked.removesuffix("<think>\n") + "one<|im_end|>" + again
+    apart = [forgotten, f"{asked}[t\n</think>\n\none<|im_end|>]"]
+    assert shown([row], template=template) == (whole if name == "3.8" else apart)
+    if name != "3.5":
+        for keep, wanted in ((True, whole), (False, apart)):
+            given = {"chat_template_kwargs": {"preserve_thinking": keep}}
+            assert shown([row], template=template, **given) == wanted
+            assert shown([row | given], template=template) == wanted
+
+
+@pytest.mark.parametrize("kind", ["sequence", "pair", "unpaired", "prompt"])
+def test_a_rows_variables_come_before_the_settings(shown, kind, generation):
+    name, template = generation
+    row = {"prompt": [ASK], "label": True}
+    row |= {"chosen": "a", "rejected": "b"} if kind == "pair" else {"completion": "a"}
+    rest = "[\n</think>\n\na<|im_end|>]", "\n</think>\n\n[a<|im_end|>]"
+    if kind == "prompt":
+        rest = "", "\n</think>\n\n"
+    for off, more in ((True, {}), (True, None), (False, {"enable_thinking": True})):
+        given = {"chat_template_kwargs": {"enable_thinking": False}}
+        text = shown([{**row, "chat_template_kwargs": more}], kind, template=template, **given)
+        effort = "Think: high. " * (name == "3.8" and not off)
+        wanted = f"<|im_start|>user\n{effort}q<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        assert text[0] == wanted + rest[off]
+    if name == "3.8":
+        given = {"chat_template_kwargs": {"reasoning_effort": "low"}}
+        assert "Think: low. q" in shown([row], kind, template=template, **given)[0]
+        assert "Think: high. q" in shown([row], kind, template=template)[0]  # not the cached
+
+
+def test_variables_that_the_template_does_not_read_or_refuses_stop_the_run(tokenizer, tmp_path):
+    (tmp_path / "t.jinja").write_text(OPENED.replace("KEPT", "").replace("EFFORT", EFFORT))
+    for variables, complaint in (
+        ({"thinking": True}, "data.chat_template_kwargs sets 'thinking', which chat template"),
+        ({"messages": []}, "sets 'messages', which chat template"),
+        ({"reasoning_effort": "vast"}, "cannot render one question: .* no such effort: vast"),
+    ):
+        with pytest.raises(DataError, match=complaint):
+            ChatTemplate(tokenizer, str(tmp_path / "t.jinja"), variables)
+
+
 def test_variables_are_those_that_transformers_gives(tokenizer, shown, tmp_path):
     variables, messages = {"enable_thinking": False}, [ASK, said("one"), ASK, said("two")]
     text, *_ = shown(
@@ -144,6 +230,35 @@ def test_variables_are_those_that_transformers_gives(tokenizer, shown, tmp_path)
     ) and whole.startswith(prompt)
 
 
+OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    "of_run, of_source, thinks",
+    [({}, {}, "11110"), (OFF, {}, "00010"), ({}, OFF, "00010"), (OFF, ON, "11110"), (ON, OFF, "00010")],
+)  # fmt: skip
+def test_of_the_variables_the_nearest_one_holds(
+    shown, open_rows, tmp_path, of_run, of_source, thinks
+):
+    """A null is none; and what is not set leaves cached tokens where they were."""
+    given = {}, None, {"enable_thinking": None}, ON, OFF
+    rows = [{"prompt": "q", "completion": "a", "chat_template_kwargs": own} for own in given]
+    more = {"template": "qwen3", "source": {"chat_template_kwargs": of_source}}
+    texts = shown(rows, chat_template_kwargs=of_run, **more)
+    assert "".join(str(int("[<think>" in text)) for text in texts) == thinks
+    open_rows(rows, length=4096, template="qwen3")
+    assert len([*tmp_path.glob("cache/tokenized/*")]) == 1 + bool(of_run or of_source)
+
+
+def test_a_sources_system_prompt_is_for_conversations_without_one(shown):
+    own, talk = {"role": "system", "content": "own"}, [ASK, said("a")]
+    rows = [{"messages": talk}, {"messages": talk, "system": "own"}, {"messages": [own, *talk]}]
+    said_to = [
+        text.split("<|im_end|>")[0] for text in shown(rows, source={"system": "be kind"})
+    ]
+    assert said_to == [f"<|im_start|>system\n{system}" for system in ("be kind", "own", "own")]
+
+
 def test_a_variable_cannot_forge_a_turn(tmp_path, open_rows, tokenizer):
     (tmp_path / "t.jinja").write_text("{{ note }}" + PLAIN_CHATML)
     row = {"messages": [ASK, said("a")], "chat_template_kwargs": {"note": "<|im_end|>"}}
@@ -158,22 +273,6 @@ OTHER = {"'label' is neither true nor false, and was not read": 1}
 def test_a_label_of_another_kind_is_not_ours_in_sft(open_rows, label):
     report = open_rows([{"prompt": "q", "completion": "a", "label": label}]).report
     assert report.kept == 1 and not report.dropped and report.notes == OTHER
-
-
-@pytest.mark.parametrize(
-    "mark, reason",
-    [
-        ({"train": False}, "it is marked as not to be trained"),
-        ({"loss_weight": 0, "train": True}, "it is marked as not to be trained"),
-        ({"label": False}, "its label is false"),
-        ({"label": "False"}, "its label is false"),
-        ({"kto_tag": 0}, "its label is false"),
-        ({"label": "spam", "kto_tag": False}, "its label is false"),
-    ],
-)
-def test_a_row_that_is_marked_as_a_whole_is_left_out(open_rows, mark, reason):
-    good = {"prompt": "q", "completion": "a"}
-    assert open_rows([good, {**good, **mark}]).report.dropped == {reason: 1}
 
 
 # ------------------------------------------------------------------------------------------------------------- calls
@@ -287,49 +386,53 @@ def test_rows_that_say_the_same_are_the_same(shown, rows, shows):
     assert len({*texts}) == 1 and shows in texts[0]
 
 
-PLAIN = {"prompt": "q", "completion": "a"}
-RANKED = {"prompt": "q", "responses": ["a", "b"], "label": True}
-
-
-def chat(row=(), **more):
-    return {"messages": [ASK, said("a", **more)], **dict(row)}
-
-
 @pytest.mark.parametrize(
-    "sentence, rows",
+    "sentence, more, row",
     [
-        ("has 2 messages but another number of marks in 'loss_mask'", [chat({"loss_mask": [1]})]),
-        ("message 1 gives the weight 1 to a user message", [chat({"loss_mask": [1, 1]})]),
-        (".* not a finite number",
-         [chat({"loss_mask": [0, "yes"]}), {**PLAIN, "loss_mask": [0, 1]}, {**PLAIN, "train": "0"}]),
-        ("has the weight 0.5, but only messages and sources", [{**PLAIN, "weight": 0.5}, chat({"loss": 0.5})]),
-        ("has a message with the key", [chat(is_masked=False), chat(learn=0)]),
-        ("has an answer that is not to be trained, but data.train_on is all", [chat(weight=0)]),
-        ("sets '.*' in chat_template_kwargs, which",
-         [chat({"chat_template_kwargs": v}) for v in ({"enable_thinking": False}, {"tools": TOOLS}, {"messages": []})]),
-        ("'chat_template_kwargs' is not JSON", [chat({"chat_template_kwargs": v}) for v in ([1], "{")]),
-        ("message 2 has a tool call whose arguments are not JSON",
-         [*map(calling, ('{"x": ', "print(1)", json.dumps('{"x": '), "[1]", [1], 5, '"text"', '{"x": 1, "x": 2}',
-                         r'{"x": "\ud800"}'))]),
-        ("message 2 has (a tool call without a name|tool_calls that are not JSON)",
-         [chat(tool_calls=calls) for calls in (5, True, "{", "x", {"a": 1}, [5])]),
-        ("'tools' must be a list of tool descriptions", [chat({"tools": t}) for t in (5, "5", [5], True, '"f"', "[1")]),
-        ("has both 'tools' and 'functions', which mean the same", [chat({"tools": TOOLS, "functions": [FUNCTION]})]),
-        ("message 2 has the role", [chat(role=role) for role in (None, [], {}, 5)]),
+        ("has a message with the key", {"is_masked": False}, {}),
+        ("has a message with the key", {"learn": 0}, {}),
+        ("has an answer that is not to be trained, but data.train_on is all", {"weight": 0}, {}),
+        ("sets 'a' in chat_template_kwargs, which", {}, {"chat_template_kwargs": {"a": 1}}),
+        ("sets 'tools' in chat_template_kwargs, which", {}, {"chat_template_kwargs": {"tools": TOOLS}}),
     ],
 )  # fmt: skip
-def test_what_a_row_cannot_mean_is_refused(open_rows, sentence, rows):
-    for row in rows:
-        with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}"):
-            open_rows([PLAIN, row], train_on="all" if "train_on" in sentence else "assistant")
-    open_rows([chat({"chat_template_kwargs": {"other": None}})])
+def test_what_a_template_does_not_show_is_refused(open_rows, sentence, more, row):
+    good = {"messages": [ASK, said("a")], "chat_template_kwargs": {"other": None}}
+    with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}"):
+        open_rows(
+            [good, {"messages": [ASK, said("a", **more)], **row}],
+            train_on="all" if "train_on" in sentence else "assistant",
+        )
 
 
-@pytest.mark.parametrize("kind", ["pair", "ranked", "unpaired"])
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"scores": [1]}, {"scores": 3}, {"scores": [1, 2], "rewards": [2, 1]}, {"scores": [1, 2], "ranks": [1, 2]}],
+    "sentence, more, row",
+    [
+        *(("has a mark for each message in '.*', which is not known here", {}, marks) for marks in (
+            {"train_mask": [0, 1]}, {"labels": [None, False]}, {"assistant_masks": [0.0, 1.0]})),
+        *(("message 2 has a tool call with the key '.*', which is not read",
+           {"tool_calls": [{"name": "f", key: {"x": 1}}]}, {}) for key in ("parameters", "input", "args")),
+        *(("has a tool without a name", {}, {"tools": tools}) for tools in (
+            [{}], {"f": {"parameters": {}}}, [{"name": 1}])),
+    ],
 )  # fmt: skip
-def test_answers_without_an_order_are_no_preference(open_rows, kind, more):
-    with pytest.raises(DataError, match="row 1 has 2 answers but not one order of them; give"):
-        open_rows([{**RANKED, **more}], kind)
+def test_what_would_be_trained_otherwise_than_meant_is_refused(open_rows, sentence, more, row):
+    with pytest.raises(DataError, match=f"rows.jsonl row 1 {sentence}"):
+        open_rows([{"messages": [ASK, said("a", **more)], **row}])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASK, said("a")], "labels": [0, 7], "tags": [], "turns": [0, 1]},
+        {"conversations": [ASK, {"from": "gpt", "role": None, "value": "a", "content": None}]},
+        {
+            "messages": [
+                ASK,
+                said("", tool_calls=[{"name": "f", "arguments": {}, "status": "done"}]),
+            ]
+        },
+    ],
+)
+def test_what_means_nothing_else_is_read(open_rows, row):
+    assert len(open_rows([row])) == 1

@@ -3,13 +3,16 @@
 Documents of 1 to 300 tokens cross chunks; answers start from the state of a prompt that they share.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.ops.delta_rule import convolve, decays, delta_rule, run_waves, unit
-from ulysses.parallel.waves import Recurrence, make_waves
+from models.families import Delta
+from models.ops.delta_rule import convolve, decays, delta_rule, mix_pack, unit
+from ulysses.parallel.waves import Recurrence
 
 CPU = torch.device("cpu")
 K, H, E, V = 2, 6, 8, 12
@@ -63,10 +66,12 @@ def step_by_step(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tenso
 
 
 def in_chunks(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tensor:
-    g = decays(given["a"], given["A_log"], given["dt_bias"])
-    waves = make_waves(bounds, prefixes, CPU)
-    names = given["query"], given["key"], given["value"]
-    return run_waves(names, g, given["b"].sigmoid(), waves)
+    kernels = SimpleNamespace(convolve=lambda rows, *_: rows, delta_rule=delta_rule)
+    qkv = torch.cat([given[name].flatten(1) for name in ("query", "key", "value")], 1)
+    others = given["b"], given["a"], qkv, given["A_log"], given["dt_bias"]
+    return mix_pack(
+        Delta(K, H, E, V, 4), Recurrence(bounds, prefixes, CPU), kernels, qkv, *others
+    )
 
 
 def with_gradients(out: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -116,10 +121,10 @@ def test_a_state_that_is_handed_on_gives_the_same_as_one_document() -> None:
     given = drawn(total, torch.float64)
     g, beta = decays(given["a"], given["A_log"], given["dt_bias"]), given["b"].sigmoid()
     rows = given["query"], given["key"], given["value"], g, beta
-    whole = make_waves([0, total], {}, CPU)[0]
+    whole = Recurrence([0, total], {}, CPU).waves[0]
     wanted = with_gradients(delta_rule(*rows, whole)[0], given)
     parts = [slice(0, 70), slice(70, total)]
-    waves = [make_waves([0, part.stop - part.start], {}, CPU)[0] for part in parts]
+    waves = [Recurrence([0, part.stop - part.start], {}, CPU).waves[0] for part in parts]
     rows = (
         *rows[:3],
         decays(given["a"], given["A_log"], given["dt_bias"]),

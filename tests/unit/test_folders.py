@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.hf_format import write_weights
+from models.folders import base_folder
+from models.writing import write_weights
 from tests.model_folder import demo_model
 from ulysses.check.agreement import digests_of_inputs
 from ulysses.check.checkpoint_folders import resume_point, saved_checkpoints, write_run_state
@@ -225,6 +226,41 @@ def test_the_folder_of_sampling_servers_is_one_of_its_own(name, model, folder):
     with pytest.raises(ConfigError, match="holds weights, which" if name == "mine" else apart):
         check(folder, model, typed)
     assert check(folder, model, f"{typed} --ppo.sampler_folder {folder}/run/sampler").shape
+
+
+WHOLE = "which a run or export wrote as a whole; set a folder apart"
+
+
+@pytest.mark.parametrize(
+    "line, typed, sentence",
+    [
+        ("mkdir run; touch run/checkpoints", "", "run/checkpoints holds checkpoints, which no run"),
+        ("mkdir run; touch run/tensorboard", "", "run/tensorboard holds tensorboard, which no run"),
+        ("mkdir -p run/config.json", "", "run holds config.json, which no run wrote"),
+        ("mkdir -p run/metrics.jsonl", "", "run holds metrics.jsonl, which no run wrote"),
+        ("mkdir run; echo '{\"step\": 1, \"mine\": 2}' >run/metrics.jsonl", "", "run holds metrics.jsonl"),
+        ("mkdir c; touch c/rank-00000.json", "--run.output FOLDER/c", f"FOLDER/c is or lies in FOLDER/c, {WHOLE}"),
+        ("mkdir c; touch c/rank-00000.json", "--run.output FOLDER/c/a/b", f"lies in FOLDER/c, {WHOLE}"),
+        ("mkdir e; touch e/.written.json", "--run.output FOLDER/e/run", f"lies in FOLDER/e, {WHOLE}"),
+        ("cp -r TOKENIZER t", "--run.output FOLDER/t --model.tokenizer FOLDER/t", "which is model.tokenizer"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_something_else_is_no_output(line, typed, sentence, model, folder):
+    shell(folder, line.replace("TOKENIZER", f"{DEMO}/data/tokenizer"))
+    before = tree(folder)
+    with pytest.raises(ConfigError, match=re.escape(sentence.replace("FOLDER", str(folder)))):
+        check(folder, model, typed.replace("FOLDER", str(folder)))
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize("base", ["../model", "./../model/", "~/model"])
+def test_the_base_of_an_adapter_lies_where_its_file_says(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = demo_model(tmp_path / "model")
+    adapter = write_adapter(tmp_path / "adapter", model)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    write_json(adapter / "adapter_config.json", settings | {"base_model_name_or_path": base})
+    assert base_folder(adapter).samefile(model)
 
 
 @pytest.mark.parametrize(

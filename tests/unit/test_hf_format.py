@@ -20,7 +20,8 @@ from models.arch import ARCHITECTURES, ModelConfig
 from models.decoder import init_parameter
 from models.families import FAMILIES
 from models.folders import read_config, resolve_model
-from models.hf_format import WeightFiles, write_weights
+from models.hf_format import WeightFiles
+from models.writing import write_weights
 from tests.model_folder import tiny_config, write_model
 
 TINY = tiny_config(

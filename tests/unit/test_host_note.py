@@ -2,7 +2,7 @@
 
 import pytest
 
-from ulysses.run.trainer import host_note
+from ulysses.run.host_time import LOOK_AT, HostTime
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,9 @@ from ulysses.run.trainer import host_note
 def test_a_host_that_keeps_its_gpu_waiting_is_told_of(
     share, tokens, micro_batches, processes, told
 ):
-    note = host_note(share, tokens, micro_batches, processes)
+    host = HostTime(tokens, processes)
+    assert not host.note(LOOK_AT - 1, share, micro_batches)
+    note = host.note(LOOK_AT, share, micro_batches)
     assert note.endswith(told) and bool(note) == bool(told)
     if told:
         assert "waits for the GPU in 2% of a step only" in note

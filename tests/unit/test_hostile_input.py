@@ -15,14 +15,16 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 from models.arch import ModelConfig
 from models.folders import read_config
-from models.hf_format import WeightFiles, copy_side_files, write_weights
+from models.hf_format import WeightFiles
+from models.writing import copy_side_files, write_weights
 from tests import data_case
 from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import made_tokenizer
 from ulysses.check.input_files import check_weights
 from ulysses.config.section import ConfigError, error_context
 from ulysses.data import DataError
-from ulysses.data.read import templates
+from ulysses.data.read import chat as chat_template
+from ulysses.data.read import tokenizer as text_encoder
 from ulysses.data.read.tokenizer import TextEncoder
 from ulysses.data.serve.preview import preview_examples
 from ulysses.disk import write_json
@@ -81,9 +83,9 @@ def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
     tmp_path, open_rows, monkeypatch, workers, prints
 ):
     seconds = 60.0 if prints else 1.0
-    monkeypatch.setattr(templates, "RENDER_SECONDS", seconds)
-    monkeypatch.setattr(templates, "TRIAL_SECONDS", 1.0)
-    monkeypatch.setattr(templates, "RENDER_CHARACTERS", 100_000)
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", seconds)
+    monkeypatch.setattr(text_encoder, "TRIAL_SECONDS", 1.0)
+    monkeypatch.setattr(chat_template, "RENDER_CHARACTERS", 100_000)
     template, loop = tmp_path / "loop.jinja", LOOP.replace("X", "X" * prints)
     template.write_text(CHAT + ON_A_WORD.replace("LOOP", loop))
     rows = [GOOD] * (3000 if workers > 1 else 1) + [chat("a", "hurt")]
@@ -108,7 +110,7 @@ def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
 def test_a_template_that_fails_or_would_eat_time_or_memory_is_refused_by_its_name(
     tmp_path, open_rows, monkeypatch, text, reason
 ):
-    monkeypatch.setattr(templates, "TRIAL_SECONDS", 2.0)
+    monkeypatch.setattr(text_encoder, "TRIAL_SECONDS", 2.0)
     template = tmp_path / "broken.jinja"
     template.write_text(CHAT + text)
     sentence = rf"chat template .*broken.jinja cannot render one question: .*{reason}"

@@ -1,12 +1,16 @@
 """What a hybrid's config.json and settings may say, and what is refused in one sentence."""
 
+import json
 from typing import Any
 
 import pytest
+from torch import nn
 
 from models.arch import ModelConfig
+from models.decoder import CausalLM
+from models.lora import add_adapters
 from tests.family_case import FAMILIES, raw
-from ulysses.check.setting_checks import missing_targets
+from ulysses.check.setting_checks import choose_targets, missing_targets
 from ulysses.config.command_line import check
 
 
@@ -81,6 +85,29 @@ def test_targets_that_the_model_lacks_are_refused(family, targets, complaint) ->
     config = check(
         {"stage": "sft", "data": {"train": ["x"]}, "run": {"output": "y"}} | settings
     )
-    found = [*missing_targets(config, ModelConfig.from_hf(FAMILIES[family]))]
+    shape = ModelConfig.from_hf(FAMILIES[family])
+    assert choose_targets(config, shape) is config
+    found = [*missing_targets(config, shape)]
     assert (complaint is None) == (not found)
     assert complaint is None or complaint in found[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo2"])
+def test_every_projection_has_an_adapter_by_default(family) -> None:
+    # dense layers beside those of experts are refused
+    shape = ModelConfig.from_hf(FAMILIES[family] | {"mlp_only_layers": []})
+    settings = {"path": "x", "lora": {"rank": 2}}
+    config = check({"stage": "sft", "data": {"train": ["x"]}, "model": settings})
+    chosen = choose_targets(config, shape)
+    model = add_adapters(CausalLM(shape), chosen.model.lora)
+    lacking = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and ".layers." in name and "lora" not in name
+        # routers, and the expert that all tokens go through
+        and not name.endswith(("base_layer", "gate")) and ".shared_expert." not in name
+    ]  # fmt: skip
+    assert not lacking
+    # a resumed run reads what was chosen, and changes nothing
+    again = check(json.loads(chosen.model_dump_json()))
+    assert choose_targets(again, shape) == chosen

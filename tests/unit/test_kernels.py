@@ -8,7 +8,7 @@ from ulysses.parallel.kernels import choice as kernels
 from ulysses.parallel.kernels import document as kernels_document
 from ulysses.parallel.kernels import short as kernels_short
 from ulysses.parallel.kernels.choice import KERNELS, resolve_kernel
-from ulysses.parallel.kernels.document import Inputs
+from ulysses.parallel.kernels.document import ONE_DOCUMENT, Inputs
 from ulysses.parallel.layout import Segments
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -179,7 +179,7 @@ def test_windows_on_gpu(kernel, head_dim, heads, pack, window):
 def test_one_long_document_on_gpu(head_dim, heads, window):
     """It has a form of its own in flash4, and at head dim 256 the backward pass is cuDNN's."""
     need("flash4")
-    lengths = [kernels.ONE_DOCUMENT + 65]
+    lengths = [ONE_DOCUMENT + 65]
     check("flash4", "cuda", torch.bfloat16, (lengths,) * 2, heads, head_dim, window=window)
 
 

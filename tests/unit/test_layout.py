@@ -71,9 +71,9 @@ def test_exchange_brings_every_row_and_key_where_it_is_needed(heads, sp, monkeyp
     def on_rank(rank):
         plan = packed_plan(cu, sets, simulated_mesh(sp, rank, num_heads, rank), "cpu")
         mine = torch.cat([torch.arange(a, b) for a, b in shard_ranges(sets, rank, ranks)])
-        got = exchange.exchange_qkv_forward(query[mine], key[mine], -key[mine], plan)
+        got = exchange.exchange_qkv_forward((query[mine], key[mine], -key[mine]), plan)
         back = exchange.exchange_out_forward(got[0], plan)
-        grads = exchange.exchange_qkv_backward(*got, plan, num_heads, num_kv_heads)
+        grads = exchange.exchange_qkv_backward(got, plan, num_heads, num_kv_heads)
         return mine, got, back, grads, exchange.exchange_out_backward(back, plan)
 
     for rank, (mine, (q, k, v), back, grads, again) in enumerate(group.run(on_rank)):

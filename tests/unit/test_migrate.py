@@ -12,6 +12,7 @@ import yaml
 
 from tests.e2e.launch import ROOT
 from ulysses.config.command_line import check
+from ulysses.data.read.sources import parse_sources
 from ulysses.migrate import main, read_settings, translate
 
 LLAMAFACTORY_DPO = """
@@ -276,6 +277,10 @@ MIXTURE = """dataset_mixture:
   test_split_size: 0.1
   seed: 0
 """
+MIXER = """dataset_mixer: {own/pairs.v2: 1.0, other/pairs: 0.5}
+dataset_splits: [train_prefs, test_prefs]
+eval_strategy: epoch
+"""
 VERSION_1 = """model: Qwen/Qwen3-0.6B
 model_class: llm
 template: qwen3_nothink
@@ -504,6 +509,15 @@ TRANSLATED = {
     {path = "other/pairs", subset = "de", weight = 0.25},
 ]
 """),
+    "the older mixture of alignment-handbook": (
+        TRL_DPO.replace("dataset_name: trl-lib/ultrafeedback_binarized\n", MIXER), "--stage dpo",
+        """
+"data.eval" = [{path = "own/pairs.v2", split = "test_prefs"}, {path = "other/pairs", split = "test_prefs"}]
+"data.train" = [
+    {path = "own/pairs.v2", split = "train_prefs", weight = 1.0},
+    {path = "other/pairs", split = "train_prefs", weight = 0.5},
+]
+""", "a fraction takes the same first rows in each epoch there"),
     "LLaMA-Factory's version 1": (VERSION_1, "--stage sft --gpus 4", """
 "model.path" = "Qwen/Qwen3-0.6B"
 "model.quantize" = "nf4"
@@ -681,7 +695,6 @@ REFUSED = {
     "max_prompt_length: 512": "line 2: max_prompt_length = 512",
     "max_length: null": "line 2: max_length = None has no counterpart here; nothing is cut there",
     "stage: grpo\nnum_generations: 1\nshuffle_dataset: false": "line 4: shuffle_dataset = False",
-    "chat_template_kwargs: {enable_thinking: false}": "line 2: chat_template_kwargs.enable_thinking = False",
     "stage: dpo\nsync_ref_model: true": "line 3: sync_ref_model = True has no counterpart here; the reference stays",
     "stage: dpo\npref_loss: kto_pair": "line 3: pref_loss = kto_pair",
     "stage: grpo\nloss_type: cispo": "line 3: loss_type = cispo has no counterpart here; ppo.loss_aggregation has no "
@@ -697,6 +710,50 @@ def test_what_would_train_something_else_is_refused_with_its_line(lines, refusal
     stage = [] if "stage:" in lines or "rl:" in lines else ["--stage", "sft"]
     text = f"# use_dora: true, max_prompt_length: 9\n{lines}\n"
     assert REFUSED[lines] in refusal(text, *stage)
+
+
+def test_simpos_own_trainer_has_its_margin_as_a_share_of_beta(migrate):
+    config, _ = migrate(
+        "gamma_beta_ratio: 0.3\nbeta: 2.5\ndataset_name: d\nmodel_name_or_path: m\nmax_steps: 3\n"
+    )
+    assert (config.stage, config.dpo.loss_type, config.dpo.beta) == ("dpo", "simpo", 2.5)
+    assert config.dpo.simpo_gamma == pytest.approx(0.75)
+
+
+INLINE = "{{ bos_token }}{% for m in messages %}\n{{ m.content }}</s>{% endfor %}.jinja"
+
+
+@pytest.mark.parametrize(
+    "lines, template",
+    [
+        ({"chat_template": INLINE}, INLINE),
+        ({"chat_template": "jinja", "chat_template_jinja": INLINE}, INLINE),
+        ({"datasets": [{"path": p, "chat_template": "qwen_25"} for p in "ab"]}, "qwen2.5"),
+        ({"datasets": [{"path": p, "chat_template_jinja": INLINE} for p in "ab"]}, INLINE),
+        ({"datasets": [{"path": "a", "chat_template": "llama3"}]}, "llama3"),
+    ],
+)
+def test_a_template_of_all_data_sets_is_the_runs(lines, template, migrate):
+    given = {"base_model": "m", "datasets": [{"path": "a"}], "max_steps": 3, "sequence_len": 64}
+    config, _ = migrate(json.dumps(given | lines))
+    assert config.data.chat_template == template
+
+
+def test_what_the_shell_does_not_expand_stays(migrate, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config, _ = migrate(
+        "trl sft --model_name_or_path '~/m' --dataset_name ~/d --max_steps 3 --output_dir=~/out"
+    )
+    (source,) = parse_sources(config.data.train)
+    assert (config.model.path, source.path) == ("./~/m", "/home/me/d")
+    assert config.run.output == os.path.abspath("~/out")
+
+
+def test_variables_of_the_template_are_ours(migrate):
+    text = "chat_template_kwargs: {reasoning_effort: low}\nenable_thinking: false\n"
+    config, _ = migrate(LLAMAFACTORY_KTO + text)
+    wanted = {"reasoning_effort": "low", "enable_thinking": False}
+    assert config.data.chat_template_kwargs == wanted
 
 
 def test_all_that_is_refused_is_named_at_once(refusal):
@@ -795,7 +852,13 @@ UNKNOWN = {
     "dataset: pictures": "images = images has no counterpart here; only text",
     "dataset: drawn": "num_samples = 500 has no counterpart here; rows are drawn there",
     "template: mistral": "take it out to use the tokenizer's own",
-    "chat_template: '{{ messages }}'": "or name a .jinja file",
+    "chat_template: messages": "or name a .jinja file",
+    "datasets: [{path: a, chat_template: llama3}, {path: b}]": "one template writes all data sets here",
+    "stage: dpo\ngamma_beta_ratio: 0.5\nloss_type: hinge": "only with the sigmoid is it SimPO",
+    "dataset_mixer: {a: 1.0}\ndataset_splits: [validation]": "dataset_splits = ",
+    "resize_vocab: true": "resize_vocab = True has no counterpart here; add the tokens to the model before",
+    "additional_target: [embed_tokens]": "adapters are all that is trained",
+    "interleave_probs: 0.5,0.5": "interleave_probs = ",
     "disable_shuffling: true": "every epoch is shuffled here",
     "learning_rate: .nan": "optimizer.lr is nan, which is not a finite number",
     "train_type: lora": "train_type is a setting of ms-swift, whose files are not translated",

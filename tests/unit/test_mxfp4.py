@@ -6,8 +6,8 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.arch import ModelConfig
-from models.decoder import empty_model
 from models.hf_format import WeightFiles
+from models.kinds import empty_model
 from tests.family_case import raw
 from tests.model_folder import write_model
 from ulysses.disk import write_json

@@ -9,8 +9,8 @@ from torch.testing import assert_close
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
-from models.folders import CONFIG, read_config
-from models.hf_format import ADAPTER_WEIGHTS, VOCABULARY, WeightFiles
+from models.folders import ADAPTER_WEIGHTS, CONFIG, VOCABULARY, read_config
+from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.lora import add_adapters, is_adapter, save_adapters
 from tests.model_folder import demo_model, tiny_config, write_model

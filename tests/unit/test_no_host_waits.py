@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from models.decoder import CausalLM, PolicyValue, RewardModel
+from models.decoder import CausalLM
+from models.scored import PolicyValue, RewardModel
 from tests.engine_case import MOE, SHAPE, Case, dataset
 from tests.stage_case import STAGE_CASES
 from ulysses.parallel.batch import Sequence, pack_shard

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, PolicyValue
+from models.decoder import CausalLM
+from models.scored import PolicyValue
 from tests.family_case import FAMILIES
 from tests.model_folder import tiny_config
 from ulysses.config.schema import OptimizerSection

@@ -24,19 +24,19 @@ from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.case import Case, Plan, PlannedStep
 from ulysses.plan.footprint import predict
-from ulysses.plan.machine import GIB, Machine, planned_machine, this_machine
+from ulysses.plan.inquiry import longest_sequence, planned_machine
+from ulysses.plan.machine import GIB, Machine, this_machine
 from ulysses.plan.memory_choice import (
     choose,
     choose_memory,
     cut_steps,
     layer_memory,
-    longest_sequence,
     memory_line,
     micro_batch_line,
 )
 from ulysses.plan.planned_run import plain_model, planned_step, planner_case
 from ulysses.plan.seconds import step_flops, step_seconds
-from ulysses.run.build import InitialWeights, build_engine
+from ulysses.run.build import InitialWeights, frozen_engine, trained_engine
 
 LLAMA = architecture("llama3-8b")
 WHOLE, SCORES = plain_model(LLAMA), plain_model(LLAMA, reward=True)
@@ -479,7 +479,11 @@ def settings_of_layers(rank=0):
     ):
         plan = choose_memory(planner_case(settings, SHAPE, node(1, 80, 80), 64))
         plan = plan._replace(**changed)
-        engine = build_engine(settings, weights, mesh, plan if trainable else None)
+        engine = (
+            trained_engine(settings, weights, mesh, plan)
+            if trainable
+            else frozen_engine(settings, weights, mesh)
+        )
         layers = engine.module.model.layers
         found.append([(layer.recompute, layer.offloader is not None) for layer in layers])
         engine.destroy()

@@ -195,7 +195,7 @@ def test_the_score_is_earned_by_the_eos_token_itself():
         return rollout[0].sequences[0]
 
     first = first_answer(1)
-    trained = torch.nonzero(first.loss_weights).flatten()
+    trained = first.loss_weights.nonzero()
     # the EOS of the prompt is not trained, the answer's is
     assert first.tokens[trained].tolist() == [8, 9, EOS]
     # rows 2, 3 and 4 predict 8, 9 and EOS

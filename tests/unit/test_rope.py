@@ -69,6 +69,27 @@ def test_scaled_frequencies_and_factors_are_those_of_transformers(name):
     torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, factor**2))
 
 
+@pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3.5-35b-a3b"])
+def test_yarn_where_a_part_of_a_head_turns_is_that_of_transformers(name):
+    """A million tokens from 262,144; their angles are float32's."""
+    from transformers import AutoConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+
+    written = ARCHITECTURES[name].to_hf()
+    config = ModelConfig.from_hf(written, rope_type="yarn", factor=4.0)
+    assert config.max_position_embeddings == 1_048_576
+    theirs = Qwen3_5TextRotaryEmbedding(AutoConfig.for_model(**config.to_hf()))
+    frequencies, factor = rope_parameters(config)
+    assert torch.equal(frequencies, theirs.inv_freq) and len(frequencies) == 32
+    assert factor == pytest.approx(theirs.attention_scaling, rel=1e-15)
+    positions = torch.tensor([0, 1000, 262_143, 262_144, 1_048_575])
+    for ours, wanted in zip(
+        rotary_table(positions, config), theirs(frequencies, positions.expand(3, 1, -1))
+    ):
+        torch.testing.assert_close(ours, wanted[0, :, :32], rtol=0, atol=0.1)
+        torch.testing.assert_close(ours[:2], wanted[0, :2, :32], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "scaling", [None, RopeScaling("yarn", 4.0, 32768), RopeScaling("linear", 8.0, 8192)]
 )

@@ -18,7 +18,9 @@ from ulysses.rl.sampler import Sampler, SamplingOptions, fitting_slots
 QWEN = replace(
     SHAPE, model_type="qwen2", num_attention_heads=6, head_dim=4, attention_bias=True, tie_word_embeddings=True
 )  # fmt: skip
-HYBRID = ModelConfig.from_hf(HYBRIDS["qwen3_5"] | {"vocab_size": 97})
+HYBRID, SINKS = (
+    ModelConfig.from_hf(HYBRIDS[name] | {"vocab_size": 97}) for name in ("qwen3_5", "gpt-oss")
+)
 YARN = replace(SHAPE, rope_scaling=RopeScaling("yarn", 4.0, 10))
 
 
@@ -114,7 +116,7 @@ DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device, graphs", DEVICES, ids=["plain", "graphs"])
 @pytest.mark.parametrize(
-    "shape", [SHAPE, QWEN, QWEN3, MOE, HYBRID], ids="model_type={0.model_type}".format
+    "shape", [SHAPE, QWEN, QWEN3, MOE, HYBRID, SINKS], ids="model_type={0.model_type}".format
 )
 def test_slots_shared_prompts_and_chunks_change_nothing(device, graphs, shape):
     """Slots that are refilled, prompts that answers share, chunks of prompts, CUDA graphs: the same as each alone."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -93,6 +94,22 @@ def test_kto_refuses_data_of_one_example():
         ConfigError, match=r"data\.train has one example but kto's baseline pairs"
     ):
         KtoStage(check({"stage": "kto"})).extend_data(run)
+
+
+def test_a_cached_reference_knows_the_steps_of_every_named_set(monkeypatch):
+    """Within a set an example has another partner, whose mismatched sequence is read too."""
+    data = dataset("kto")
+    data.sources, data.source_names = np.arange(len(data)) % 2, ["", "odd"]
+
+    def loader(data, evaluation=False):
+        return StepLoader(data, 3, tokens_per_microbatch=512, shuffle=not evaluation)
+
+    monkeypatch.setattr(KtoStage, "_with_reference", lambda self, run, loader, steps: steps)
+    run = SimpleNamespace(train_data=data, eval_data=data, loader=loader)
+    train, held_out = KtoStage(check({"stage": "kto"})).extend_data(run)
+    assert [own.only for own in train] == [""]
+    steps = {own.only: count for own, count in held_out.items()}
+    assert steps == {"": -(-len(data) // 3), "odd": -(-(len(data) // 2) // 3)}
 
 
 @pytest.mark.parametrize("examples", [2, 3, 5, 6])

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
 
 import torch.distributed as dist
 
@@ -15,6 +14,7 @@ from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, flat
 from ulysses.data.cache import content_digest, digest_of_value
 from ulysses.data.read.tokenizer import tokenizer_digest
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.disk import HOLDER, DiskError, digest_of, held, sampled_digest
 from ulysses.environment import NODE, local_rank
 from ulysses.parallel.mesh import gather
@@ -24,7 +24,9 @@ TRAINED_ON, HELD_OUT = "the training data or how they are tokenised", "the held-
 OWN = "model.path"  # the setting of the trained model
 
 
-def digests_of_inputs(inputs: RunInputs, train: Any, held_out: Any) -> dict[str, str]:
+def digests_of_inputs(
+    inputs: RunInputs, train: TokenizedDataset, held_out: TokenizedDataset | None
+) -> dict[str, str]:
     """Return digests of what a run's numbers depend on and its checkpoints do not hold, by words that name it.
 
     Weights are told by whole files: a part would not show an edited layer, or a row of an embedding. What config.json
@@ -43,7 +45,7 @@ def digests_of_inputs(inputs: RunInputs, train: Any, held_out: Any) -> dict[str,
     return found
 
 
-def facts_of(inputs: RunInputs, digests: Mapping[str, str], verify: bool) -> dict[str, Any]:
+def facts_of(inputs: RunInputs, digests: Mapping[str, str], verify: bool) -> dict[str, object]:
     """Return what must be equal on all ranks, by the words that name it; files are read by one process of a node.
 
     Args:
@@ -66,7 +68,7 @@ def facts_of(inputs: RunInputs, digests: Mapping[str, str], verify: bool) -> dic
     return facts
 
 
-def agree(facts: Mapping[str, Any]) -> None:
+def agree(facts: Mapping[str, object]) -> None:
     """Raise ConfigError on every rank if a rank has other facts than rank 0, naming the first and both nodes."""
     known = gather((NODE, facts))
     home, first = known[0]

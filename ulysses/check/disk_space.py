@@ -14,16 +14,17 @@ from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.data.read.sources import parse_sources
-from ulysses.disk import check_apart, check_replaceable
+from ulysses.disk import RECORD, check_apart, check_replaceable
 from ulysses.plan.planned_run import planner_model
 
 # How files begin that are written anew whenever a run starts, config.json and metrics.jsonl.
-BEGINNING = re.compile(rb'\{\s*"(stage|step)": |$')
+BEGINNING = re.compile(rb'\{\s*"stage": |\{"step": \d+, "run": |$')
 
 
 def check_folders(
     config: Config,
     folder: Path | None,
+    place: Path | None,
     weights: InitialWeights,
     others: Mapping[str, InitialWeights],
 ) -> None:
@@ -31,6 +32,7 @@ def check_folders(
 
     Args:
         folder: of the trained model.
+        place: of its tokenizer.
     """
     run, output, data = config.run, config.output, config.data
     read = []
@@ -39,6 +41,8 @@ def check_folders(
     read.append(("data.cache", Path(data.cache)))
     if folder:
         read.append(("model.path", folder))
+    if config.model.tokenizer and place:
+        read.append(("model.tokenizer", place))
     for setting, found in {"model.path": weights, **others}.items():
         read += [(setting, place) for place in {path.parent for path in found.paths}]
     parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
@@ -49,11 +53,19 @@ def check_folders(
         taken = (("a folder of run.output", part) for part in parts)
         check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
         replaced.append(config.sampler_folder)
+    # a file in the place of a folder that is not replaced is refused, too
+    replaced += [p for p in (parts[0], output / "tensorboard") if not p.is_dir()]
     for place in replaced:
         check_replaceable(place)
+    for around in (output, *output.parents):
+        if (around / RECORD).exists() or (around / "rank-00000.json").exists():
+            raise ConfigError(
+                f"run.output {output} is or lies in {around}, which a run or export wrote as a whole; set a folder "
+                "apart from it"
+            )
     for name in ("config.json", "metrics.jsonl"):
         path = output / name
-        if path.exists() and not BEGINNING.match(path.open("rb").read(64)):
+        if path.exists() and not (path.is_file() and BEGINNING.match(path.open("rb").read(64))):
             raise ConfigError(
                 f"run.output {output} holds {name}, which no run wrote; move it away, or set another folder"
             )

@@ -1,14 +1,13 @@
 """What is wrong with settings of experts, for a model that has them."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from models.arch import ModelConfig
 from models.expert_files import MLP_TARGETS
 from ulysses.config.schema import LoraSection, ModelSection
 
 
-def router_errors(model: ModelSection, given: Mapping[str, Any]) -> Iterator[str]:
+def router_errors(model: ModelSection, given: Mapping[str, object]) -> Iterator[str]:
     """Yield why the routers' loss has no effect; `given` are their settings that are not the defaults."""
     if "router_aux_loss_coefficient" in given and (model.freeze_router or model.lora.rank):
         why = "model.freeze_router" if model.freeze_router else "model.lora.rank"

@@ -6,21 +6,20 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
-from models.decoder import empty_model
 from models.folders import folder_with, read_config, resolve_model
-from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
+from models.kinds import empty_model
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.config.stage_sections import is_function
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import missing_sources, parse_sources
-from ulysses.data.read.tokenizer import load_tokenizer
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import check_fits
 from ulysses.registry import stage_of
 from ulysses.stages.base import AuxiliaryModel, Stage
@@ -44,9 +43,12 @@ def check_sources(config: Config) -> None:
         )
 
 
-def check_examples(config: Config, train: Any, held_out: Any) -> None:
+def check_examples(
+    config: Config, train: TokenizedDataset, held_out: TokenizedDataset | None
+) -> None:
     """Refuse open data of which nothing is trained on, or an example that is longer than a micro-batch."""
-    copies = np.bincount(train.sources) * np.asarray(train.source_weights)
+    weights = train.source_weights
+    copies = np.bincount(train.sources, minlength=len(weights)) * weights
     if not copies.round().any():
         raise ConfigError("the weights of the data sources leave no example; raise them")
     budget = config.batch.tokens_per_microbatch
@@ -135,6 +137,8 @@ def check_weights(
 
     Raises ValueError naming the first parameter that is missing or wrong.
     """
+    from models.hf_format import WeightFiles
+
     files = WeightFiles(folder)
     layers = {name.split(".")[2] for name in files.tensors if name.startswith("model.layers.")}
     if len(layers) != shape.num_hidden_layers:
@@ -160,7 +164,7 @@ def initial_weights(
     config: Config,
     stage: Stage,
     shape: ModelConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerFast,
     template: ChatTemplate | None,
     folder: Path | None,
     place: Path,
@@ -192,9 +196,9 @@ def initial_weights(
 
 def read_others(
     config: Config, stage: Stage, need_weights: bool, others: dict[str, InitialWeights]
-) -> list[ConfigError]:
+) -> list[object]:
     """Fill `others` with the weights of the run's other models, by their settings; return what is wrong with them."""
-    errors: list[Any] = []
+    errors: list[object] = []
     for other in filter(lambda model: model.path, stage.requirements.models):
         with error_context(errors=errors):
             others[other.setting] = weights = read_other(other, need_weights=need_weights)
@@ -217,15 +221,18 @@ def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWe
 
 
 def check_models(
-    stage: Stage, shape: ModelConfig, tokenizer: Any, others: dict[str, InitialWeights]
+    stage: Stage,
+    shape: ModelConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    others: dict[str, InitialWeights],
 ) -> Iterator[str]:
     """Return what the stage objects to in the models and the tokenizer."""
     return stage.check_models(shape, tokenizer, others)
 
 
-def check_rewards(config: Config, strict: bool) -> list[ConfigError]:
+def check_rewards(config: Config, strict: bool) -> list[object]:
     """Return errors for reward functions that are not there; only a run that starts imports them: user's code runs."""
-    errors: list[Any] = []
+    errors: list[object] = []
     for reward in filter(is_function, config.ppo.reward):
         with error_context(errors=errors):
             if strict:
@@ -245,7 +252,7 @@ def check_rewards(config: Config, strict: bool) -> list[ConfigError]:
 
 def read_tokenizer(
     config: Config, stage: Stage, shape: ModelConfig, folder: Path | None
-) -> tuple[ModelConfig, Any, Path | None, ChatTemplate | None]:
+) -> tuple[ModelConfig, PreTrainedTokenizerFast | None, Path | None, ChatTemplate | None]:
     """Return the shape with model.add_tokens, the tokenizer, where it was read and, for chats, its template.
 
     All but the shape is None if it is absent with the model.
@@ -285,7 +292,8 @@ def read_tokenizer(
     template = None
     if stage.dataset_type != "text":
         with error_context("data.chat_template"):
-            template = ChatTemplate(tokenizer, config.data.chat_template)
+            given = config.data.chat_template, config.data.chat_template_kwargs
+            template = ChatTemplate(tokenizer, *given)
     if len(tokenizer) > shape.vocab_size:
         raise ConfigError(
             f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "

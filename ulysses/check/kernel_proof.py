@@ -1,17 +1,16 @@
 """Choose the attention kernel, and prove it before a run, once for each machine, version and shape."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from models.arch import ModelConfig
 from ulysses.config.schema import Config
-from ulysses.config.section import error_context
+from ulysses.config.section import ConfigError, error_context
 from ulysses.data.cache import digest_of_value
 from ulysses.disk import write_json
 from ulysses.parallel.attention import prove_kernel
@@ -31,30 +30,26 @@ def choose_kernel(
 
     A dry run, which is not `strict`, may plan for another machine and chooses none.
 
-    Raises ConfigError for a kernel that cannot run here.
+    Raises ConfigError for a kernel, or a product of 8-bit numbers, that cannot run here.
     """
     model = config.model
     if not strict:
         return model.attention, None
     told, device = model.attention, "cuda" if torch.cuda.is_available() else "cpu"
-    if told == "auto" and device == "cuda" and model.dtype == "bfloat16":
-        if stage.requirements.longest_example <= SHORT:
-            told = "torch"
+    is_short = stage.requirements.longest_example <= SHORT
+    if told == "auto" and device == "cuda" and model.dtype == "bfloat16" and is_short:
+        told = "torch"
+    if model.quantize == "fp8" and device == "cuda":
+        if torch.cuda.get_device_capability() < (8, 9):
+            raise ConfigError(
+                'model.quantize is "fp8" but this GPU does not multiply such numbers (compute capability 8.9); '
+                'set it to "nf4"'
+            )
     case = device, getattr(torch, model.dtype), shape.head_dim
     with error_context("model.attention"):
         for window in (*shape.windows, None):  # the whole attention's is the one to report
             found = resolve_kernel(told, *case, window=window)
     return told, found
-
-
-def check_fp8(config: Config, strict: bool) -> Iterator[str]:
-    """Yield a sentence if this GPU does not multiply numbers of 8 bits."""
-    if strict and config.model.quantize == "fp8" and torch.cuda.is_available():
-        if torch.cuda.get_device_capability() < (8, 9):
-            yield (
-                'model.quantize is "fp8" but this GPU does not multiply such numbers (compute capability 8.9); '
-                'set it to "nf4"'
-            )
 
 
 def check_kernel(
@@ -93,7 +88,7 @@ def prove_once(
     cache: Path,
     kernel: str,
     device: torch.device,
-    *case: Any,
+    *case: object,
     prove: Callable[..., None] = prove_kernel,
 ) -> None:
     """Call prove(kernel, device, *case), unless `cache` holds that this was done with the same of everything.

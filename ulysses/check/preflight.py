@@ -22,6 +22,7 @@ from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
 from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.registry import load, stage_of
 from ulysses.stages.base import Stage
@@ -31,26 +32,29 @@ from ulysses.stages.base import Stage
 # any other the check is left out, because that it is absent or wrong has been told. A check that finds nothing returns
 # the sentences or errors about what is wrong.
 TABLE = """
-settings   setting_checks:check_settings       config world_size
+settings   setting_checks:check_processes      config world_size
+settings   setting_checks:contradictions       config
+settings   setting_checks:check_packages       config
+settings   setting_checks:check_tables         config
 files      input_files:check_sources           config
 files      input_files:published_shape         config                                          shape
 files      input_files:read_shape              config strict                                   shape folder
 files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
 files      setting_checks:check_adapters       config shape
+files      setting_checks:choose_targets       config shape                                    config
 files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template
 files      input_files:read_others             config stage strict others
 files      kernel_proof:choose_kernel          config stage shape strict                       attention kernel
-files      kernel_proof:check_fp8              config strict
 files      input_files:check_rewards           config strict
 files      checkpoint_folders:find_checkpoint  config strict                                   resume_from
-files      continuation:check_same_run         config shape resume_from
+files      checkpoint_folders:check_same_run   config shape resume_from
 all files  input_files:check_models            stage shape tokenizer others
 all files  input_files:initial_weights         config stage shape tokenizer template? folder? place?  shape weights
-all files  disk_space:check_folders            config folder? weights others
+all files  disk_space:check_folders            config folder? place? weights others
 all files  disk_space:check_disk               config shape resume_from?                       disk_warning
 data       input_files:check_examples          config train held_out?
-resuming   continuation:changes                config resume_from digests                      changes
+resuming   checkpoint_folders:changes          config resume_from digests                      changes
 processes  agreement:facts_of                  inputs digests verify                           facts
 processes  agreement:agree                     facts
 folder     agreement:hold_output               config resources                                run_id left_by
@@ -67,7 +71,7 @@ class RunInputs:
     stage: Stage
     shape: ModelConfig
     folder: Path | None  # of the model; None for a shape given by name or keys
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerFast
     place: Path  # the folder, or the tokenizer.json, that the tokenizer was read from
     template: ChatTemplate | None  # None for plain text
     weights: InitialWeights
@@ -79,7 +83,9 @@ class RunInputs:
     disk_warning: str
 
 
-def make_checks(moment: str, findings: list[str] | None = None, **known: Any) -> dict[str, Any]:
+def make_checks(
+    moment: str, findings: list[str] | None = None, **known: object
+) -> dict[str, Any]:
     """Make a moment's checks in their order, and return `known` with what they found.
 
     Args:
@@ -88,7 +94,7 @@ def make_checks(moment: str, findings: list[str] | None = None, **known: Any) ->
 
     Raises ConfigError for all that is wrong.
     """
-    errors: list[Any] = []
+    errors: list[object] = []
     for line in TABLE.strip().splitlines():
         when, check, reads, *finds = re.split(" {2,}", line)
         given = {name: known.get(name.rstrip("?")) for name in reads.split()}
@@ -121,7 +127,7 @@ def prepare(
 
     Raises ConfigError: all errors about settings or, if there are none, about what they name.
     """
-    known: dict[str, Any] = {
+    known = {
         "config": config,
         "stage": stage_of(config),
         "world_size": world_size,

@@ -5,14 +5,13 @@ import json
 import re
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 import torch
 
 from models.arch import ModelConfig
 from ulysses import environment
 from ulysses.config.schema import RULE_TARGETS, Config
-from ulysses.config.section import CREDENTIALS, error_context, refuse
+from ulysses.config.section import CREDENTIALS
 from ulysses.parallel.mesh import divisors
 from ulysses.registry import STAGES, TRACKERS, gradient_policies, load, stage_of
 from ulysses.zero.settings import check_raw
@@ -21,23 +20,26 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 MOST_LR = 10.0
 # a path with parameters, or a field that holds a secret, in what a server is sent
 SECRET_FIELDS = re.compile(
-    r'"/[^"]*[?#;@]|"[^"]*(api_?key|token|secret|password|authorization)":', re.I
+    r'"/[^"]*[?#;@&=]|"[^"]*(key|token|secret|passw(or)?d|pwd|auth(orization)?|bearer|credentials?|cookie)":',
+    re.I,
 )
 
 
-def check_settings(config: Config, world_size: int) -> None:
-    """Raise one ConfigError for all that is wrong; 0 processes asks the launcher for their number."""
-    world_size = world_size or environment.world_size()
+def check_processes(config: Config, world_size: int) -> Iterator[str]:
+    """Yield why so many processes cannot share sequences; 0 asks the launcher for their number."""
     if config.run.deterministic:  # before anything starts CUDA
         require_determinism()
+    world_size = world_size or environment.world_size()
     degree = config.parallel.sequence_parallel_size
-    errors: list[Any] = []
     if degree != "auto" and world_size % degree:
-        errors.append(
+        yield (
             f"parallel.sequence_parallel_size is {degree} but must divide the {world_size} processes; set it to "
             f"one of {divisors(world_size)}"
         )
-    errors += contradictions(config)
+
+
+def check_packages(config: Config) -> Iterator[str]:
+    """Yield which settings need a package that is not installed, or a class that cannot be imported."""
     for key, wanted, package in (
         ("model.lora.rank", config.model.lora.rank, "peft"),
         ("model.quantize", config.model.quantize == "nf4", "bitsandbytes"),
@@ -46,21 +48,9 @@ def check_settings(config: Config, world_size: int) -> None:
         *(("run.trackers", name, name) for name in config.run.trackers if name in TRACKERS),
     ):
         if wanted and importlib.util.find_spec(package) is None:
-            errors.append(
+            yield (
                 f"{key} is set but the package {package} is not installed; pip install {package}"
             )
-    errors += tracker_errors(config)
-    from ulysses.zero.deepspeed_internals import wrong_version  # it takes long to import
-
-    errors += filter(None, [wrong_version()])
-    with error_context("", errors):
-        check_raw(config.deepspeed.zero_optimization)
-        gradient_policies(config.gradients)
-    refuse(errors)
-
-
-def tracker_errors(config: Config) -> Iterator[str]:
-    """Yield which of run.trackers are neither ours nor classes that can be imported."""
     for name in sorted({*config.run.trackers} - {*TRACKERS}):
         try:
             load(name)
@@ -69,6 +59,15 @@ def tracker_errors(config: Config) -> Iterator[str]:
                 f"run.trackers has {name!r}, which cannot be imported ({error}); name {', '.join(TRACKERS)}, or a "
                 "class as module:Class, with the module's folder on PYTHONPATH"
             )
+    from ulysses.zero.deepspeed_internals import wrong_version  # it takes long to import
+
+    yield from filter(None, [wrong_version()])
+
+
+def check_tables(config: Config) -> None:
+    """Refuse what the tables of DeepSpeed and of the gradient policies hold; ValueError names the key."""
+    check_raw(config.deepspeed.zero_optimization)
+    gradient_policies(config.gradients)
 
 
 def require_determinism() -> None:
@@ -103,13 +102,29 @@ def check_adapters(config: Config, shape: ModelConfig) -> Iterator[str]:
         yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"
 
 
+def rule_targets(shape: ModelConfig) -> tuple[str, ...]:
+    """Return which modules of linear attention may have an adapter."""
+    if not shape.delta:
+        return ()
+    if shape.family.fused_projections:
+        return RULE_TARGETS[4:]
+    return *RULE_TARGETS[:4], RULE_TARGETS[-1]
+
+
+def choose_targets(config: Config, shape: ModelConfig) -> Config:
+    """Add the modules of linear attention to the adapters' targets where nobody has set these."""
+    model, lora = config.model, config.model.lora
+    if "targets" in lora.model_fields_set:
+        return config
+    targets = [*lora.targets, *rule_targets(shape)]
+    chosen = model.model_copy(update={"lora": lora.model_copy(update={"targets": targets})})
+    return config.model_copy(update={"model": chosen})
+
+
 def missing_targets(config: Config, shape: ModelConfig) -> Iterator[str]:
     """Yield which of the adapters' targets among the projections of linear attention the model does not have."""
-    own: set[str] = set()
-    if shape.delta:
-        fused = shape.family.fused_projections
-        own = {*(RULE_TARGETS[4:] if fused else (*RULE_TARGETS[:4], RULE_TARGETS[-1]))}
-    lacking = sorted({*config.model.lora.targets} & {*RULE_TARGETS} - own)
+    own = rule_targets(shape)
+    lacking = sorted({*config.model.lora.targets} & {*RULE_TARGETS} - {*own})
     if config.model.lora.rank and lacking:
         has = (
             f"of linear attention it has {', '.join(sorted(own))}"
@@ -204,11 +219,14 @@ def contradictions(config: Config) -> Iterator[str]:
             f"run.patience is {run.patience} evaluations but only the end of the run is evaluated; set "
             "run.eval_every"
         )
-    if run.eval_every and not (data.eval or data.eval_fraction):
-        yield (
-            f"run.eval_every is {run.eval_every} but there is nothing to evaluate; set data.eval or "
-            "data.eval_fraction, or run.eval_every = 0"
-        )
+    for key in ("eval_every", "samples"):
+        if (value := getattr(run, key)) and not (data.eval or data.eval_fraction):
+            yield (
+                f"run.{key} is {value} but there is nothing to evaluate; set data.eval or data.eval_fraction, or "
+                f"run.{key} = 0"
+            )
+    if run.samples and stage_of(config).dataset_type in ("text", "ranked"):
+        yield f"run.samples is {run.samples} but stage {stage!r} answers no prompts; set it to 0"
     given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
     for key in given if stage_of(config).dataset_type != "sequence" else ():
         yield f"data.{key} is {given[key]!r} but stage {stage!r} trains the last answer only; remove it"

@@ -8,13 +8,15 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from ulysses.config.foreign_names import explain_unknown
 from ulysses.config.schema import Config, Options
-from ulysses.config.section import ConfigError, absolute, existing, flat, refuse
+from ulysses.config.section import ConfigError, absolute, existing, refuse
+
+Table = TypeVar("Table", bound=BaseModel)
 
 
 class CommandLine(NamedTuple):
@@ -24,7 +26,7 @@ class CommandLine(NamedTuple):
     options: Options
 
 
-def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
+def parse_command_line(arguments: list[str], **overrides: object) -> CommandLine:
     """Read the options of the command, the TOML file and the settings that override it, the keyword arguments last.
 
     Raises ConfigError for anything that is not a valid configuration, all at once.
@@ -48,7 +50,7 @@ def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
     return CommandLine(check(values), options)
 
 
-def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
+def check(values: dict[str, object], table: type[Table] = Config) -> Table:
     """Validate nested tables of settings, and return a `table` that holds them.
 
     Raises ConfigError: a sentence for every error, with the key, what was given and what is required.
@@ -57,15 +59,17 @@ def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
         try:
             return table.model_validate(values)
         except ValidationError as error:
-            errors = _sentences(error, known_keys(table))
+            from ulysses.config.explanations import sentences
+
+            errors = sentences(error, known_keys(table))
     except RecursionError:
         errors = ["the settings are nested too deeply; write tables of one or two levels"]
     refuse(errors)
 
 
-def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:
+def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, FieldInfo]:
     """Return pydantic's description of every setting by its dotted key, in the order of the schema."""
-    keys: dict[str, Any] = {}
+    keys: dict[str, FieldInfo] = {}
     for name, info in table.model_fields.items():
         if hasattr(info.annotation, "model_fields"):
             keys |= known_keys(info.annotation, f"{prefix}{name}.")
@@ -76,7 +80,7 @@ def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, A
 
 def _read_arguments(arguments: list[str]) -> dict[str, Any]:
     """Read `--key value`, `--key=value` and bare switches; a list that is given several times collects its values."""
-    forms = {key: _forms(info.annotation) for key, info in _everything().items()}
+    takes_of = {key: forms(info.annotation) for key, info in everything().items()}
     given, rest = {}, list(arguments)
     while rest:
         argument, equals, value = rest.pop(0).partition("=")
@@ -89,7 +93,7 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
         if "." not in key:
             key = key.replace("-", "_")
         # an unknown key is refused with all others, when the settings are checked
-        takes = forms.get(key, [])
+        takes = takes_of.get(key, [])
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
@@ -100,13 +104,13 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
         # what the text of a number or a word means, the schema decides
         if not takes or value.startswith(("[", "{")):
             value = _read_value(key, value)
-        if "list" in takes:
+        if "list" in takes and "int" not in takes:
             value = given.get(key, []) + (value if isinstance(value, list) else [value])
         given[key] = value
     return given
 
 
-def _read_value(key: str, text: str) -> Any:
+def _read_value(key: str, text: str) -> object:
     """Read a list, a table or the value of an unknown key as JSON or as TOML; other text stays as it is."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
@@ -120,7 +124,7 @@ def _read_value(key: str, text: str) -> Any:
     return text
 
 
-def put(values: dict[str, Any], key: str, value: Any) -> None:
+def put(values: dict[str, Any], key: str, value: object) -> None:
     """Set a dotted key in nested tables, in place of what was there."""
     *tables, name = key.split(".")
     for table in tables:
@@ -130,7 +134,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def _read_file(path: str) -> dict[str, Any]:
+def _read_file(path: str) -> dict[str, object]:
     _refuse_yaml(path)
     file = existing(Path(absolute(path)), "--config")
     try:
@@ -149,55 +153,16 @@ def _refuse_yaml(path: str) -> None:
         )
 
 
-def _sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
-    """Put each of pydantic's errors into one sentence, unknown keys before all others."""
-    unknown: list[str] = []
-    # what all types of a setting refuse is one error
-    wrong: dict[str, str] = {}
-    for problem in error.errors():
-        message, given = problem["msg"], repr(problem["input"])
-        key = ".".join(map(str, problem["loc"]))
-        if problem["type"] == "extra_forbidden":
-            names = flat({key: problem["input"]})
-            unknown += [explain_unknown(name, list(keys)) for name in names]
-            continue
-        if problem["type"] == "missing":
-            given = "missing"
-        while key not in keys and "." in key:
-            # without the position in a list, or the member of a union
-            key = key.rpartition(".")[0]
-        start = f"{wrong[key]}, or " if key in wrong else f"{key} is {given}: "
-        wrong[key] = start + message[0].lower() + message[1:]
-    about = {key: info.description.rstrip(".").replace("\n", " ") for key, info in keys.items()}
-    hints = (f"{text} ({about.get(key, 'a table of settings')})" for key, text in wrong.items())
-    return [*unknown, *hints]
-
-
-def help_text() -> str:
-    """Return what --help prints: every option and setting with its forms, its explanation and its default."""
-    text = """Train a language model on long sequences: ulysses train --config FILE.toml [--key value ...]
-
-On several GPUs: torchrun --nproc_per_node 8 -m ulysses.train --config FILE.toml [--key value ...]
-
-Options, and settings, which are also the keys of the TOML file:"""
-    for key, info in _everything().items():
-        known = not info.is_required() and info.default is not None
-        default = f" (default {info.default!r})" if known else ""
-        shown = key if "." in key else key.replace("_", "-")
-        text += f"\n  --{shown} {'|'.join(_forms(info.annotation))}\n        {info.description}{default}"
-    return text
-
-
-def _everything() -> dict[str, Any]:
+def everything() -> dict[str, FieldInfo]:
     """Return what the command line knows: the options of the command, then the settings."""
     return known_keys(Options) | known_keys()
 
 
-def _forms(annotation: Any) -> list[str]:
+def forms(annotation: object) -> list[str]:
     """Return the forms that a setting may have, such as ["int", "auto"]."""
     if get_origin(annotation) in (UnionType, Union, Literal):
-        members = (_forms(member) for member in get_args(annotation))
-        return [form for forms in members for form in forms if form != "NoneType"]
+        members = (forms(member) for member in get_args(annotation))
+        return [form for found in members for form in found if form != "NoneType"]
     if isinstance(annotation, str):
         return [annotation]
     return [getattr(annotation, "__origin__", annotation).__name__]

@@ -18,7 +18,16 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ulysses.config import stage_sections as stages
-from ulysses.config.section import LOCAL, Place, PlaceOrName, PlaceOrWord, Section, TemplateName
+from ulysses.config.section import (
+    LOCAL,
+    Fraction,
+    Place,
+    PlaceOrName,
+    PlaceOrWord,
+    Section,
+    Share,
+    TemplateName,
+)
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # of linear attention
@@ -31,7 +40,6 @@ RULE_TARGETS = (
     "in_proj_ba",
     "out_proj",
 )
-Share = Annotated[float, Field(ge=0, lt=1)]
 Sources = Annotated[str | dict[str, Any] | list[str | dict[str, Any]], LOCAL]
 
 
@@ -47,7 +55,7 @@ class LoraSection(Section):
     targets: list[Literal[LORA_TARGETS + RULE_TARGETS]] = Field(
         list(LORA_TARGETS), min_length=1
     )
-    """Names of the modules that get an adapter; those of linear attention are not among them unless you name them."""
+    """Names of the modules that get an adapter; by default all projections of attention, linear attention and MLPs."""
     train: list[Literal["embeddings"]] = []
     """What is trained whole beside the adapters: "embeddings", the vocabulary's matrices (PEFT's modules_to_save)."""
     merge: bool = False
@@ -132,6 +140,9 @@ class ModelSection(Section):
 class DataSection(Section):
     train: Sources = []
     """Training data: a path, a table {path, format, weight, columns, split, ...}, or a list of both."""
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    """When an epoch over sources with probabilities ends: with the first source of which every example was taken, or
+    with the last, until which those of the others are repeated."""
     eval: Sources = []
     """Held-out data in the same forms; an empty list means that nothing is evaluated."""
     eval_fraction: Share = 0.0
@@ -141,8 +152,11 @@ class DataSection(Section):
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     """What happens to a longer sequence: cut at its end, cut at its start, left out, or an error that stops the run."""
     chat_template: TemplateName = "tokenizer"
-    """How conversations become text: "tokenizer" (its own way), llama3, llama3.1, qwen2.5, qwen3, chatml, plain or a
-    .jinja file."""
+    """How conversations become text: "tokenizer" (its own way), llama3, llama3.1, qwen2.5, qwen3, chatml, plain, a
+    .jinja file or the text of one."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the chat template reads besides the messages, such as enable_thinking or reasoning_effort; those of a source
+    and of a row come first."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Which tokens of a conversation are trained: every assistant turn, everything, or the last turn only."""
     turns: Literal["auto", "together", "separate"] = "auto"
@@ -173,7 +187,7 @@ class BatchSection(Section):
 
 
 class OptimizerSection(Section):
-    lr: float = Field(None, ge=0)
+    lr: NonNegativeFloat = None
     """Highest learning rate of the schedule; by default the stage's, which --dry-run prints with its reason."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of the matrices; norms and biases get none. 0 is off."""
@@ -187,7 +201,7 @@ class OptimizerSection(Section):
     """Course of the learning rate after the warm-up; "wsd" stays at lr and decays linearly over the last steps."""
     warmup: NonNegativeFloat = 0.03
     """Length of the warm-up: a number of steps if at least 1, otherwise a fraction of all steps; 0 is none."""
-    min_lr: float = Field(0.0, ge=0, le=1)
+    min_lr: Fraction = 0.0
     """Learning rate at the end as a fraction of lr."""
     decay_fraction: float = Field(0.1, gt=0, le=1)
     """Fraction of the steps over which schedule "wsd" decays."""
@@ -205,7 +219,7 @@ class GradientsSection(Section):
 
     @field_validator("preset", mode="before")
     @classmethod
-    def _steady_has_gone(cls, value: Any) -> Any:
+    def _steady_has_gone(cls, value: object) -> object:
         if value == "steady":
             raise PydanticCustomError(
                 "gone", 'it has gone, because it trained no better than clipping; use "default"'
@@ -267,6 +281,10 @@ class RunSection(Section):
     """Seconds without progress after which the run ends and names the process that it waits for."""
     stall_warning: NonNegativeFloat = 60.0
     """Seconds without progress after which a line names that process; 0 prints none."""
+    samples: NonNegativeInt | list[str] = 0
+    """So many held-out rows, or these prompts, are answered at every evaluation, beside the answers of the data and of
+    the reference; PPO adds as many groups of each rollout. samples.jsonl, TensorBoard and the report show them; 0 is
+    off."""
     trackers: list[str] = ["tensorboard"]
     """What gets the metrics besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or your own class as
     module:Class."""

@@ -2,17 +2,28 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
-# What an address has beside host, port and path (a revision in a path of the hub is none), and keys of known forms
+# What an address, also one without http://, has beside host, port and path (a revision in a path of the hub is none),
+# and keys of known forms
 CREDENTIALS = re.compile(
-    r"""(?<!hf)://[^\s"'?#;@]*[?#;@][^\s"',)]+|\b(hf_|sk-|sk-proj-|sk-ant-|gh[opsu]_|AKIA)[A-Za-z0-9]{16,}[\w-]*"""
+    r"""(?<!hf)://[^\s"'?#;@&=]*[?#;@&=][^\s"']+|[?#;&]\w*(key|token|secret|passw\w*|sig\w*)=[^\s"']+|"""
+    r"""\b\w+:[^\s:/@"',]+@\w[^\s"']*|\b(hf_|sk-(\w+-)*|gh[opsu]_|github_pat_|glpat-|xai-|gsk_|nvapi-|AKIA|AIza|eyJ)"""
+    r"[A-Za-z0-9]{16,}[\w.-]*",
+    re.I,
 )
 LARGEST = 2**53  # up to which every whole number is a float too
 
@@ -57,7 +68,7 @@ def existing(path: Path, key: str = "") -> Path:
     return path
 
 
-def refuse(errors: list[Any], findings: list[str] | None = None) -> None:
+def refuse(errors: list[object], findings: list[str] | None = None) -> None:
     """Raise one ConfigError for all errors, which are exceptions or sentences, if there are any.
 
     Args:
@@ -83,7 +94,7 @@ def absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def _local(value: Any) -> Any:
+def _local(value: object) -> object:
     """Make the path of what exists on this machine absolute; other texts are names, such as hub ids or words."""
     if isinstance(value, list):
         return [_local(each) for each in value]
@@ -93,6 +104,8 @@ def _local(value: Any) -> Any:
     return absolute(value) if exists and value not in WORDS else value
 
 
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 # Values that are no paths, even where files of these names lie.
 WORDS = ("", "never", "auto", "cached", "live")
 Place = Annotated[str, AfterValidator(absolute)]
@@ -100,7 +113,11 @@ PlaceOrWord = Annotated[str, AfterValidator(lambda x: x if x in WORDS else absol
 LOCAL = AfterValidator(_local)
 PlaceOrName = Annotated[str, LOCAL]
 TemplateName = Annotated[
-    str, AfterValidator(lambda x: absolute(x) if re.search(r"/|\.jinja$", x) else x)
+    # a template's own text is no path
+    str,
+    AfterValidator(
+        lambda x: absolute(x) if re.search(r"^(?!.*\{[{%]).*(/|\.jinja$)", x, re.S) else x
+    ),
 ]
 
 
@@ -115,9 +132,11 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _no_other_kind(cls, value: Any, info: ValidationInfo) -> Any:
+    def _is_meant(
+        cls, value: object, check: Callable[[object], object], info: ValidationInfo
+    ) -> object:
         kinds = str(cls.model_fields[info.field_name or ""].annotation)
         if isinstance(value, bool) and "bool" not in kinds and "Any" not in kinds:
             raise PydanticCustomError("switch", "this is a number or a text, not true or false")
@@ -125,19 +144,15 @@ class Section(BaseModel):
             raise PydanticCustomError(
                 "nul", "this holds a NUL character, which no path or name has"
             )
-        return value
-
-    @field_validator("*")
-    @classmethod
-    def _no_number_is_beyond_use(cls, value: Any) -> Any:
-        if isinstance(value, int | float) and abs(value) > LARGEST:
+        found = check(value)
+        if isinstance(found, int | float) and abs(found) > LARGEST:
             raise PydanticCustomError("size", "no number can be meant that is beyond 2^53")
-        return value
+        return found
 
 
-def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tables: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested tables as one table whose keys are dotted; an empty table is a value."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in tables.items():
         nested = isinstance(value, Mapping) and value
         found |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
@@ -146,7 +161,7 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def error_context(
-    key: str = "", errors: list[Any] | None = None, *, absent: bool = False
+    key: str = "", errors: list[object] | None = None, *, absent: bool = False
 ) -> Iterator[None]:
     """Turn an error about a value or a file into a ConfigError about the setting `key`.
 

@@ -12,7 +12,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from ulysses.config.section import PlaceOrName, PlaceOrWord, Section
+from ulysses.config.section import Fraction, PlaceOrName, PlaceOrWord, Section, Share
 
 # Every stage in the order of --help, with its usual learning rate and the reason for it.
 LEARNING_RATES = {
@@ -49,14 +49,14 @@ class SftSection(Section):
     """"nll", or "dft" (dynamic fine-tuning: each token's loss times its own probability)."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of mean log-sum-exp squared (PaLM uses 1e-4); 0 is off."""
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    label_smoothing: Share = 0.0
     """Share of the target spread evenly over the vocabulary; 0 is off."""
 
 
 class DistillSection(Section):
     teacher: PlaceOrName = ""
     """Folder or hub id of the model to learn from, which must have the student's tokenizer."""
-    jsd_beta: float = Field(0.0, ge=0, le=1)
+    jsd_beta: Fraction = 0.0
     """Divergence from the teacher: 0 is forward KL, 1 reverse KL, and between them the generalised Jensen-Shannon
     divergence (GKD, arXiv 2306.13649)."""
     temperature: PositiveFloat = 1.0
@@ -87,7 +87,7 @@ class DpoSection(Section):
     """Divergence from the reference in sigmoid, robust, hinge, exo_pair and discopop; "reverse_kl" is plain DPO."""
     f_alpha: float = 0.5
     """Parameter of the "alpha" divergence; not 1."""
-    ld_alpha: float = Field(1.0, ge=0, le=1)
+    ld_alpha: Fraction = 1.0
     """LD-DPO: weight of the tokens beyond the shorter answer's length, for policy and reference; 1 is plain DPO."""
     sft_weight: NonNegativeFloat = 0.0
     """Weight of the token-mean negative log-likelihood of the chosen answers."""
@@ -171,9 +171,9 @@ class PpoSection(Section):
     k1 in a loss is zero on average), also times the token's ratio, through which it is differentiated too (with k3)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimate of the KL: d, d^2 / 2 or exp(-d) - 1 + d, with d the log-ratio to the reference."""
-    gamma: float = Field(1.0, ge=0, le=1)
+    gamma: Fraction = 1.0
     """Discount per token."""
-    lam: float = Field(0.95, ge=0, le=1)
+    lam: Fraction = 0.95
     """GAE's lambda: 1 is the plain return minus the value, 0 one step ahead only."""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens (DAPO); mean over answers of their tokens' means (GRPO); or the tokens' sum divided by
@@ -187,7 +187,7 @@ class PpoSection(Section):
     ratio: Literal["token", "mean", "product"] = "token"
     """Which ratio that is: each token's own, or one for all of an answer, the geometric mean of its tokens' ratios
     (GSPO, 2507.18071) or their product (RLOO)."""
-    clip: float = Field(0.2, ge=0, lt=1)
+    clip: Share = 0.2
     """Clip range of the probability ratio."""
     clip_high: NonNegativeFloat = 0.0
     """Upper side of the clip range if it differs (0.28 in DAPO, arXiv 2503.14476); 0 means clip."""

@@ -54,7 +54,13 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
                 with disk():
                     temporary.mkdir()
                     build(temporary)
-                    _publish(temporary, folder)
+                    flush_to_disk(temporary.iterdir())
+                    try:
+                        temporary.rename(folder)
+                    except OSError:
+                        # a process that took our lease for dead has built the same content
+                        if not folder.is_dir():
+                            raise
             except BaseException as error:
                 failed.write_text(f"{time.time()} {str(error) or type(error).__name__}")
                 raise
@@ -138,13 +144,3 @@ def _remove_abandoned(folder: Path) -> None:
         with suppress(Timeout), lock_file(lock).acquire(timeout=0):
             shutil.rmtree(abandoned, ignore_errors=True)
             lock.unlink(missing_ok=True)
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    flush_to_disk(temporary.iterdir())
-    try:
-        os.rename(temporary, folder)
-    except OSError:
-        # a process that took our lease for dead has built the same content
-        if not folder.is_dir():
-            raise

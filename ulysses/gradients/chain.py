@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policies import ClipGlobalNorm, StopOnNonFinite
+from ulysses.gradients.policies import StopOnNonFinite
 from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 
@@ -71,6 +71,7 @@ GRADIENT_POLICIES = {
     "boost_learning_rate": "ulysses_pro:BoostLearningRate",
     "ulysses_pro": "ulysses_pro:UlyssesPro",
 }
+PRESETS = {"default": "clip_global_norm", "ulysses-pro": "ulysses_pro"}
 GONE = "auto_clip", "zclip"
 
 
@@ -79,28 +80,19 @@ def build_chain(
 ) -> GradientPolicyChain:
     """Build a chain from a preset's name, or from tables such as {"policy": "skip_spike", "sigma": 6.0}.
 
-    default: stop on non-finite gradients, clip to max_norm.
-    ulysses-pro: see UlyssesPro.
+    default: clip to max_norm. ulysses-pro: see UlyssesPro. Both stop on non-finite gradients.
 
     A table holds the policy's name and its constructor's arguments. A list without a policy for non-finite gradients
     gets StopOnNonFinite in front. `max_norm` is where a preset clips; 0 does not clip.
     Raises ValueError naming the table and the key that cannot be honoured.
     """
-    match policies:
-        case "default":
-            chain = [StopOnNonFinite(), ClipGlobalNorm(max_norm)]
-        case "ulysses-pro":
-            from ulysses.gradients.ulysses_pro import UlyssesPro
-
-            chain = [StopOnNonFinite(), UlyssesPro(max_norm)]
-        case str():
-            raise ValueError(f"the preset is {policies!r} but must be default or ulysses-pro")
-        case _:
-            chain = [_build_policy(index, table) for index, table in enumerate(policies)]
-            if not {"stop_on_non_finite", "skip_non_finite"} & {
-                policy.name for policy in chain
-            }:
-                chain.insert(0, StopOnNonFinite())
+    if isinstance(policies, str):
+        if policies not in PRESETS:
+            raise ValueError(f"the preset is {policies!r} but must be {' or '.join(PRESETS)}")
+        policies = [{"policy": PRESETS[policies], "max_norm": max_norm}]
+    chain = [_build_policy(index, table) for index, table in enumerate(policies)]
+    if not {"stop_on_non_finite", "skip_non_finite"} & {policy.name for policy in chain}:
+        chain.insert(0, StopOnNonFinite())
     return GradientPolicyChain(chain)
 
 

@@ -7,7 +7,7 @@
 
 The activations of one layer are a `Group`. In each direction two groups are on the GPU: one in use, one being copied.
 The host never waits; the streams wait for each other's events. Host memory is pinned in chunks of one size, which
-tensors of any size can use again; the planner asks for no more layers than the host holds (levels.py, `pinned_bytes`).
+tensors of any size can use again; the planner asks for no more layers than the host holds (`pinned_bytes`).
 On CPU the same code copies from memory to memory, which is of use to tests alone.
 """
 
@@ -20,8 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses.memory.size import LayerSize
+
 # a power of two, which torch's allocator of pinned memory does not round up
 CHUNK_BYTES = 32 << 20
+
+
+def pinned_bytes(level: str, layer: LayerSize, kept: float) -> float:
+    """Return the most host bytes that what a layer keeps takes: any tensor's last chunk may stay partly empty."""
+    return kept + CHUNK_BYTES * (1 + layer.mixer.tensors * (level == "keep_attention"))
 
 
 class Offloader:
@@ -37,6 +44,10 @@ class Offloader:
         self.free: list[Tensor] = []
         # a weak reference to the group that was closed last
         self.last: Callable[[], Group | None] = lambda: None
+
+    def group(self) -> "Group":
+        """Return a place for another layer's activations."""
+        return Group(self)
 
     def take(self, size: int) -> list[Tensor]:
         """Return chunks for `size` bytes."""
@@ -64,10 +75,10 @@ class Offloader:
 
 
 class Group:
-    """Hold one layer's activations until its backward. Without an offloader they stay where they are."""
+    """Hold one layer's activations until its backward."""
 
-    def __init__(self, offloader: Offloader | None = None) -> None:
-        self._offloader: Any = offloader
+    def __init__(self, offloader: Offloader) -> None:
+        self._offloader = offloader
         self._tensors: list[Tensor] = []  # empty while only the host has them
         # of each tensor: what allocates another like it, and its host memory
         self._copies: list[tuple[Callable[[], Tensor], list[Tensor]]] = []
@@ -75,10 +86,8 @@ class Group:
         self._event: Any = None
 
     def keep(self, tensor: Tensor) -> None:
-        """Add a tensor, and begin to copy it to the host if there is an offloader."""
+        """Add a tensor, and begin to copy it to the host."""
         self._tensors.append(tensor)
-        if self._offloader is None:
-            return
         chunks = self._offloader.take(tensor.nbytes)
         room = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=tensor.device)
         self._copies.append((room, chunks))
@@ -94,8 +103,6 @@ class Group:
 
     def close(self) -> None:
         """End the layer's forward: its tensors leave the device when the next layer has closed its own group."""
-        if self._offloader is None:
-            return
         self._event = self._offloader.stream.record_event()
         self._previous, self._offloader.last = self._offloader.last, weakref.ref(self)
         leaving = self._previous()

@@ -19,8 +19,6 @@ from losses.precision import at_least_float32
 TILE_ROWS = 8192
 EXPERT_TILES = 4  # so many times as many rows where there are experts: every tile makes the gradient of all of them
 
-RowFunction = Callable[[Tensor], Tensor]
-
 
 def tile_rows(total: int, limit: int = TILE_ROWS) -> int:
     """Return the rows of one of `total`'s equal tiles, at most `limit`.
@@ -37,18 +35,18 @@ def tiles(total: int, rows: int) -> Iterator[slice]:
 
 
 @torch.no_grad()
-def add_by_tiles(function: RowFunction, rows: Tensor, tile: int) -> Tensor:
-    """Return rows + function(rows), computed in tiles of `tile` rows, without a graph."""
+def add_by_tiles(function: Callable[[slice], Tensor], rows: Tensor, tile: int) -> Tensor:
+    """Return rows + what the function makes of the rows of every tile, without a graph."""
     if tile >= len(rows):
-        return rows + function(rows)
+        return rows + function(slice(0, len(rows)))
     out = torch.empty_like(rows)
     for part in tiles(len(rows), tile):
-        torch.add(rows[part], function(rows[part]), out=out[part])
+        torch.add(rows[part], function(part), out=out[part])
     return out
 
 
 def tile_gradients(
-    function: RowFunction,
+    function: Callable[[Tensor], Tensor],
     rows: Tensor,
     grad: Tensor,
     parameters: Sequence[Tensor],

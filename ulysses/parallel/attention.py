@@ -12,7 +12,7 @@ row-parallel size.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from typing import Any
 
@@ -26,9 +26,8 @@ from .exchange import (
     exchange_qkv_backward,
     exchange_qkv_forward,
 )
-from .kernels.choice import KERNELS, ONE_DOCUMENT, VARLEN, Kernel, check_name, resolve_kernel
-from .kernels.document import Gradients, Inputs, Results, join
-from .kernels.short import LONGEST
+from .kernels.choice import KERNELS, VARLEN, Kernel, check_name, resolve_kernel
+from .kernels.document import ONE_DOCUMENT, SHORT, Gradients, Inputs, Results, join
 from .layout import (
     AttentionPlan,
     VarlenCall,
@@ -39,7 +38,7 @@ from .layout import (
 from .mesh import ParallelMesh
 
 # Lengths of prove_kernel's documents: several tiles, none of them full, and a single token; and of a short pack's
-PROOF: tuple[int, ...] = (LONGEST + 88, 1, 129)
+PROOF: tuple[int, ...] = (SHORT + 88, 1, 129)
 SHORT_PROOF = (300, 1, 129)
 PROOF_WINDOW = (
     100  # tokens of their windows: kernels are compiled for a window, not for its size
@@ -132,49 +131,40 @@ class UlyssesAttention(nn.Module):
 
             return attend_dense(attend, self.mesh, query, key, value, causal)
         if plan is None:
-            assert cu_seqlens is not None
-            plan = self._make_plan(cu_seqlens, len(query), query.device)
+            plan = self._make_plan(cu_seqlens, query)
         elif query.shape[0] != plan.local_tokens:
             raise ValueError(
                 f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}"
             )
         return attend(query, key, value, plan if causal else plan.unmasked)
 
-    def _make_plan(
-        self, cu_seqlens: Tensor, local_tokens: int, device: torch.device
-    ) -> AttentionPlan:
-        """Plan a pack."""
+    def _make_plan(self, cu_seqlens: Any, query: Tensor) -> AttentionPlan:
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
-        total = local_tokens * ranks
-        bounds = cu_seqlens.cpu()
+        total, bounds = len(query) * ranks, cu_seqlens.cpu()
         if int(bounds[-1]) != total:
             raise ValueError(
                 f"cu_seqlens ends at {int(bounds[-1])} but the {ranks} ranks hold {total} tokens; "
                 "it must describe the whole pack, with an entry for padding"
             )
         sets = row_sets(bounds, mesh.row_parallel_size, windows=mesh.windows)
-        return packed_plan(bounds, sets, mesh, device)
+        return packed_plan(bounds, sets, mesh, query.device)
 
     def attend_forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        plan: AttentionPlan,
-        sink: Tensor | None = None,
+        self, shards: Sequence[Tensor], plan: AttentionPlan, sink: Tensor | None = None
     ) -> Results:
         """Run the kernel on every arc of this rank's rows, without communicating and without recording a graph.
 
-        query [T/R, H/U, E], key and value [T, kv, E] -> out like query, lse [H/U, T/R].
+        shards: query [T/R, H/U, E], key and value [T, kv, E] -> out like query, lse [H/U, T/R].
         """
-        plan, kernel, inputs = self._calls(query, key, value, plan)
+        plan, kernel, inputs = self._calls(shards, plan)
 
         def run(call: VarlenCall) -> Results:
             return kernel.forward(inputs(call), call.segments)
 
-        out, lse = run(plan.calls[0])
-        if len(plan.calls) > 1:
-            results = [(out, lse), *map(run, plan.calls[1:])]
+        first, *others = plan.calls
+        out, lse = run(first)
+        if others:
+            query, results = shards[0], [(out, lse), *map(run, others)]
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
             lse = lse.new_empty(query.shape[1], len(query))
             for call, (of_call, lse_of_call) in zip(plan.calls, results):
@@ -190,15 +180,14 @@ class UlyssesAttention(nn.Module):
     def attend_backward(
         self,
         dout: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        shards: Sequence[Tensor],
+        results: Sequence[Tensor],
         plan: AttentionPlan,
-    ) -> Gradients:
-        """Compute dq, dk, dv from what `attend_forward` returned."""
-        plan, kernel, inputs = self._calls(query, key, value, plan)
+        sink: Tensor | None = None,
+    ) -> tuple[Gradients, Sequence[Tensor]]:
+        """Compute dq, dk, dv, and the gradient of a trained sink [H], from what `attend_forward` returned."""
+        (query, key, _), (out, lse) = shards, results
+        plan, kernel, inputs = self._calls(shards, plan)
 
         def gradients(call: VarlenCall) -> Gradients:
             """Return one call's share of the gradients, which the joint out and lse make exact."""
@@ -223,14 +212,13 @@ class UlyssesAttention(nn.Module):
             dquery[call.rows] += dq
             dkey[call.keys] += dk
             dvalue[call.keys] += dv
-        return dquery, dkey.to(key.dtype), dvalue.to(key.dtype)
-
-    def sink_gradient(self, dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-        """Compute the gradient of `sink` [H], in lse's dtype, from what `attend_forward` returned with it."""
-        grad = lse.new_zeros(sink.shape)
-        weights = (sink[self._my_heads, None].to(lse.dtype) - lse).exp()
-        grad[self._my_heads] = -((dout * out).sum(-1, dtype=lse.dtype).T * weights).sum(1)
-        return grad
+        grads = dquery, dkey.to(key.dtype), dvalue.to(key.dtype)
+        if sink is None or not sink.requires_grad:
+            return grads, ()
+        of_sink, mine = lse.new_zeros(sink.shape), self._my_heads
+        weights = (sink[mine, None].to(lse.dtype) - lse).exp()
+        of_sink[mine] = -((dout * out).sum(-1, dtype=lse.dtype).T * weights).sum(1)
+        return grads, [of_sink.to(sink.dtype)]
 
     @property
     def _my_heads(self) -> slice:
@@ -241,9 +229,10 @@ class UlyssesAttention(nn.Module):
         return slice(first, first + count)
 
     def _calls(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
+        self, shards: Sequence[Tensor], plan: AttentionPlan
     ) -> tuple[AttentionPlan, Kernel, Callable[[VarlenCall], Inputs]]:
         """Return the plan under the window, the kernel for it, and what the kernel gets for one of its calls."""
+        query, key, value = shards
         # what cuts nothing is no window
         window = self.window if plan.longest > (self.window or plan.longest) else None
         case = query.device, query.dtype, self.head_dim
@@ -284,8 +273,8 @@ class _Attend(torch.autograd.Function):
         attention: UlyssesAttention,
         plan: AttentionPlan,
     ) -> Tensor:
-        shards = exchange_qkv_forward(query, key, value, plan)
-        out, lse = attention.attend_forward(*shards, plan, sink)
+        shards = exchange_qkv_forward((query, key, value), plan)
+        out, lse = attention.attend_forward(shards, plan, sink)
         ctx.save_for_backward(*shards, out, lse, sink)
         ctx.attention, ctx.plan = attention, plan
         return exchange_out_forward(out, plan)
@@ -293,14 +282,11 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        attention, plan = ctx.attention, ctx.plan
-        *kept, sink = ctx.saved_tensors
+        attention, plan, kept = ctx.attention, ctx.plan, ctx.saved_tensors
         dout = exchange_out_backward(grad, plan)
-        dq, dk, dv = attention.attend_backward(dout, *kept, plan)
+        grads, of_sink = attention.attend_backward(dout, kept[:3], kept[3:5], plan, kept[5])
         heads = attention.num_heads, attention.num_kv_heads
-        if sink is not None:
-            sink = attention.sink_gradient(dout, *kept[-2:], sink).to(sink.dtype)
-        return *exchange_qkv_backward(dq, dk, dv, plan, *heads), sink, None, None
+        return *exchange_qkv_backward(grads, plan, *heads), *(of_sink or [None]), None, None
 
 
 def prove_kernel(

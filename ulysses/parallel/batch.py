@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +31,6 @@ from .layout import (
     AttentionPlan,
     Device,
     Range,
-    count_rows,
     packed_plan,
     row_sets,
     rows_of,
@@ -163,13 +163,14 @@ def pack_shard(
     before = torch.tensor([*left_out, *[0] * len(tail)])
     sets = row_sets(cu, mesh.row_parallel_size, before, mesh.windows)
     ranges = shard_ranges(sets, mesh.sp_rank, mesh.head_parallel_size)
+    indices = rows_of(ranges)
+    ids = torch.bucketize(indices, cu[1:], right=True)
+    is_last = (indices + 1 == cu[ids + 1]) & (ids < num_sequences)
     # an empty pack reads no token, but learns its columns and their types
     known = given or [Sequence([], [])]
     tokens, targets, loss_weights, token_columns = _read_rows(
-        known, left_out, num_tokens, starts, ranges
+        known, left_out, num_tokens, starts, ranges, is_last
     )
-    indices = rows_of(ranges)
-    ids = torch.bucketize(indices, cu[1:], right=True)
     valid = torch.nonzero(loss_weights).squeeze(1)
     columns = {
         name: torch.tensor([s.columns[name] for s in known])[:num_sequences]
@@ -181,7 +182,7 @@ def pack_shard(
         "loss_weights": loss_weights,
         "positions": indices - cu[ids] + before[ids],
         "sequence_ids": ids,
-        "is_last": (indices + 1 == cu[ids + 1]) & (ids < num_sequences),
+        "is_last": is_last,
         "cu_seqlens": cu.int(),
         "valid_index": valid,
         "sequence_starts": torch.searchsorted(ids, torch.arange(num_sequences + 1)),
@@ -197,7 +198,7 @@ def pack_shard(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         num_tokens_shared=sum(left_out),
-        num_squares=sum(squares(n, p, mesh.windows) for n, p in zip(lengths, left_out)),
+        num_squares=sum(squares(*map(np.array, (lengths, left_out)), mesh.windows).tolist()),
         num_valid=valid.numel(),
         mesh=mesh,
         attention_plan=packed_plan(
@@ -221,49 +222,46 @@ def _read_rows(
     num_tokens: int,
     cu_seqlens: list[int],
     ranges: list[Range],
+    is_last: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Read tokens, targets, weights and columns of packed ranges; what comes after the sequences is the tail."""
-    # (sequence, first token in it, token after the last) for each part of a sequence in the ranges
-    pieces = []
+    pieces, counts = [], []
     for part in chain(*sequence_parts(cu_seqlens, ranges)):
         if part.start < num_tokens:
             first = left_out[part.sequence] - part.whole[0]
-            pieces.append((part.sequence, first + part.start, first + part.end))
-    pieces = pieces or [(0, 0, 0)]  # a rank that holds nothing but tail learns the dtypes
+            # one row more, which is what the last one predicts, unless the sequence ends there
+            rows = slice(first + part.start, first + part.end + 1)
+            pieces.append((sequences[part.sequence], rows))
+            counts += [part.end - part.start, part.end < part.whole[1]]
+    # a rank that holds nothing but tail learns the dtypes
+    pieces = pieces or [(sequences[0], slice(0))]
+    own = np.flatnonzero(np.repeat(np.arange(len(counts)) % 2 == 0, counts))
 
-    def read(arrays: list[Any]) -> list[Tensor]:
-        """Read one row more than each piece has: what its last position predicts, unless the sequence ends there."""
-        return [_read(arrays[i], low, high + 1) for i, low, high in pieces]
+    def fit(rows: Tensor) -> Tensor:
+        return F.pad(rows[own], (0, len(is_last) - len(own)))
 
-    def join(parts: list[Tensor], shift: int = 0) -> Tensor:
-        """Join the pieces from `shift` rows on; where they end too early, and in the tail, there are zeros."""
-        fitted = [_fit(x[shift:], high - low) for x, (_, low, high) in zip(parts, pieces)]
-        return _fit(torch.cat(fitted), count_rows(ranges))
+    def following(rows: Tensor) -> Tensor:
+        return fit(rows.roll(-1)).masked_fill_(is_last, 0)
 
-    tokens = [part.long() for part in read([s.tokens for s in sequences])]
-    weights = [part.float() for part in read([s.loss_weights for s in sequences])]
-    loss_weights = join(weights, 1)
+    tokens = _join([s.tokens[rows] for s, rows in pieces]).long()
+    loss_weights = following(_join([s.loss_weights[rows] for s, rows in pieces]).float())
     if not bool(torch.isfinite(loss_weights).all()):
         raise ValueError(
             "loss_weights has a value that is not finite; give a number, or 0 to ignore a target"
         )
     return (
-        join(tokens),
-        join(tokens, 1).masked_fill_(loss_weights == 0, IGNORE),
+        fit(tokens),
+        following(tokens).masked_fill_(loss_weights == 0, IGNORE),
         loss_weights,
         {
-            name: join(read([s.token_columns[name] for s in sequences]))
+            name: fit(_join([s.token_columns[name][rows] for s, rows in pieces]))
             for name in sequences[0].token_columns
         },
     )
 
 
-def _fit(rows: Tensor, count: int) -> Tensor:
-    """Cut rows off, or add zeros."""
-    return F.pad(rows, (0, count - len(rows)))
-
-
-def _read(values: Any, start: int, stop: int) -> Tensor:
-    piece = values[start:stop]
-    # memory-mapped arrays are read-only, so their values are copied
-    return piece if isinstance(piece, Tensor) else torch.tensor(piece)
+def _join(pieces: list[Any]) -> Tensor:
+    """Copy pieces of arrays end to end; memory-mapped ones are read-only, and torch warns of those."""
+    if isinstance(pieces[0], np.ndarray):
+        return torch.from_numpy(np.concatenate(pieces))
+    return torch.cat([torch.as_tensor(piece) for piece in pieces])

@@ -19,7 +19,7 @@ Letters: T packed tokens, S tokens on this rank, H query heads, K kv heads, E he
 row-parallel size; `query` and `key` are the numbers of heads on one rank after the exchange (HeadLayout).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,12 @@ _WIDE = 16  # bytes that a GPU's thread moves at once
 # --- q, k, v: token shards -> head shards ------------------------------------------------------------------------
 
 
-def exchange_qkv_forward(
-    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
-) -> tuple[Tensor, Tensor, Tensor]:
+def exchange_qkv_forward(qkv: Sequence[Tensor], plan: AttentionPlan) -> tuple[Tensor, ...]:
     """Send q [S, H, E], k and v [S, K, E] to the ranks that attend with them; records no graph.
 
     Returns q' [T/R, query, E], k' and v' [T, key, E]. All ranks of the group call it together, and its adjoint too.
     """
-    mesh = plan.mesh
+    mesh, (query, key, value) = plan.mesh, qkv
     if mesh.sequence_parallel_size == 1:
         return query, key, value
     heads = head_layout(query.shape[1], key.shape[1], mesh.head_parallel_size)
@@ -65,14 +63,10 @@ def exchange_qkv_forward(
 
 
 def exchange_qkv_backward(
-    dquery: Tensor,
-    dkey: Tensor,
-    dvalue: Tensor,
-    plan: AttentionPlan,
-    num_heads: int,
-    num_kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grads: Sequence[Tensor], plan: AttentionPlan, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, ...]:
     """Bring gradients of head shards back to token shards; those of a kv head's copies are summed."""
+    dquery, dkey, dvalue = grads
     if plan.mesh.sequence_parallel_size == 1:
         return dquery, dkey, dvalue
     ranks = plan.mesh.head_parallel_size
@@ -89,11 +83,9 @@ def exchange_qkv_backward(
         total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
     for part in others:
         total += part
-    return (
-        dense(received.query.transpose(0, 1)).flatten(1, 2),
-        sum_heads(total[..., : heads.key, :], heads, num_kv_heads).to(dquery.dtype),
-        sum_heads(total[..., heads.key :, :], heads, num_kv_heads).to(dquery.dtype),
-    )
+    sums = (sum_heads(part, heads, num_kv_heads) for part in total.split(heads.key, -2))
+    of_query = dense(received.query.transpose(0, 1)).flatten(1, 2)
+    return of_query, *(x.to(dquery.dtype) for x in sums)
 
 
 class _Buffer:

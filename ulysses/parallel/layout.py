@@ -163,7 +163,11 @@ def count_rows(ranges: Sequence[Range]) -> int:
 
 def rows_of(ranges: Sequence[Range]) -> Tensor:
     """List the rows of packed ranges, in order: int64 on the host."""
-    return torch.cat([torch.arange(a, b) for a, b in ranges])
+    starts, ends = torch.tensor(ranges).T
+    sizes = ends - starts
+    # how much further a range's rows lie than their places
+    before = starts - sizes.cumsum(0) + sizes
+    return before.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
 
 
 def shard_ranges(sets: list[list[Range]], sp_rank: int, head_parallel_size: int) -> list[Range]:
@@ -231,11 +235,7 @@ class VarlenCall(NamedTuple):
     causal: bool
 
 
-class Document(NamedTuple):
-    """One document of a kernel call: its query rows on this rank, and its packed keys."""
-
-    rows: list[Range]
-    keys: list[Range]
+Document = tuple[list[Range], list[Range]]  # its query rows on this rank, and its packed keys
 
 
 @dataclass(frozen=True)
@@ -270,6 +270,10 @@ class AttentionPlan:
     def local_tokens(self) -> int:
         return self.total // self.mesh.sequence_parallel_size
 
+    @property
+    def device(self) -> torch.device:
+        return self.calls[0].segments.cu_q.device
+
     @cached_property
     def longest(self) -> int:
         """The most tokens that a row sees without a window."""
@@ -286,8 +290,7 @@ class AttentionPlan:
             return self
         if window not in self._windowed:
             arcs = sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
-            device = self.calls[0].segments.cu_q.device
-            calls = _causal_calls(arcs, self.prefixes, window, device)
+            calls = _causal_calls(arcs, self.prefixes, window, self.device)
             self._windowed[window] = replace(self, calls=calls, prefix_calls=[])
         return self._windowed[window]
 
@@ -301,12 +304,12 @@ class AttentionPlan:
         """What layers of linear attention need of the pack, a Recurrence."""
         from .waves import Recurrence
 
-        return Recurrence(self.cu_seqlens, self.prefixes, self.calls[0].segments.cu_q.device)
+        return Recurrence(self.cu_seqlens, self.prefixes, self.device)
 
     @cached_property
     def by_rank(self) -> slice | Tensor:
         """The packed rows in the order of the ranks that hold them."""
-        return _join(self.pieces, self.calls[0].segments.cu_q.device)[0]
+        return _join(self.pieces, self.device)[0]
 
     @cached_property
     def unmasked(self) -> "AttentionPlan":
@@ -316,9 +319,8 @@ class AttentionPlan:
                 "sequences that share a prompt need a causal mask; pack them whole"
             )
         arcs = sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
-        device = self.calls[0].segments.cu_q.device
-        whole = [[Document([part.rows], [part.whole]) for part in parts] for parts in arcs]
-        return replace(self, calls=[varlen_call(x, device, causal=False) for x in whole])
+        whole = [[([part.rows], [part.whole]) for part in parts] for parts in arcs]
+        return replace(self, calls=[varlen_call(x, self.device, causal=False) for x in whole])
 
 
 def packed_plan(
@@ -370,7 +372,7 @@ def _prefix_calls(
         ends = sorted({end for end, _ in branches})
         for number, (low, high) in enumerate(pairwise([start, *ends])):
             rows = [part.rows for end, part in branches if end >= high]
-            calls[number].append(Document(rows, [(low, high)]))
+            calls[number].append((rows, [(low, high)]))
     return [varlen_call(documents, device, causal=False) for documents in calls.values()]
 
 
@@ -391,23 +393,21 @@ def _causal_calls(
             sees = shared[0] < stop
             readers[start] += sees
             keys = [shared] * sees + [(max(begin, reach), part.end)]
-            calls[arc, readers[start] * sees].append(Document([part.rows], keys))
+            calls[arc, readers[start] * sees].append(([part.rows], keys))
     return [varlen_call(calls[key], device, causal=True) for key in sorted(calls)]
 
 
 def varlen_call(documents: list[Document], device: Device, *, causal: bool) -> VarlenCall:
     """Write documents as one kernel call, whose tensors are on the device."""
-    rows, bounds_q = _join([document.rows for document in documents], device)
-    keys, bounds_k = _join([document.keys for document in documents], device)
-    bounds = [bounds_q, bounds_k]
+    (rows, keys), bounds = zip(*(_join(ranges, device) for ranges in zip(*documents)))
     cu_q, cu_k = (to_device(torch.tensor(x, dtype=torch.int32), device) for x in bounds)
-    if bounds_q == bounds_k:
+    if bounds[0] == bounds[1]:
         cu_k = cu_q
     max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in bounds)
     return VarlenCall(rows, keys, Segments(cu_q, cu_k, max_q, max_k, bounds), causal)
 
 
-def _join(parts: list[list[Range]], device: Device) -> tuple[slice | Tensor, list[int]]:
+def _join(parts: Sequence[list[Range]], device: Device) -> tuple[slice | Tensor, list[int]]:
     """Lay the ranges of all parts end to end: a slice of their rows, or an index, and where each part begins."""
     bounds = [0, *accumulate(count_rows(ranges) for ranges in parts)]
     ranges = list(chain(*parts))

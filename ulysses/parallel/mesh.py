@@ -19,9 +19,9 @@ import torch.distributed as dist
 def gather(value: Any) -> list[Any]:
     """Return every rank's value, any object that can be pickled, in rank order; all ranks call it together.
 
-    Without torch.distributed there is one rank.
+    Without torch.distributed there is one rank. One alone pickles nothing.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -39,16 +39,13 @@ def sequence_last(values: Tensor, batch: ShardedBatch) -> Tensor:
 @torch.no_grad()
 def gather_tokens(values: Tensor, batch: ShardedBatch) -> Tensor:
     """Collect per-token values [S, ...] in packed order [T, ...] on every rank, without the tail; no gradient."""
-    gathered = values.contiguous()
+    plan, gathered = batch.attention_plan, values.contiguous()
     if batch.mesh.sp_group is not None:
-        shards = [torch.empty_like(gathered) for _ in range(batch.mesh.sequence_parallel_size)]
-        dist.all_gather(shards, gathered, group=batch.mesh.sp_group)
-        gathered = torch.cat(shards)
-    ranges = [piece for pieces in batch.attention_plan.pieces for piece in pieces]
-    if len(ranges) > 1:
-        parts = dict(zip(ranges, gathered.split([b - a for a, b in ranges])))
-        gathered = torch.cat([parts[piece] for piece in sorted(parts)])
-    return gathered[: batch.num_tokens]
+        gathered = values.new_empty(plan.total, *values.shape[1:])
+        dist.all_gather_into_tensor(gathered, values.contiguous(), group=batch.mesh.sp_group)
+    packed = torch.empty_like(gathered)
+    packed[plan.by_rank] = gathered
+    return packed[: batch.num_tokens]
 
 
 class _SegmentSums(torch.autograd.Function):

@@ -13,12 +13,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-Range = tuple[int, int]
 
 
 class Wave(NamedTuple):
@@ -37,72 +35,59 @@ class Wave(NamedTuple):
     hands_on: Tensor | None
 
 
-def make_waves(
-    cu_seqlens: Sequence[int], prefixes: Mapping[int, Range], device: torch.device
-) -> list[Wave]:
-    """Return the waves of a pack's documents; `prefixes` are the packed rows that some of them leave out."""
-    ends = {end for _, end in prefixes.values()}
-    before_first = {
-        first: prefixes.get(i, (0, 0))[1] for i, first in enumerate(cu_seqlens[:-1])
-    }
-    level_after: dict[int, int] = {0: 0}  # of what starts behind a packed row
-    # of parts: their rows, and the end of the rows that each comes after
-    levels: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for start, end in pairwise(sorted({*cu_seqlens, *ends})):
-        before = before_first.get(start, start)
-        levels[level := level_after[before]].append((start, end, before))
-        level_after[end] = level + 1
-    places: dict[int, int] = {}
-    waves = []
-    for level, parts in levels.items():
-        starts = [places[before] for *_, before in parts if level]
-        hands_on = [i for i, (_, end, _) in enumerate(parts) if end in ends]
-        for i in hands_on:
-            places[parts[i][1]] = len(places)
-        spans = [(start, end) for start, end, _ in parts]
-        rows: slice | Tensor = slice(None)
-        if prefixes:
-            rows = torch.cat([torch.arange(*span) for span in spans]).to(device)
-        bounds = [0, *accumulate(end - start for start, end in spans)]
-        cu, *others = (torch.tensor(x, device=device) for x in (bounds, starts, hands_on))
-        given = (x if len(x) else None for x in others)
-        waves.append(Wave(rows, bounds, cu, *given))
-    return waves
-
-
 class Recurrence:
     """What recurrences and the convolutions before them need of a pack, on its device; made once for all layers.
 
-    waves: the documents in their order.
+    waves: the documents in their order. `prefixes` are the packed rows that some of them leave out.
     """
 
     def __init__(
-        self, cu_seqlens: Sequence[int], prefixes: Mapping[int, Range], device: torch.device
+        self,
+        cu_seqlens: Sequence[int],
+        prefixes: Mapping[int, tuple[int, int]],
+        device: torch.device,
     ) -> None:
-        self.waves = make_waves(cu_seqlens, prefixes, device)
-        self._pack = [*cu_seqlens], prefixes, device
+        self.documents, self.prefixes, self.device = [*pairwise(cu_seqlens)], prefixes, device
+        self.waves: list[Wave] = []
         self.with_copies = cache(self._with_copies)
+        ends = {end for _, end in prefixes.values()}
+        # by a document's first row: the end of the rows that it comes after
+        before_first = dict.fromkeys(cu_seqlens, 0)
+        before_first |= {cu_seqlens[i]: end for i, (_, end) in prefixes.items()}
+        level_after: dict[int, int] = {0: 0}  # of what starts behind a packed row
+        # of parts: their rows, and the end of the rows that each comes after
+        levels: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for start, end in pairwise(sorted({*cu_seqlens, *ends})):
+            before = before_first.get(start, start)
+            levels[level := level_after[before]].append((start, end, before))
+            level_after[end] = level + 1
+        places: dict[int, int] = {}
+        for level, parts in levels.items():
+            starts = [places[before] for *_, before in parts if level]
+            hands_on = [i for i, (_, end, _) in enumerate(parts) if end in ends]
+            for i in hands_on:
+                places[parts[i][1]] = len(places)
+            rows: slice | Tensor = slice(None)
+            if prefixes:
+                rows = torch.cat([torch.arange(*part[:2]) for part in parts]).to(device)
+            bounds = [0, *accumulate(end - start for start, end, _ in parts)]
+            cu, *others = (torch.tensor(x, device=device) for x in (bounds, starts, hands_on))
+            given = (x if len(x) else None for x in others)
+            self.waves.append(Wave(rows, bounds, cu, *given))
 
-    def _with_copies(self, count: int) -> tuple[Tensor, slice | Tensor, slice | Tensor]:
+    def _with_copies(self, count: int) -> tuple[Any, ...]:
         """Return a pack in which what shares a prompt begins with copies of the prompt's last `count` rows.
 
         That is cu_seqlens of this pack, the packed rows that it consists of, and which of them are no copies.
         """
-        cu_seqlens, prefixes, device = self._pack
-        if not prefixes:
+        if not self.prefixes:
             return self.waves[0].cu_seqlens, slice(None), slice(None)
-        bounds = torch.tensor(cu_seqlens)
-        shared = torch.tensor([prefixes.get(i, (0, 0)) for i in range(len(bounds) - 1)])
-        copies = shared.diff()[:, 0].clamp(max=count)
-        lengths = bounds.diff() + copies
-        ends = lengths.cumsum(0)
-        # of every row: where its document begins, where the prompt ends, and the document's first row that is no copy
-        begin, end, first = (
-            x.repeat_interleave(lengths)
-            for x in (bounds[:-1], shared[:, 1], ends - bounds.diff())
-        )
-        place = torch.arange(len(first)) - first
-        rows = torch.where(place < 0, end, begin) + place
-        found = torch.cat([bounds[:1], ends]), rows, (place >= 0).nonzero()[:, 0]
-        cu, all_rows, originals = (x.to(device) for x in found)
-        return cu, all_rows, originals
+        bounds, rows, originals = [0], [], []
+        for i, (start, end) in enumerate(self.documents):
+            first, last = self.prefixes.get(i, (0, 0))
+            copies = min(count, last - first)
+            rows += [torch.arange(last - copies, last), torch.arange(start, end)]
+            bounds.append(bounds[-1] + copies + end - start)
+            originals.append(torch.arange(bounds[-1] - (end - start), bounds[-1]))
+        found = torch.tensor(bounds), torch.cat(rows), torch.cat(originals)
+        return tuple(x.to(self.device) for x in found)

@@ -15,8 +15,6 @@ from ulysses.memory.size import LayerSize, Setting
 from ulysses.plan.machine import Machine
 from ulysses.stages.base import PlannedRollout
 
-# bits of an element of a quantised matrix (models/quantized.py): its code, and its share of scales and their tables
-BITS = {"nf4": 4 + 8 / 64 + 32 / 64 / 256, "fp8": 8.01}
 MATRICES = 0.64  # rate of matrix products, as a share of the peak, as measured on H200
 # Seconds in which the host launches one layer, forward and backward, with weights that are gathered and that stay;
 # CUDA graphs need none. They pay where a layer takes the GPU less than GRAPH_SECONDS.
@@ -58,7 +56,11 @@ class Model(NamedTuple):
 
     def matrix_bytes(self, parameters: float, element_size: int) -> float:
         """Return the bytes of so many parameters of layers' matrices."""
-        return parameters * BITS.get(self.quantize, 8 * element_size) / 8
+        if self.quantize == "none":
+            return parameters * element_size
+        from models.quantized import BITS
+
+        return parameters * BITS[self.quantize] / 8
 
     def weight_bytes(self, element_size: int) -> float:
         """Return the bytes of all weights."""
@@ -175,12 +177,16 @@ class Plan(NamedTuple):
     def graphs(self) -> bool:
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
         case = self.case
-        layer, alone = case.model.layer, self.resident and case.sp == 1
-        if {*self.levels} != {"none"} or not (alone and layer.is_captured):
+        alone = self.resident and case.sp == 1 and {*self.levels} == {"none"}
+        if not (alone and case.model.layer.is_captured):
             return False
-        flops = 6 * case.local * layer.parameters
-        is_short = flops < GRAPH_SECONDS * MATRICES * case.machine.peak_flops
+        is_short = case.local < GRAPH_SECONDS * self._layer_rate
         return is_short and case.element_size == 2 and case.machine.is_gpu
+
+    @property
+    def _layer_rate(self) -> float:
+        """The tokens that one layer computes in a second, forward and backward."""
+        return MATRICES * self.case.machine.peak_flops / (6 * self.case.model.layer.parameters)
 
     @property
     def launched_tokens(self) -> float:
@@ -188,8 +194,7 @@ class Plan(NamedTuple):
 
         With shared prompts, which the graphs do not know, a layer has twice the launches.
         """
-        rate = MATRICES * self.case.machine.peak_flops
-        return self.graphs * 2 * LAUNCH_RESIDENT * rate / (6 * self.case.model.layer.parameters)
+        return self.graphs * 2 * LAUNCH_RESIDENT * self._layer_rate
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ Shapes: S local tokens, D width, V vocabulary.
 from typing import NamedTuple
 
 from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
-from ulysses.memory.levels import kept_bytes, pinned_bytes
+from ulysses.memory.levels import kept_bytes
 from ulysses.memory.size import LayerSize
 from ulysses.memory.tiling import TILE_ROWS, tile_rows
 from ulysses.plan.case import Model, Plan
@@ -88,7 +88,9 @@ def predict(plan: Plan) -> Prediction:
     gloo = 2 * size * model.vocabulary_parameters
     buffers = COMMUNICATOR_BYTES if machine.is_gpu else gloo
     gpu = allocated * SLACK + CONTEXT_BYTES + buffers * (world > 1)
-    moved = weights + trained - states + pinned_layer(plan) * away
+    moved = weights + trained - states
+    if away:
+        moved += pinned_layer(plan) * away
     # a checkpoint passes through, one kind of the state at a time
     host = moved + 4 * model.trained / world + PROCESS_BYTES
     return Prediction(
@@ -106,6 +108,8 @@ def predict(plan: Plan) -> Prediction:
 
 def pinned_layer(plan: Plan) -> float:
     """Return the most host bytes that one of the first layers' activations take."""
+    from ulysses.memory.offload import pinned_bytes
+
     case, level = plan.case, plan.levels[0]
     mean, _ = case.layer_sizes(case.model)
     return pinned_bytes(level, mean, kept_bytes(level, mean, case.element_size) * case.local)

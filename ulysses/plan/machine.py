@@ -9,7 +9,6 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from ulysses.config.schema import Config, Options
 from ulysses.environment import local_world_size
 from ulysses.parallel.mesh import gather
 
@@ -26,7 +25,6 @@ PEAKS = {  # dense bfloat16 FLOP/s, and bytes/s of memory, by part of the device
 }
 # of a process without a GPU, roughly: it only decides how much work hides a launch
 CPU_FLOPS = 1e11
-ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
 HOST_FILL = 0.9  # share of a node's free memory that training may take
 LINK = 450e9  # bytes/s between two GPUs of one node, one direction
 NODE_LINK = 50e9  # of two nodes
@@ -65,17 +63,6 @@ def cpu_machine(processes: int) -> Machine:
     return Machine(processes, math.inf, math.inf, 1, CPU_FLOPS, CPU_FLOPS)
 
 
-def planned_machine(config: Config, options: Options, world: int) -> Machine:
-    """Return the machine to plan for: the one that --gpus and the like describe, else this one, else GPUs of 80 GiB."""
-    gpu = (options.gpu_memory or ASSUMED_GIB) * GIB
-    if torch.cuda.is_available() and not options.gpu_memory:
-        gpu = torch.cuda.get_device_properties(0).total_memory
-    host = options.host_memory or config.memory.host_memory
-    host_bytes = host * GIB or (0.0 if options.gpus else free_host_bytes())
-    peaks = device_peaks() or PEAKS["H200"]
-    return Machine(world, gpu, host_bytes, local_world_size(8), *peaks)
-
-
 def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
     """Return the slowest and smallest GPU and host memory of all ranks and the largest node, so that they decide alike.
 
@@ -92,8 +79,7 @@ def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
         host, peaks = host_gib * GIB or free_host_bytes(), device_peaks() or PEAKS["H200"]
         own = Machine(1, memory, host, local_world_size(), *peaks)
     gpus, memories, hosts, nodes, flops, rates = zip(*gather(own))
-    slowest = min(flops), min(rates)
-    return Machine(sum(gpus), min(memories), min(hosts), max(nodes), *slowest)
+    return Machine(sum(gpus), min(memories), min(hosts), max(nodes), min(flops), min(rates))
 
 
 def device_peaks() -> tuple[float, float] | None:

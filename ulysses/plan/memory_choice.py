@@ -1,7 +1,6 @@
 """The plan of a case: levels, offload and micro-batch that make a step fastest and fit, alike on all ranks."""
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -10,7 +9,6 @@ import torch
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, pack_step
 from ulysses.memory.levels import LayerMemory
-from ulysses.memory.offload import Offloader
 from ulysses.plan.case import Case, Plan, PlannedStep
 from ulysses.plan.footprint import pinned_layer, predict
 from ulysses.plan.machine import GIB
@@ -34,9 +32,10 @@ def candidates(case: Case) -> Iterator[Plan]:
     resident = stays and not case.offload_parameters
     for faster, level in pairwise((None, *case.allowed)):
         plan = Plan(case, (level,) * layers, resident=resident)
-        room = case.machine.host_budget - predict(plan).host
-        most = int(max(0, min(layers, room / pinned_layer(plan))))
-        most *= "none" not in (offload, level)
+        most = 0
+        if "none" not in (offload, level):
+            room = case.machine.host_budget - predict(plan).host
+            most = int(max(0, min(layers, room / pinned_layer(plan))))
         least = most if offload == "checkpoints" else 0
         if faster and not least:
             for n in range(1, layers):
@@ -113,20 +112,6 @@ def _size_that_pays(smallest: Plan, *others: Plan) -> Plan:
     return next(plan for plan in allowed if step_seconds(plan) <= enough)
 
 
-def longest_sequence(case: Case) -> int:
-    """Return the most tokens per document, a multiple of 1024, that some allowed level fits; 0 if not even 1024 do.
-
-    The case says how many equal documents are in the micro-batch and how many ranks share it.
-    """
-
-    def fits(blocks: int) -> bool:
-        return predict(first_fit(case._replace(tokens=1024 * blocks * case.documents))).fits
-
-    # From some length on the MLP runs in tiles, so a longer sequence can need less memory: try all powers of two.
-    low = max((1 << i for i in range(18) if fits(1 << i)), default=0)
-    return 1024 * (low + bisect_left(range(low + 1, 2 * low), True, key=lambda n: not fits(n)))
-
-
 def choose_memory(case: Case) -> Plan:
     """Return the plan of a case, as a run takes it.
 
@@ -191,10 +176,11 @@ def layer_memory(plan: Plan) -> LayerMemory:
     The first layers' activations wait longest for their backward, so they leave the GPU first. Without a GPU they
     have nowhere else to go.
     """
-    away, device = plan.offloaded_layers, "cuda" if torch.cuda.is_available() else "cpu"
+    away, offloader = plan.offloaded_layers, None
+    if away and plan.case.machine.is_gpu:
+        from ulysses.memory.offload import Offloader
+
+        offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu")
     return LayerMemory(
-        plan.levels,
-        offloader=Offloader(device) if away and plan.case.machine.is_gpu else None,
-        offloaded_layers=away,
-        graphs=plan.graphs,
+        plan.levels, offloader=offloader, offloaded_layers=away, graphs=plan.graphs
     )

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from models.arch import ModelConfig
-from models.decoder import count_parameters, empty_model
 from models.folders import read_config, resolve_model
+from models.kinds import count_parameters, empty_model
 from ulysses.config.schema import Config
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.layout import squares
@@ -36,17 +36,11 @@ def planner_model(config: Config, shape: ModelConfig) -> Model:
     score = shape.hidden_size * stage.requirements.value
     parameters = trained = model.parameters + score
     if lora.rank:
-        from models.expert_files import adapted_experts
+        from models.expert_files import adapter_parameters
 
-        own, sides = adapted_experts(lora.targets), 0
-        for name, matrix in empty_model(shape).named_parameters():
-            stem = name.removesuffix(".weight").rpartition(".")[2]
-            if matrix.dim() == 3:  # of all experts
-                sides += len(matrix) * sum(matrix.shape[1:]) * (stem in own)
-            elif matrix.dim() == 2 and stem in lora.targets:
-                sides += sum(matrix.shape)
-        parameters += lora.rank * sides
-        trained = lora.rank * sides + (score or shape.hidden_size * stage.reward)
+        adapters = lora.rank * adapter_parameters(empty_model(shape), lora.targets)
+        parameters += adapters
+        trained = adapters + (score or shape.hidden_size * stage.reward)
         if lora.train:
             matrices = 1 if stage.reward or shape.tie_word_embeddings else 2
             trained += matrices * shape.vocab_size * shape.hidden_size
@@ -85,8 +79,8 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         **config.memory.model_dump(exclude={"host_memory"}),
     )
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]
-    cases = [case._replace(sp=sp) for sp in degrees]
-    return next((case for case in cases if predict(choose(case)).fits), cases[-1])
+    *smaller, largest = (case._replace(sp=sp) for sp in degrees)
+    return next((case for case in smaller if predict(choose(case)).fits), largest)
 
 
 def planner_run(config: Config, shape: ModelConfig, machine: Machine, train: Any) -> Case:
@@ -97,9 +91,8 @@ def planner_run(config: Config, shape: ModelConfig, machine: Machine, train: Any
     """
     stage, tokens = stage_of(config), config.batch.tokens_per_microbatch
     facts, sides, auto = stage.requirements, stage.sequences_per_example, tokens == "auto"
-    if (
-        auto
-    ):  # it chooses no fewer than the longest example has or, if that is not known, may have
+    if auto:
+        # no fewer are chosen than the longest example has or, if that is not known, may have
         known = train and train.kind != "prompt"
         tokens = int(train.lengths.max()) if known else sides * facts.longest_example
     case = planner_case(config, shape, machine, tokens)
@@ -130,9 +123,8 @@ def planned_step(
     """
     facts = stage_of(config).requirements
     lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
-    if (
-        facts.rollout
-    ):  # as long as they may be; a prompt counts once, and its last token with every answer
+    if facts.rollout:
+        # as long as they may be; a prompt counts once, and its last token with every answer
         count, prompts = facts.rollout.answers, lengths.repeat(facts.rollout.answers, axis=0)
         prefixes = (prompts - 1) * (1 - 1 / count) * config.batch.share_prompts
         lengths = prompts + facts.rollout.new_tokens - prefixes

@@ -74,7 +74,7 @@ class OverAnswers(torch.autograd.Function):
 
 @dataclass(eq=False)
 class PpoStage(ReferencedStage):
-    """Proximal policy optimisation; `model` is an engine around models.decoder.PolicyValue, or CausalLM.
+    """Proximal policy optimisation; `model` is an engine around models.scored.PolicyValue, or CausalLM.
 
     Args:
         maker: makes the rollouts.

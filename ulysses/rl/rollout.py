@@ -52,7 +52,8 @@ class Rollout:
     layout [3, N]: lengths, the tokens that each answer's sequence holds; owners, the first of the answers that share a
     prompt with this one (an example has its owner's number); prefixes, the tokens of the prompt that only the owner
     holds, 0 for owners. columns, flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout
-    is finished, float32 columns for the loss. answers: [N], which a checkpoint leaves out. answers_per_prompt: K.
+    is finished, float32 columns for the loss. answers [N] and prompts: a checkpoint leaves them
+    out. answers_per_prompt: K.
 
     sequence_lengths, prefix_lengths: of each sequence of an example, [N, K]; 0 where there is none.
     """
@@ -61,6 +62,7 @@ class Rollout:
     layout: Tensor
     columns: dict[str, Tensor]
     answers: list[Completion] = field(default_factory=list)
+    prompts: list[Tensor] = field(default_factory=list)
     answers_per_prompt: int = 1
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -81,7 +83,7 @@ class Rollout:
             by_length: every answer weighs 1 in the loss, and not each of its tokens.
         """
         K = len(answers) // len(prompts)
-        parts, weights, layout = [], [], []
+        parts, runs, weights, layout = [], [], [], []
         owner, room = 0, 0
         for n, answer in enumerate(answers):
             prompt, count = prompts[n // K], len(answer.tokens)
@@ -91,35 +93,40 @@ class Rollout:
                 owner, room = n, budget - len(prompt) - count
             prefix = len(prompt) - 1 if owner < n else 0
             held = len(prompt) - prefix
-            parts += [prompt[prefix:], torch.tensor(answer.tokens)]
-            weights += [0.0] * held + [1 / count if by_length else 1.0] * count
+            parts += [prompt[prefix:], answer.tokens]
+            runs += [held, count]
+            weights += [0.0, 1 / count if by_length else 1.0]
             layout.append((held + count, owner, prefix))
-        columns = {"tokens": torch.cat(parts).int(), "weights": torch.tensor(weights)}
-        return cls(number, torch.tensor([*zip(*layout)]), columns, answers, K)
+        columns = {
+            "tokens": torch.from_numpy(np.concatenate(parts).astype(np.int32)),
+            "weights": torch.tensor(weights).repeat_interleave(torch.tensor(runs)),
+        }
+        return cls(number, torch.tensor([*zip(*layout)]), columns, answers, prompts, K)
 
     def __post_init__(self) -> None:
-        self.lengths, self.owners, self.prefixes = self.layout
-        self.ends = self.lengths.cumsum(0)
-        places = torch.arange(len(self.ends)) - self.owners
-        tables = self.layout.new_zeros(2, len(places), self.answers_per_prompt)
-        tables[:, self.owners, places] = self.layout[[0, 2]]
-        self.sequence_lengths, self.prefix_lengths = tables.numpy()
+        self.lengths, self.owners, self.prefixes = self.layout.numpy()
+        self.ends = self.lengths.cumsum()
+        tables = np.zeros((2, len(self.ends), self.answers_per_prompt), np.int64)
+        places = np.arange(len(self.ends)) - self.owners
+        tables[:, self.owners, places] = self.lengths, self.prefixes
+        self.sequence_lengths, self.prefix_lengths = tables
 
     def examples(self, prompts: list[int]) -> list[int]:
         """Return the numbers of the examples that hold all answers to these prompts."""
-        K = self.answers_per_prompt
-        return [n for p in prompts for n in range(p * K, p * K + K) if self.owners[n] == n]
+        owners = self.owners.reshape(-1, self.answers_per_prompt)[prompts]
+        return [*dict.fromkeys(owners.ravel().tolist())]
 
     def __getitem__(self, i: int) -> Example:
+        columns = {name: column.numpy() for name, column in self.columns.items()}
+        lengths, prefixes = self.sequence_lengths[i].tolist(), self.prefix_lengths[i].tolist()
+        head = max(prefixes) + 1  # of the prompt, if it is shared
+        start = end = int(self.ends[i]) - lengths[0]
         sequences = []
-        head = int(self.prefix_lengths[i].max()) + 1  # of the prompt, if it is shared
-        start = int(self.ends[i] - self.lengths[i])
-        for n in (self.owners == i).nonzero().flatten().tolist():
-            end, length, prefix = (int(x[n]) for x in (self.ends, self.lengths, self.prefixes))
-            parts = slice(start, start + prefix), slice(end - length, end)
+        for length, prefix in zip(filter(None, lengths), prefixes):
+            begin, end = end, end + length
             own = {
-                name: torch.cat([column[part] for part in parts])
-                for name, column in self.columns.items()
+                name: np.concatenate([column[start : start + prefix], column[begin:end]])
+                for name, column in columns.items()
             }
             both = own.pop("tokens"), own.pop("weights")
             sequences.append(Sequence(*both, own, {}, i, head))
@@ -183,15 +190,16 @@ class RolloutMaker:
     """Make rollouts with the weights of the moment; all ranks call every method together.
 
     Args:
-        engine: trains models.decoder.PolicyValue, or CausalLM without a value.
+        engine: trains models.scored.PolicyValue, or CausalLM without a value.
         config: the [ppo] table.
         sampler: decodes this rank's answers, with these weights here or on servers.
         budget: tokens per packed micro-batch.
         shared_budget: tokens of the micro-batches in which answers to one prompt share it; 0 shares nothing.
         reference: (batch, temperature) -> the reference's log-probabilities [S]; None without a KL penalty.
         reward: scores answers by each function's name (ulysses.rl.rewards.Rewards); None without functions.
-        scorer: gives one more score, a frozen engine around models.decoder.RewardModel, or None.
+        scorer: gives one more score, a frozen engine around models.scored.RewardModel, or None.
         phase: is told of every phase of the work by name.
+        show: is given every finished rollout.
 
     Attributes:
         rollout: the one that was asked for last.
@@ -207,6 +215,7 @@ class RolloutMaker:
     reward: Callable[..., list[dict[str, float]]] | None = None
     scorer: ZeroEngine | None = None
     phase: Callable[..., None] = lambda *_, **__: None
+    show: Callable[[Rollout], None] = lambda rollout: None
     rollout: Rollout | None = None
 
     # ---------------------------------------------------------------- answers
@@ -220,6 +229,7 @@ class RolloutMaker:
         self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
         rollout.metrics["time/sampling"] = sampled - began
         rollout.metrics["time/rollout"] = time.perf_counter() - began
+        self.show(rollout)
         return rollout
 
     def answer(
@@ -285,7 +295,7 @@ class RolloutMaker:
         self, rollout: Rollout, compute: Callable[[ShardedBatch], Tensor], *columns: int
     ) -> Tensor:
         """Return what `compute` gives for all tokens, [T, *columns]."""
-        examples = rollout.owners.unique().tolist()
+        examples = np.unique(rollout.owners).tolist()
         return token_values(
             compute,
             rollout.sequence_lengths[examples].sum(axis=1).tolist(),
@@ -328,8 +338,7 @@ class RolloutMaker:
         columns["old_logps"] = old
         if config.kl_in != "reward":
             columns[COLUMN] = reference
-        sampled = [logp for answer in rollout.answers for logp in answer.logps]
-        gap = old - torch.tensor(sampled, dtype=torch.float64)
+        gap = old - np.concatenate([answer.logps for answer in rollout.answers])
         N = len(rollout.answers)
         metrics = {
             **answer_metrics(rollout.answers),

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
-from models.decoder import empty_model
+from models.kinds import empty_model
 from models.layers import layer_sizes
 from models.rope import rotary_tables
 from models.self_attention import SelfAttention
@@ -87,19 +87,6 @@ class Task(NamedTuple):
     answer: Completion
 
 
-class State(NamedTuple):
-    """What a step knows of the answers at work, each [B] int64.
-
-    token: the newest. place: its position, and its column of the cache. drawn: how many were drawn before the next one.
-    key: the hash of the answer's number.
-    """
-
-    token: Tensor
-    place: Tensor
-    drawn: Tensor
-    key: Tensor
-
-
 def sampling_bytes(config: ModelConfig, longest: int, element_size: int) -> tuple[float, float]:
     """Return what sampling takes beside the weights: in any case, and for each slot of `longest` tokens."""
     (mean, layer), layers = layer_sizes(config, Setting()), config.num_hidden_layers
@@ -136,9 +123,11 @@ class Sampler:
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
 
     What steps read and write, in tensors whose addresses stay, as CUDA graphs need:
-        cache: keys and values of the layers with attention, [layers, 2, B, K, M, E].
+        cache: keys and values of the layers with attention, [layers, 2, B, K, M, E]. With sinks the first column holds
+            one more key, of the value 0: it alone has a 1 in a further entry, where queries have their sink's logit.
         states: of the layers with linear attention; None if there are none.
-        state: a State.
+        state: [4, B] int64 of the answers at work: the newest token, its position, how many tokens were drawn before
+            the next one, and the hash of the answer's number.
         new: the tokens of the last step and their log-probabilities, [2, B] float64.
     """
 
@@ -169,14 +158,17 @@ class Sampler:
         self.waiting = [Task(key, prompt, Completion()) for _, prompt, key in order[::-1]]
         count = min(options.batch, len(order))
         longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens
-        columns = longest + -longest % 8  # aligned for half-precision kernels
+        self.sink = int(c.family.sinks)  # the first column of a token
+        columns = -8 * (-(longest + self.sink) // 8)  # aligned for half-precision kernels
         mixers = [kind.mixer for kind in c.layers]
         layers = len(mixers) - mixers.count("linear_attention")
-        shape = (layers, 2, count, c.num_key_value_heads, columns, c.head_dim)
+        width = c.head_dim + 8 * self.sink  # the step of kernels
+        shape = (layers, 2, count, c.num_key_value_heads, columns, width)
         zeros = partial(torch.zeros, device=self.device)  # nothing that is masked may be NaN
         self.cache = zeros(shape, dtype=self.head.dtype)
+        self.cache[:, 0, :, :, : self.sink, c.head_dim :: 8] = 1
         self.states = States(c, count, self.head) if c.delta else None
-        self.state = State(*zeros(4, count, dtype=torch.int64))
+        self.state = zeros(4, count, dtype=torch.int64)
         self.new = zeros(2, count, dtype=torch.float64)
         self.held: dict[Prompt, int] = {}
         self.captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -217,7 +209,8 @@ class Sampler:
         """Return the steps until the next look, and the columns of the cache that they see."""
         drawn = [len(task.answer.tokens) for task in tasks]
         steps = min(self.look, self.options.max_new_tokens - min(drawn))
-        seen = steps + max(len(task.prompt) + count for task, count in zip(tasks, drawn))
+        longest = max(len(task.prompt) + count for task, count in zip(tasks, drawn))
+        seen = self.sink + longest + steps
         seen += -seen % (GRAPH_COLUMNS if self.graphs else 8)
         return steps, min(seen, self.cache.shape[4])
 
@@ -258,17 +251,11 @@ class Sampler:
         self.held = {prompts[slots[-1]]: slots[-1]}
         if self.states:
             self.states.copy(slots[-1], HELD)
-        key = torch.tensor([task.key for task in taken.values()])
+        begun = [(p[-1], len(p) - 1, 0, key) for key, p, _ in taken.values()]
+        state = torch.tensor(begun).T
         for part in (self.options.seed, self.rollout):
-            key = _mixed(key, torch.tensor(wrapped(part)))
-        begun = State(
-            token=torch.tensor([prompt[-1] for prompt in prompts.values()]),
-            place=torch.tensor([len(prompt) - 1 for prompt in prompts.values()]),
-            drawn=torch.zeros_like(key),
-            key=key,
-        )
-        for part, values in zip(self.state, begun):
-            part[slots] = values.to(self.device)
+            state[3] = _mixed(state[3], torch.tensor(wrapped(part)))
+        self.state[:, slots] = state.to(self.device)
 
     def _prefill(self, prompts: dict[Prompt, int]) -> None:
         """Write the keys and values of prompts, except for their last tokens, into the cache of their slots."""
@@ -294,21 +281,20 @@ class Sampler:
         # brings in torch's compiler, which takes seconds
         from torch.nn.attention.bias import causal_lower_right
 
-        last = first + tokens.shape[1]
-
+        last, sink = first + tokens.shape[1], self.sink
         positions = torch.arange(first, last, device=self.device)
 
         def attend(
             cache: Tensor, how: SelfAttention, query: Tensor, key: Tensor, value: Tensor
         ) -> Tensor:
-            cache[:, slots, :, first:last] = both = torch.stack([key, value])
-            keys, values = cache[:, slots, :, :last] if first else both
-            window, sink = how.attention.window, int(how.sinks is not None)
-            mask: Tensor = causal_lower_right(last - first, last + sink)
+            both = F.pad(torch.stack([key, value]), (0, 8 * sink))
+            cache[:, slots, :, sink + first : sink + last] = both
+            keys, values = cache[:, slots, :, : sink + last] if first or sink else both
+            window, mask = how.attention.window, causal_lower_right(last - first, last + sink)
             if window and window < last:
                 age = positions[:, None] - torch.arange(last, device=self.device)
                 mask = F.pad((age >= 0) & (age < window), (sink, 0), value=True)
-            return _attention(how, query, keys, values, mask, enable_gqa=True)
+            return self._attention(how, query, keys, values, mask, enable_gqa=True)
 
         counted = (lengths - first).clamp(0, last - first)
         recur: Any = self.states and partial(self.states.read, slots, counted)
@@ -339,27 +325,24 @@ class Sampler:
 
         The host neither waits for the device here nor copies anything to it.
         """
-        token, place, drawn, key = (part[:rows] for part in self.state)
+        (token, place, drawn, key), sink = self.state[:, :rows], self.sink
         each = torch.arange(rows, device=self.device)
-        age = (place[:, None] - torch.arange(seen, device=self.device))[:, None, None]
-        nothing = self.head.new_zeros(rows, 1, 1, seen)
-        masks = {
-            window: nothing.masked_fill((age < 0) | (age >= (window or seen)), -math.inf)
-            for window in {*self.config.windows, None}
-        }
+        age = place[:, None] - torch.arange(seen - sink, device=self.device)
+        nothing, masks = self.head.new_zeros(rows, seen - sink), {}
+        for window in {*self.config.windows, None}:
+            mask = nothing.masked_fill((age < 0) | (age >= (window or seen)), -math.inf)
+            masks[window] = F.pad(mask, (sink, 0))[:, None, None]
 
         def attend(
             cache: Tensor, how: SelfAttention, query: Tensor, key: Tensor, value: Tensor
         ) -> Tensor:
-            mask = masks[how.attention.window]
-            if how.sinks is not None:
-                mask = F.pad(mask, (1, 0))
             for kept, new in zip(cache, (key, value)):
-                kept[each, :, place] = new[:, :, 0]
+                kept[each, :, sink + place, : new.shape[-1]] = new[:, :, 0]
             keys, values = cache[:, :, :, :seen]
             # heads that share keys stand where a longer query's tokens would: no key is repeated
             grouped = query.view(rows, keys.shape[1], -1, query.shape[-1])
-            return _attention(how, grouped, keys, values, mask).reshape(query.shape)
+            mask = masks[how.attention.window]
+            return self._attention(how, grouped, keys, values, mask).reshape(query.shape)
 
         recur: Any = self.states and self.states.step
         work = self.cache[:, :, :rows], attend, recur
@@ -370,7 +353,24 @@ class Sampler:
         token.copy_(tokens)
         drawn += 1
         # an answer that has ended goes on at the last column until the host takes its slot
-        place.add_(1).clamp_(max=self.cache.shape[4] - 1)
+        place.add_(1).clamp_(max=self.cache.shape[4] - 1 - sink)
+
+    def _attention(
+        self,
+        how: SelfAttention,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        **options: bool,
+    ) -> Tensor:
+        """Attend, to a layer's sinks too."""
+        scale, width = how.attention.softmax_scale, self.config.head_dim
+        if how.sinks is not None:
+            query = F.pad(query, (0, 8))
+            query[..., width] = (how.sinks / scale).view(query.shape[1], -1)
+        out = F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, **options)
+        return out[..., :width]
 
     def _draw(self, hidden: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Draw one token per row of hidden [n, D] by u [n]; returns tokens [n] and their log-probabilities [n].
@@ -428,28 +428,6 @@ class Sampler:
                 mixed = mixed.transpose(1, 2).flatten(0, 1)
             hidden = layer.feed_forward_tiles(layer.output(hidden, mixed))
         return decoder.norm(hidden)
-
-
-def _attention(
-    how: SelfAttention,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    **options: bool,
-) -> Tensor:
-    """Attend; `mask` has a first column more if there are sinks.
-
-    A sink is one more key, of the value 0: it alone has a 1 in a further entry, where queries have their sink's logit.
-    """
-    scale, width = how.attention.softmax_scale, query.shape[-1]
-    if how.sinks is not None:
-        query = F.pad(query, (0, 8))  # the width of a kernel's step
-        query[..., width] = (how.sinks / scale).view(query.shape[1], -1)
-        keys, values = (F.pad(x, (0, 8, 1, 0)) for x in (keys, values))
-        keys[:, :, 0, width] = 1
-    out = F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, **options)
-    return out[..., :width]
 
 
 def _mixed(state: Tensor, part: Tensor) -> Tensor:

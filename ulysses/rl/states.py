@@ -53,25 +53,23 @@ class States:
         """
         qkv, b, a = rows[0].unflatten(0, (len(slots), -1)), *rows[1:]
         n, L = qkv.shape[:2]
-        filters, before = mixer.conv1d.weight[:, 0], self.inputs.shape[2]
+        before, kernels = self.inputs.shape[2], mixer.kernels(qkv)
         longer = torch.cat([self.inputs[layer, slots], qkv], 1)
-        rule, convolution = mixer.operations(qkv)
 
         def pack(length: int) -> Recurrence:
             return Recurrence(range(0, n * length + 1, length), {}, qkv.device)
 
-        mixed = convolution(longer.flatten(0, 1), filters, pack(before + L))
+        mixed = kernels.convolve(
+            longer.flatten(0, 1), mixer.conv1d.weight[:, 0], pack(before + L)
+        )
         mixed = mixed.unflatten(0, (n, -1))[:, before:].flatten(0, 1)
         counts = (torch.arange(L, device=qkv.device) < lengths[:, None]).flatten()[:, None]
-        g = decays(a, mixer.A_log, mixer.dt_bias) * counts
-        beta = at_least_float32(b).sigmoid() * counts
-        wave = pack(L).waves[0]._replace(hands_on=slots)
-        out, last = rule(
+        out, last = kernels.delta_rule(
             *split_heads(mixer.shape, mixed, b.shape[1]),
-            g,
-            beta,
-            wave,
-            self.memory[layer, slots],
+            decays(a, mixer.A_log, mixer.dt_bias) * counts,
+            at_least_float32(b).sigmoid() * counts,
+            wave=pack(L).waves[0]._replace(hands_on=slots),
+            start=self.memory[layer, slots],
         )
         kept = lengths[:, None] + torch.arange(before, device=qkv.device)
         each = torch.arange(n, device=qkv.device)[:, None]

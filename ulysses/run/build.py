@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.decoder import CausalLM, PolicyValue, RewardModel
+from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
+from models.kinds import model_class
 from models.layers import DecoderLayer, layer_sizes
 from ulysses.check.preflight import RunInputs, make_checks
 from ulysses.config.schema import Config
@@ -17,7 +18,6 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.data.serve.tokenise import open_dataset
 from ulysses.environment import without_compiler
-from ulysses.memory.levels import LayerMemory
 from ulysses.memory.size import Setting
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.case import Plan
@@ -85,78 +85,84 @@ def step_loader(
     )
 
 
-def build_engine(
+@without_compiler()  # DeepSpeed imports Muon, which it compiles and nobody uses here
+def trained_engine(
     config: Config,
     weights: InitialWeights,
     mesh: ParallelMesh,
-    memory: Plan | None = None,
-    *,
+    plan: Plan,
     attention: str = "",
-    reward: bool = False,
-    resident: bool = False,
-) -> ZeroEngine:
-    """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together.
+) -> TrainedEngine:
+    """Create the model that a stage trains as ZeRO-3 shards, with its optimizer; all ranks call it together.
 
-    `attention` is the kernel in place of the configured one; `resident` keeps a frozen model's weights whole on every
-    rank, and `memory` says so for a trained one.
-
-    With `memory`, what its layers keep for the backward pass, the model is trained and of the stage's kind: a causal
-    language model, a reward model, or a policy with a value. Without, it is a frozen causal language model, or a
-    frozen reward model if `reward` says so.
+    `plan` says what its layers keep for the backward pass; `attention` is the kernel in place of the configured one.
     """
-    model, shape, stage = config.model, weights.shape, stage_of(config)
-    trained, (_, largest) = memory is not None, layer_sizes(shape, Setting())
-    settings = derive(
-        dtype=getattr(torch, model.dtype),
-        offload_parameters=config.memory.offload_parameters,
-        layer_matrices=int(largest.parameters),
-        vocabulary_matrices=2 * shape.vocab_size * shape.hidden_size,
-        raw=config.deepspeed.zero_optimization,
-    )
-    kept, kind = LayerMemory(), RewardModel if reward else CausalLM
-    if memory:
-        kept, resident = layer_memory(memory), memory.resident
-        kind = RewardModel if stage.reward else CausalLM
-        if stage.requirements.value:
-            kind = PolicyValue
-    adapted = trained and model.lora.rank
-    if adapted:  # peft is optional, and its imports fail while DeepSpeed replaces the constructors of tensors
+    model, stage = config.model, stage_of(config)
+    facts, memory = stage.requirements, layer_memory(plan)
+    kind = model_class(reward=stage.reward, value=facts.value)
+    if (
+        model.lora.rank
+    ):  # peft's imports fail while DeepSpeed replaces the constructors of tensors
         from models.lora import add_adapters
 
     def create() -> nn.Module:
         made = kind(
-            shape,
+            weights.shape,
             mesh,
-            quantize=model.quantize if trained else "none",
+            quantize=model.quantize,
             attention=attention or model.attention,
-            memory=kept,
+            memory=memory,
         )
         if model.freeze_router:
             from models.moe import Router
 
             for module in filter(lambda m: isinstance(m, Router), made.modules()):
                 module.requires_grad_(False)
-        return add_adapters(made, model.lora) if adapted else made
+        return add_adapters(made, model.lora) if model.lora.rank else made
 
-    built = build_partitioned(create, settings, weights.fill).train(trained)
-    units = (DecoderLayer,)
-    with without_compiler():  # DeepSpeed imports Muon, which it compiles and nobody uses here
-        if not trained:
-            built.requires_grad_(False)
-            return ZeroEngine(built, settings, units, resident=resident)
-        return TrainedEngine(
+    settings = _zero_settings(config, weights.shape)
+    built = build_partitioned(create, settings, weights.fill).train()
+    return TrainedEngine(
+        built,
+        settings,
+        partial(adamw, config=config.optimizer),
+        parameter_groups(
             built,
-            settings,
-            partial(adamw, config=config.optimizer),
-            parameter_groups(
-                built,
-                config.optimizer.weight_decay,
-                stage.requirements.scopes,
-                eight_bit=config.optimizer.moments == "8bit",
-            ),
-            units,
-            resident=resident,
-            offload_optimizer=config.memory.offload_optimizer,
-            reduce_between=getattr(torch, config.optimizer.reduce_dtype),
-            graphs=kept.graphs,
-        )
+            config.optimizer.weight_decay,
+            facts.scopes,
+            eight_bit=config.optimizer.moments == "8bit",
+        ),
+        (DecoderLayer,),
+        resident=plan.resident,
+        offload_optimizer=config.memory.offload_optimizer,
+        reduce_between=getattr(torch, config.optimizer.reduce_dtype),
+        graphs=memory.graphs,
+    )
+
+
+@without_compiler()
+def frozen_engine(
+    config: Config,
+    weights: InitialWeights,
+    mesh: ParallelMesh,
+    attention: str = "",
+    *,
+    reward: bool = False,
+    resident: bool = False,
+) -> ZeroEngine:
+    """Create a language model or a reward model that is only run; `resident` keeps its weights whole on every rank."""
+    kind, settings = model_class(reward=reward), _zero_settings(config, weights.shape)
+    create = partial(kind, weights.shape, mesh, attention=attention or config.model.attention)
+    built = build_partitioned(create, settings, weights.fill).eval().requires_grad_(False)
+    return ZeroEngine(built, settings, (DecoderLayer,), resident=resident)
+
+
+def _zero_settings(config: Config, shape: ModelConfig) -> dict[str, Any]:
+    _, largest = layer_sizes(shape, Setting())
+    return derive(
+        dtype=getattr(torch, config.model.dtype),
+        offload_parameters=config.memory.offload_parameters,
+        layer_matrices=int(largest.parameters),
+        vocabulary_matrices=2 * shape.vocab_size * shape.hidden_size,
+        raw=config.deepspeed.zero_optimization,
+    )

@@ -67,13 +67,13 @@ def save_checkpoint(
     dist.barrier()
 
 
-def check_share(checkpoint: Path, state: dict[str, Any]) -> None:
+def check_share(checkpoint: Path, digests: dict[str, str]) -> None:
     """Compare a checkpoint's files with their digests, each on one rank; all ranks call it together.
 
     Raises DiskError on the rank that finds a file missing or changed.
     """
     # kind by kind: each rank gets as much, and if it can its own files
-    files = sorted(state["files"].items(), key=lambda file: file[0].partition(".")[::-1])
+    files = sorted(digests.items(), key=lambda file: file[0].partition(".")[::-1])
     check_files(checkpoint, dict(files[dist.get_rank() :: dist.get_world_size()]))
     dist.barrier()  # no rank reads a file that another one is about to name
 

@@ -16,19 +16,11 @@ from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
 from ulysses.plan.case import Case
 from ulysses.plan.footprint import predict
-from ulysses.plan.machine import (
-    ASSUMED_GIB,
-    GIB,
-    Machine,
-    cpu_flops,
-    cpu_machine,
-    planned_machine,
-    slow_products,
-)
+from ulysses.plan.inquiry import ASSUMED_GIB, longest_sequence, planned_machine
+from ulysses.plan.machine import GIB, Machine, cpu_flops, cpu_machine, slow_products
 from ulysses.plan.memory_choice import (
     choose_memory,
     first_fit,
-    longest_sequence,
     memory_line,
     micro_batch_line,
 )
@@ -53,6 +45,7 @@ def dry_run(config: Config, options: Options) -> int:
             f"{options.gpu_memory or ASSUMED_GIB:g} GiB; --gpus and --gpu-memory name others"
         )
     inputs = prepare(config, world, findings)
+    config = inputs.config
     if options.debug or wants_debug([]):
         print(config.model_dump_json(indent=2))
     verdict = "the run can start"

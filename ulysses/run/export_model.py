@@ -25,11 +25,12 @@ from torch import Tensor
 
 from models.arch import ModelConfig
 from models.folders import CONFIG, folder_with, resolve_model
-from models.hf_format import (
+from models.kinds import empty_model
+from models.modules import Exact
+from models.writing import (
     GENERATION,
     TOKENIZER_FILES,
     Rounding,
-    WeightFiles,
     copy_side_files,
     write_weights,
 )
@@ -116,8 +117,15 @@ def _edited(path: Path) -> Iterator[dict[str, Any]]:
 # ---------------------------------------------------------------- weights
 
 
+def stored_weights(folder: Path) -> Any:
+    """Return the WeightFiles of a folder, which a run that began at random does not need."""
+    from models.hf_format import WeightFiles
+
+    return WeightFiles(folder)
+
+
 def export_model(
-    read: Callable[[Callable[[str], bool]], Iterable[tuple[str, Any]]],
+    read: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]],
     out: Path,
     shape: ModelConfig,
     config: Config,
@@ -149,14 +157,19 @@ def export_model(
     rounded = Rounding(getattr(torch, dtype))
     if shape.around and whole and not stage.reward:
         folder = resolve_model(str(config.model.path), config.model.revision)
-        carried = WeightFiles(folder).carried
+        carried = stored_weights(folder).carried
     source = config.model
     known = source.init == "pretrained" and Path(str(source.path)).is_dir()
     if known and dtype < source.dtype and not lora.rank:
-        files = WeightFiles(Path(str(source.path)))
+        files = stored_weights(Path(str(source.path)))
         base = files.tensors
 
+    parameters = empty_model(shape).named_parameters()
+    exact = {name for name, p in parameters if isinstance(p, Exact)}
+
     def written(name: str, tensor: Tensor) -> Tensor:
+        if name in exact:
+            return tensor.float()
         if name in base and base[name].shape == tensor.shape:
             return rounded(tensor.view(-1), files.read(name)).view_as(tensor)
         return tensor.to(rounded.dtype)

@@ -1,6 +1,7 @@
 """What changes the weights: AdamW and its parameter groups, gradient policies, and the learning rate of each step."""
 
 import math
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def parameter_groups(
     *,
     eight_bit: bool = False,
 ) -> list[ParameterGroup]:
-    """Split the trainable parameters: matrices decay, norms and biases do not; empty groups are left out.
+    """Split the trainable parameters: matrices decay, norms and biases do not; those of a group have one dtype.
 
     Args:
         scopes: submodules with factors of their learning rates, which are split by themselves; the first one has all
@@ -26,19 +27,16 @@ def parameter_groups(
         eight_bit: quantise the moments.
     """
     rates = scopes or {"default": 1.0}
-    members: dict[tuple[str, bool], list[nn.Parameter]] = {
-        (scope, decays): [] for scope in rates for decays in (True, False)
-    }
+    members: dict[tuple[str, bool, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     for name, p in model.named_parameters():
         if p.requires_grad:
             first = name.partition(".")[0]
             scope = first if first in rates else next(iter(rates))
             decays = len(whole_shape(p)) > 1 and "_bias" not in name  # those of experts
-            members[scope, decays].append(p)
+            members[scope, decays, p.dtype].append(p)
     return [
         ParameterGroup(parameters, weight_decay * decays, scope, rates[scope], eight_bit)
-        for (scope, decays), parameters in members.items()
-        if parameters
+        for (scope, decays, _), parameters in members.items()
     ]
 
 

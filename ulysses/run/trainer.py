@@ -10,11 +10,10 @@ One optimizer step on every rank:
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,37 +32,6 @@ from ulysses.run.optim import learning_rate
 from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
 from ulysses.watch.failure import grace_note
 from ulysses.watch.watch import Watch
-from ulysses.zero.state import load_state
-
-LOOK_AT = 8  # the step at which it is told if the host is too slow: kernels are compiled and graphs recorded by then
-LEAST_WAIT = 0.05  # share of a step
-
-
-class Work(NamedTuple):
-    """What all ranks computed in a step: tokens, the sum of squared lengths, and tokens whose target is trained."""
-
-    tokens: float
-    squares: float
-    projected: float
-
-
-def host_note(share: float, tokens: int | str, cuts: int, processes: int) -> str:
-    """Return what to set if a GPU has nothing to do while its host prepares the work, or an empty text.
-
-    Args:
-        share: of a step in which the host waits for the GPU.
-        tokens: batch.tokens_per_microbatch.
-        cuts: micro-batches of a step; "auto" chose several because larger ones gain nothing, or do not fit.
-    """
-    auto = tokens == "auto"
-    if share > LEAST_WAIT or (auto and cuts > 1):
-        return ""
-    advice = "more batch.examples" if auto else 'batch.tokens_per_microbatch = "auto"'
-    fewer = ", or use fewer GPUs" if processes > 1 else ""
-    return (
-        f"the GPU waits for its host, which waits for the GPU in {share:.0%} of a step only: give it more work at "
-        f"a time by {advice}{fewer}"
-    )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,6 +47,7 @@ class Trainer:
         description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
         say: prints a line.
         watch: is told of every phase, and knows whether this process was asked to stop.
+        samples: is called with the step of every evaluation.
     """
 
     stage: Stage
@@ -90,6 +59,7 @@ class Trainer:
     description: dict[str, object] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
+    samples: Callable[[int], object] = lambda step: None
 
     def __post_init__(self) -> None:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
@@ -101,15 +71,17 @@ class Trainer:
         self.stop_requested = self.save_due = False
         self._saved = time.monotonic()
         self._next: StepBatches | None = None  # of the coming step, if they are read already
-        self._cuts = 0  # micro-batches of the last step
+        config = self.stage.config
         self.routers: Any = None  # of a model with experts, which take part in every step
         if self.engine.module.config.moe:
             from ulysses.run.routers import Routers
 
-            coefficient = self.stage.config.model.router_aux_loss_coefficient
-            self.routers = Routers(self.engine, coefficient)
-        # shares of the last steps in which the host waited for the device
-        self._waits: deque[float] = deque(maxlen=LOOK_AT // 2)
+            self.routers = Routers(self.engine, config.model.router_aux_loss_coefficient)
+        self.host: Any = None  # of a GPU, which may wait for it
+        if self.engine.device.type == "cuda":
+            from ulysses.run.host_time import HostTime
+
+            self.host = HostTime(config.batch.tokens_per_microbatch, self.mesh.world_size)
 
     # ---------------------------------------------------------------- the loop
 
@@ -121,12 +93,15 @@ class Trainer:
         Args:
             log: where rank 0 writes the metrics; None on the other ranks.
         """
-        run, began = self.run, self.step
+        run, first = self.run, self.step + 1
         try:
             while not self.finished and not self.stop_requested:
                 current = self.step + 1
                 values = self.train_step()
-                for note in self._notes(values["seconds"], first=current == began + 1):
+                if current == first:
+                    self.say(self.watch.start_line())
+                # the first step takes longer than others
+                if current == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)
                 if self.finished or self._is_due(run.eval_every):
                     values |= self.evaluate()
@@ -155,19 +130,6 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    def _notes(self, seconds: float, first: bool) -> Iterator[str]:
-        """Yield what is to be said after this step."""
-        if first:
-            yield self.watch.start_line()
-        # the first step takes longer than others
-        if self.step == 2 and (note := grace_note(seconds)):
-            yield note
-        if self.step == LOOK_AT and self.engine.device.type == "cuda":
-            tokens = self.stage.config.batch.tokens_per_microbatch
-            share = sum(self._waits) / len(self._waits)
-            if note := host_note(share, tokens, self._cuts, self.mesh.world_size):
-                yield note
 
     def _keep_best(self, values: dict[str, float]) -> bool:
         """Remember the step if it has the lowest eval/loss so far, and return whether it has."""
@@ -215,12 +177,18 @@ class Trainer:
         if self.routers:
             self.routers.add(metrics)
         gradients = self.engine.gradients()
-        values, work, waited = self._agree(metrics)
+        launched = time.perf_counter()
+        values = self._agree(metrics)
+        waited = time.perf_counter() - launched
         if step == 0:
             self.stage.check_first_step(values)
-        values |= self._update(gradients, values, work.tokens > 0)
-        self.step, self._cuts = step + 1, len(read.batches)
-        values |= self._measured(time.perf_counter() - began, waited, work)
+        values |= self._update(gradients, values)
+        self.step = step + 1
+        self._measure(values, time.perf_counter() - began)
+        if self.host:
+            share = waited / values["seconds"]
+            if note := self.host.note(self.step, share, len(read.batches)):
+                self.say(note)
         self.metrics = values
         return values
 
@@ -251,24 +219,19 @@ class Trainer:
         for name in ("tokens", "tokens_shared", "squares"):
             metrics.add(name, self.stage.on_first_rank(float(getattr(batch, f"num_{name}"))))
 
-    def _agree(self, metrics: MetricSums) -> tuple[dict[str, float], Work, float]:
-        """Return the step's global metrics, its work, and the seconds that the host waited for them. One collective.
+    def _agree(self, metrics: MetricSums) -> dict[str, float]:
+        """Return the step's global metrics. One collective, and the host waits for it.
 
         All ranks learn with them whether a stop or a checkpoint is asked for.
         """
         metrics.add("stop", float(self.watch.stop_wanted))
         late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0
         metrics.add("save", float(late and self.mesh.is_main))  # one clock decides
-        launched = time.perf_counter()
         values = metrics.reduce()
-        waited = time.perf_counter() - launched
         self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
-        work = Work(values["tokens"], values.pop("squares"), values.pop("projected"))
-        return self.stage.finalise_metrics(values), work, waited
+        return self.stage.finalise_metrics(values)
 
-    def _update(
-        self, gradients: Gradients, values: dict[str, float], any_token: bool
-    ) -> dict[str, float]:
+    def _update(self, gradients: Gradients, values: dict[str, float]) -> dict[str, float]:
         """Let the gradient policies act, update the weights, and return what is reported of both."""
         context = StepContext(
             step=self.step,
@@ -284,7 +247,7 @@ class Trainer:
                 f"{context.stop}; examples {self.loader.indices(*position)[:8]} ... of {self.loader.holds}"
             )
         lr = context.lr * context.lr_scale
-        if context.skip or not any_token:
+        if context.skip or not values["tokens"]:
             self.engine.skip_step()
         else:
             self.engine.step(gradients, lr)
@@ -293,24 +256,27 @@ class Trainer:
             self.say(f"skipped {context.skip}")
         return report | {"lr": lr}
 
-    def _measured(self, seconds: float, waited: float, work: Work) -> dict[str, float]:
-        """Return the metrics of speed and memory."""
-        self._waits.append(waited / seconds)
-        values = {"tokens_per_second": work.tokens / seconds, "seconds": seconds}
+    def _measure(self, values: dict[str, float], seconds: float) -> None:
+        """Put the metrics of speed and memory in place of the counts that they are made of."""
+        work = values["tokens"], values.pop("squares"), values.pop("projected")
+        values |= {"tokens_per_second": values["tokens"] / seconds, "seconds": seconds}
         if self.peak_flops:
             rate = self.flops(*work) / seconds
             values["mfu"] = rate / self.mesh.world_size / self.peak_flops
         if self.engine.device.type == "cuda":
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        return values
 
     def evaluate(self) -> dict[str, float]:
-        """Return `eval/...` metrics over all held-out data with the training's own weighting."""
+        """Return `eval/...` metrics over all held-out data with the training's own weighting, and of each named set."""
         if self.eval_loader is None:
             return {}
         self.watch.phase("evaluation")
-        found = self.stage.evaluate(self.eval_loader)
-        return {f"eval/{name}": value for name, value in found.items()}
+        self.samples(self.step)
+        found = {}
+        for name, loader in self.eval_loader.sets().items():
+            prefix = f"eval/{name}/" if name else "eval/"
+            found |= {prefix + key: x for key, x in self.stage.evaluate(loader).items()}
+        return found
 
     # ---------------------------------------------------------------- state
 
@@ -324,8 +290,10 @@ class Trainer:
 
     def resume(self, checkpoint: Path) -> None:
         """Restore weights, optimizer, gradient policies, stage and position from a checkpoint."""
+        from ulysses.zero.saved_slices import load_state
+
         state = read_run_state(checkpoint)
-        check_share(checkpoint, state)
+        check_share(checkpoint, state["files"])
         self.step, self.best = state["step"], state["best"]
         self.policies.load_state_dict(state["policies"])
         load_state(self.engine, checkpoint)

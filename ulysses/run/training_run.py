@@ -3,6 +3,7 @@
 configuration -> checks -> data -> processes meet -> plan -> engine -> stage -> Trainer -> export
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -27,7 +28,7 @@ from ulysses.plan.memory_choice import memory_line, micro_batch_line
 from ulysses.plan.planned_run import planner_run
 from ulysses.plan.seconds import model_flops
 from ulysses.registry import gradient_policies
-from ulysses.run.build import build_engine, open_data, step_loader
+from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
 from ulysses.run.checkpoint import clear_run_folder
 from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.metrics import MetricsLog
@@ -70,6 +71,7 @@ class TrainingRun:
         try:
             self.watch.phase("checks")
             self.inputs = inputs = prepare(config)
+            self.config = inputs.config
             self.watch.phase("tokenising")
             self.say("reading the data ...")
             self.train_data, self.eval_data = data = open_data(inputs)
@@ -81,6 +83,7 @@ class TrainingRun:
             self.watch.stop()
             raise
         self.trainer: Any = None  # a Trainer, from entering on
+        self.language_models: dict[str, Any] = {}  # the frozen engines by their roles
         self.resources = ExitStack()  # what must be released, whatever happens
 
     def __enter__(self) -> "TrainingRun":
@@ -100,9 +103,9 @@ class TrainingRun:
     def _meet(self) -> None:
         """Refuse processes that differ, and take the run folder."""
         inputs, output = self.inputs, self.config.output
-        make_checks(
-            "processes", inputs=inputs, digests=self.digests, verify=self.verify_weights
-        )
+        if dist.get_world_size() > 1:
+            verify = self.verify_weights
+            make_checks("processes", inputs=inputs, digests=self.digests, verify=verify)
         held = make_checks("folder", config=self.config, resources=self.resources)
         self.run_id = held["run_id"]
         if held["left_by"]:
@@ -140,8 +143,8 @@ class TrainingRun:
         config, inputs, memory = self.config, self.inputs, self.memory
         self.watch.phase("building the model")
         self.say(f"building the model of {memory.case.model.parameters:,} parameters ...")
-        self.engine = build_engine(
-            config, inputs.weights, self.mesh, memory, attention=inputs.attention
+        self.engine = trained_engine(
+            config, inputs.weights, self.mesh, memory, inputs.attention
         )
         self.resources.callback(self.engine.destroy)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
@@ -180,7 +183,7 @@ class TrainingRun:
             if config.run.overwrite:
                 for path in clear_run_folder(config.output, checkpoint):
                     self.say(f"deleted {path}")
-            (config.output / "checkpoints").mkdir(exist_ok=True)
+            os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
             replace_file(config.output / "config.json", config.model_dump_json(indent=2))
             save_tokenizer(inputs, config.output / "tokenizer")
         dist.barrier()
@@ -205,15 +208,17 @@ class TrainingRun:
             return BasePolicy(self.engine)
         inputs = self.inputs
         weights = inputs.others[model.setting] if model.path else inputs.weights
-        engine = build_engine(
+        engine = frozen_engine(
             self.config,
             weights,
             self.mesh,
-            attention=inputs.attention,
+            inputs.attention,
             reward=model.is_reward,
             resident=self.memory.resident,
         )
         self.resources.callback(engine.destroy)
+        if not model.is_reward:
+            self.language_models[model.role] = engine
         return engine
 
     # ---------------------------------------------------------------- the run
@@ -230,6 +235,10 @@ class TrainingRun:
             self.log = MetricsLog(tracked, names, trainer.total_steps)
             self.resources.callback(self.log.close)
         self.resources.enter_context(self.watch.signals())
+        if run.samples:
+            from ulysses.run.samples import start_samples
+
+            trainer.samples = start_samples(self)
         trainer.train(self.log)
         if run.export and not trainer.stop_requested:
             self.export(folder / "export")

@@ -146,7 +146,7 @@ class Requirements(NamedTuple):
     extra_forwards: the trained model's forward passes without gradient over each trained token.
     logit_bytes: what the loss reads and writes for each logit more than the likelihood of the targets alone, which
         makes its gradient at once (losses/logprobs.py).
-    value: whether the trained model has a value too (models.decoder).
+    value: whether the trained model has a value too (models.scored).
     scopes: the submodules that form parameter groups of their own, with factors of their learning rates; gradient
         policies can be limited to one of them. None leaves all parameters in one group.
     models: the models that the run reads besides the trained one.
@@ -231,8 +231,6 @@ class Stage:
     dataset_type: ClassVar[str]  # text, sequence, pair, ranked, unpaired or prompt
     reward: ClassVar[bool] = False  # a RewardModel is trained
     sequences_per_example: ClassVar[int] = 1  # all in the same micro-batch
-    # numbers of an example that each of its sequences carries; 0 if it has none
-    sequence_fields: ClassVar[tuple[str, ...]] = ()
 
     config: Config
     model: TrainedEngine | None = None
@@ -319,9 +317,9 @@ class Stage:
         )
 
     def sequences(self, example: Example) -> list[Sequence]:
-        """Return the example's sequences as they are packed, with the numbers that `losses` needs."""
-        fields = {name: example.columns.get(name, 0.0) for name in self.sequence_fields}
-        return [replace(s, columns={**s.columns, **fields}) for s in example.sequences]
+        """Return the example's sequences as they are packed, each with the example's numbers."""
+        numbers = example.columns
+        return [replace(s, columns={**s.columns, **numbers}) for s in example.sequences]
 
     def packed(self, examples: list[Example]) -> list[Sequence]:
         """Return the sequences of a micro-batch's examples, those of one example one after the other."""

@@ -34,7 +34,6 @@ class KtoStage(ReferencedStage):
     """
 
     name, dataset_type = "kto", "unpaired"
-    sequence_fields = ("label",)
 
     pass_tokens: int = 0
 

@@ -118,19 +118,25 @@ class ReferencedStage(Stage):
         train, held_out = super().extend_data(run)
         if self.is_cached:
             loader = run.loader(train)
-            train = self._with_reference(run, loader, self.total_steps(loader))
+            steps = {loader: self.total_steps(loader)}
+            train = self._with_reference(run, loader, steps)
             if held_out is not None:
                 loader = run.loader(held_out, evaluation=True)
-                held_out = self._with_reference(run, loader, loader.steps_per_epoch)
+                steps = {own: own.steps_per_epoch for own in loader.sets().values()}
+                held_out = self._with_reference(run, loader, steps)
         return train, held_out
 
-    def _with_reference(self, run: Run, loader: StepLoader, steps: int) -> TokenizedDataset:
-        """Return the loader's data with what the reference says of all that its first `steps` steps read."""
+    def _with_reference(
+        self, run: Run, loader: StepLoader, steps: dict[StepLoader, int]
+    ) -> TokenizedDataset:
+        """Return the loader's data with what the reference says of all that so many steps of loaders over it read."""
         config, checked, data = self.config, run.inputs, loader.dataset
         # adapters, even switched off, take the base another way through the kernels
         adapted = config.model.lora.rank > 0
         mismatched = data.kind == "unpaired" and self.looks_ahead
-        pairs = pairs_of_run(loader, steps) if mismatched else []
+        pairs: Pairs = []
+        if mismatched:
+            pairs = sorted({*chain.from_iterable(map(pairs_of_run, steps, steps.values()))})
         weights, cache = checked.weights, Path(config.data.cache)
         content = f"seed {weights.seed}"
         if weights.paths:

@@ -21,12 +21,11 @@ from ulysses.stages.base import MetricSums, Normaliser, Stage, Term
 
 
 class RmStage(Stage):
-    """Reward modelling on ranked lists of two or more answers; `model` trains a models.decoder.RewardModel."""
+    """Reward modelling on ranked lists of two or more answers; `model` trains a models.scored.RewardModel."""
 
     name, dataset_type = "rm", "ranked"
     reward = True
     sequences_per_example = 2
-    sequence_fields = ("margin",)
 
     def exported_config(
         self, model_config: ModelConfig, tokenizer: PreTrainedTokenizerFast
@@ -43,7 +42,7 @@ class RmStage(Stage):
     def sequences(self, example: Example) -> list[Sequence]:
         found = super().sequences(example)
         return [
-            replace(s, columns={"rank": place, **s.columns, "first": not place})
+            replace(s, columns={"rank": place, "margin": 0.0, **s.columns, "first": not place})
             for place, s in enumerate(found)
         ]
 

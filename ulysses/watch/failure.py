@@ -1,23 +1,78 @@
 """One error anywhere ends every process, and is printed once.
 
-    a configuration error    every process finds the same one; the first process of each node prints it (complaint.py):
-                             exit code 2
+    a configuration error    every process finds the same one; the first process of each node prints it, before torch is
+                             imported if it can: exit code 2
     any other error          the process that is the first to fail prints it and tells the others (correspondence.py);
                              the watch (watch.py) ends them, also out of a collective that would never end: exit code 1
 
 A launcher ends all its processes as soon as one has left. So nobody leaves before the error is printed.
 """
 
+import json
+import sys
 import traceback
-
-import torch.distributed as dist
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from time import sleep, time
+from typing import Any
 
 from ulysses import environment
-from ulysses.config.section import UserCodeError
-from ulysses.disk import DiskError
-from ulysses.watch.complaint import say
-from ulysses.watch.correspondence import Correspondence
-from ulysses.zero.construct import common_store
+
+REASON = "ulysses/reason"  # in the store (correspondence.py)
+BEAT_SECONDS = 1.0  # between two looks at the store
+PATIENCE = 10.0  # seconds, with a question to it
+LAUNCHER_SECONDS = 60.0  # by which one process may start later than another
+
+
+def say(reason: str) -> None:
+    """Print why this process ends on stderr, and hand it to the launcher."""
+    say_below(reason)
+    record(reason)
+
+
+def say_below(sentence: str) -> None:
+    """Print a sentence on stderr, on a line of its own: a progress bar may stand on the last one, of any rank."""
+    print(f"\n{sentence}", file=sys.stderr, flush=True)
+
+
+def record(reason: str) -> None:
+    """Write why this process ends where torchrun reads it: its report, which fills the screen, then ends with it."""
+    if file := environment.error_file():
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": reason, "timestamp": int(time())}))
+
+
+def tell(store: Any, reason: str, *, alone: bool) -> None:
+    """Print why the run ends unless another process does, and let all processes end.
+
+    Args:
+        store: of all processes; None if it does not answer.
+        alone: this process prints it where the store does not answer.
+    """
+    own, told = f"{environment.rank()} {reason}", ""
+    with suppress(Exception):
+        asked = ThreadPoolExecutor(1).submit(store.compare_set, REASON, "", own)
+        told = asked.result(PATIENCE).decode()
+    if told not in ("", own):
+        record(told.partition(" ")[2])
+    elif told or alone:
+        say(reason)
+        # the others leave before their connections to this process break noisily
+        sleep(2.5 * BEAT_SECONDS)
+
+
+def report_config_error(error: Exception, *, debug: bool) -> None:
+    """Print a configuration error in one sentence, once on each node: another node may lack what the first one has."""
+    if debug:
+        traceback.print_exception(error)
+    if environment.local_rank() == 0:
+        rank = environment.rank()
+        node = f" (node of rank {rank})" if rank else ""
+        say(f"error{node}: {error}")
+    elif environment.launchers():
+        # which ends this process as soon as the one that prints has left
+        sleep(LAUNCHER_SECONDS)
 
 
 def report_failure(error: Exception, *, debug: bool) -> None:
@@ -26,24 +81,31 @@ def report_failure(error: Exception, *, debug: bool) -> None:
     A stack trace comes with it for every error but non-finite numbers and failures of a disk or of the user's code
     and servers, which are no programming errors of ours; on request every process prints its own.
     """
+    from ulysses.config.section import CREDENTIALS, UserCodeError
+    from ulysses.disk import DiskError
+    from ulysses.zero.construct import common_store
+
     reason, trace = str(error) or "no reason is given; has this process no memory left?", ""
     if debug:
         traceback.print_exception(error)
     if not isinstance(error, FloatingPointError | DiskError | UserCodeError):
         reason = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, reason])
         trace = "" if debug else "".join([*traceback.format_exception(error), "\n"])
-    reason, store = f"{trace}error: rank {environment.rank()}, {reason}", common_store()
+    reason = CREDENTIALS.sub("***", f"{trace}error: rank {environment.rank()}, {reason}")
+    store = common_store()
     if store is None:
         say(reason)
     else:
         # without an answer nobody may have told anything, but who cannot reach another process is not the first to fail
-        Correspondence(store).tell(reason, alone=not breaks_off(error))
+        tell(store, reason, alone=not breaks_off(error))
 
 
 def breaks_off(error: BaseException | None) -> bool:
     """Whether an error only says that another process does not answer."""
+    from torch.distributed import DistError
+
     said = str(error)
-    return isinstance(error, dist.DistError) or "gloo" in said or "pair closure" in said
+    return isinstance(error, DistError) or "gloo" in said or "pair closure" in said
 
 
 def grace_note(seconds: float) -> str:

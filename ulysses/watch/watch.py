@@ -17,32 +17,33 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
 from select import select
 from time import monotonic, sleep
-from typing import Any
+from typing import IO
 
 import psutil
+import torch.distributed as dist
 
 from ulysses import environment
 from ulysses.environment import NODE
-from ulysses.watch.complaint import record, say, say_below
 from ulysses.watch.correspondence import (
-    BEAT_SECONDS,
     SILENT_SECONDS,
     Beat,
     Correspondence,
 )
-from ulysses.watch.failure import breaks_off
-from ulysses.watch.signals import STOPPING, stop_signals
+from ulysses.watch.failure import BEAT_SECONDS, breaks_off, record, say, say_below, tell
 from ulysses.zero.construct import collectives_begun
 
+# They ask a run to stop.
+STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 PARTS = {"tokenising": "data", "building the model": "weights"}  # in the account of the start
 POLL_SECONDS = 0.5  # of the watch
 DOUBTS = 2  # glances at a run that does not move, before it ends
@@ -70,19 +71,21 @@ class Watch:
         self._rank, self._local_rank = environment.rank(), environment.local_rank()
         self.stop_wanted = False
         self._step, self._place, self._phases, self._moved = 0, "start", 0, monotonic()
-        self._spent = {"imports": self.imports}  # seconds of each part of the start
-        self._part = ("start", self._moved)  # the one that goes on, and when it began
+        self._spent = defaultdict(
+            float, imports=self.imports
+        )  # seconds of each part of the start
+        self._part, self._began = "start", self._moved  # the one that goes on, and since when
         self._begun = 0  # collectives
         self._peers: Correspondence | None = None  # with the others, once all have met
         self._hurried = inf  # seconds of silence that count, if fewer than the timeout
         self._interrupted = inf  # when the first SIGINT came
-        self._stop, self._store = threading.Event(), Future[Any]()
+        self._stop, self._store = threading.Event(), Future[dist.Store | None]()
         # the input of a process that speaks unless something is written there
-        self._witness: Any = None
+        self._witness: IO[bytes] | None = None
 
     # ---------------------------------------------------------------- the main thread
 
-    def start(self, meet: Callable[[], Any]) -> None:
+    def start(self, meet: Callable[[], dist.Store | None]) -> None:
         """Start the threads; `meet`, which returns the store, waits for the other processes in one of them."""
         self._signals, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -93,7 +96,7 @@ class Watch:
         """Start a process (witness.py) that tells it if rank 0 ends from here on without a word."""
         if self._rank:
             return
-        alone = environment.world_size() == 1 and not environment.launched()
+        alone = environment.world_size() == 1 and not environment.launchers()
         launcher = os.getpid() if alone else os.getppid()
         sentence = (
             f"error: rank 0 on {NODE} has ended before the run, and without a word: code that the run calls, such "
@@ -104,20 +107,20 @@ class Watch:
         script = Path(__file__).with_name("witness.py")
         # a launcher ends the sessions of its processes
         self._witness = subprocess.Popen(
-            [sys.executable, "-IS", script, str(launcher), seconds, sentence],
+            [sys.executable, "-P", script, str(launcher), seconds, sentence],
             bufsize=0,
             stdin=subprocess.PIPE,
             start_new_session=True,
         ).stdin
 
-    def wait_for_store(self) -> Any:
+    def wait_for_store(self) -> dist.Store | None:
         """Return the store of all processes, once they have met; None for one process."""
         return self._store.result()
 
     def stop(self) -> None:
         """End the threads; a process calls it before it ends in good order, or tells why it does not."""
         self._stop.set()
-        if self._witness is not None:
+        if self._witness:
             with suppress(OSError):
                 self._witness.write(b"told")
 
@@ -125,14 +128,13 @@ class Watch:
         """Note that something else begins."""
         self._step = self._step if step is None else step
         self._place = f"step {self._step}, {name}" if self._step else name
-        self._moved = monotonic()
         self._phases += 1
         self._account("first step" if self._step else PARTS.get(name, name))
 
     def _account(self, following: str) -> None:
-        part, began = self._part
-        self._spent[part] = self._spent.get(part, 0.0) + monotonic() - began
-        self._part = following, monotonic()
+        self._moved = monotonic()
+        self._spent[self._part] += self._moved - self._began
+        self._part, self._began = following, self._moved
 
     def start_line(self) -> str:
         """Return a line of what the start took, from the command to the end of the first step."""
@@ -154,7 +156,7 @@ class Watch:
             self._hurried = SILENT_SECONDS
             sleep(3 * SILENT_SECONDS)  # the watch thread may end the process meanwhile
 
-    def ask_to_stop(self, *_: Any) -> None:
+    def ask_to_stop(self, *_: object) -> None:
         """Have all ranks finish the running step, save and stop; a handler of the signals that ask for it."""
         self.stop_wanted = True
         for number in (1, 2):
@@ -164,13 +166,48 @@ class Watch:
                 # the terminal is gone, and the next line would end the run before it has saved
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
-    def signals(self) -> AbstractContextManager[None]:
-        """Let SIGTERM, SIGINT and SIGHUP ask the run to stop; a second SIGINT ends the process, even a stuck one."""
-        return stop_signals(self.ask_to_stop, self._wake)
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Let SIGTERM, SIGINT and SIGHUP ask the run to stop; a second SIGINT ends the process, even a stuck one.
+
+        Their numbers go into a pipe too, which the watch thread reads while the main thread, in which handlers run, is
+        stuck in a collective. nohup's SIGHUP stays ignored.
+        """
+        handler = self.ask_to_stop
+        before = {
+            number: signal.signal(number, handler)
+            for number in STOPPING
+            if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
+        }
+        descriptor = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        masks: list[set[int]] = []
+
+        def give_back() -> None:
+            if signal.getsignal(signal.SIGTERM) == handler:
+                signal.set_wakeup_fd(descriptor)
+                for number, earlier in before.items():
+                    signal.signal(number, earlier)
+
+        def hold() -> None:
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING))
+
+        def release() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+        def in_child() -> None:
+            give_back()
+            release()
+
+        # A reward function's own processes end when told to, from their first moment on, and this one is not told.
+        os.register_at_fork(before=hold, after_in_parent=release, after_in_child=in_child)
+        try:
+            yield
+        finally:
+            give_back()
 
     # ---------------------------------------------------------------- the clerk thread
 
-    def _correspond(self, meet: Callable[[], Any]) -> None:
+    def _correspond(self, meet: Callable[[], dist.Store | None]) -> None:
         """Write and read what is in the store, for ever; if the store is gone, the other thread acts."""
         try:
             store = meet()
@@ -220,16 +257,22 @@ class Watch:
                 self._heard(os.read(self._signals, 64))
             if launchers != _launchers():
                 self.ask_to_stop()
-            if self._peers is None:
-                continue
-            idle, stuck = self._judge(self._peers)
-            # this process may itself have been frozen, and first hears how the others are
-            doubts = doubts + 1 if stuck else 0
-            if doubts > DOUBTS:
-                self._end(self._peers)
-            if idle > self.warning > 0 and warned != self._phases and self._rank == 0:
-                warned = self._phases
-                say_below(f"warning: {self._sentence(self._peers)}")
+            if peers := self._peers:
+                idle, stuck = self._judge(peers)
+                # this process may itself have been frozen, and first hears how the others are
+                doubts = doubts + 1 if stuck else 0
+                if doubts > DOUBTS:
+                    # where nobody can be asked the first process of a node speaks; rank 0 may be the one that is gone
+                    by_rank_0 = self._rank == self._local_rank
+                    second = by_rank_0 and not environment.agent_holds_store()
+                    alone = self._local_rank == (1 if second else 0)
+                    answers = monotonic() - peers.answered < SILENT_SECONDS
+                    store = peers.store if answers else None
+                    tell(store, f"error: {self._sentence(peers)}", alone=alone)
+                    self._leave(1)
+                if idle > self.warning > 0 and warned != self._phases and self._rank == 0:
+                    warned = self._phases
+                    say_below(f"warning: {self._sentence(peers)}")
         os.close(self._signals)
         os.close(self._wake)
 
@@ -238,7 +281,7 @@ class Watch:
 
         It ends if rank 0 knows of nobody who moves, or if this process does not move and no longer hears another one.
         """
-        now, beats = monotonic(), peers.beats
+        now, beats = monotonic(), peers.beats.values()
         idle = now - max([self._moved, *(beat.moved for beat in beats)])
         # without the store nobody's beats come
         silence = now - min([peers.answered, *(beat.read for beat in beats)])
@@ -269,7 +312,7 @@ class Watch:
             state = "is gone" if peers.broken else "or its network does not answer"
             told = f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago"
             return f"{told}; rank {self._rank} on {NODE} was at {self._place}"
-        beats = peers.beats or [self._beat()]
+        beats = [*peers.beats.values()] or [self._beat()]
         silent = [beat for beat in beats if now - beat.read > SILENT_SECONDS]
         victim = min(silent or beats, key=lambda b: (b.phases, b.collectives, b.moved))
         why = "its process is alive, and the others wait for it"
@@ -279,13 +322,6 @@ class Watch:
             f"rank {victim.rank} on {victim.node} has not moved since {victim.place}, {now - victim.moved:.0f} s ago: "
             f"{why}"
         )
-
-    def _end(self, peers: Correspondence) -> None:
-        """Tell who is stuck, and end the process."""
-        # where nobody can be asked the first process of a node speaks; on rank 0's own it may be the one that is gone
-        first = self._rank == self._local_rank and not environment.agent_holds_store()
-        peers.tell(f"error: {self._sentence(peers)}", alone=self._local_rank == first)
-        self._leave(1)
 
     def _leave(self, code: int) -> None:
         """End this process at once; the reason has been told."""
@@ -301,10 +337,9 @@ def _bytes_moved() -> int:
     return 0
 
 
-def _launchers() -> list[int]:
+def _launchers() -> tuple[int, ...]:
     """Return the process that started this one, if it is a launcher; deepspeed's has another one in front of it."""
     with suppress(psutil.Error):  # it ends at this moment
-        parent = psutil.Process(os.getppid())
-        found = [parent.pid, parent.ppid()]
-        return found[: environment.launched() + environment.launched_by_deepspeed()]
-    return []
+        found = os.getppid(), psutil.Process(os.getppid()).ppid()
+        return found[: environment.launchers()]
+    return ()

@@ -6,29 +6,28 @@ after so many seconds, that one tells it. Imports nothing heavy: the witness las
 """
 
 import os
-import select
 import sys
 from contextlib import suppress
+from select import select
 
 
-def has_processes(launcher: str) -> bool:
+def has_processes(launcher: int) -> bool:
     """Whether a process lives that the launcher started; one that has ended is a zombie until it is noticed."""
-    with suppress(OSError), open(f"/proc/{launcher}/task/{launcher}/children") as children:
-        for child in children.read().split():
-            with suppress(OSError), open(f"/proc/{child}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] != "Z":
-                    return True
+    import psutil
+
+    with suppress(psutil.Error):
+        children = psutil.Process(launcher).children()
+        return any(child.status() != psutil.STATUS_ZOMBIE for child in children)
     return False
 
 
 if __name__ == "__main__":
     launcher, seconds, sentence = sys.argv[1:]
     with suppress(OSError, AttributeError):  # an old kernel
-        ended = os.pidfd_open(int(launcher))
-        if not sys.stdin.read(1):
-            if not select.select([ended], [], [], float(seconds))[0] and has_processes(
-                launcher
-            ):
-                sys.exit()
-            select.select([ended], [], [])
+        ended = [os.pidfd_open(int(launcher))]
+        told = sys.stdin.read(1)
+        if not told and not select(ended, [], [], float(seconds))[0]:
+            told = has_processes(int(launcher))
+        if not told:
+            select(ended, [], [])
             print(f"\n{sentence}", file=sys.stderr, flush=True)

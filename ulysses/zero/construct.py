@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ulysses import environment
 from ulysses.zero.deepspeed_internals import (
     gathered_in_place,
+    keep_in_float32,
     own_slice,
     skip_compiled_collective,
     whole_shape,
@@ -194,6 +195,8 @@ def build_partitioned(
         model = create()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if getattr(parameter, "in_float32", False):
+                keep_in_float32(parameter)
             shard, start, length = own_slice(parameter)
             if length:
                 fill(name, whole_shape(parameter), start, shard[:length])

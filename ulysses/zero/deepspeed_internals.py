@@ -54,6 +54,12 @@ def own_slice(parameter: Any) -> tuple[Tensor, int, int]:
     return parameter.ds_tensor.view(-1), start, min(size, numel - start)
 
 
+def keep_in_float32(parameter: Any) -> None:
+    """Give a parameter back the precision that zero.Init takes from every tensor."""
+    for tensor in (parameter, parameter.ds_tensor):
+        tensor.data = tensor.data.float()
+
+
 def whole_shape(parameter: Any) -> torch.Size:
     """Return the shape of the whole parameter: between its uses a partitioned one is empty itself."""
     return getattr(parameter, "ds_shape", parameter.shape)
@@ -88,9 +94,11 @@ class ShardedWeights:
         self._forward_only = copy.copy(self._offload.param_coordinator)
         self._forward_only._clear_trace_structures()
         # Each slice was cut off between large allocations; side by side they leave no holes in the GPU's memory.
-        trained = [p for p in model.parameters() if p.requires_grad]
-        own = [own_slice(p)[0] for p in trained]
-        if own and not own[0].is_pinned():
+        for dtype in {p.dtype for p in model.parameters() if p.requires_grad}:
+            trained = [p for p in model.parameters() if p.requires_grad and p.dtype == dtype]
+            own = [own_slice(p)[0] for p in trained]
+            if own[0].is_pinned():
+                break
             for p, part in zip(trained, torch.cat(own).split([len(x) for x in own])):
                 p.ds_tensor.data = part  # type: ignore[attr-defined]
         self._begun: deque[torch.cuda.Event] = deque()

@@ -1,7 +1,7 @@
 """One model under ZeRO-3: forward, backward by the one gradient rule, and the update.
 
     forward(batch) -> backward(loss) ... -> gradients() -> step(gradients, lr)
-    units are whole   reduce.py: averages, fp32    policies        AdamW on this rank's slices
+    units are whole   reduce.py: fp32 averages    policies        AdamW on this rank's slices
 
 A unit's weights are whole when it is used. Afterwards they are released (DeepSpeed gathers them again for the next use)
 or kept (resident.py). DeepSpeed knows nothing of sequence parallelism, and the engine reduces the gradients.
@@ -104,18 +104,17 @@ class TrainedEngine(ZeroEngine):
         super().__init__(model, config, () if graphs else unit_kinds, resident=resident)
         zero = config["zero_optimization"]
         device = torch.device("cpu") if offload_optimizer else self.device
-        self.sub_groups = list(
-            sub_groups(groups, optimizer, size=zero["sub_group_size"], device=device)
-        )
+        size = zero["sub_group_size"]
+        self.sub_groups = [*sub_groups(groups, optimizer, size=size, device=device)]
         self.slices = [s for one in self.sub_groups for s in parameter_slices(model, one)]
-        self.reduction = GradientReduction(
-            self.slices,
-            self.units,
-            self.device,
-            lent=graphs,
-            bucket=zero["reduce_bucket_size"],
-            between=reduce_between,
-        )
+        given = self.slices, self.units, self.device
+        options = {"lent": graphs, "bucket": zero["reduce_bucket_size"]}
+        if dist.get_world_size() == 1:
+            self.reduction = GradientReduction(*given, **options)
+        else:
+            from ulysses.zero.across_ranks import AveragedReduction
+
+            self.reduction = AveragedReduction(*given, between=reduce_between, **options)
 
     def backward(self, loss: Tensor) -> None:
         """Back-propagate an already scaled loss."""

@@ -55,18 +55,18 @@ def sub_groups(
 
 def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[ParameterSlice]:
     """Yield this rank's parts of a sub-group's parameters."""
-    names, offset = {p: name for name, p in model.named_parameters()}, 0
-    for p, own in zip(sub_group.parameters, sub_group.weights):
+    names = {p: name for name, p in model.named_parameters()}
+    whole: Any = sub_group.master.grad
+    sizes = [len(own) for own in sub_group.weights]
+    for p, size, grad in zip(sub_group.parameters, sizes, whole.split(sizes)):
         _, start, length = own_slice(p)
         yield ParameterSlice(
             names[p],
             whole_shape(p),
-            sub_group.master.grad.narrow(0, offset, length),  # type: ignore[union-attr]
+            grad[:length],
             start,
             sub_group.group.scope,
             parameter=p,
-            size=len(own),
+            size=size,
             home=sub_group,
-            offset=offset,
         )
-        offset += len(own)

@@ -1,4 +1,4 @@
-"""Save and restore a ZeRO-3 engine's state as flat slices with an index, on any number of ranks.
+"""Save a ZeRO-3 engine's state as flat slices with an index, on any number of ranks.
 
     rank-00003.master.safetensors   {"data": float32 [sum of lengths]}     also .exp_avg and .exp_avg_sq
     rank-00003.json                 run, step                              which run wrote them, and when
@@ -6,67 +6,19 @@
                                     pieces: [[name, start, length, offset], ...]   which part of each parameter is where
 
 Element i of parameter `name` is found by its position in the flattened parameter, so any other partition of
-the same parameters can read exactly what it needs; padding is never stored. This file needs no deepspeed, so that a
-checkpoint can be exported without it.
+the same parameters can read exactly what it needs (saved_slices.py); padding is never stored.
 """
 
 import json
-from collections import defaultdict
-from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from torch import Tensor
 
 from ulysses.disk import write_digested
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-
-
-class SavedSlices:
-    """The slices of one engine in a checkpoint.
-
-    Args:
-        folder: holds rank-*.json and rank-*.KIND.safetensors.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.updates = 0
-        # name -> (start, length, offset in the file, rank file)
-        self.places: dict[str, list[tuple[int, int, int, str]]] = defaultdict(list)
-        self._data = cache(lambda file: safe_open(folder / file, "pt").get_slice("data"))
-        for file in sorted(folder.glob("rank-*.json")):
-            content = json.loads(file.read_text())
-            self.updates = content["updates"]
-            for name, start, length, offset in content["pieces"]:
-                self.places[name].append((start, length, offset, file.stem))
-
-    def numel(self, name: str) -> int:
-        """Return how many elements of a parameter are saved."""
-        return sum(length for _, length, _, _ in self.places[name])
-
-    def read_into(self, target: Tensor, name: str, kind: str, start: int = 0) -> None:
-        """Copy elements [start, start + len(target)) of the flattened parameter into a 1-D tensor.
-
-        Raises:
-            ValueError: if some of them were not saved.
-        """
-        filled, stop = 0, start + target.numel()
-        for begin, length, offset, stem in self.places[name]:
-            a, b = max(begin, start), min(begin + length, stop)
-            if a < b:
-                data, shift = self._data(f"{stem}.{kind}.safetensors"), offset - begin
-                target[a - start : b - start].copy_(data[a + shift : b + shift])
-                filled += b - a
-        if filled != target.numel():
-            raise ValueError(
-                f"the checkpoint {self.folder} does not hold all of {name}; it belongs to another model"
-            )
 
 
 def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, str]:
@@ -96,28 +48,3 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
     }
     name = f"{stem}.json"
     return digests | {name: write_digested(folder / name, [json.dumps(record).encode()])}
-
-
-@torch.no_grad()
-def load_state(engine: Any, folder: Path) -> None:
-    """Restore this rank's slices from a folder written by any number of ranks; every rank calls it.
-
-    Raises:
-        ValueError: if the folder holds other parameters than this model's, naming the first that differs.
-    """
-    saved = SavedSlices(folder)
-    ours = {s.name: s.numel for s in engine.slices}
-    for name in [*ours, *saved.places]:
-        if saved.numel(name) != ours.get(name, 0):
-            raise ValueError(
-                f"the checkpoint {folder} belongs to another model: it holds {saved.numel(name)} elements of "
-                f"{name}, this model has {ours.get(name, 0)}; resume with the same model and adapters"
-            )
-    for kind in KINDS:
-        for s in engine.slices:
-            values = s.state(kind)
-            saved.read_into(values, s.name, kind, s.start)
-            s.restore(kind, values)
-    for sub_group in engine.sub_groups:
-        sub_group.updates = saved.updates
-    engine.publish()

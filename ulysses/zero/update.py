@@ -92,7 +92,11 @@ class ParameterSlice(GradientSlice):
     parameter: nn.Parameter
     size: int  # elements of every rank's slice, padding included
     home: SubGroup
-    offset: int  # in the master weights
+
+    @property
+    def offset(self) -> int:
+        """Where the slice lies in the master weights, as its gradient does in theirs."""
+        return self.grad.storage_offset()
 
     def state(self, kind: str) -> Tensor:
         """Return the float32 "master" weights, or one of AdamW's moments."""

@@ -9,35 +9,43 @@ Templates of reasoning models write earlier turns differently, without their thi
 the end of its own conversation, so that it follows the history that the model will see.
 """
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
+from os.path import expanduser
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.read.messages import Message
-from ulysses.data.read.templates import (
+from ulysses.data.read.messages import Arguments, Message
+from ulysses.data.read.tokenizer import (
     BEGUN,
     CLOSE,
     GUARD,
-    NAMED_TEMPLATES,
     OPEN,
-    at_marks,
-    content_of_calls,
+    SPECIAL_NAMES,
+    Rendered,
+    TextEncoder,
     ends,
-    is_lost,
-    join_bounded,
-    template_environment,
-    template_text,
-    too_much,
-    with_marks,
 )
-from ulysses.data.read.tokenizer import SPECIAL_NAMES, Rendered, TextEncoder
 
+NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
+THINK_TAG = re.compile(f"</?think{GUARD}?>")
+# keys of what the assistant wrote
+SAID = ("content", "reasoning_content", "reasoning", "thinking")
+GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+RENDER_SECONDS = 60.0  # the sandbox of jinja2 bounds one loop, but not loops in loops
+RENDER_CHARACTERS = 1 << 30
 TURN_ENDS = (
     "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
 )
@@ -52,15 +60,32 @@ class ChatTemplate:
 
     Args:
         template: "tokenizer" (its own), one of NAMED_TEMPLATES, or the path of a .jinja file.
+        variables: what else the template reads, such as enable_thinking, where a row says nothing.
 
-    Raises DataError: there is no such template, or it writes special tokens that the tokenizer does not have.
+    Raises DataError: there is no such template, it does not read one of the variables, or it writes special tokens that
+    the tokenizer does not have.
     """
 
-    def __init__(self, tokenizer: Any, template: str = "tokenizer") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str = "tokenizer",
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.encoder = TextEncoder(tokenizer)
         self.text = template_text(tokenizer, template)
         self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
-        environment, marked = template_environment(), with_marks(self.text)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        # There is no strftime_now: templates then write their fixed date, and tokens do not change by the day.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = _raise_exception
+        # the tags of generation print marks around what the assistant wrote
+        marked = GENERATION.sub(
+            lambda tag: f'{tag[1]}print "{CLOSE if tag[2] else OPEN}"{tag[3]}', self.text
+        )
+        self._given = self.encoder.guard(dict(variables))
         sample = partial(self._sample, environment, marked)
         try:
             if not ends(sample):
@@ -69,14 +94,16 @@ class ChatTemplate:
         except TemplateError as error:
             raise DataError(f"chat template {template} is not valid Jinja: {error}") from None
         except (DropRowError, BadRowError) as error:
-            problem = f"chat template {template} cannot render one question: {error}"
-            raise DataError(problem) from None
+            raise DataError(
+                f"chat template {template} cannot render one question: {error}"
+            ) from None
         self.marks_generation = OPEN in answered
         self._opening = opened.removeprefix(closed)  # of the assistant's turn
         tree = environment.parse(marked)
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
         self._variables = {node.name for node in tree.find_all(nodes.Name)} - OURS
+        self.check_variables(variables, "data.chat_template_kwargs")
         # Mistral's and Llama-2's write nothing there
         is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
         if not is_opened and not self.marks_generation:
@@ -95,11 +122,29 @@ class ChatTemplate:
 
     def _sample(self, environment: Environment, marked: str) -> list[str]:
         """Compile the template; render a question with and without an opened turn, and with an answer."""
-        self._compiled, given = environment.from_string(marked), {"tools": None}
-        both = [{"role": role, "content": "2"} for role in ("user", "assistant")]
-        self._no_content = content_of_calls(both[:1], partial(self._render, given))
-        parts = (both[:1], True), (both[:1], False), (both, False)
+        self._compiled = environment.from_string(marked)
+        given = {**self._given, "tools": None}
+        question, answer = ({"role": role, "content": "2"} for role in ("user", "assistant"))
+        # What a template takes for no content beside calls: "" hides them from some, or becomes a further turn.
+        function = {"name": "call_1", "arguments": Arguments(key_1="value_1")}
+        calls = [{"id": "call00001", "type": "function", "function": function}]
+        lengths = {}
+        for content in ("", None):
+            calling = {"role": "assistant", "content": content, "tool_calls": calls}
+            with suppress(DropRowError):
+                text = self._render(given, [question, calling])
+                if "call_1" in text:
+                    lengths[content] = len(text)
+        self._no_content = min(lengths, key=lengths.__getitem__, default="")
+        parts = ([question], True), ([question], False), ([question, answer], False)
         return [self._render(given, *part) for part in parts]
+
+    def check_variables(self, variables: Mapping[str, Any], setting: str) -> None:
+        """Raise DataError if a setting names a variable that the template does not read, or that is not the user's."""
+        if unread := variables.keys() - self._variables:
+            raise DataError(
+                f"{setting} sets {min(unread)!r}, which the chat template does not read; remove it"
+            )
 
     @property
     def end_of_turn(self) -> int:
@@ -130,23 +175,24 @@ class ChatTemplate:
             turns: "together" renders all answers in one text; "auto" uses a further text, the conversation up to the
                 answer, where the template writes an answer differently in a longer conversation; "separate" gives every
                 answer its own text. The last answer's text comes first.
-            variables: what else the template reads, such as enable_thinking.
+            variables: of the template, in place of those that it was made with.
 
         Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
         """
         calls = any(message.tool_calls for message in messages)
         for used, key in ((tools, "tools"), (calls, "tool_calls")):
             if used and key not in self.text:
-                what = key.replace("_", " ")
-                raise DropRowError(f"the chat template has no place for {what}")
+                raise DropRowError(
+                    f"the chat template has no place for {key.replace('_', ' ')}"
+                )
         plain = [self._plain(message) for message in messages]
-        given = {key: value for key, value in (variables or {}).items() if value is not None}
+        given = dict(variables or {})
         if unread := given.keys() - self._variables:
             raise BadRowError(
                 f"sets {min(unread)!r} in chat_template_kwargs, which its template does not read, or no row may set; "
                 'remove it, or set columns = {unused = "chat_template_kwargs"}'
             )
-        given = self.encoder.guard({**given, "tools": tools or None})
+        given = {**self._given, **self.encoder.guard({**given, "tools": tools or None})}
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
             text = "".join(at_marks(self._render(given, plain, not begun)))
@@ -157,9 +203,8 @@ class ChatTemplate:
                 "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
                 'mark them in the template with {% generation %}, or train each turn with data.turns = "auto"'
             )
-        weights = [1.0 if message.weight is None else message.weight for message in messages]
         return [
-            self._cut(text, {span: weights[i] for i, span in spans.items()})
+            self._cut(text, {span: messages[i].weight for i, span in spans.items()})
             for text, spans in texts.items()
         ]
 
@@ -277,18 +322,83 @@ class ChatTemplate:
         return after.end() if after and after[0].strip() in known else 0
 
     def _render(self, given: Any, messages: list[Any], generation_prompt: bool = False) -> str:
+        texts, size = [], 0
+        given = {**given, **self._special_names, "add_generation_prompt": generation_prompt}
         try:
-            return join_bounded(
-                self._compiled.generate(
-                    messages=messages,
-                    add_generation_prompt=generation_prompt,
-                    **given,
-                    **self._special_names,
-                )
-            )
+            for part in self._compiled.generate(given, messages=messages):
+                texts.append(part)
+                size += len(part)
+                if size > RENDER_CHARACTERS:
+                    too_much()
         except MemoryError:
             too_much()
         except BadRowError:
             raise
         except Exception as error:  # a template is code: it may fail in any way
             raise DropRowError(f"the chat template refuses it: {error}") from None
+        return "".join(texts)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def template_text(tokenizer: Any, name: str) -> str:
+    """Return the Jinja text, which may be the name itself; DataError if there is no such template."""
+    if name == "tokenizer":
+        try:
+            return tokenizer.get_chat_template()
+        except ValueError:
+            raise DataError(
+                "the tokenizer has no chat template; set data.chat_template to "
+                f"{', '.join(NAMED_TEMPLATES)} or a .jinja file"
+            ) from None
+    if "{%" in name or "{{" in name:
+        return name
+    path = Path(expanduser(name))
+    if name in NAMED_TEMPLATES:
+        path = Path(__file__).with_name(f"{name}.jinja")
+    if not path.is_file():
+        raise DataError(
+            f"chat template {name!r} is neither tokenizer, {', '.join(NAMED_TEMPLATES)} nor a file "
+            f"({path.absolute()})"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+@contextmanager
+def bounded_time() -> Iterator[None]:
+    """Raise BadRowError whenever the block has worked RENDER_SECONDS; render one row, or a few thousand, in it.
+
+    The processor's time counts, so that a busy machine refuses no row. It works in the main thread of any process,
+    worker processes included, and does nothing in other threads.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGPROF, too_much)
+    signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS, RENDER_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def is_lost(message: dict[str, Any], answer: str) -> bool:
+    """Tell whether a part of what the assistant wrote, its thinking included, is not in its rendered answer."""
+    said = [THINK_TAG.split(str(message.get(key) or "")) for key in SAID]
+    said.append([call["function"]["name"] for call in message.get("tool_calls", ())])
+    return any(part.strip() not in answer for part in chain.from_iterable(said))
+
+
+def at_marks(text: str) -> list[str]:
+    """Cut a rendered text where answers are marked; its odd parts are the answers."""
+    return text.replace(CLOSE, OPEN).split(OPEN)
+
+
+def too_much(*_: Any) -> None:
+    """Raise BadRowError: the template did not end."""
+    raise BadRowError(
+        "runs the chat template without end: it was stopped after too much time, text or memory; mend its loops"
+    )

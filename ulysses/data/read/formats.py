@@ -6,15 +6,15 @@ their own keys.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, cycle, islice
+from functools import partial
+from itertools import chain, cycle
 from math import prod
 from typing import Any
 
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.read.counts import Event, Report
 from ulysses.data.read.messages import (
     Message,
     Messages,
@@ -29,18 +29,10 @@ from ulysses.data.read.messages import (
     type_name,
     weights_of,
 )
-from ulysses.data.read.sources import (
-    ANSWER_KEYS,
-    FORMATS,
-    PROMPT_KEYS,
-    Source,
-    read_rows,
-)
+from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source
 
 Row = Mapping[str, Any]
-# the index of its source, its file and number, whether it continues the document of the row before, and the row as it
-# was read: a line of bytes, or the row itself
-LocatedRow = tuple[int, str, bool, Any]
+Event = tuple[str, str, str]  # what is counted: dropped or notes, what it is, and file and row
 PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 # of the answers in such a list: the best has the highest number, or the lowest
@@ -64,8 +56,8 @@ class Record:
         variables: of the chat template besides messages and tools, such as enable_thinking.
         ranks: of the answers; the best have 0.
         columns: numbers that go with the example, such as the margin of a pair.
-        text: a document of stage pt, or a part of one, which `continues` the part before if that has the same `where`.
-        where: file and row number, for messages; source: index of the source; row: as it was read.
+        text: a document of stage pt, or a part of one.
+        row: as it was read.
     """
 
     prompt: Messages
@@ -73,16 +65,13 @@ class Record:
     tools: Sequence[Any] = ()
     columns: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
-    continues: bool = False
-    where: str = ""
-    source: int = 0
-    row: Any = None
     ranks: Sequence[int] = (0, 1)
     variables: Mapping[str, Any] = field(default_factory=dict)
+    row: Row = field(default_factory=dict)
 
 
 @contextmanager
-def dropping(events: list[Event], where: str, bad_rows: str) -> Iterator[None]:
+def dropping(events: list[Event], bad_rows: str, where: str) -> Iterator[None]:
     """Drop and count a row that cannot be used; DataError if it breaks its format and `bad_rows` is "error"."""
     try:
         yield
@@ -96,54 +85,27 @@ def dropping(events: list[Event], where: str, bad_rows: str) -> Iterator[None]:
         events.append(("dropped", problem.split(":")[0], where))
 
 
-def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRow]:
-    """Stream the rows of all sources in order, and count them in `report`.
-
-    A file that cannot be read comes as a DataError in the place of its next row.
-    """
-    for index, source in enumerate(sources):
-        last = source.path
-        try:
-            for where, row in islice(read_rows(source), source.max_examples or None):
-                continues = where == last  # a long document comes in several parts
-                report.read += not continues
-                last = where
-                yield index, where, continues, row
-        except DataError as error:
-            yield index, last, False, error
-
-
-def read_records(
-    rows: Iterable[LocatedRow],
-    sources: Sequence[Source],
-    kind: str,
-    events: list[Event],
-    *,
-    bad_rows: str = "error",
-) -> Iterator[Record]:
-    """Read rows as records.
+def read_row(
+    found: Any, source: Source, kind: str, note: Callable[[str], None]
+) -> list[Record]:
+    """Read one row as records: several for ranked lists, and for unpaired answers from preference data.
 
     Args:
-        events: where to add what a Report is to count.
+        found: the row, a line of JSON, or the error that was found in its place.
         kind: text, sequence, pair, ranked, unpaired or prompt: what the stage needs.
-        bad_rows: "error" stops at a row that breaks its format, "drop" counts it.
+        note: is told what is to be counted.
 
-    Raises DataError: a missing or broken file, or a row that breaks its format.
+    Raises BadRowError: the row breaks its format. Raises DropRowError: it cannot be trained on.
     """
-    for index, where, continues, found in rows:
-        source = sources[index]
-        with dropping(events, where, bad_rows):
-            row = _checked(found)
-            renamed = _renamed(row, source.columns)
-            if kind == "sequence" and str(renamed.get("label")).lower() not in OUR_LABELS:
-                del renamed["label"]
-                note = "'label' is neither true nor false, and was not read"
-                events.append(("notes", note, where))
-            records = parse_row(renamed, source.format, kind)
-            if len(records) > 1:
-                events.append(("notes", "rows that gave several examples", where))
-            for record in records:
-                yield replace(record, where=where, source=index, continues=continues, row=row)
+    row = _checked(found)
+    given = _renamed(row, source)
+    if kind == "sequence" and str(given.get("label")).lower() not in OUR_LABELS:
+        del given["label"]
+        note("'label' is neither true nor false, and was not read")
+    records = _records(given, source, kind)
+    if len(records) > 1:
+        note("rows that gave several examples")
+    return [replace(record, row=row) for record in records]
 
 
 def _checked(found: Any) -> Row:
@@ -165,8 +127,9 @@ def _checked(found: Any) -> Row:
     return row
 
 
-def _renamed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
+def _renamed(row: Row, source: Source) -> dict[str, Any]:
     """Return what the row has under our keys, without nulls; BadRowError if it lacks a key that `columns` names."""
+    columns = source.columns
     renamed = {key: value for key, value in row.items() if key not in columns.values()}
     renamed |= {ours: _column(row, theirs) for ours, theirs in columns.items()}
     for theirs, ours in ALIASES.items():
@@ -176,6 +139,7 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
                 f'columns = {{unused = "{theirs}"}}'
             )
         renamed[ours] = renamed.get(ours) or renamed.get(theirs)
+    renamed["system"] = renamed["system"] or source.system
     if media := next((key for key in MEDIA_KEYS if renamed.get(key)), None):
         raise BadRowError(
             f"has the column {media!r}, but only text is supported; to train on the text alone set "
@@ -196,11 +160,7 @@ def _column(row: Row, name: str) -> Any:
     return value
 
 
-def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
-    """Read one row as records of `kind`: several for ranked lists, and for unpaired answers from preference data.
-
-    Raises BadRowError: the row breaks its format. Raises DropRowError: it cannot be trained on.
-    """
+def _records(row: dict[str, Any], source: Source, kind: str) -> list[Record]:
     # lists are marks of messages, and what stands beside a prompt is the reward's own
     lists = list if first_key(row, FORMATS["messages"]) else ()
     own = (item for item in row.items() if kind != "prompt" and not isinstance(item[1], lists))
@@ -212,10 +172,11 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
             '{unused = "its key"}'
         )
     if kind == "text":
-        key = _required(row, FORMATS["text"])
-        if not string(row[key], key).strip():
+        text = string(*_required(row, "text"))
+        if not text.strip():
             raise DropRowError("empty text")
-        return [Record([], [], text=row[key])]
+        return [Record([], [], text=text)]
+    row_format: str = source.format
     if row_format == "auto":
         found = (name for name, keys in FORMATS.items() if first_key(row, keys))
         row_format = next(found, "text")
@@ -228,7 +189,8 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
         )
     prompt, answers = _read(row, row_format, kind)
     problem = "'chat_template_kwargs' is not JSON of an object"
-    variables = decoded(row.get("chat_template_kwargs"), problem, Mapping | None) or {}
+    own = decoded(row.get("chat_template_kwargs"), problem, Mapping | None) or {}
+    variables = source.chat_template_kwargs | {k: v for k, v in own.items() if v is not None}
     record = Record(prompt, answers, parse_tools(row.get("tools")), variables=variables)
     if kind == "prompt":
         while _role(prompt, -1) == "assistant" and not prompt[-1].begun:
@@ -243,12 +205,10 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
     key = first_key(row, LABEL_KEYS)
     label = LABELS.get(str(row.get(key)).lower())
     if label is None and (key or kind == "unpaired"):
-        raise BadRowError(
-            f"has no {_either(LABEL_KEYS)} that is true for a desirable answer and false for an undesirable one "
-            f"(it has {_keys(row)})"
-        )
+        that = " that is true for a desirable answer and false for an undesirable one"
+        raise _without(row, LABEL_KEYS, that)
     if not answers:
-        raise BadRowError(f"has no answer: none of {', '.join(ANSWER_KEYS)}")
+        raise _without(row, ANSWER_KEYS)
     if kind == "unpaired":
         _check_answer(answers[0], kind)
         return [replace(record, columns={"label": label})]
@@ -329,7 +289,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     if holds_prompt and answers and not first_roles & {"", "assistant"}:
         return _inner_prompt(prompt, [key for key, _ in values], answers)
     if not prompt:
-        raise BadRowError(f"has no {_either(PROMPT_KEYS)} (it has {_keys(row)})")
+        raise _without(row, PROMPT_KEYS)
     if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
         return _continued(prompt, answers, kind)
     return prompt, answers
@@ -351,15 +311,15 @@ def _inner_prompt(
     prompt: Messages, keys: list[str], conversations: list[Messages]
 ) -> tuple[Messages, list[Messages]]:
     """Take the prompt out of whole conversations, which have it in common and end with their answers."""
+    inner = conversations[0][:-1]
     for key, conversation in zip(keys, conversations):
         if _role(conversation, -1) != "assistant":
             raise DropRowError(f"{key} does not end with an assistant message")
-    inner, *others = (conversation[:-1] for conversation in conversations)
-    if any(other != inner for other in others):
-        raise DropRowError("the prompts of chosen and rejected differ")
-    system = [message for message in prompt if message.role == "system"]
+        if conversation[:-1] != inner:
+            raise DropRowError("the prompts of chosen and rejected differ")
     said = [message.content for message in inner]
-    if any(message.content not in said for message in prompt if message not in system):
+    system = [message for message in prompt if message.role == "system"]
+    if any(m.content not in said and m not in system for m in prompt):
         raise DropRowError("the prompt differs from the one inside chosen and rejected")
     if _role(inner, 0) != "system":
         inner = system + inner
@@ -367,29 +327,20 @@ def _inner_prompt(
 
 
 def _conversation(row: Row) -> Messages:
-    return parse_messages(row[_required(row, FORMATS["messages"])], row)
+    return parse_messages(_required(row, "messages")[0], row)
 
 
-def _asked(row: Row) -> list[str]:
-    return [string(row.get(name, ""), name) for name in ("instruction", "input")]
-
-
-def _instruction(row: Row) -> Messages:
-    history = row.get("history") or []
+def _instruction(row: Row, between: str = "\n") -> Messages:
+    """Read an alpaca row; as LLaMA-Factory v1 does, with nothing between instruction and input, without its history."""
+    asked = [string(row.get(name, ""), name) for name in ("instruction", "input")]
+    history = (between and row.get("history")) or []
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and len(turn) == 2 for turn in history
     ):
         raise BadRowError("'history' must be a list of [user, assistant] pairs")
-    roles = cycle(("user", "assistant"))
-    said = [
-        Message(role, string(text, "history")) for role, text in zip(roles, chain(*history))
-    ]
-    return said + _user("\n".join(filter(None, _asked(row))))
-
-
-def _instruction_v1(row: Row) -> Messages:
-    """Join instruction and input as LLaMA-Factory v1 does: nothing stands between them, and no history before."""
-    return _user("".join(_asked(row)))
+    said = zip(cycle(("user", "assistant")), chain(*history))
+    before = [Message(role, string(text, "history")) for role, text in said]
+    return before + _user(between.join(filter(None, asked)))
 
 
 def _given_prompt(row: Row) -> Messages:
@@ -413,7 +364,7 @@ def _user(text: str) -> Messages:
 PROMPTS = {
     "messages": _conversation,
     "alpaca": _instruction,
-    "alpaca_v1": _instruction_v1,
+    "alpaca_v1": partial(_instruction, between=""),
     "preference": _given_prompt,
     "prompt_completion": _given_prompt,
 }
@@ -471,15 +422,15 @@ def _role(messages: Messages, place: int) -> str:
     return messages[place].role if messages else ""
 
 
-def _required(row: Row, keys: tuple[str, ...]) -> str:
-    key = first_key(row, keys)
-    if not key:
-        raise BadRowError(f"has no {_either(keys)} (it has {_keys(row)})")
-    return key
+def _required(row: Row, row_format: str) -> tuple[Any, str]:
+    """Return what the row has under a key of its format, and that key."""
+    if key := first_key(row, FORMATS[row_format]):
+        return row[key], key
+    raise _without(row, FORMATS[row_format])
 
 
-def _either(keys: tuple[str, ...]) -> str:
-    return " or ".join(map(repr, keys))
+def _without(row: Row, keys: tuple[str, ...], that: str = "") -> BadRowError:
+    return BadRowError(f"has no {' or '.join(map(repr, keys))}{that} (it has {_keys(row)})")
 
 
 def _keys(row: Row) -> str:

@@ -27,6 +27,9 @@ WEIGHT_KEYS = (
     *("training", "trainable", "train_turn", "train_on_turn"),
 )
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
+# other names that may tell which messages are trained
+MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
+CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
@@ -36,14 +39,14 @@ class Message:
 
     Attributes:
         role: system, user, assistant or tool.
-        weight: its weight in the loss; None: 1 for the assistant, 0 for everyone else.
+        weight: of an assistant's message in the loss; nobody else's is trained.
         more: its other keys, such as reasoning_content, for templates that read them.
         begun: how many characters of the content the prompt already holds, as a beginning that the answer continues.
     """
 
     role: str
     content: str
-    weight: float | None = None
+    weight: float = 1.0
     tool_calls: tuple[dict[str, Any], ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
     begun: int = 0
@@ -82,6 +85,14 @@ def parse_messages(value: Any, row: Mapping[str, Any] = {}) -> Messages:
         raise BadRowError(
             f"has {len(value)} messages but another number of marks in {wrong[0]!r}"
         )
+    for key in {key for key in row if MARKS.search(key)} - {*WEIGHT_KEYS}:
+        marks = row[key]
+        is_list = isinstance(marks, list) and len(marks) == len(value)
+        if is_list and all(mark in (0, 1, None) for mark in marks):
+            raise BadRowError(
+                f"has a mark for each message in {key!r}, which is not known here; to read it set columns = "
+                f'{{loss_mask = "{key}"}}, to ignore it {{unused = "{key}"}}'
+            )
     return [
         _message(item, [(key, marks[place]) for key, marks in lists], f"message {place + 1}")
         for place, item in enumerate(value)
@@ -91,10 +102,10 @@ def parse_messages(value: Any, row: Mapping[str, Any] = {}) -> Messages:
 def _message(item: Any, marks: Iterable[tuple[str, Any]], where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
-    name = item.get("role", item.get("from"))
+    name = item.get(first_key(item, ("role", "from")))
     if str(name) not in ROLES:
         raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
-    content = item.get("content", item.get("value"))
+    content = item.get(first_key(item, ("content", "value")))
     called = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
     calls = [*filter(None, [*as_list(called), item.get("function_call")])]
     if isinstance(content, list):
@@ -107,25 +118,23 @@ def _message(item: Any, marks: Iterable[tuple[str, Any]], where: str) -> Message
         calls = as_list(decoded(content, f"{where} should hold a tool call as JSON"))
         content = ""
     weights = weights_of((*item.items(), *marks))
-    weight = math.prod(weights) if weights else None
-    if weight and ROLES[name] != "assistant":
+    weight, role = math.prod(weights), ROLES[name]
+    if weights and weight and role != "assistant":
         raise BadRowError(
-            f"{where} gives the weight {weight:g} to a {ROLES[name]} message; "
-            "only assistant messages can be trained"
+            f"{where} gives the weight {weight:g} to a {role} message; only assistant messages can be trained"
         )
-    if weight and weight < 0:
+    if weight < 0:
         raise BadRowError(f"{where} has the negative weight {weight:g}")
     more = {k: v for k, v in item.items() if k not in KNOWN_KEYS and v is not None}
     calls = tuple(_call(call, where) for call in calls)
-    return Message(ROLES[name], content, weight, calls, more)
+    return Message(role, content, weight, calls, more)
 
 
 def _content_part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    if not isinstance(part, Mapping):
-        part = {"type": type_name(part)}
-    kind, text = part.get("type"), part.get("text", part.get("value"))
+    given = part if isinstance(part, Mapping) else {"type": type_name(part)}
+    kind, text = given.get("type"), given.get("text", given.get("value"))
     if kind != "text" or not isinstance(text, str):
         raise BadRowError(f"{where} has content of the type {kind!r}; only text is supported")
     return text
@@ -135,6 +144,11 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRowError(f"{where} has a tool call without a name")
+    given = {key for key, value in {**call, **function}.items() if value is not None}
+    if "arguments" not in given and (unread := sorted(given - CALL_KEYS)):
+        raise BadRowError(
+            f"{where} has a tool call with the key {unread[0]!r}, which is not read; its arguments stand in 'arguments'"
+        )
     problem = f"{where} has a tool call whose arguments are not JSON of an object"
     arguments = decoded(function.get("arguments"), problem, Mapping | None) or {}
     named = {"id": call["id"]} if call.get("id") else {}
@@ -146,7 +160,11 @@ def parse_tools(value: Any) -> list[Any]:
     """Read a row's tools: a list of descriptions or one of them, also as JSON text."""
     problem = "'tools' must be a list of tool descriptions"
     tools = [decoded(tool, problem, Mapping) for tool in as_list(decoded(value, problem) or [])]
-    return [t if "function" in t else {"type": "function", "function": t} for t in tools]
+    tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
+    for tool in tools:
+        if not isinstance(decoded(tool["function"], problem, Mapping).get("name"), str):
+            raise BadRowError("has a tool without a name in 'tools'")
+    return tools
 
 
 def parse_transcript(text: str) -> Messages:

@@ -15,6 +15,8 @@ from dataclasses import field, fields, replace
 from functools import partial
 from glob import escape
 from io import TextIOWrapper
+from itertools import chain
+from os.path import expanduser
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -46,6 +48,9 @@ ITEMS_AT_ONCE = 256
 MOST_BYTES = 1 << 28  # of a row, which takes up to 40 times as much memory
 MOST_UNCUT = 1 << 24  # characters without a place where they could be cut
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
+# keys that are not a part of digests where they are not set, because older ones do not know them
+LATER_KEYS = ("probability", "system", "chat_template_kwargs", "name")
+ROUNDING = 1e-6  # of a sum of probabilities
 HUB_SECONDS = 5.0  # that the hub may take to name a commit
 
 
@@ -62,11 +67,15 @@ class Source:
         subset, revision: of a hub dataset; the subset is what `datasets` calls a configuration.
         separator: the text between two documents of a .txt file; without it the file is one document.
         max_examples: use only this many of the first rows; 0 uses all.
+        probability: the share of the examples in an epoch that are from this source; all sources of a list have one.
+        system: the system prompt of conversations that have none.
+        chat_template_kwargs: of the chat template, where a row says nothing.
+        name: of the held-out set that the source belongs to; metrics of its own have that in their names.
 
     Raises pydantic's ValidationError, which parse_sources turns into a DataError.
     """
 
-    path: str
+    path: str = Field(min_length=1)
     format: Literal["auto", *FORMATS, "sharegpt", "alpaca_v1"] = "auto"  # type: ignore[valid-type]
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     columns: dict[str, str] = field(default_factory=dict)
@@ -75,11 +84,15 @@ class Source:
     revision: str | None = None
     separator: str | None = None
     max_examples: int = Field(0, ge=0, le=sys.maxsize)
+    probability: float | None = Field(None, gt=0, le=1)
+    system: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    name: str = Field("", pattern=r"^[\w.-]*$")
 
     @property
     def place(self) -> Path:
         """The file or folder, which does not exist if the path is the id of a dataset on the hub."""
-        return Path(self.path).expanduser()
+        return Path(expanduser(self.path))
 
     @property
     def is_on_hub(self) -> bool:
@@ -112,6 +125,14 @@ def parse_sources(value: Any) -> list[Source]:
             raise DataError(
                 f"data source {table.get('path', table)}: {first['loc'][0]}: {first['msg']}; its keys are {keys}"
             ) from None
+    mixed = [source.probability or 0 for source in sources]
+    is_mixed = (
+        all(mixed) and abs(sum(mixed) - 1) < ROUNDING and {s.weight for s in sources} == {1}
+    )
+    if any(mixed) and not is_mixed:
+        raise DataError(
+            f"data sources have the probabilities {mixed}; give each of them one, with the sum 1 and no weight"
+        )
     return sources
 
 
@@ -122,41 +143,33 @@ def pinned(source: Source) -> Source:
     """
     if not source.is_on_hub:
         return source
+    from huggingface_hub import HfApi, snapshot_download
+
+    asked = {"revision": source.revision}
     if not rank():
         print(f"asking the Hugging Face hub for the dataset {source.path}", flush=True)
     with _explained(source, source.place):
-        commit = _hub_commit(source.path, source.revision)
-    return replace(source, revision=commit)
-
-
-def _hub_commit(path: str, revision: str | None) -> str:
-    """Ask the hub once for the commit of a dataset; without an answer, take that of the hub's cache."""
-    from huggingface_hub import HfApi, snapshot_download
-
-    try:
-        return HfApi().dataset_info(path, revision=revision, timeout=HUB_SECONDS).sha
-    except Exception:
-        with suppress(Exception):
-            kept = snapshot_download(
-                path, repo_type="dataset", revision=revision, local_files_only=True
-            )
-            return Path(kept).name
-        raise
+        try:
+            commit = HfApi().dataset_info(source.path, timeout=HUB_SECONDS, **asked).sha
+        except Exception as error:
+            asked |= {"repo_type": "dataset", "local_files_only": True}
+            try:
+                commit = Path(snapshot_download(source.path, **asked)).name
+            except Exception:
+                raise error from None
+        return replace(source, revision=commit)
 
 
 def repeated_data(train: Iterable[Source], evaluation: Iterable[Source]) -> list[str]:
     """Return what both read: files, or splits of saved folders and hub datasets."""
 
-    def places(sources: Iterable[Source]) -> set[str]:
-        found: set[str] = set()
-        for source in sources:
-            if source.is_one:
-                found.add(" ".join(filter(None, (source.path, source.subset, source.split))))
-            else:
-                found.update(str(file.resolve()) for file in source_files(source)[0])
-        return found
+    def places(source: Source) -> Iterable[str]:
+        if source.is_one:
+            return [" ".join(filter(None, (source.path, source.subset, source.split)))]
+        return (str(file.resolve()) for file in source_files(source)[0])
 
-    return sorted(places(train) & places(evaluation))
+    both = ({*chain.from_iterable(map(places, sources))} for sources in (train, evaluation))
+    return sorted(set.intersection(*both))
 
 
 def missing_sources(sources: Iterable[Source]) -> list[str]:
@@ -169,11 +182,13 @@ def missing_sources(sources: Iterable[Source]) -> list[str]:
 
 
 def source_files(source: Source) -> tuple[list[Path], list[Path]]:
-    """List the files of a local source in reading order, of a folder those of its split; then all others.
+    """List the files of a source in reading order, of a folder those of its split; then all others. A hub's has none.
 
-    Raises DataError if there are none, or no such split.
+    Raises DataError if a local source has none, or no such split.
     """
     path = source.place
+    if source.is_on_hub:
+        return [], []
     if not path.exists():
         raise DataError(_absent(source))
     # links to folders are not followed, which the report tells
@@ -231,10 +246,10 @@ def source_digest(source: Source, cache: Path) -> str:
 
     The bytes are read as `content_digest` says.
     """
-    content = source.path
-    if not source.is_on_hub:
-        content = content_digest(source_files(source)[0], cache)
-    return digest_of_value(vars(source) | {"path": content, "weight": 1})
+    files, _ = source_files(source)
+    content = content_digest(files, cache) if files else source.path
+    decides = vars(source) | {"path": content, "weight": 1, "probability": None, "name": ""}
+    return digest_of_value({key: x for key, x in decides.items() if x or key not in LATER_KEYS})
 
 
 def text_parts(
@@ -327,8 +342,8 @@ def count_rows(sources: Iterable[Source]) -> int | None:
     """Count the rows of files that have one on every line, for a progress bar; None if there are other sources."""
     total = 0
     for source in sources:
-        files = [] if source.is_on_hub else source_files(source)[0]
-        if not {path.suffix for path in files} <= LINES or not files:
+        files, _ = source_files(source)
+        if not files or not {path.suffix for path in files} <= LINES:
             return None
         rows = sum(1 for path in files for _ in path.open("rb"))
         total += min(rows, source.max_examples or rows)

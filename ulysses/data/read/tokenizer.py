@@ -1,21 +1,28 @@
 """Load tokenizers, and tokenise plain text with them (only this file imports transformers)."""
 
+import faulthandler
+import math
+import os
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from itertools import product
+from os.path import expanduser
 from pathlib import Path
 from string import printable
 from typing import Any
 
+import psutil
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.cache import digest_of_value
 from ulysses.data.read.sources import in_batches, safe_parts
-from ulysses.data.read.templates import BEGUN, CLOSE, GUARD, OPEN, ends
 
-MARKS = OPEN, CLOSE, GUARD, BEGUN
+# Marks in rendered text. They are Unicode noncharacters, which no text meant for interchange holds.
+MARKS = OPEN, CLOSE, GUARD, BEGUN = "\ufdd0\ufdd1\ufdd2\ufdd3"
+TRIAL_SECONDS, TRIAL_BYTES = 20.0, 1 << 30  # for a few texts, and of memory
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 # of texts that are tokenised together; the results of more would not stay in the processor's cache
 CHARACTERS_AT_ONCE = 1 << 15
@@ -35,7 +42,7 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
 
     Raises DataError: there is no tokenizer, or a named token is not in its vocabulary.
     """
-    place = Path(path).expanduser()
+    place = Path(expanduser(path))
     try:
         if place.is_file():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(place))
@@ -222,3 +229,27 @@ class TextEncoder:
 def _broken(match: re.Match[str]) -> str:
     token = match[0].strip()
     return match[0].replace(token, GUARD.join(token))
+
+
+def ends(job: Callable[[], Any]) -> bool:
+    """Call `job` in a forked process, and tell whether that ended without too much time, text and memory.
+
+    No signal's handler and no other thread can stop one long operation. Other errors of the job are left to the
+    caller, who calls it next.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            faulthandler.disable()  # a library that gets no memory may abort, which is an answer
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+            signal.setitimer(signal.ITIMER_PROF, TRIAL_SECONDS)
+            signal.alarm(math.ceil(10 * TRIAL_SECONDS))  # in case it waits for ever
+            process = psutil.Process()
+            most = process.memory_info().vms + TRIAL_BYTES
+            process.rlimit(psutil.RLIMIT_AS, (most, most))
+            job()
+        except (MemoryError, BadRowError):
+            os._exit(1)
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1] == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ulysses.data.read.counts import Report
+from ulysses.data.read.rows import Report
 from ulysses.parallel.batch import Sequence
 
 DIGESTS = "digests.json"  # of the other files
@@ -51,6 +51,7 @@ class TokenizedDataset:
         share_prompts: whether examples say so, so that packs hold them once.
         columns: {name: [examples]}; sources: [examples], the index of each example's source.
         source_weights: how often the examples of each source are taken per epoch.
+        source_names: the held-out sets that the sources belong to; "" for none.
         max_length: where a mismatched sequence is cut.
         token_columns: {name: [tokens of all examples as `lengths` count them, end to end]}: further columns.
         mismatched: {name: {(index, other): column}}: the same columns of the mismatched sequences that are asked for.
@@ -59,7 +60,7 @@ class TokenizedDataset:
     def __init__(
         self,
         folder: str | Path,
-        source_weights: Iterable[float] = (1.0,),
+        source_names: Iterable[str] = ("",),
         max_length: int | None = None,
         share_prompts: bool = False,
     ) -> None:
@@ -72,7 +73,7 @@ class TokenizedDataset:
         index = json.loads((self.folder / "index.json").read_text())
         self.kind: str = index["kind"]
         self.report = Report(**index["report"])
-        self.source_weights = source_weights
+        self.source_names, self.source_weights = [*source_names], [1.0]
         arrays: dict[str, np.ndarray] = {
             path.stem: np.memmap(path, path.suffix[1:], "r")
             for path in self.folder.iterdir()

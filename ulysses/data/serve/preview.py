@@ -1,7 +1,6 @@
 """Print tokenised examples with the trained tokens marked, to show what the loss sees."""
 
-from itertools import groupby
-from operator import itemgetter
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,24 +12,21 @@ from ulysses.parallel.batch import shared_prompts
 
 def preview_examples(dataset: TokenizedDataset, tokenizer: Any, count: int) -> None:
     """Print the first `count` examples decoded, with the trained tokens between [[ and ]]."""
-    names = ("chosen", "rejected") if dataset.kind == "pair" else ()
-    for index in range(min(count, len(dataset))):
-        example = dataset[index]
-        left_out = [count for _, count in shared_prompts(example.sequences)]
-        for place, (sequence, shared) in enumerate(zip(example.sequences, left_out)):
-            name = names[place] if names else f"{dataset.kind} {place + 1}"
-            numbers = {**example.columns, **sequence.columns}.items()
-            after = f" after {shared} of the first sequence" if shared else ""
-            is_trained = np.not_equal(sequence.loss_weights[shared:], 0)
+    for example in islice(dataset, count):
+        shared = shared_prompts(example.sequences)
+        for place, (sequence, (_, left_out)) in enumerate(zip(example.sequences, shared)):
+            name = f"{dataset.kind} {place + 1}"
+            if dataset.kind == "pair":
+                name = "rejected" if place else "chosen"
+            after = f" after {left_out} of the first sequence" if left_out else ""
+            is_trained = np.not_equal(sequence.loss_weights[left_out:], 0)
             is_trained[0] = False  # nothing predicts the first token
-            text = ""
-            marked = zip(is_trained, sequence.tokens[shared:].tolist())
-            for trained, run in groupby(marked, key=itemgetter(0)):
-                part = tokenizer.decode([token for _, token in run])
-                text += f"[[{part}]]" if trained else part
-            size = f"{len(is_trained)} tokens{after}, {is_trained.sum()} trained"
+            tokens, ends = sequence.tokens[left_out:], np.flatnonzero(np.diff(is_trained)) + 1
+            parts = map(tokenizer.decode, np.split(tokens, ends))
+            text = "".join(f"[[{part}]]" if i % 2 else part for i, part in enumerate(parts))
+            numbers = {**example.columns, **sequence.columns}.items()
             print(
-                f"example {index} ({name}): {size}",
+                f"example {example.index} ({name}): {len(tokens)} tokens{after}, {is_trained.sum()} trained",
                 *(f"{key} {value:g}" for key, value in numbers),
                 sep=", ",
             )

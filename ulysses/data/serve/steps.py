@@ -12,7 +12,7 @@ rank computes the whole plan and takes its own part of it.
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ class StepLoader:
         examples_per_step: examples of one optimizer step, over all groups; at least 1.
         tokens_per_microbatch: the most tokens that one packed micro-batch may hold.
         shuffle: False takes every example once, in the dataset's order, which is what evaluation needs.
+        only: the named set whose examples are taken then; "" takes all.
         attention_length: number of tokens at which attention costs as much as the rest of the model.
         windows: the sliding window of every layer (parallel/layout.py).
         launched_tokens: the tokens that the GPU computes while its host launches the kernels of a micro-batch with
@@ -57,13 +58,18 @@ class StepLoader:
     data_parallel_size: int = 1
     dp_rank: int = 0
     shuffle: bool = True
+    only: str = ""
     attention_length: float = ATTENTION_LENGTH
     windows: Sequence[int | None] = ()
     launched_tokens: float = 0.0
     holds = "the data"  # what its examples are numbered in
 
     def __post_init__(self) -> None:
-        self._last_order = (-1, np.arange(len(self.dataset)))  # an epoch and its order
+        taken = np.arange(len(self.dataset))
+        if self.only:
+            names = np.array(self.dataset.source_names)
+            taken = np.flatnonzero(names[self.dataset.sources] == self.only)
+        self._last_order = (-1, taken)  # an epoch and its order
         self.examples_per_epoch = len(self.order(0))
         self.steps_per_epoch = math.ceil(self.examples_per_epoch / self.examples_per_step)
 
@@ -85,6 +91,10 @@ class StepLoader:
         """Return the dataset indices of all examples of step k, in the order of the epoch."""
         start = k * self.examples_per_step
         return self.order(epoch)[start : start + self.examples_per_step].tolist()
+
+    def sets(self) -> dict[str, "StepLoader"]:
+        """Return the loader of all examples under the name "", and those of the named sets."""
+        return {name: replace(self, only=name) for name in ("", *self.dataset.source_names)}
 
     def planned_steps(self) -> tuple[list[int], list[int]]:
         """Return the examples of the first epoch's step with the median number of tokens, and of the one with most."""

@@ -37,9 +37,9 @@ import numpy as np
 from ulysses.config.schema import DataSection
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.cache import build_once, check_once, digest_of_value, discard, known_files
-from ulysses.data.read.chat import ChatTemplate
-from ulysses.data.read.counts import Event, Report, note_sources
-from ulysses.data.read.formats import LocatedRow, Record, dropping, locate_rows, read_records
+from ulysses.data.read.chat import ChatTemplate, bounded_time
+from ulysses.data.read.formats import Event, Record, dropping, read_row
+from ulysses.data.read.rows import FoundRow, Report, locate_rows, note_sources
 from ulysses.data.read.sources import (
     Source,
     count_rows,
@@ -48,7 +48,6 @@ from ulysses.data.read.sources import (
     source_digest,
     source_files,
 )
-from ulysses.data.read.templates import bounded_time
 from ulysses.data.read.tokenizer import Encoded, Rendered, TextEncoder, tokenizer_digest
 from ulysses.data.serve.dataset import DIGESTS, TokenizedDataset
 from ulysses.data.serve.workers import in_order
@@ -60,14 +59,9 @@ BAR_AFTER_SECONDS = 2.0
 CHARACTERS_AT_ONCE = 1 << 21  # of rows
 # of the [data] table, what decides tokens besides sources, tokenizer and template
 DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "turns", "eval_fraction")
-GOLDEN_RATIO = (1 + 5**0.5) / 2
 Columns = dict[str, Any]  # of examples as the files hold them: tokens, weights and numbers
-TOKENS = np.dtype(
-    [("tokens", np.int32), ("weights", np.float32)]
-)  # of a sequence, an array [L]
-Part = tuple[
-    str, int, np.ndarray
-]  # of a document: where it stands, the index of its source, its tokens
+TOKENS = np.dtype([("tokens", np.int32), ("weights", np.float32)])  # of a sequence [L]
+Part = tuple[str, int, np.ndarray]  # of a document: its row, source and tokens
 
 
 def open_dataset(
@@ -99,10 +93,32 @@ def open_dataset(
             damage = str(error).partition(";")[0]
             print(f"the tokenised data were damaged ({damage}) and have been made again")
         check_once(data.folder / DIGESTS, data.cache)
-    weights = [source.weight for source in data.sources]
-    dataset = TokenizedDataset(data.folder, weights, settings.max_length, share_prompts)
+    names = [source.name for source in sources]
+    dataset = TokenizedDataset(data.folder, names, settings.max_length, share_prompts)
+    examples = np.bincount(dataset.sources, minlength=len(sources)).tolist()
+    dataset.source_weights = source_weights(sources, examples, settings.stopping_strategy)
     note_sources(data.sources, dataset.report)
     return dataset
+
+
+def source_weights(
+    sources: list[Source], examples: list[int], stopping_strategy: str
+) -> list[float]:
+    """Return how often the examples of each source are taken in an epoch, which has the shares that probabilities ask.
+
+    Raises DataError: there is no example of a source that has a probability or a name.
+    """
+    for source, count in zip(sources, examples):
+        if not count and (source.probability or source.name):
+            raise DataError(
+                f"no example is left of {source.path}, which has a probability or a name; remove it, or mend its rows"
+            )
+    if not all(source.probability for source in sources):
+        return [source.weight for source in sources]
+    # the lengths of an epoch that takes every example of a source once
+    lengths = [count / source.probability for source, count in zip(sources, examples)]
+    length = min(lengths) if stopping_strategy == "first_exhausted" else max(lengths)
+    return [length / own for own in lengths]
 
 
 class Tokenising:
@@ -124,7 +140,16 @@ class Tokenising:
         self.cache = Path(settings.cache)
         self.template = None
         if kind != "text":
-            self.template = ChatTemplate(tokenizer, settings.chat_template)
+            given = settings.chat_template, settings.chat_template_kwargs
+            self.template = ChatTemplate(tokenizer, *given)
+        for source in sources:
+            if self.template:
+                setting = f"chat_template_kwargs of {source.path}"
+                self.template.check_variables(source.chat_template_kwargs, setting)
+            elif source.system or source.chat_template_kwargs:
+                raise DataError(
+                    f"{source.path} has system or chat_template_kwargs, which documents do not use; remove them"
+                )
         self.encoder = self.template.encoder if self.template else TextEncoder(tokenizer)
         self._state = self._files()
         content = [
@@ -134,13 +159,14 @@ class Tokenising:
             [source_digest(source, self.cache) for source in self.sources],
             tokenizer_digest(tokenizer),
             self.template.text if self.template else None,
+            *filter(None, [settings.chat_template_kwargs]),
         ]
         self.folder = self.cache / "tokenized" / digest_of_value(content)[:32]
 
     def _files(self) -> Path:
         """Return what stands for the sizes and times of the files, and changes with them."""
-        local = (source_files(source)[0] for source in self.sources if not source.is_on_hub)
-        return known_files(chain.from_iterable(local), self.cache)
+        files = (source_files(source)[0] for source in self.sources)
+        return known_files(chain.from_iterable(files), self.cache)
 
     def build(self, folder: Path) -> None:
         """Write all examples into `folder`; DataError if there are none, or if a file changes meanwhile."""
@@ -167,10 +193,9 @@ class Tokenising:
     def _encoded(self, report: Report) -> Iterator[Any]:
         """Yield what batches of rows become, in the order of the rows, and count in `report` what happens to these."""
         bar = {"desc": "tokenising", "unit": "rows", "delay": BAR_AFTER_SECONDS}
-        rows: Iterable[LocatedRow] = locate_rows(self.sources, report)
+        rows = locate_rows(self.sources, report, self.settings.eval_fraction, self.held_out)
         rows = progress(rows, total=count_rows(self.sources), **bar)
-        rows = part_of(rows, self.settings.eval_fraction, self.held_out, report)
-        batches = in_batches(rows, CHARACTERS_AT_ONCE)
+        batches = in_batches(filter(None, rows), CHARACTERS_AT_ONCE)
         for found, events in in_order(self.encode, batches, self.settings.workers):
             for event in events:
                 report.count(*event)
@@ -178,114 +203,121 @@ class Tokenising:
 
     # ---------------------------------------------------------------- what every process does with its batches
 
-    def encode(self, rows: list[LocatedRow]) -> tuple[Any, list[Event]]:
+    def encode(self, rows: list[FoundRow]) -> tuple[Any, list[Event]]:
         """Return the columns of the rows' examples end to end, or the parts of their documents; and what to count."""
-        events: list[Event] = []
-        bad_rows = self.settings.bad_rows
-        records = read_records(rows, self.sources, self.kind, events, bad_rows=bad_rows)
-        if self.template is None:
-            return [self._part(record) for record in records], events
-        examples = [*self._examples(records, events)]
-        names = examples[0] if examples else ()
-        return {name: np.hstack([each[name] for each in examples]) for name in names}, events
-
-    def _part(self, record: Record) -> Part:
-        text = record.text if record.continues else self.encoder.begin(record.text)
-        with dropping([], record.where, "error"):
-            (tokens,) = self.encoder.encode_texts([text])
-        return record.where, record.source, np.asarray(tokens, np.int32)
-
-    def _examples(self, records: Iterable[Record], events: list[Event]) -> Iterator[Columns]:
-        """Tokenise the conversations of one batch together; what cannot be trained on is dropped and counted."""
-        bad_rows = self.settings.bad_rows
-        rendered = []
+        self.events, rendered = [], []
+        use = partial(dropping, self.events, self.settings.bad_rows)
         with bounded_time():
-            for record in records:
-                with dropping(events, record.where, bad_rows):
-                    rendered.append((record, self._render(record)))
-        texts = [text for _, sides in rendered for text in sides]
+            for row in rows:
+                source, note = self.sources[row.source], partial(self._note, row.where)
+                with use(row.where):
+                    for record in read_row(row.found, source, self.kind, note):
+                        with use(row.where):
+                            rendered.append((row, record, self._render(record)))
+        if self.template is None:
+            return [self._part(row, record.text) for row, record, _ in rendered], self.events
         encode = partial(self.encoder.encode_batch, as_whole=self.kind == "sequence")
         try:
-            encoded = iter(encode(texts))
+            encoded = iter(encode([text for *_, texts in rendered for text in texts]))
         except BadRowError:  # which row it was is found below
             encoded = None
-        for record, sides in rendered:
-            with dropping(events, record.where, bad_rows):
-                found = [next(encoded) for _ in sides] if encoded else encode(sides)
-                yield self._columns(record, found, events)
+        examples = []
+        for row, record, texts in rendered:
+            with use(row.where):
+                sides = [next(encoded) for _ in texts] if encoded else encode(texts)
+                examples.append(self._columns(row, record, sides))
+        names = examples[0] if examples else ()
+        columns = {name: np.hstack([each[name] for each in examples]) for name in names}
+        return columns, self.events
+
+    def _note(self, where: str, what: str) -> None:
+        self.events.append(("notes", what, where))
+
+    def _part(self, row: FoundRow, text: str) -> Part:
+        try:
+            begun = text if row.continues else self.encoder.begin(text)
+            (tokens,) = self.encoder.encode_texts([begun])
+        except BadRowError as error:
+            raise DataError(f"{row.where} {error}") from None
+        return row.where, row.source, np.asarray(tokens, np.int32)
 
     def _render(self, record: Record) -> list[Rendered]:
         """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
-        is_sequence, train_on = self.kind == "sequence", self.settings.train_on
-        turns = self.settings.turns if is_sequence else "together"
+        turns, train_on = "together", "assistant"
+        if self.kind == "sequence":
+            turns, train_on = self.settings.turns, self.settings.train_on
         texts = []
         for answer in record.answers:
-            messages = record.prompt + answer
-            places = range(len(record.prompt), len(messages))
-            trained = [i for i in places if messages[i].role == "assistant"]
-            if is_sequence and train_on != "assistant":
-                if train_on == "all" and any(messages[i].weight == 0 for i in trained):
+            messages, start = record.prompt + answer, len(record.prompt)
+            answers = [
+                i for i, m in enumerate(messages) if i >= start and m.role == "assistant"
+            ]
+            if train_on != "assistant":
+                if train_on == "all" and any(messages[i].weight == 0 for i in answers):
                     raise BadRowError(
                         "has an answer that is not to be trained, but data.train_on is all; set it to assistant"
                     )
-                trained = trained[-1:]
-            trained = [i for i in trained if messages[i].weight != 0] or trained
+                answers = answers[-1:]
+            trained = [i for i in answers if messages[i].weight] or answers
             texts += self.template.render(
                 messages, record.tools, trained, turns, record.variables
             )
         return texts
 
-    def _columns(self, record: Record, sides: list[Encoded], events: list[Event]) -> Columns:
+    def _columns(self, row: FoundRow, record: Record, sides: list[Encoded]) -> Columns:
         """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
-        kind, limit = self.kind, self.settings.max_length
-        is_sequence = kind == "sequence"
+        kind, note = self.kind, partial(self._note, row.where)
         whole = [np.rec.fromarrays(side, TOKENS) for side in sides]
-        if is_sequence and self.settings.train_on == "all":
-            for side in whole:
-                side["weights"] = 1
-            if record.answers[0][-1].role != "assistant":
-                events.append(("notes", "turns after the last answer left out", record.where))
+        groups, ranks = [whole], record.ranks
+        if kind == "sequence":
+            groups = [[side] for side in whole]
+            if self.settings.train_on == "all":
+                for side in whole:
+                    side["weights"] = 1
+                if record.answers[0][-1].role != "assistant":
+                    note("turns after the last answer left out")
         sequences: list[np.ndarray] = []
         problems, longest = [], 0
-        for group in [[side] for side in whole] if is_sequence else [whole]:
+        for group in groups:
             try:
-                found, start = self._cut(group, record)
+                found, start = self._cut(group, row.where, ranks)
                 sequences += found
                 longest = max(longest, *map(len, group))
             except DropRowError as error:
                 problems.append(error)
         if not sequences:
             raise problems[0]
-        notes = [f"turns left out, {problem}" for problem in problems]
-        if is_sequence and len(sides) > 1:
-            notes.append("conversations whose turns are trained separately")
-        if longest > limit:
-            notes.append("truncated")
-        events += [("notes", note, record.where) for note in notes]
+        for problem in problems:
+            note(f"turns left out, {problem}")
+        if len(groups) > 1:
+            note("conversations whose turns are trained separately")
+        if longest > self.settings.max_length:
+            note("truncated")
         first, sizes = sequences[0], []
-        for sequence, rank in zip(sequences, record.ranks if kind == "ranked" else repeat(0)):
+        for sequence, rank in zip(sequences, ranks if kind == "ranked" else repeat(0)):
             shared = 0 if sequence is first else common_prefix(first, sequence)
             sizes += len(sequence), shared, rank
         joined = np.concatenate(sequences)
         columns = {
             **record.columns,
-            "tokens": joined["tokens"],
-            "weights": joined["weights"],
+            **{name: joined[name] for name in TOKENS.names},
             "_sizes": sizes,
             "_counts": len(sequences),
-            "_source": record.source,
+            "_source": row.source,
         }
-        if not is_sequence:
+        if kind != "sequence":
             columns["prompt_length"] = start
         if kind in ("unpaired", "prompt"):
             prompt = hashlib.sha256(first["tokens"][:start].tobytes()).digest()
             columns["_prompt"] = np.frombuffer(prompt, np.int64)[0]
         if kind == "prompt":
-            row = json.dumps(record.row, ensure_ascii=False, default=str).encode()
-            columns |= {"_row_size": len(row), "_rows": np.frombuffer(row, np.uint8)}
+            text = json.dumps(record.row, ensure_ascii=False, default=str).encode()
+            columns |= {"_row_size": len(text), "_rows": np.frombuffer(text, np.uint8)}
         return columns
 
-    def _cut(self, sides: list[np.ndarray], record: Record) -> tuple[list[np.ndarray], int]:
+    def _cut(
+        self, sides: list[np.ndarray], where: str, ranks: Iterable[int]
+    ) -> tuple[list[np.ndarray], int]:
         """Cut sequences with one prompt to max_length; return them and the prompt's length."""
         limit, truncation = self.settings.max_length, self.settings.truncation
         longest, first = max(map(len, sides)), sides[0]
@@ -295,7 +327,7 @@ class Tokenising:
             raise DropRowError("longer than max_length")
         if longest > limit and truncation == "error":
             raise DataError(
-                f"{record.where} has {longest} tokens but data.max_length is {limit}; raise it, or "
+                f"{where} has {longest} tokens but data.max_length is {limit}; raise it, or "
                 "set data.truncation to keep_start, keep_end or drop"
             )
         # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
@@ -315,25 +347,10 @@ class Tokenising:
         if self.kind != "prompt" and not all(side["weights"][1:].any() for side in found):
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
-        answers = {(s["tokens"].tobytes(), rank) for s, rank in zip(found, record.ranks)}
+        answers = {(s["tokens"].tobytes(), rank) for s, rank in zip(found, ranks)}
         if len({tokens for tokens, _ in answers}) < len(answers):
             raise DropRowError("chosen and rejected are the same tokens")
         return found, start - cut
-
-
-def part_of(
-    rows: Iterable[LocatedRow], share: float, held_out: bool, report: Report
-) -> Iterator[LocatedRow]:
-    """Yield the rows that are held out for evaluation, or the others; parts of a document stay together.
-
-    Multiples of the golden ratio are spread evenly modulo 1: the same share is held out of any long run of rows, and of
-    every second or third row.
-    """
-    for number, (where, parts) in enumerate(groupby(rows, key=itemgetter(1))):
-        if (number * GOLDEN_RATIO % 1 < share) == held_out:
-            yield from parts
-        else:
-            report.count("notes", "in the other part of data.eval_fraction", where)
 
 
 def _write_columns(folder: Path, chunks: Iterable[Columns], report: Report) -> None:
@@ -370,18 +387,14 @@ def cut_documents(parts: Iterable[Part], encoder: TextEncoder, limit: int) -> It
 
     Truncation does not apply: no token is lost.
     """
+    ends = np.asarray([encoder.eos], np.int32)
+    begins = ends[:0] if encoder.bos is None else np.asarray([encoder.bos], np.int32)
     for (_, source), document in groupby(parts, key=itemgetter(0, 1)):
-        ends = np.asarray([encoder.eos], np.int32)
-        left = ends[:0] if encoder.bos is None else np.asarray([encoder.bos], np.int32)
-        for *_, ids in chain(document, [(ends,)]):
-            left = np.append(left, ids)
-            is_end = ids is ends
-            while len(left) > limit or (is_end and len(left) > 1):
+        left = begins
+        for *_, tokens in chain(document, [(ends,)]):
+            left = np.append(left, tokens)
+            while len(left) > limit or (tokens is ends and len(left) > 1):
                 piece = left[:limit]
-                yield {
-                    "tokens": piece,
-                    "_sizes": [len(piece), 0, 0],
-                    "_counts": [1],
-                    "_source": [source],
-                }
+                size = [len(piece), 0, 0]
+                yield {"tokens": piece, "_sizes": size, "_counts": [1], "_source": [source]}
                 left = left[limit - 1 :]  # the last token predicts the next piece's first

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from ..layout import Segments
 
+ONE_DOCUMENT = 8192  # rows of a document from which on flash4 has kernels for it alone
+SHORT = 512  # rows of a document up to which the kernels of short.py are the fastest
 TILE_SCORES = 1 << 24  # attention scores that the plain kernel holds at once
 LEAST_ROWS = 64  # of a tile under a window
 JOINED_ROWS = 8192  # whose float32 sums `join` holds at once
@@ -256,3 +258,4 @@ REFERENCE = DocumentKernel(_plain_forward, _plain_backward, bottom_right=True)
 CPU = DocumentKernel(_cpu_forward, _cpu_backward)
 # cuDNN refuses some tiny shapes and builds a plan for each; the tail of a pack is one
 CUDNN = DocumentKernel(_cudnn_forward, _cudnn_backward, shortest=64)
+DOCUMENT_KERNELS = {"cudnn": CUDNN, "torch": CPU, "reference": REFERENCE}

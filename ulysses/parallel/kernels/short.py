@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Segments
-from .document import Gradients, Inputs, Results, empty_gradients
+from .document import SHORT, Gradients, Inputs, Results, empty_gradients
 
 try:
     import triton
@@ -28,7 +28,6 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-LONGEST = 512  # rows of a document up to which these kernels are the fastest
 _MOST_DOCUMENTS = 65535  # a launch's third axis can be no longer
 _BLOCK = 64  # rows of a tile
 
@@ -164,35 +163,34 @@ if triton is not None:
 
 
 def usable(inputs: Inputs, segments: Segments) -> bool:
-    """Tell whether the kernels can compute this case and are the fastest for it; it does not wait for the device."""
+    """Tell whether the kernels compute this case on a GPU and are the fastest for it; never waits for the device."""
     q = inputs.q
     head_dim = q.shape[-1]
     return (
         triton is not None
-        and q.is_cuda
         and q.dtype in (torch.float16, torch.bfloat16)
         and head_dim in (32, 64)
         and inputs.causal
         and inputs.window is None
         # every row sees its own document's rows, and no prefix
         and segments.cu_q is segments.cu_k
-        and segments.max_q <= LONGEST
+        and segments.max_q <= SHORT
         and len(segments.cu_q) - 1 <= _MOST_DOCUMENTS
         and all(x.stride()[1:] == (head_dim, 1) for x in inputs[:3])
     )
 
 
-def forward(inputs: Inputs, cu: Tensor, longest: int) -> Results:
-    """Attend within the documents cu[i]:cu[i + 1], none of which has more than `longest` rows."""
+def forward(inputs: Inputs, segments: Segments) -> Results:
+    """Attend within the documents of a case that is `usable`."""
     q, k, v = inputs[:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    _launch(_forward, q.shape[1], longest, (q, k, v, out, lse, cu), inputs)
+    _launch(_forward, q.shape[1], segments, inputs, q, k, v, out, lse)
     return out, lse
 
 
 def backward(
-    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, cu: Tensor, longest: int
+    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, segments: Segments
 ) -> Gradients:
     """Compute dq, dk, dv from what `forward` returned; out and lse may be joint ones of further keys."""
     q, k, v = inputs[:3]
@@ -200,22 +198,19 @@ def backward(
     dq, dk, dv = empty_gradients(inputs)
     # the sum of dout * out over a head, which is the mean of dp under p; the second kernel reads it from the first
     delta = torch.empty_like(lse)
-    given = q, k, v, out, dout, lse, delta, dq, cu
-    _launch(_queries, q.shape[1], longest, given, inputs)
-    _launch(_keys, k.shape[1], longest, (q, k, v, dout, lse, delta, dk, dv, cu), inputs)
+    _launch(_queries, q.shape[1], segments, inputs, q, k, v, out, dout, lse, delta, dq)
+    _launch(_keys, k.shape[1], segments, inputs, q, k, v, dout, lse, delta, dk, dv)
     return dq, dk, dv
 
 
 def _launch(
-    kernel: Any, heads: int, longest: int, tensors: tuple[Tensor, ...], inputs: Inputs
+    kernel: Any, heads: int, segments: Segments, inputs: Inputs, *tensors: Tensor
 ) -> None:
     """Run a program for each of `heads`, each tile and each document."""
     q, k, v = inputs[:3]
     total, query_heads, head_dim = q.shape
-    documents = len(tensors[-1]) - 1
+    grid = heads, triton.cdiv(segments.max_q, _BLOCK), len(segments.cu_q) - 1
     sizes = {"H": query_heads, "G": query_heads // k.shape[1], "E": head_dim, "BLOCK": _BLOCK}
     numbers = q.stride(0), k.stride(0), v.stride(0), total, inputs.scale
     with torch.cuda.device(q.device):
-        kernel[(heads, triton.cdiv(longest, _BLOCK), documents)](
-            *tensors, *numbers, **sizes, num_warps=4, num_stages=3
-        )
+        kernel[grid](*tensors, segments.cu_q, *numbers, **sizes, num_warps=4, num_stages=3)

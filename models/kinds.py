@@ -1,0 +1,34 @@
+"""The kinds of models by what they are for, and a model without memory, for its names and sizes.
+
+A kind is imported when it is asked for.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from models.arch import ModelConfig
+
+
+def model_class(*, reward: bool = False, value: bool = False) -> Any:
+    """Return the class of a reward model, of a policy with a value, or else of a language model."""
+    if reward or value:
+        from models.scored import PolicyValue, RewardModel
+
+        return RewardModel if reward else PolicyValue
+    from models.decoder import CausalLM
+
+    return CausalLM
+
+
+def empty_model(config: ModelConfig, *, reward: bool = False) -> Any:
+    """Build a model on torch's meta device, which has no memory: for its parameters' names and shapes."""
+    with torch.device("meta"):
+        return model_class(reward=reward)(config)
+
+
+@functools.cache
+def count_parameters(config: ModelConfig, *, reward: bool = False) -> int:
+    """Count a model's parameters, tied embeddings once."""
+    return sum(p.numel() for p in empty_model(config, reward=reward).parameters())

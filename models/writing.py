@@ -1,0 +1,128 @@
+"""Write weights and what lies beside them into a Hugging Face model folder, holding one shard at a time."""
+
+import math
+import shutil
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.folders import INDEX, WEIGHTS
+from ulysses.disk import write_json, write_tensors
+
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.json",
+    "*.jinja",
+    "*processor*.json",  # of multimodal models
+)
+SHARD_GIB = 2.0  # written to one file, and held in host memory meanwhile
+
+
+class Rounding:
+    """Round adapted weights to the dtype in which they are written, and say what that takes of what training changed.
+
+    dtype: in which they are written.
+    change, lost: sums of squares: of what training changed, and of what is written otherwise than it was trained.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.change, self.lost = dtype, 0.0, 0.0
+
+    def __call__(self, exact: Tensor, base: Tensor, trained: Tensor | None = None) -> Tensor:
+        """Return `exact` (float32) in the dtype; `base` is what it was before training.
+
+        `trained` is what was trained if that is not `exact` itself: weights whose base was quantised.
+        """
+        written = exact.to(self.dtype)
+        self.change += float((exact - base).square().sum())
+        self.lost += float((written - (exact if trained is None else trained)).square().sum())
+        return written
+
+    @property
+    def note(self) -> str:
+        """A sentence if more than a hundredth is lost, or an empty text."""
+        share = math.sqrt(self.lost / self.change) if self.change else 0.0
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (share > 0.01) * (
+            f"the weights written in {dtype} differ from the trained ones by {share:.0%} of what training changed; "
+            "ulysses export --dtype float32 does not round, and adapters exported alone keep all of it"
+        )
+
+
+def write_weights(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: int = int(SHARD_GIB * 2**30),
+    *,
+    whole_experts: bool = False,
+    carried: Mapping[str, Any] | None = None,
+) -> None:
+    """Write named tensors as transformers does, holding one shard in host memory.
+
+    Args:
+        folder: an empty folder; the caller moves it into place when all is written.
+        carried: StoredTensors of other files (models/hf_format.py), which are written as they are.
+        whole_experts: all experts' matrices of a layer stay one tensor, if there are any, as the family's
+            clamped_experts says.
+        max_shard_bytes: bounds a file; a larger tensor has a file of its own.
+    """
+    files: list[list[str]] = []  # the names in each
+    shard: dict[str, Tensor] = {}
+    size = total = 0
+
+    def write_shard() -> None:
+        # the file's final name tells how many there are
+        write_tensors(folder / f"{len(files)}.tmp", shard, format="pt")
+        files.append([*shard])
+        shard.clear()
+
+    others = ((name, stored.whole()) for name, stored in (carried or {}).items())
+    if not whole_experts:
+        from models.expert_files import as_stored
+
+        tensors = as_stored(tensors)
+    for name, tensor in chain(tensors, others):
+        if shard and size + tensor.nbytes > max_shard_bytes:
+            write_shard()
+            size = 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
+    write_shard()
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file = file if len(files) > 1 else WEIGHTS
+        (folder / f"{number - 1}.tmp").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / INDEX, index)
+
+
+def copy_side_files(
+    source: Path, target: Path, patterns: Iterable[str] = (GENERATION, *TOKENIZER_FILES)
+) -> None:
+    """Copy tokenizer, chat template and generation config as they are.
+
+    Raises ValueError for a link out of the folder; a snapshot of the hub's cache may link to the blobs next to it.
+    """
+    inside = source.resolve()
+    if inside.parent.name == "snapshots":
+        inside = inside.parents[1]
+    for pattern in patterns:
+        for path in source.glob(pattern):
+            if not path.resolve().is_relative_to(inside):
+                raise ValueError(
+                    f"{path.absolute()} is a link to {path.resolve()}, outside of the model's folder; put a copy of "
+                    "the file in its place"
+                )
+            shutil.copyfile(path, target / path.name)

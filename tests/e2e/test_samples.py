@@ -1,0 +1,64 @@
+"""run.samples: answers at every evaluation, in samples.jsonl, TensorBoard and the report."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.e2e.launch import rows, tiny
+from tests.e2e.test_stage_runs import on_ranks, settings
+from ulysses.report import main
+
+SHORT = "--run.steps 2 --run.eval_every 1 --run.save_every 1 --run.export false"
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
+def test_held_out_rows_are_answered_at_every_evaluation(stage, tmp_path):
+    reference = f"--{stage}.reference live" if stage != "sft" else ""
+    line = settings(stage, tmp_path / "run", f"{SHORT} --run.samples 2 {reference}")
+    on_ranks(2, line)
+    found = lines(tmp_path / "run")
+    held = ["reference"] if reference else []
+    wanted = ["data", *held, "step 0", "step 1", "step 2"]
+    assert [line["by"] for line in found] == [by for by in wanted for _ in range(2)]
+    by = {name: [x["answer"] for x in found if x["by"] == name] for name in wanted}
+    prompts = [x["prompt"] for x in found]
+    assert prompts == prompts[:2] * len(wanted) and prompts[0] != prompts[1]
+    assert all(by["data"]) and (not held or by["reference"] == by["step 0"])
+    # a run that continues answers again where it does
+    on_ranks(
+        2, [*line, "--run.resume", str(tmp_path / "run/checkpoints/step-1"), "--run.overwrite"]
+    )
+    again = lines(tmp_path / "run")
+    assert again == found + found[-2:]
+    assert main([str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run/report.html").read_text()
+    assert page.count("<th>step 2</th>") == 1 and "<th>data</th>" in page
+    board = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert "samples/step 1/text_summary" in board.Tags()["tensors"]
+
+
+def test_groups_of_a_rollout_stand_with_their_scores(tmp_path):
+    data = f"--data.train {rows('ppo_train', 4)} --data.eval {rows('ppo_eval', 3)}"
+    typed = f"{data} {SHORT} --run.samples 3 --ppo.max_new_tokens 5 --batch.examples 4"
+    on_ranks(1, tiny("grpo", tmp_path / "run", f"{typed} --parallel.sequence_parallel_size 1"))
+    count = Counter(line["by"] for line in lines(tmp_path / "run"))
+    assert count["rollout 0"] == 3 * 4 and count["step 1"] == 3 and not count["data"]
+    answers = [x["answer"] for x in lines(tmp_path / "run") if x["by"] == "rollout 0"]
+    assert all(-1.5 <= float(answer.partition(": ")[0]) <= 2.5 for answer in answers)
+
+
+def test_prompts_of_ones_own(tmp_path):
+    prompts = '["Who are you?", "<b>7 + 5</b>"]'
+    typed = [*settings("sft", tmp_path / "run", SHORT), "--run.samples", prompts]
+    on_ranks(1, typed)
+    first, second, *_ = lines(tmp_path / "run")
+    assert "Who are you?" in first["prompt"] and first["by"] == "step 0" and second["step"] == 0
+    main([str(tmp_path / "run")])
+    assert "&lt;b&gt;7 + 5" in (tmp_path / "run/report.html").read_text()

@@ -1,0 +1,119 @@
+"""A list of sources: what share of an epoch each has, which examples are a set of their own, and what is refused."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.tiny_tokenizer import write_rows
+from ulysses.config.schema import DataSection
+from ulysses.data import DataError
+from ulysses.data.read.sources import parse_sources
+from ulysses.data.serve.steps import StepLoader
+from ulysses.data.serve.tokenise import open_dataset
+from ulysses.run.trainer import Trainer
+from ulysses.watch.watch import Watch
+
+SIZES = {"a": 40, "b": 10, "c": 0}
+
+
+@pytest.fixture
+def opened(tmp_path, tokenizer):
+    """A function from tables of sources, with their file's name as the path, to the data."""
+    for name, size in SIZES.items():
+        rows = [{"prompt": f"{name}{i}", "completion": "a", "text": "t"} for i in range(size)]
+        none = [{"prompt": "", "completion": "a", "text": ""}]
+        write_rows(tmp_path / f"{name}.jsonl", rows or none)
+
+    def opened(*tables, kind="sequence", **settings):
+        given = {"cache": str(tmp_path / "cache"), "chat_template": "chatml", "workers": 1}
+        data = DataSection(**{**given, **settings})
+        found = [{**table, "path": f"{tmp_path / table['path']}.jsonl"} for table in tables]
+        return open_dataset(parse_sources(found), kind, tokenizer, data)
+
+    return opened
+
+
+def loader(data, **more):
+    return StepLoader(data, 4, tokens_per_microbatch=10_000, **more)
+
+
+def mixed(a, b, **more):
+    return {"path": "a", "probability": a}, {"path": "b", "probability": b, **more}
+
+
+@pytest.mark.parametrize(
+    "strategy, shares, taken",
+    [
+        ("first_exhausted", (0.5, 0.5), (10, 10)),  # all of b, and as many of a
+        ("all_exhausted", (0.5, 0.5), (40, 40)),  # all of a, and b four times
+        ("first_exhausted", (0.9, 0.1), (40, 4)),
+        ("all_exhausted", (0.9, 0.1), (90, 10)),
+        ("first_exhausted", (0.8, 0.2), (40, 10)),
+        ("all_exhausted", (0.8, 0.2), (40, 10)),
+    ],
+)
+def test_an_epoch_has_the_shares_that_are_asked_for(opened, strategy, shares, taken):
+    data = opened(*mixed(*shares), stopping_strategy=strategy)
+    orders = [loader(data).order(epoch) for epoch in range(3)]
+    assert {tuple(np.bincount(data.sources[order])) for order in orders} == {taken}
+    for order in orders:
+        copies = np.bincount(order, minlength=50)
+        for own, count in ((copies[:40], taken[0]), (copies[40:], taken[1])):
+            assert {*own} <= {count // len(own), -(-count // len(own))}
+    if taken[0] % 40 or taken[1] % 10:  # another part in each epoch
+        assert not np.array_equal(*map(np.sort, orders[:2]))
+    alone = [loader(data).indices(1, k) for k in range(4)]
+    for groups in (2, 4):
+        each = [loader(data, data_parallel_size=groups, dp_rank=r) for r in range(groups)]
+        for k, indices in enumerate(alone):
+            found = [e for own in each for batch in own.step(1, k) for e in batch]
+            assert sorted(e.index for e in found if len(e.sequences[0].tokens)) == sorted(
+                indices
+            )
+
+
+@pytest.mark.parametrize(
+    "tables, sentence",
+    [
+        (mixed(0.5, 0.4), r"have the probabilities \[0.5, 0.4\]; give each of them one, with the sum 1 and no weight"),
+        (mixed(0.5, None), r"have the probabilities \[0.5, 0\]; give"),
+        (mixed(0.5, 0.5, weight=2.0), "give each of them one, with the sum 1 and no weight"),
+        (mixed(1.5, 0.5), "probability: Input should be less than or equal to 1"),
+        (mixed(0.0, 1.0), "probability: Input should be greater than 0"),
+        (({"path": "a", "name": "x/y"},), "name: String should match pattern"),
+        (({"path": "a", "system": 3},), "system: Input should be a valid string"),
+        (({"path": "a", "chat_template_kwargs": "x"},), "chat_template_kwargs: Input should be a valid dict"),
+        (({"path": "a", "chat_template_kwargs": {"enable_thinking": False}},),
+         "chat_template_kwargs of .*a.jsonl sets 'enable_thinking', which the chat template does not read; remove it"),
+        (({"path": "a", "chat_template_kwargs": {"messages": []}},), "sets 'messages', which"),
+        (({"path": "a"}, {"path": "c", "name": "x"}), "no example is left of .*c.jsonl, which has a"),
+    ],
+)  # fmt: skip
+def test_what_a_source_cannot_mean_is_refused(opened, tables, sentence):
+    with pytest.raises(DataError, match=sentence):
+        opened(*tables)
+
+
+@pytest.mark.parametrize("more", [{"system": "s"}, {"chat_template_kwargs": {"a": 1}}])
+def test_documents_have_no_conversations(opened, more):
+    with pytest.raises(DataError, match="which documents do not use; remove them"):
+        opened({"path": "a", **more}, kind="text")
+
+
+def test_a_named_set_has_a_loader_of_its_own(opened):
+    data = opened({"path": "a", "name": "math"}, {"path": "b"}, {"path": "b", "name": "math"})
+    sets = loader(data, shuffle=False).sets()
+    assert {name: own.order(0).tolist() for name, own in sets.items()} == {
+        "": [*range(60)],
+        "math": [*range(40), *range(50, 60)],
+    }
+    assert sets["math"].steps_per_epoch == 13
+    stage = SimpleNamespace(evaluate=lambda loader: {"loss": loader.examples_per_epoch})
+    trainer = SimpleNamespace(stage=stage, eval_loader=sets[""], watch=Watch())
+    assert Trainer.evaluate(trainer) == {"eval/loss": 60, "eval/math/loss": 50}
+
+
+def test_names_and_probabilities_are_no_part_of_what_is_cached(opened):
+    plain = opened({"path": "a"}, {"path": "b"})
+    assert opened(*mixed(0.5, 0.5, name="math")).folder == plain.folder

@@ -1,0 +1,201 @@
+"""Run a layer at a level that keeps less than ordinary autograd, and compute the rest again in backward.
+
+All levels but "none" are one autograd.Function that covers the whole layer, so that ZeRO-3 gathers the layer's
+parameters once per direction and reduces each gradient once. Its backward runs feed_forward tile by tile. At
+"keep_attention" that happens before q, k and v exist again.
+
+A layer offers its mixer, a `Mixer`; `project(hidden, rope)`, which returns hidden too, so that one gradient comes back
+for both of its uses; `output(hidden, rows)`; and `feed_forward`, as `feed_forward_tiles(rows)` and
+`feed_forward_gradients(rows, grad)`. `stage_parameters()` are the trained parameters of project, mix, output and
+feed_forward. Random numbers (dropout in an adapter) are drawn again as they were.
+
+Shapes: S local tokens, D width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+from ulysses.memory.levels import Rope
+
+Random = tuple[Tensor, Tensor | None]
+
+
+class Kept:
+    """One layer's tensors from its forward to its backward; an Offloader's Group moves them to the host meanwhile."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+
+    def keep(self, tensor: Tensor) -> None:
+        """Add a tensor."""
+        self._tensors.append(tensor)
+
+    def close(self) -> None:
+        """End the layer's forward."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return what was kept."""
+        return self._tensors
+
+
+class Pair:
+    """Two neighbouring layers of level "pair"; the second one's input is computed again from the first one's.
+
+    That halves what the level "block" keeps, for half a forward pass more. The first layer is called as a module once
+    more, without a graph, so that ZeRO-3 gathers and releases its parameters as in any forward pass.
+    """
+
+    def __init__(self, first: nn.Module) -> None:
+        self.first = first
+        # the first layer's group, the state of the generators, and its rotary table
+        self.kept: Any = None
+
+    def second_input(self, plan: Any) -> Tensor:
+        """Return the first layer's output, computed again."""
+        group, random, rope = self.kept
+        # ZeRO-3 counts inputs that need a gradient, and there is no graph here
+        with torch.no_grad(), replay(random):
+            return self.first(group.tensors()[0].detach(), rope, plan)
+
+
+class LayerNode(torch.autograd.Function):
+    """Run a layer, hidden [S, D] -> [S, D], at the level `layer.recompute`, which is not "none".
+
+    What the level keeps goes to host memory if there is a `layer.offloader`. The gradients are those of ordinary
+    autograd. `pair` is what the two layers of a pair share; `parameters` are those of `layer.stage_parameters()`. All
+    ranks use the same level for a layer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: Any,
+        rope: Rope,
+        plan: Any,
+        pair: Pair | None,
+        hidden: Tensor,
+        *parameters: nn.Parameter,
+    ) -> Tensor:
+        is_second = pair is not None and pair.kept is not None
+        on_gpu = is_second or layer.offloader is None
+        group = Kept() if on_gpu else layer.offloader.group()
+        if not is_second:
+            group.keep(hidden)
+        mixer = layer.mixer
+        random = [random_state()]
+        *heads, _ = layer.project(hidden, rope)
+        shards = mixer.to_heads(heads, plan)
+        del heads, _
+        results = mixer.mix_forward(shards, plan)
+        del shards
+        if layer.recompute == "keep_attention":
+            for result in results:
+                group.keep(result)
+        mixed = mixer.to_tokens(results[0], plan)
+        del results
+        random.append(random_state())
+        middle = layer.output(hidden, mixed)
+        del mixed
+        random.append(random_state())
+        result = layer.feed_forward_tiles(middle)
+        group.close()
+        if pair is not None and not is_second:
+            pair.kept = group, random[0], rope
+        ctx.call = layer, rope, plan, pair
+        ctx.kept = group, random
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        layer, rope, plan, pair = ctx.call
+        group, random = ctx.kept
+        ctx.kept = None
+        hidden, *results = group.tensors() or [pair.second_input(plan)]
+        if pair is not None:
+            pair.kept = None
+        del group
+        mixer = layer.mixer
+        in_project, _, in_output, _ = layer.stage_parameters()
+
+        def exchanged() -> tuple[tuple[Tensor, ...], Callable[..., Any]]:
+            (*heads, _), gradients = _again(
+                layer.project, in_project, random[0], [hidden], rope
+            )
+            return mixer.to_heads(heads, plan), gradients
+
+        mix_was_kept = bool(results)
+        if not mix_was_kept:
+            shards, through_project = exchanged()
+            results = mixer.mix_forward(shards, plan)
+        inputs = [hidden, mixer.to_tokens(results[0], plan)]
+        (middle,), through_output = _again(layer.output, in_output, random[1], inputs)
+        del inputs
+        with replay(random[2]):
+            grad, grads_feed_forward = layer.feed_forward_gradients(middle, grad)
+        del middle
+        (grad_hidden, grad_mixed), grads_output = through_output(grad)
+        del grad
+        grad_out = mixer.to_tokens_backward(grad_mixed, plan)
+        del grad_mixed
+        if mix_was_kept:
+            shards, through_project = exchanged()
+        grads, grads_mix = mixer.mix_backward(grad_out, shards, results, plan)
+        del shards, grad_out, results
+        grads = mixer.to_heads_backward(grads, plan)
+        (grad_hidden,), grads_project = through_project(*grads, grad_hidden)
+        of_parameters = *grads_project, *grads_mix, *grads_output, *grads_feed_forward
+        return None, None, None, None, grad_hidden, *of_parameters
+
+
+def _again(
+    function: Any,
+    parameters: Sequence[nn.Parameter],
+    random: Random,
+    inputs: list[Tensor],
+    *others: Any,
+) -> tuple[tuple[Tensor, ...], Callable[..., Any]]:
+    """Call function(*inputs, *others), one part of a layer, with a graph of its own.
+
+    Return its outputs without the graph, and a function that takes their gradients once and gives those of inputs and
+    of parameters, zeros where unused.
+    """
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad(), replay(random):
+        outputs = function(*leaves, *others)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    edges = [get_gradient_edge(x) for x in outputs]  # the graph's ends without the tensors
+
+    def gradients(*grads: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        wanted, count = (*leaves, *parameters), len(leaves)
+        found = torch.autograd.grad(
+            edges, wanted, grads, allow_unused=True, materialize_grads=True
+        )
+        edges.clear()
+        leaves.clear()
+        return found[:count], found[count:]
+
+    return tuple(x.detach() for x in outputs), gradients
+
+
+def random_state() -> Random:
+    """Return the state of the CPU generator and of the current GPU's, for `replay`."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), cuda
+
+
+@contextmanager
+def replay(state: Random) -> Iterator[None]:
+    """Run the block with the generators in that state; afterwards they continue as if it had not run."""
+    cpu, cuda = state
+    with torch.random.fork_rng([] if cuda is None else [torch.cuda.current_device()]):
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        yield
