@@ -21,5 +21,6 @@ def check_shapes(rule: str, axes: int | None, *tensors: Tensor | None) -> list[A
         names, _, must = rule.partition(": ")
         must = must or "they must have one shape"
         raise ValueError(f"{names} with shapes {shapes} will not do: {must}")
-    floats = [x is not None and x.is_floating_point() for x in tensors]
-    return [at_least_float32(x) if wide else x for x, wide in zip(tensors, floats)]
+    return [
+        at_least_float32(x) if x is not None and x.is_floating_point() else x for x in tensors
+    ]

@@ -16,6 +16,7 @@ def scaled(periods: torch.Tensor, s: RopeScaling, theta: float) -> tuple[torch.T
     elif s.rope_type == "llama3":
         wavelengths = 2 * math.pi / frequencies
         turns = s.original_max_position_embeddings / wavelengths
+        assert s.low_freq_factor is not None and s.high_freq_factor is not None
         low, high = s.low_freq_factor, s.high_freq_factor
         stays = ((turns - low) / (high - low)).clamp(0, 1)
         frequencies = (1 - stays) * frequencies / s.factor + stays * frequencies

@@ -198,7 +198,7 @@ def pack_shard(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         num_tokens_shared=sum(left_out),
-        num_squares=sum(squares(*map(np.array, (lengths, left_out)), mesh.windows).tolist()),
+        num_squares=squares(np.array(lengths), np.array(left_out), mesh.windows).sum().item(),
         num_valid=valid.numel(),
         mesh=mesh,
         attention_plan=packed_plan(
