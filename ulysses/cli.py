@@ -41,6 +41,7 @@ def main() -> int:
             announce_imports()
             with interruptible():
                 with explained_imports():
+                    import_module("ulysses.run")  # which refuses foreign packages
                     quiet()  # a translation may be redirected into a file
                     answers = command in ("chat", "generate", "score")
                     tool = import_module(f"ulysses.{'answers' if answers else command}")

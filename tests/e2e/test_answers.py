@@ -7,14 +7,14 @@ import shutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from ulysses.data.read.templates import template_text
 
 from models.arch import ModelConfig
-from models.decoder import RewardModel
 from models.folders import CONFIG
-from models.hf_format import write_weights
+from models.scored import RewardModel
+from models.writing import write_weights
 from tests.model_folder import demo_model, init_weights
 from ulysses.answers import main
+from ulysses.data.read.chat import template_text
 from ulysses.disk import write_json
 
 QUESTIONS = ["Where is the lamp?", "Who owns the brown table, and what is it made of?", "Hi"]

@@ -14,7 +14,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.messages import Message
 from ulysses.disk import writing
 from ulysses.rl.engine_sampler import EngineSampler
@@ -57,9 +56,9 @@ def start_samples(run: Any) -> Callable[[int], None]:
         rest = [row.tokens[head:] for row, head in zip(rows, heads)]
         answers = [Completion(tokens) for tokens in rest if len(tokens)]
     else:
-        template = ChatTemplate(inputs.tokenizer, config.data.chat_template)
-        turns = [template.render([Message("user", text)]) for text in wanted]
-        prompts, answers = [template.encoder.encode_batch(turn)[0][0] for turn in turns], []
+        turns = [inputs.template.render([Message("user", text)]) for text in wanted]
+        encode = inputs.template.encoder.encode_batch
+        prompts, answers = [encode(turn)[0][0] for turn in turns], []
     longest, stops = config.ppo.max_new_tokens, inputs.shape.eos_token_id
     options = SamplingOptions(longest, top_k=1, stop_tokens=stops)
     sampler = EngineSampler.of(run, config, options)
@@ -68,6 +67,6 @@ def start_samples(run: Any) -> Callable[[int], None]:
         for role, engine in run.language_models.items():
             ask(role, replace(sampler, engine=engine, lora=None))
         ask("step 0", sampler)
-    if config.stage == "ppo":
-        run.trainer.stage.maker.show = show
+    if maker := getattr(run.trainer.stage, "maker", None):  # of rollouts
+        maker.show = show
     return lambda step: ask(f"step {step}", sampler)
