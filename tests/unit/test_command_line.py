@@ -76,6 +76,8 @@ def test_foreign_names_lead_to_keys_that_exist():
         led = {table["key"]}
         for value in table.get("values", {}).values():
             led |= {*value} if isinstance(value, dict) else set()
+        # the keys of these tables are the template's
+        led = {key for key in led if not key.startswith("data.chat_template_kwargs.")}
         assert led <= keys, name
         assert name not in keys or table["key"] == name
     lists = [set(names[kind]) for kind in ("ours", "not_needed", "by_hand", "not_supported")]

@@ -110,7 +110,8 @@ def test_a_named_set_has_a_loader_of_its_own(opened):
     }
     assert sets["math"].steps_per_epoch == 13
     stage = SimpleNamespace(evaluate=lambda loader: {"loss": loader.examples_per_epoch})
-    trainer = SimpleNamespace(stage=stage, eval_loader=sets[""], watch=Watch())
+    of_run = {"watch": Watch(), "step": 1, "samples": lambda step: None}
+    trainer = SimpleNamespace(stage=stage, eval_loader=sets[""], **of_run)
     assert Trainer.evaluate(trainer) == {"eval/loss": 60, "eval/math/loss": 50}
 
 

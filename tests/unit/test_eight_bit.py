@@ -17,12 +17,14 @@ SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def updated(device, start, *, same_table):
-    """Our sub-group after some updates, and what bitsandbytes' optimizer makes of the same parameters."""
+    """Our sub-group after some updates, and what bitsandbytes' and torch's optimizers make of the same parameters."""
     flat = start.to(device, copy=True)
     theirs = [part.clone().requires_grad_() for part in flat.split(LENGTHS)]
     optimizer = AdamW8bit(theirs, **SETTINGS)
     if same_table:
         optimizer.name2qmap["dynamic"][0] = -1.0
+    exact = flat.clone().requires_grad_()
+    in_float32 = torch.optim.AdamW([exact], **SETTINGS)
     weights = [part.clone() for part in flat.split(LENGTHS)]
     ours = torch.optim.AdamW([flat], **SETTINGS)
     flat.grad = torch.zeros_like(flat)
@@ -32,22 +34,25 @@ def updated(device, start, *, same_table):
         flat.grad.copy_(torch.randn(sum(LENGTHS)) * rates)
         for own, part in zip(theirs, flat.grad.split(LENGTHS)):
             own.grad = part * 0.25
-        lr = optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        exact.grad = flat.grad * 0.25
+        lr = 1e-2 / (step + 1)
         few.update(lr, 0.25)
-        optimizer.step()
+        for other in (optimizer, in_float32):
+            other.param_groups[0]["lr"] = lr
+            other.step()
     assert torch.equal(torch.cat(weights), flat)
-    return few, torch.cat([own.detach() for own in theirs])
+    return few, torch.cat([own.detach() for own in theirs]), exact.detach()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_update_is_that_of_bitsandbytes_and_restores_every_bit(device):
     torch.manual_seed(0)
     start = torch.randn(sum(LENGTHS))
-    # their table gives the largest element of a block -0.993 of it, if that is negative
-    for same_table, most in ((True, 1e-6), (False, 3e-3)):
-        few, wanted = updated(device, start, same_table=same_table)
-        change = (wanted - start.to(device)).norm()
-        assert (few.master - wanted).norm() <= most * change
+    # their table gives the largest element of a block -0.993 of it, if that is negative: a small part of what eight
+    # bits lose of such gradients, which is a third of the change
+    for same_table, most in ((True, 1e-6), (False, 0.1)):
+        few, wanted, exact = updated(device, start, same_table=same_table)
+        assert (few.master - wanted).norm() <= most * (wanted - exact).norm()
     starts = [sum(LENGTHS[:place]) for place in range(len(LENGTHS))]
     tensors = [
         x

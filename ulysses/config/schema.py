@@ -106,7 +106,8 @@ class ModelSection(Section):
         "llama3-8b, llama3-70b, llama3.1-8b, llama3.1-70b, llama3.2-1b, llama3.2-3b, qwen2.5-0.5b, qwen2.5-1.5b, "
         "qwen2.5-3b, qwen2.5-7b, qwen2.5-14b, qwen2.5-32b, qwen2.5-72b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, "
         "qwen3-14b, qwen3-32b, olmo2-7b, olmo2-13b, olmo3-7b, smollm3-3b, granite3.1-8b, gemma3-1b, gemma3-4b, "
-        "qwen3-30b-a3b, qwen3-235b-a22b, gpt-oss-20b, gpt-oss-120b",
+        "qwen3-30b-a3b, qwen3-235b-a22b, gpt-oss-20b, gpt-oss-120b, qwen3.5-0.8b, qwen3.5-2b, qwen3.5-4b, "
+        "qwen3.5-9b, qwen3.5-27b, qwen3.5-35b-a3b",
     )
     config: dict[str, Any] = {}
     """Keys of a Hugging Face config.json: a whole shape, or changes to that of path or arch; needs init = "random"."""
