@@ -1,38 +1,29 @@
 """Run a function over batches in several processes, with the results in the order of the batches.
 
-Processes are forked, so the function needs no pickling and a script no guard. That is safe because they use no thread
-pool that the parent may have started: neither torch's nor the tokenizer's. A process has one batch at a time, which
-bounds memory, and what it does depends on no other process.
+    batches   0 1 2 3 ...  -- one at a time to each process, in turn -->  process 0: 0, 2, ...
+                                                                          process 1: 1, 3, ...
+    results   0 1 2 3 ...  <-- asked for in the same turn --
+
+A process holds one batch at a time, which bounds memory, and what it does depends on no other process. Processes are
+forked, so the function needs no pickling and a script no guard. That is safe because they use no thread pool that the
+parent may have started: neither torch's nor the tokenizer's.
 """
 
 import gc
 import os
+import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import chain, islice
+from contextlib import ExitStack, suppress
+from itertools import islice
+from multiprocessing import get_context
 from typing import Any
-
-from torch.utils.data import DataLoader
 
 from ulysses.data import DataError
 from ulysses.environment import silence_tokenizers
 
 MOST_WORKERS = 16  # one process deals and writes for all of them
 BATCHES_AT_FIRST = 2  # so little work is done before processes would be up
-
-
-@dataclass
-class Results:
-    """What a function makes of batches, which index this dataset; an error is a result too."""
-
-    function: Callable[[Any], Any]
-
-    def __getitem__(self, batch: Any) -> Any:
-        try:
-            return self.function(batch)
-        except Exception as error:
-            return error
 
 
 def in_order(
@@ -42,7 +33,7 @@ def in_order(
 
     An error of the function is raised here, in its batch's turn. DataError: a process has died.
     """
-    batches, results = iter(batches), Results(function)
+    batches = iter(batches)
     if workers == "auto":
         workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     with ExitStack() as frozen:
@@ -50,29 +41,57 @@ def in_order(
         if not gc.get_freeze_count():  # a caller's own freeze stays
             gc.freeze()
             frozen.callback(gc.unfreeze)
-        few = islice(batches, BATCHES_AT_FIRST if workers > 1 else None)
-        for result in chain(map(results.__getitem__, few), _others(results, batches, workers)):
-            if isinstance(result, Exception):
-                raise result
-            yield result
+        yield from map(function, islice(batches, BATCHES_AT_FIRST if workers > 1 else None))
+        yield from _in_processes(function, batches, workers)
 
 
-def _others(results: Results, batches: Iterator[Any], workers: int) -> Iterator[Any]:
-    """Yield the results of the batches that are left, from as many processes if there are any."""
-    for batch in batches:
-        loader = DataLoader(
-            results,
-            batch_size=None,
-            sampler=chain([batch], batches),
-            num_workers=workers,
-            prefetch_factor=1,
-            collate_fn=lambda result: result,
-            worker_init_fn=lambda _: silence_tokenizers(),
-            multiprocessing_context="fork",
-        )
-        try:
-            yield from loader
-        except RuntimeError:
-            raise DataError(
-                "a process that tokenised data was killed, perhaps for want of memory; set data.workers to fewer"
-            ) from None
+def _in_processes(
+    function: Callable[[Any], Any], batches: Iterable[Any], workers: int
+) -> Iterator[Any]:
+    fork, busy = get_context("fork"), deque[Any]()
+    with ExitStack() as stopping:
+        for batch in batches:
+            if len(busy) < workers:
+                pipe, theirs = fork.Pipe()
+                process = fork.Process(
+                    target=_serve, args=(function, theirs, pipe), daemon=True
+                )
+                process.start()
+                stopping.callback(process.join)
+                stopping.callback(process.kill)
+                theirs.close()
+            else:
+                yield _result(pipe := busy.popleft())
+            with suppress(
+                OSError
+            ):  # that a process has died is told when its result is asked for
+                pipe.send(batch)
+            busy.append(pipe)
+        yield from map(_result, busy)
+
+
+def _serve(function: Callable[[Any], Any], pipe: Any, others: Any) -> None:
+    """Compute what comes through a pipe until its other end is closed, in a process of its own."""
+    others.close()  # of which this process has a copy
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all of them
+    silence_tokenizers()
+    with suppress(EOFError, OSError):
+        while True:
+            batch = pipe.recv()
+            try:
+                result = function(batch)
+            except Exception as error:
+                result = error
+            pipe.send(result)
+
+
+def _result(pipe: Any) -> Any:
+    try:
+        result = pipe.recv()
+    except (EOFError, OSError):
+        raise DataError(
+            "a process that tokenised data was killed, perhaps for want of memory; set data.workers to fewer"
+        ) from None
+    if isinstance(result, Exception):
+        raise result
+    return result
