@@ -171,7 +171,7 @@ def formula(case: PpoCase) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     if config.ratio != "token":
         whole = summed(logps - c["old_logps"])
         whole = whole / (counts.clamp(min=1) if config.ratio == "mean" else 1)
-        ratioed = c["old_logps"] + whole.repeat_interleave(data.lengths)
+        ratioed = c["old_logps"] + whole.repeat_interleave(torch.as_tensor(data.lengths))
     how = {"dual_clip": config.dual_clip or None, "kind": config.policy_loss}
     policy = ppo_policy_loss(ratioed, c["old_logps"], c["advantages"], config.clip, **how)
     each = policy.losses * (c["importance"] if config.importance_cap else 1)

@@ -40,7 +40,7 @@ def place(tmp_path_factory):
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     for name in "model lacking nan".split():
         demo_model(folder / name, vocab_size=704, **size)
-    demo_model(folder / "small", vocab_size=100, eos_token_id=1, **size)
+    demo_model(folder / "small", vocab_size=100, eos_token_id=1, pad_token_id=None, **size)
     tensors = load_file(folder / "model/model.safetensors")
     nan = torch.full_like(tensors.pop(UP), torch.nan)
     save_file(tensors, folder / "lacking/model.safetensors")
