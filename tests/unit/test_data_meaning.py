@@ -200,7 +200,10 @@ def test_a_rows_variables_come_before_the_settings(shown, kind, generation):
 def test_variables_that_the_template_does_not_read_or_refuses_stop_the_run(tokenizer, tmp_path):
     (tmp_path / "t.jinja").write_text(OPENED.replace("KEPT", "").replace("EFFORT", EFFORT))
     for variables, complaint in (
-        ({"thinking": True}, "data.chat_template_kwargs sets 'thinking', which the chat template"),
+        (
+            {"thinking": True},
+            "data.chat_template_kwargs sets 'thinking', which the chat template",
+        ),
         ({"messages": []}, "sets 'messages', which the chat template"),
         ({"reasoning_effort": "vast"}, "cannot render one question: .* no such effort: vast"),
     ):
