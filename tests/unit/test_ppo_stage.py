@@ -401,7 +401,8 @@ def test_verifiable_reward(completion, answer, score):
 
 
 def test_answers_end_with_a_turn(tmp_path):
-    folder = write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>")
+    (tmp_path / "tokenizer").mkdir()
+    folder = write_tokenizer(tmp_path / "tokenizer", CHATML, eos_token="<|endoftext|>")
     line = tiny("ppo", tmp_path / "run", model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
     run = Mock(inputs=plan, resources=ExitStack(), watch=Watch())
