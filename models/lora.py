@@ -25,11 +25,8 @@ from models.modules import Linear
 from models.moe import ExpertMatrices
 from ulysses.disk import write_json, write_tensors
 
-WHOLE = (
-    "score.weight",
-    "embed_tokens.weight",
-    "lm_head.weight",
-)  # modules that are saved whole
+# of modules that are saved whole
+WHOLE = "score.weight", "embed_tokens.weight", "lm_head.weight"
 ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
 
 

@@ -370,7 +370,7 @@ class Config(Section):
 
     @property
     def export_dtype(self) -> str:
-        """The precision of exported weights."""
+        """The precision of exported weights. As texts "float32" is more than "bfloat16", which comparisons use."""
         return self.model.dtype if self.export.dtype == "model" else self.export.dtype
 
     @property

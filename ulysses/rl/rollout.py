@@ -52,8 +52,8 @@ class Rollout:
     layout [3, N]: lengths, the tokens that each answer's sequence holds; owners, the first of the answers that share a
     prompt with this one (an example has its owner's number); prefixes, the tokens of the prompt that only the owner
     holds, 0 for owners. columns, flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout
-    is finished, float32 columns for the loss. answers [N] and prompts: a checkpoint leaves them
-    out. answers_per_prompt: K.
+    is finished, float32 columns for the loss. answers [N] and prompts: a checkpoint leaves them out.
+    answers_per_prompt: K.
 
     sequence_lengths, prefix_lengths: of each sequence of an example, [N, K]; 0 where there is none.
     """

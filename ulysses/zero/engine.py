@@ -188,7 +188,10 @@ def full_parameters(
         for _, of_module in groupby(chosen, lambda item: item[0].rpartition(".")[0]):
             names, parameters = zip(*of_module)
             with engine.weights.whole(parameters), torch.no_grad():
-                values = [p.detach().to("cpu", copy=True) if main else None for p in parameters]
+                values = [
+                    p.detach().to("cpu", copy=True) if main and name not in masters else None
+                    for name, p in zip(names, parameters)
+                ]
             for name, value in zip(names, values):
                 if name in masters:
                     value = masters[name].whole_master(engine.device)
