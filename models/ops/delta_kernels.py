@@ -1,11 +1,11 @@
-"""The gated delta rule and its convolution on GPUs: fla-core's kernels, which run FlashQLA's where it is installed.
+"""The gated delta rule on GPUs: fla-core's kernels, which run FlashQLA's where it is installed, and those around them.
 
 Only half precision comes here; models/ops/delta_rule.py does the rest, and is what these kernels are measured against.
 """
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -18,23 +18,21 @@ from ulysses.parallel.waves import Recurrence, Wave
 
 
 @functools.cache
-def load() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the rule and the convolution; ValueError, one sentence, where they cannot be imported."""
+def load() -> Callable[..., Any]:
+    """Return the rule; ValueError, one sentence, where it cannot be imported."""
     try:
-        from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except Exception as error:  # of any kind: they compile, and look for a driver
         raise ValueError(
             f"layers of linear attention need fla-core and flash-qla on a GPU, which cannot be imported ({error}); "
             'install them with pip install -e ".[hybrid]"'
         ) from error
-    return chunk_gated_delta_rule, causal_conv1d
+    return chunk_gated_delta_rule
 
 
 def delta_rule(*rows: Tensor, wave: Wave, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """Do models/ops/delta_rule.py's `delta_rule`."""
-    rule, _ = load()
-    out, last = rule(
+    out, last = load()(
         *(x.contiguous()[None] for x in rows),
         initial_state=start,
         output_final_state=wave.hands_on is not None,
@@ -42,15 +40,28 @@ def delta_rule(*rows: Tensor, wave: Wave, start: Tensor | None) -> tuple[Tensor,
         cu_seqlens=wave.cu_seqlens,
         cu_seqlens_cpu=torch.tensor(wave.bounds),
     )
-    return out[0], last
+    # out[0] would have a gradient of zeros, to which this one's is copied
+    return out.squeeze(0), last
 
 
-def convolve(x: Tensor, weight: Tensor, recurrence: Recurrence) -> Tensor:
+def convolve(
+    x: Tensor, weight: Tensor, recurrence: Recurrence, widths: Sequence[int]
+) -> tuple[Tensor, ...]:
     """Do models/ops/delta_rule.py's `convolve`."""
-    _, convolution = load()
-    cu_seqlens, rows, kept = recurrence.with_copies(weight.shape[1] - 1)
-    out, _ = convolution(x[rows][None], weight, activation="silu", cu_seqlens=cu_seqlens)
-    return out[0][kept]
+    from models.ops import delta_triton  # CPU builds of torch come without it
+
+    if weight.shape[1] != delta_triton.TAPS:
+        return plain.convolve(x, weight, recurrence, widths)
+    first, rows, kept = recurrence.with_copies(delta_triton.TAPS - 1)
+    outs = delta_triton.Convolve.apply(x[rows], weight, first, widths)
+    return tuple(out[kept] for out in outs)
+
+
+def mix_step(_: Delta, *given: Tensor) -> Tensor:
+    """Do models/ops/delta_rule.py's `mix_step`."""
+    from models.ops import delta_triton
+
+    return delta_triton.step(*given)
 
 
 # Lengths of prove_rule's documents, some of which end inside a chunk, and the rows that the last two share

@@ -13,6 +13,7 @@ Source: Yang et al. 2024 (2412.06464). On GPUs the kernels of delta_kernels.py d
 Shapes: T packed tokens, n chunks of C tokens, K key heads of width E, H value heads of width V, P parts of documents.
 """
 
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -29,17 +30,17 @@ CHUNK = 64
 EPSILON = 1e-6  # beside the sum of squares of a query and of a key
 
 
-def convolve(x: Tensor, weight: Tensor, recurrence: Recurrence) -> Tensor:
-    """Return silu of the causal convolution of packed rows x [T, F] with a filter of each column [F, W]."""
-    cu_seqlens, rows, kept = recurrence.with_copies(weight.shape[1] - 1)
+def convolve(
+    x: Tensor, weight: Tensor, recurrence: Recurrence, widths: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Return silu of the causal convolution of packed rows x [T, F] with a filter of each column [F, W], in parts."""
+    first, rows, kept = recurrence.with_copies(weight.shape[1] - 1)
     wide, taps = at_least_float32(x)[rows], at_least_float32(weight)
-    lengths = cu_seqlens.diff()
-    first = cu_seqlens[:-1].repeat_interleave(lengths, output_size=len(wide))
     place = (torch.arange(len(wide), device=x.device) - first)[:, None]
     total = wide * taps[:, -1]
     for age in range(1, weight.shape[1]):
         total = total + (wide.roll(age, 0) * taps[:, -1 - age]).masked_fill(place < age, 0)
-    return F.silu(total[kept]).to(x.dtype)
+    return F.silu(total[kept]).to(x.dtype).split(widths, 1)
 
 
 def decays(a: Tensor, log_rates: Tensor, bias: Tensor) -> Tensor:
@@ -116,17 +117,33 @@ def delta_rule(
     return out.to(dtype), states[torch.tensor(order, device=device).argsort()]
 
 
-def delta_step(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
+def mix_step(
+    shape: Delta,
+    inputs: Tensor,
+    memory: Tensor,
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    filters: Tensor,
+    log_rates: Tensor,
+    bias: Tensor,
 ) -> Tensor:
-    """Run the rule over one token of each of n documents, whose states [n, H, E, V] it changes: out [n, H, V]."""
-    query, key, value = (x.to(state.dtype) for x in (query, key, value))
+    """Take one token of each of n documents, q | k | v [n, F], through convolution and rule: out [n, H, V].
+
+    inputs [n, W - 1, F], what the convolution has seen last, and the states `memory` [n, H, E, V] are changed.
+    """
+    window = torch.cat([inputs, qkv[:, None]], 1)
+    inputs.copy_(window[:, 1:])
+    mixed = F.silu((window * at_least_float32(filters.T)).sum(1)).to(qkv.dtype).to(memory.dtype)
+    widths = own_widths(shape, qkv.shape[1], b.shape[1])
+    query, key, value = as_heads(shape, mixed.split(widths, 1))
     group = value.shape[1] // key.shape[1]
     query, key = (unit(x).repeat_interleave(group, 1)[:, :, None] for x in (query, key))
-    state *= g.exp()[..., None, None]
-    written = beta[..., None] * (value - (key @ state)[:, :, 0])
-    state += key.mT * written[:, :, None]
-    return (query @ state)[:, :, 0] / key.shape[-1] ** 0.5
+    memory *= decays(a, log_rates, bias).exp()[..., None, None]
+    beta = at_least_float32(b).sigmoid()
+    written = beta[..., None] * (value - (key @ memory)[:, :, 0])
+    memory += key.mT * written[:, :, None]
+    return ((query @ memory)[:, :, 0] / key.shape[-1] ** 0.5).to(qkv.dtype)
 
 
 def mix_pack(
@@ -144,7 +161,8 @@ def mix_pack(
 
     kernels: this module, or delta_kernels. Shared prompts run before what comes after them.
     """
-    heads = split_heads(shape, kernels.convolve(qkv, filters, recurrence), b.shape[1])
+    widths = own_widths(shape, qkv.shape[1], b.shape[1])
+    heads = as_heads(shape, kernels.convolve(qkv, filters, recurrence, widths))
     given = *heads, decays(a, log_rates, bias), at_least_float32(b).sigmoid()
     done: list[Tensor] = []
     handed: list[Tensor] = []
@@ -160,9 +178,13 @@ def mix_pack(
     return torch.cat(done)[rows.argsort()]
 
 
-def split_heads(shape: Delta, qkv: Tensor, values: int) -> tuple[Tensor, Tensor, Tensor]:
-    """View q | k | v of so many value heads as three tensors [..., heads, width]."""
+def own_widths(shape: Delta, columns: int, values: int) -> list[int]:
+    """Return how many of the columns of q | k | v are of q, of k and of v, which has so many heads."""
+    wide = values * shape.linear_value_head_dim
+    return [(columns - wide) // 2, (columns - wide) // 2, wide]
+
+
+def as_heads(shape: Delta, parts: Sequence[Tensor]) -> list[Tensor]:
+    """View q, k and v [..., columns] as heads [..., heads, width]."""
     E, V = shape.linear_key_head_dim, shape.linear_value_head_dim
-    key = (qkv.shape[1] - values * V) // 2
-    q, k, v = qkv.split([key, key, values * V], 1)
-    return q.unflatten(1, (-1, E)), k.unflatten(1, (-1, E)), v.unflatten(1, (-1, V))
+    return [x.unflatten(-1, (-1, width)) for x, width in zip(parts, (E, E, V))]

@@ -1,8 +1,9 @@
-"""The kernels of linear attention are called as fla-core has them and proven before a run; on a GPU the real ones."""
+"""The kernels of linear attention: fla-core's are called as it has them and proven before a run, ours equal plain torch."""
 
 import pytest
 import torch
 
+from models.families import Delta
 from models.ops import delta_kernels, delta_rule
 from ulysses.parallel.waves import Recurrence
 
@@ -10,7 +11,7 @@ HEADS = 2, 6, 16, 24, 4  # key and value heads, their widths, and the convolutio
 
 
 def stand_in(wrong: float = 0.0):
-    """Functions with fla-core's arguments and shapes, in plain torch; `wrong` is added to what the rule returns."""
+    """Return a rule with fla-core's arguments and shapes, in plain torch; `wrong` is added to what it returns."""
 
     def rule(
         q, k, v, g, beta, *, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu
@@ -22,16 +23,12 @@ def stand_in(wrong: float = 0.0):
         out, last = delta_rule.delta_rule(*given, wave, initial_state)
         return out[None] + wrong, last if output_final_state else None
 
-    def convolution(x, weight, *, activation, cu_seqlens):
-        assert activation == "silu"
-        recurrence = Recurrence(cu_seqlens.tolist(), {}, x.device)
-        return delta_rule.convolve(x[0], weight, recurrence)[None], None
-
-    return rule, convolution
+    return rule
 
 
 def test_right_kernels_are_proven_and_wrong_ones_refused(monkeypatch) -> None:
     case = "rule", torch.device("cpu"), *HEADS
+    monkeypatch.setattr(delta_kernels, "convolve", delta_rule.convolve)
     monkeypatch.setattr(delta_kernels, "load", stand_in)
     delta_kernels.prove_rule(*case)
     monkeypatch.setattr(delta_kernels, "load", lambda: stand_in(0.02))
@@ -54,3 +51,38 @@ def test_what_is_not_installed_is_named() -> None:
 def test_the_kernels_are_as_near_to_float64_as_their_dtype(heads) -> None:
     pytest.importorskip("fla")
     delta_kernels.prove_rule("rule", torch.device("cuda"), *heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefixes", [{}, {2: (0, 60), 3: (0, 2)}], ids=["whole", "shared"])
+def test_the_convolution_equals_plain_torch(prefixes) -> None:
+    """Documents that end inside a program's rows, and one that goes on in the next program."""
+    widths, device = [48, 48, 150], torch.device("cuda")
+    recurrence = Recurrence([0, 61, 131, 300, 302], prefixes, device)
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(302, 246, generator=draw), torch.randn(246, 4, generator=draw)]
+    upstream, found = torch.randn(302, 246, generator=draw).to(device), []
+    for kernels in delta_rule, delta_kernels:
+        inputs = [x.to(device).requires_grad_() for x in given]
+        out = torch.cat(kernels.convolve(*inputs, recurrence, widths), 1)
+        found.append([out, *torch.autograd.grad((out * upstream).sum(), inputs)])
+    for wanted, got in zip(*found):
+        assert float((got - wanted).norm() / wanted.norm()) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(2, 6, 24, 16, 4), (4, 4, 128, 128, 4), (1, 2, 8, 40, 3)])
+def test_a_step_of_decoding_equals_plain_torch(heads) -> None:
+    shape, draw = Delta(*heads), torch.Generator().manual_seed(0)
+    _, H, E, V, taps = heads
+    columns = sum(shape.widths)
+    sizes = (3, taps - 1, columns), (3, H, E, V), (3, columns), (3, H), (3, H), (columns, taps)
+    given = [torch.randn(size, generator=draw) for size in sizes]
+    given += [torch.linspace(-6, 3, H), torch.linspace(-4, 25, H)]
+    results = []
+    for kernels in delta_rule, delta_kernels:
+        inputs, memory, *others = (x.cuda().clone() for x in given)
+        outs = [kernels.mix_step(shape, inputs, memory, *others) for _ in range(3)]
+        results.append([*outs, inputs, memory])
+    for wanted, got in zip(*results):
+        assert float((got - wanted).norm() / wanted.norm()) < 1e-6

@@ -66,7 +66,10 @@ def step_by_step(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tenso
 
 
 def in_chunks(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tensor:
-    kernels = SimpleNamespace(convolve=lambda rows, *_: rows, delta_rule=delta_rule)
+    kernels = SimpleNamespace(
+        convolve=lambda rows, *_, widths=0: rows.split([K * E, K * E, H * V], 1),
+        delta_rule=delta_rule,
+    )
     qkv = torch.cat([given[name].flatten(1) for name in ("query", "key", "value")], 1)
     others = given["b"], given["a"], qkv, given["A_log"], given["dt_bias"]
     return mix_pack(
@@ -101,7 +104,7 @@ def test_the_convolution_sees_its_own_document_and_what_it_shares() -> None:
     x = torch.randn(bounds[-1], F_, generator=draw, dtype=torch.float64)
     weight = torch.randn(F_, W, generator=draw, dtype=torch.float64)
     for prefixes in ({}, SHARING):
-        found = convolve(x, weight, Recurrence(bounds, prefixes, CPU))
+        found = torch.cat(convolve(x, weight, Recurrence(bounds, prefixes, CPU), [2, 3]), 1)
         for place, length in enumerate(LENGTHS):
             first, last = prefixes.get(place, (0, 0))
             own = slice(bounds[place], bounds[place + 1])
@@ -110,8 +113,9 @@ def test_the_convolution_sees_its_own_document_and_what_it_shares() -> None:
             wanted = F.silu(wanted[:, : len(whole)].T)[-length:]
             torch.testing.assert_close(found[own], wanted)
         # as the kernels get it: a pack in which copies of the prompt's last rows come before an answer
-        cu_seqlens, rows, kept = Recurrence(bounds, prefixes, CPU).with_copies(W - 1)
-        with_copies = convolve(x[rows], weight, Recurrence(cu_seqlens.tolist(), {}, CPU))
+        first, rows, kept = Recurrence(bounds, prefixes, CPU).with_copies(W - 1)
+        cuts = [*first.unique().tolist(), len(first)]
+        (with_copies,) = convolve(x[rows], weight, Recurrence(cuts, {}, CPU), [5])
         torch.testing.assert_close(with_copies[kept], found)
 
 

@@ -78,10 +78,11 @@ class Recurrence:
     def _with_copies(self, count: int) -> tuple[Any, ...]:
         """Return a pack in which what shares a prompt begins with copies of the prompt's last `count` rows.
 
-        That is cu_seqlens of this pack, the packed rows that it consists of, and which of them are no copies.
+        That is the first row of every row's document [T] int32, the packed rows that it consists of, and which of them
+        are no copies.
         """
         if not self.prefixes:
-            return self.waves[0].cu_seqlens, slice(None), slice(None)
+            return _first_rows(self.waves[0].bounds).to(self.device), slice(None), slice(None)
         bounds, rows, originals = [0], [], []
         for i, (start, end) in enumerate(self.documents):
             first, last = self.prefixes.get(i, (0, 0))
@@ -89,5 +90,10 @@ class Recurrence:
             rows += [torch.arange(last - copies, last), torch.arange(start, end)]
             bounds.append(bounds[-1] + copies + end - start)
             originals.append(torch.arange(bounds[-1] - (end - start), bounds[-1]))
-        found = torch.tensor(bounds), torch.cat(rows), torch.cat(originals)
+        found = _first_rows(bounds), torch.cat(rows), torch.cat(originals)
         return tuple(x.to(self.device) for x in found)
+
+
+def _first_rows(bounds: Sequence[int]) -> Tensor:
+    begins = torch.tensor(bounds, dtype=torch.int32)
+    return begins[:-1].repeat_interleave(begins.diff())

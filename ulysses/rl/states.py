@@ -7,13 +7,12 @@ E and V the widths of keys and values.
 from dataclasses import astuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.delta import GatedDelta
-from models.ops.delta_rule import decays, delta_step, split_heads
+from models.ops.delta_rule import as_heads, decays, own_widths
 from ulysses.parallel.waves import Recurrence
 
 HELD = -1
@@ -59,13 +58,17 @@ class States:
         def pack(length: int) -> Recurrence:
             return Recurrence(range(0, n * length + 1, length), {}, qkv.device)
 
-        mixed = kernels.convolve(
-            longer.flatten(0, 1), mixer.conv1d.weight[:, 0], pack(before + L)
+        filters, shape = mixer.conv1d.weight[:, 0], mixer.shape
+        convolved = kernels.convolve(
+            longer.flatten(0, 1),
+            filters,
+            pack(before + L),
+            own_widths(shape, qkv.shape[2], b.shape[1]),
         )
-        mixed = mixed.unflatten(0, (n, -1))[:, before:].flatten(0, 1)
+        new = [x.unflatten(0, (n, -1))[:, before:].flatten(0, 1) for x in convolved]
         counts = (torch.arange(L, device=qkv.device) < lengths[:, None]).flatten()[:, None]
         out, last = kernels.delta_rule(
-            *split_heads(mixer.shape, mixed, b.shape[1]),
+            *as_heads(shape, new),
             decays(a, mixer.A_log, mixer.dt_bias) * counts,
             at_least_float32(b).sigmoid() * counts,
             wave=pack(L).waves[0]._replace(hands_on=slots),
@@ -79,10 +82,5 @@ class States:
     def step(self, layer: int, mixer: GatedDelta, qkv: Tensor, b: Tensor, a: Tensor) -> Tensor:
         """Run a layer over the next token of the first n slots, in place: [n, H, V]."""
         inputs, memory = (part[layer, : len(qkv)] for part in self.parts)
-        window = torch.cat([inputs, qkv[:, None]], 1)
-        inputs.copy_(window[:, 1:])
-        taps = at_least_float32(mixer.conv1d.weight[:, 0].T)
-        mixed = F.silu((window * taps).sum(1)).to(qkv.dtype)
-        g, beta = decays(a, mixer.A_log, mixer.dt_bias), at_least_float32(b).sigmoid()
-        heads = split_heads(mixer.shape, mixed, b.shape[1])
-        return delta_step(*heads, g, beta, memory).to(qkv.dtype)
+        own = mixer.conv1d.weight[:, 0], mixer.A_log, mixer.dt_bias
+        return mixer.kernels(qkv).mix_step(mixer.shape, inputs, memory, qkv, b, a, *own)
