@@ -41,7 +41,7 @@ ulysses.gradients.skipping ulysses.gradients.ulysses_pro ulysses.memory.graphs u
 ulysses.memory.offload ulysses.parallel.dense ulysses.parallel.kernels.short ulysses.parallel.kernels.varlen
 ulysses.parallel.sums ulysses.parallel.waves ulysses.parallel.whole_rows ulysses.plan.inquiry ulysses.report
 ulysses.rl.ppo ulysses.run.dry_run ulysses.run.host_time ulysses.run.routers ulysses.stages.dpo ulysses.stages.passes
-ulysses.stages.referenced ulysses.zero.gpu_kernels ulysses.zero.saved_slices
+ulysses.stages.referenced ulysses.zero.deepspeed_internals ulysses.zero.gpu_kernels ulysses.zero.saved_slices
 """.split()
 
 
