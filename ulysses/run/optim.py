@@ -32,7 +32,7 @@ def parameter_groups(
             first = name.partition(".")[0]
             scope = first if first in rates else next(iter(rates))
             # between its uses a sharded parameter is empty itself
-            is_matrix = len(getattr(p, "part", p).shape) > 1
+            is_matrix = len(getattr(p, "shard", p).shape) > 1
             decays = is_matrix and "_bias" not in name  # those of experts
             members[scope, decays, p.dtype].append(p)
     return [

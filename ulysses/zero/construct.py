@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ulysses import environment
-from ulysses.zero.partition import part_of
+from ulysses.zero.partition import shard_of
 from ulysses.zero.resident import build_whole
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -174,7 +174,7 @@ def build_partitioned(
     *,
     resident: bool = False,
 ) -> nn.Module:
-    """Create a model and fill this rank's part of each parameter.
+    """Create a model and fill this rank's shard of each parameter.
 
     All ranks must call it together.
 
@@ -197,8 +197,8 @@ def build_partitioned(
         model = build_sharded(create, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            part = part_of(parameter)
-            if part.length:
-                fill(name, part.shape, part.start, part.own[: part.length])
-            part.own[part.length :].zero_()
+            shard = shard_of(parameter)
+            if shard.length:
+                fill(name, shard.shape, shard.start, shard.own[: shard.length])
+            shard.own[shard.length :].zero_()
     return model

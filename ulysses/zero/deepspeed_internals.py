@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ulysses.environment import without_compiler
-from ulysses.zero.partition import Part, part_of
+from ulysses.zero.partition import Shard, shard_of
 
 AHEAD = 2  # layers that the host may run ahead of the GPU
 
@@ -54,7 +54,7 @@ def build_sharded(create: Callable[[], nn.Module], config: dict[str, Any]) -> nn
         if hasattr(parameter, "in_float32"):  # which zero.Init takes from every tensor
             for tensor in (parameter, parameter.ds_tensor):
                 tensor.data = tensor.data.float()
-        parameter.part = Part(parameter.ds_tensor, parameter.ds_shape)
+        parameter.shard = Shard(parameter.ds_tensor, parameter.ds_shape)
     return model
 
 
@@ -83,7 +83,7 @@ class ShardedWeights:
         # Each slice was cut off between large allocations; side by side they leave no holes in the GPU's memory.
         for dtype in {p.dtype for p in model.parameters() if p.requires_grad}:
             trained = [p for p in model.parameters() if p.requires_grad and p.dtype == dtype]
-            own = [part_of(p).own for p in trained]
+            own = [shard_of(p).own for p in trained]
             if own[0].is_pinned():
                 break
             for held, part in zip(own, torch.cat(own).split([len(x) for x in own])):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ulysses.gradients.gradients import Gradients
 from ulysses.zero.construct import streaming_memory
-from ulysses.zero.partition import MakeOptimizer, parameter_slices, part_of, sub_groups
+from ulysses.zero.partition import MakeOptimizer, parameter_slices, shard_of, sub_groups
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.resident import ResidentWeights
 from ulysses.zero.update import ParameterGroup
@@ -46,7 +46,7 @@ class ZeroEngine:
         self.module, self.device = model, next(model.parameters()).device
         self.units = [module for module in model.modules() if type(module) in unit_kinds]
         self.weights: ShardedWeights | ResidentWeights
-        if part_of(next(model.parameters())).whole is not None:
+        if shard_of(next(model.parameters())).whole is not None:
             self.weights = ResidentWeights(model, self.units)
         else:
             from ulysses.zero import deepspeed_internals
@@ -72,7 +72,7 @@ class ZeroEngine:
     def destroy(self) -> None:
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.weights.close()
-        empty([(p, part_of(p).own) for p in self.module.parameters()])
+        empty([(p, shard_of(p).own) for p in self.module.parameters()])
 
 
 class TrainedEngine(ZeroEngine):

@@ -1,4 +1,4 @@
-"""This rank's part of every parameter; the trained ones form sub-groups, each of this rank's slices."""
+"""This rank's shard of every parameter; the trained ones form sub-groups, each of this rank's slices."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from ulysses.zero.update import ParameterGroup, ParameterSlice, SubGroup
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-class Part(NamedTuple):
+class Shard(NamedTuple):
     """What this rank has of a parameter.
 
     own: its flat slice, padding included; writing to it changes the weights. shape: of the whole parameter. whole: the
@@ -34,9 +34,9 @@ class Part(NamedTuple):
         return min(len(self.own), self.shape.numel() - self.start)
 
 
-def part_of(parameter: Any) -> Part:
-    """Return this rank's part of a parameter, as the construction has left it there."""
-    return parameter.part
+def shard_of(parameter: Any) -> Shard:
+    """Return this rank's shard of a parameter, as the construction has left it there."""
+    return parameter.shard
 
 
 def sub_groups(
@@ -57,7 +57,7 @@ def sub_groups(
         weights: list[Tensor] = []
         for p in group.parameters:
             few.append(p)
-            weights.append(part_of(p).own)
+            weights.append(shard_of(p).own)
             if sum(map(len, weights)) < size and p is not group.parameters[-1]:
                 continue
             master = torch.cat(weights).to(device, torch.float32)
@@ -86,12 +86,12 @@ def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[Paramete
     whole: Any = sub_group.master.grad
     sizes = [len(own) for own in sub_group.weights]
     for p, size, grad in zip(sub_group.parameters, sizes, whole.split(sizes)):
-        part = part_of(p)
+        shard = shard_of(p)
         yield ParameterSlice(
             names[p],
-            part.shape,
-            grad[: part.length],
-            part.start,
+            shard.shape,
+            grad[: shard.length],
+            shard.start,
             sub_group.group.scope,
             parameter=p,
             size=size,

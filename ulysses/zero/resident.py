@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ulysses.zero.partition import Part, part_of
+from ulysses.zero.partition import Shard, shard_of
 
 ALIGNMENT = 64  # elements between the starts of parameters: kernels read aligned ones faster
 
@@ -49,7 +49,7 @@ def _lay_out(parameters: list[Any], dtype: torch.dtype) -> None:
         whole = rest[:size]
         # `data` counts its own changes: an update of one parameter is none of its neighbours
         made: Any = type(p)(whole[: p.numel()].view(p.shape).data, p.requires_grad)
-        made.part = Part(whole.chunk(world)[dist.get_rank()], p.shape, whole)
+        made.shard = Shard(whole.chunk(world)[dist.get_rank()], p.shape, whole)
         torch.utils.swap_tensors(p, made)  # whoever refers to the parameter goes on doing so
 
 
@@ -106,13 +106,13 @@ class ResidentWeights:
             return
         with dist._coalescing_manager(async_ops=True) as coming:
             for parameter in parameters:
-                part: Any = part_of(parameter)
-                dist.all_gather_into_tensor(part.whole, part.own)
+                shard: Any = shard_of(parameter)
+                dist.all_gather_into_tensor(shard.whole, shard.own)
         self._coming |= dict.fromkeys(parameters, coming)
 
     def _gather_on_host(self, parameters: list[nn.Parameter]) -> None:
         """Gather slices side by side: gloo would take the first tensor's memory for each of those gathered together."""
-        owns, _, wholes = zip(*map(part_of, parameters))
+        owns, _, wholes = zip(*map(shard_of, parameters))
         own = torch.cat(owns)
         everyone = own.new_empty(self.world, len(own))
         dist.all_gather_into_tensor(everyone.view(-1), own)
