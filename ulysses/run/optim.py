@@ -31,9 +31,10 @@ def parameter_groups(
         if p.requires_grad:
             first = name.partition(".")[0]
             scope = first if first in rates else next(iter(rates))
-            # between its uses a sharded parameter is empty itself
-            is_matrix = len(getattr(p, "shard", p).shape) > 1
-            decays = is_matrix and "_bias" not in name  # those of experts
+            shape = getattr(
+                p, "shard", p
+            ).shape  # a sharded one is empty itself between its uses
+            decays = len(shape) > 1 and "_bias" not in name  # those of experts
             members[scope, decays, p.dtype].append(p)
     return [
         ParameterGroup(parameters, weight_decay * decays, scope, rates[scope], eight_bit)

@@ -22,35 +22,21 @@ from ulysses.zero.partition import Shard, shard_of
 AHEAD = 2  # layers that the host may run ahead of the GPU
 
 
-def skip_compiled_collective() -> None:
-    """Keep DeepSpeed from compiling a collective for CPUs with the host's compiler; gloo does the same work.
-
-    The build takes half a minute, and a killed one leaves a lock that every later run waits for.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def gathered_in_place(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration for `zero.Init` whose parameters are each gathered straight into their own memory.
-
-    DeepSpeed's coalesced gather copies every layer once more between the gather and its first use. Only the
-    parameters may read this setting: an engine that reads it stops gathering ahead.
-    """
-    zero = {**config["zero_optimization"], "stage3_allgather_sequential": True}
-    return {**config, "zero_optimization": zero}
-
-
 def build_sharded(create: Callable[[], nn.Module], config: dict[str, Any]) -> nn.Module:
     """Create a model inside ZeRO-3's partitioned construction: no process ever holds the whole model."""
     if not torch.cuda.is_available():
-        skip_compiled_collective()
-    deepspeed.init_distributed(
-        dist.get_backend(), verbose=False
-    )  # which torch has done; DeepSpeed notes it
-    with deepspeed.zero.Init(config_dict_or_path=gathered_in_place(config)):
+        # DeepSpeed would compile a collective for CPUs with the host's compiler; gloo does the same work. The build
+        # takes half a minute, and a killed one leaves a lock that every later run waits for.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # which torch has done; DeepSpeed notes it
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    # Each parameter is gathered straight into its own memory: the coalesced gather copies every layer once more between
+    # the gather and its first use. The engine may not read this setting: it would stop gathering ahead.
+    zero = {**config["zero_optimization"], "stage3_allgather_sequential": True}
+    with deepspeed.zero.Init(config_dict_or_path={**config, "zero_optimization": zero}):
         model = create()
-    parameters: Iterable[Any] = model.parameters()
-    for parameter in parameters:
+    parameter: Any
+    for parameter in model.parameters():
         if hasattr(parameter, "in_float32"):  # which zero.Init takes from every tensor
             for tensor in (parameter, parameter.ds_tensor):
                 tensor.data = tensor.data.float()

@@ -10,7 +10,7 @@ or kept (resident.py). DeepSpeed knows nothing of sequence parallelism, and the 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from ulysses.zero.partition import MakeOptimizer, parameter_slices, shard_of, su
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.resident import ResidentWeights
 from ulysses.zero.update import ParameterGroup
-
-if TYPE_CHECKING:
-    from ulysses.zero.deepspeed_internals import ShardedWeights
 
 
 class ZeroEngine:
@@ -45,13 +42,12 @@ class ZeroEngine:
     ) -> None:
         self.module, self.device = model, next(model.parameters()).device
         self.units = [module for module in model.modules() if type(module) in unit_kinds]
-        self.weights: ShardedWeights | ResidentWeights
         if shard_of(next(model.parameters())).whole is not None:
-            self.weights = ResidentWeights(model, self.units)
+            self.weights: Any = ResidentWeights(model, self.units)
         else:
-            from ulysses.zero import deepspeed_internals
+            from ulysses.zero.deepspeed_internals import ShardedWeights
 
-            self.weights = deepspeed_internals.ShardedWeights(model, config, self.units)
+            self.weights = ShardedWeights(model, config, self.units)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""

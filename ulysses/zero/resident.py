@@ -23,7 +23,7 @@ ALIGNMENT = 64  # elements between the starts of parameters: kernels read aligne
 
 
 def build_whole(create: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """Create a model whose parameters are whole, uninitialised and of `dtype`, but for bytes and `Exact` ones."""
+    """Create a model whose parameters are whole and uninitialised; all but bytes and `Exact` ones are of `dtype`."""
     with torch.device("meta"):  # which has no memory
         model = create()
     siblings: dict[Any, list[Any]] = defaultdict(list)
@@ -31,26 +31,22 @@ def build_whole(create: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Modul
         parent = name.rpartition(".")[0].rpartition(".")[0]
         own = torch.float32 if hasattr(p, "in_float32") else dtype
         siblings[parent, own if p.is_floating_point() else p.dtype].append(p)
+    device, world = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size()
     for (_, own), parameters in siblings.items():
-        _lay_out(parameters, own)
+        # matrices first: those that one product can take together then have no bias between them
+        parameters.sort(key=lambda p: -p.dim())
+        sizes = [-(-p.numel() // world) * world for p in parameters]
+        room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        flat = torch.empty(sum(room), dtype=own, device=device)
+        for p, size, rest in zip(parameters, sizes, flat.split(room)):
+            whole = rest[:size]
+            # `data` counts its own changes: an update of one parameter is none of its neighbours
+            made: Any = type(p)(whole[: p.numel()].view(p.shape).data, p.requires_grad)
+            made.shard = Shard(whole.chunk(world)[dist.get_rank()], p.shape, whole)
+            torch.utils.swap_tensors(
+                p, made
+            )  # whoever refers to the parameter goes on doing so
     return model
-
-
-def _lay_out(parameters: list[Any], dtype: torch.dtype) -> None:
-    """Lay the wholes of some parameters one after the other, this rank's slices in their places."""
-    # matrices first: those that one product can take together then have no bias between them
-    parameters = sorted(parameters, key=lambda p: -p.dim())
-    world = dist.get_world_size()
-    sizes = [-(-p.numel() // world) * world for p in parameters]
-    room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    flat = torch.empty(sum(room), dtype=dtype, device=device)
-    for p, size, rest in zip(parameters, sizes, flat.split(room)):
-        whole = rest[:size]
-        # `data` counts its own changes: an update of one parameter is none of its neighbours
-        made: Any = type(p)(whole[: p.numel()].view(p.shape).data, p.requires_grad)
-        made.shard = Shard(whole.chunk(world)[dist.get_rank()], p.shape, whole)
-        torch.utils.swap_tensors(p, made)  # whoever refers to the parameter goes on doing so
 
 
 class ResidentWeights:
