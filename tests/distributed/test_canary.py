@@ -133,4 +133,6 @@ def test_another_release_is_refused_in_one_sentence():
     assert [*check_packages(config)] == []
     with mock.patch("ulysses.check.setting_checks.version", lambda _: "9.9.9"):
         [text] = check_packages(config)
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        assert re.match("the package deepspeed is not installed", [*check_packages(config)][-1])
     assert re.fullmatch(r"deepspeed 9\.9\.9 is installed, .*; install deepspeed [\d.]+", text)

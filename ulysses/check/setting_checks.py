@@ -61,7 +61,9 @@ def check_packages(config: Config) -> Iterator[str]:
                 f"run.trackers has {name!r}, which cannot be imported ({error}); name {', '.join(TRACKERS)}, or a "
                 "class as module:Class, with the module's folder on PYTHONPATH"
             )
-    if (found := version("deepspeed")) != TESTED:
+    if importlib.util.find_spec("deepspeed") is None:
+        yield f"the package deepspeed is not installed; install deepspeed {TESTED}"
+    elif (found := version("deepspeed")) != TESTED:
         yield (
             f"deepspeed {found} is installed, whose gradients and updates this engine was not tested with; install "
             f"deepspeed {TESTED}"
