@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import ulysses.zero.deepspeed_internals  # noqa: F401 - which forked ranks then share
 from models.initial_weights import InitialWeights
 from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
@@ -56,7 +57,7 @@ def trained_engine(
 ) -> TrainedEngine:
     """Build a model and its AdamW, partitioned like a large one; `raw`: keys of ZeRO, `settings`: for `derive`."""
     config = derive(dtype=dtype, raw=AS_LARGE | (raw or {}), **settings)
-    model = build_partitioned(create, config, source.fill)
+    model = build_partitioned(create, config, source.fill, resident=resident)
     if node_size is not None:  # as a launcher says it
         place = str(dist.get_rank() % node_size)
         os.environ |= {"LOCAL_WORLD_SIZE": str(node_size), "LOCAL_RANK": place}
@@ -67,7 +68,6 @@ def trained_engine(
         groups(model) if groups else parameter_groups(model, 0.0, scopes),
         (DecoderLayer,),
         reduce_between=reduce_between,
-        resident=resident,
         offload_optimizer=offload_optimizer,
     )
 

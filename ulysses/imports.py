@@ -30,7 +30,7 @@ VARIABLES = {
 
 
 def announce_imports() -> None:
-    """Say at once that a command has begun: PyTorch and DeepSpeed may take long to load."""
+    """Say at once that a command has begun: PyTorch may take long to load."""
     if rank() == 0:
         print("loading the libraries ...", file=sys.stderr, flush=True)
 

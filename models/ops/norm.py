@@ -53,8 +53,9 @@ def rms_norm_backward(
         return grad, kernels.rms_norm(x, weight, rule.eps, grad, residual, back=True)
     v, w = (at_least_float32(t).detach().requires_grad_() for t in (x, weight))
     with torch.enable_grad():
-        normal = F.rms_norm(v, w.shape, w, rule.eps)
-    grad_x, grad_weight = torch.autograd.grad(normal, (v, w), at_least_float32(grad))
+        # a number: to start from a gradient torch imports sympy, which takes a second
+        total = (F.rms_norm(v, w.shape, w, rule.eps) * at_least_float32(grad)).sum()
+    grad_x, grad_weight = torch.autograd.grad(total, (v, w))
     if residual is not None:
         grad_x = grad_x.add_(residual)
     return grad.copy_(grad_x), grad_weight

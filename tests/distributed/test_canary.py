@@ -11,16 +11,17 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload as Offload
 from torch import Tensor, nn
 
+from tests.e2e.launch import ROOT
 from tests.harness import run_distributed
+from ulysses.check.setting_checks import check_packages
+from ulysses.config.command_line import parse_command_line
 from ulysses.zero.construct import build_partitioned, initialize_distributed
-from ulysses.zero.deepspeed_internals import wrong_version
 from ulysses.zero.engine import TrainedEngine
 from ulysses.zero.settings import derive
 from ulysses.zero.update import ParameterGroup
@@ -128,7 +129,10 @@ def test_deepspeed_trains_as_plain_torch_and_a_change_of_it_would_show():
 
 
 def test_another_release_is_refused_in_one_sentence():
-    assert not wrong_version()
-    with mock.patch.object(deepspeed, "__version__", "9.9.9"):
-        text = wrong_version()
+    config = parse_command_line(["--config", f"{ROOT}/configs/demo/sft.toml"]).config
+    assert [*check_packages(config)] == []
+    with mock.patch("ulysses.check.setting_checks.version", lambda _: "9.9.9"):
+        [text] = check_packages(config)
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        assert re.match("the package deepspeed is not installed", [*check_packages(config)][-1])
     assert re.fullmatch(r"deepspeed 9\.9\.9 is installed, .*; install deepspeed [\d.]+", text)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from tests.engine_case import SHAPE, Case, build_trainer, trained, zero_engine
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import compared
+from ulysses.run.optim import parameter_groups
 from ulysses.zero.engine import full_parameters, gathered_weights
+from ulysses.zero.partition import shard_of
 
 STAY = {"resident": True}
 BIASED = replace(SHAPE, attention_bias=True)
@@ -36,8 +39,9 @@ def test_loss_and_gradients_are_the_formulas(stage, world, sp, more):
 @pytest.mark.parametrize("away", [{}, {"offload_optimizer": True}])
 def test_three_updates_are_those_of_sharded_weights(away):
     asked = {"stage": "sft", "sp": 2, "budget": 64, "steps": 3, "lr": 1e-3}
-    metrics, gradients = trained(Case(**asked), 2)
-    found, stayed = trained(Case(**asked, engine=STAY | away), 2)
+    decays = {"groups": partial(parameter_groups, weight_decay=10.0)}
+    metrics, gradients = trained(Case(**asked, engine=decays), 2)
+    found, stayed = trained(Case(**asked, engine=STAY | away | decays), 2)
     assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics], rel=1e-6)
     assert_same_gradients(stayed[2], gradients[2], 1e-4)  # after two updates
 
@@ -49,6 +53,10 @@ def what_a_step_calls() -> dict[str, Any]:
     written = engine.weights.written
     engine.weights.written = lambda names: gathers.append(len(names)) or written(names)
     places = {name: p.data_ptr() for name, p in engine.module.named_parameters()}
+    held = [
+        x.untyped_storage() for p in engine.module.parameters() for x in (p, *shard_of(p)[::2])
+    ]
+    memory = sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
     micro_batches = [len(trainer.loader.step(0, k)) for k in range(2)]
     for _ in micro_batches:
         trainer.train_step()
@@ -67,14 +75,15 @@ def what_a_step_calls() -> dict[str, Any]:
             assert len(stacked([module.weight for module in group])) == 1, (
                 "one product takes them"
             )
-    held = sum(len(s.grad) for s in engine.slices)
+    trained = sum(len(s.grad) for s in engine.slices)
     engine.destroy()
     return {
         "micro_batches": micro_batches,
         "gathered": sum(gathers),
         "hooked": hooked,
         "exported": len(exported),
-        "held": held,
+        "held": trained,
+        "memory": memory,
     }
 
 
@@ -82,14 +91,17 @@ def what_a_step_calls() -> dict[str, Any]:
 def test_a_step_gathers_once_and_nothing_watches_the_modules(world):
     found = run_distributed(what_a_step_calls, world)
     parameters = dict(Case("sft", shape=BIASED).model(None).named_parameters())
+    elements = sum(p.numel() for p in parameters.values())
     for one in found:
         assert min(one["micro_batches"]) > 1
+        # a parameter, its whole and this rank's slice of it are one; they begin at multiples of 64 elements
+        assert one["memory"] < 4 * (elements + 64 * len(parameters))
         # once for every update, however many micro-batches it has
         assert one["gathered"] == 2 * len(parameters)
         # the layer has ours alone: wait for the weights, take the gradients
         assert one["hooked"] <= {"DecoderLayer"}
     assert [one["exported"] for one in found] == [len(parameters), 0][:world]
-    assert sum(one["held"] for one in found) == sum(p.numel() for p in parameters.values())
+    assert sum(one["held"] for one in found) == elements
 
 
 def memory_of_a_gather() -> dict[str, float]:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from operator import attrgetter
 
 import torch
@@ -18,6 +19,7 @@ from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 MOST_LR = 10.0
+TESTED = "0.19.8"  # of DeepSpeed, as pyproject.toml pins it
 # a path with parameters, or a field that holds a secret, in what a server is sent
 SECRET_FIELDS = re.compile(
     r'"/[^"]*[?#;@&=]|"[^"]*(key|token|secret|passw(or)?d|pwd|auth(orization)?|bearer|credentials?|cookie)":',
@@ -59,9 +61,13 @@ def check_packages(config: Config) -> Iterator[str]:
                 f"run.trackers has {name!r}, which cannot be imported ({error}); name {', '.join(TRACKERS)}, or a "
                 "class as module:Class, with the module's folder on PYTHONPATH"
             )
-    from ulysses.zero.deepspeed_internals import wrong_version  # it takes long to import
-
-    yield from filter(None, [wrong_version()])
+    if importlib.util.find_spec("deepspeed") is None:
+        yield f"the package deepspeed is not installed; install deepspeed {TESTED}"
+    elif (found := version("deepspeed")) != TESTED:
+        yield (
+            f"deepspeed {found} is installed, whose gradients and updates this engine was not tested with; install "
+            f"deepspeed {TESTED}"
+        )
 
 
 def check_tables(config: Config) -> None:

@@ -17,7 +17,6 @@ from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.data.serve.tokenise import open_dataset
-from ulysses.environment import without_compiler
 from ulysses.memory.size import Setting
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.case import Plan
@@ -85,7 +84,6 @@ def step_loader(
     )
 
 
-@without_compiler()  # DeepSpeed imports Muon, which it compiles and nobody uses here
 def trained_engine(
     config: Config,
     weights: InitialWeights,
@@ -120,7 +118,8 @@ def trained_engine(
         return add_adapters(made, model.lora) if model.lora.rank else made
 
     settings = _zero_settings(config, weights.shape)
-    built = build_partitioned(create, settings, weights.fill).train()
+    resident = plan.resident
+    built = build_partitioned(create, settings, weights.fill, resident=resident).train()
     return TrainedEngine(
         built,
         settings,
@@ -132,14 +131,12 @@ def trained_engine(
             eight_bit=config.optimizer.moments == "8bit",
         ),
         (DecoderLayer,),
-        resident=plan.resident,
         offload_optimizer=config.memory.offload_optimizer,
         reduce_between=getattr(torch, config.optimizer.reduce_dtype),
         graphs=memory.graphs,
     )
 
 
-@without_compiler()
 def frozen_engine(
     config: Config,
     weights: InitialWeights,
@@ -152,8 +149,8 @@ def frozen_engine(
     """Create a language model or a reward model that is only run; `resident` keeps its weights whole on every rank."""
     kind, settings = model_class(reward=reward), _zero_settings(config, weights.shape)
     create = partial(kind, weights.shape, mesh, attention=attention or config.model.attention)
-    built = build_partitioned(create, settings, weights.fill).eval().requires_grad_(False)
-    return ZeroEngine(built, settings, (DecoderLayer,), resident=resident)
+    built = build_partitioned(create, settings, weights.fill, resident=resident)
+    return ZeroEngine(built.eval().requires_grad_(False), settings, (DecoderLayer,))
 
 
 def _zero_settings(config: Config, shape: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from ulysses.config.schema import OptimizerSection
-from ulysses.zero.deepspeed_internals import whole_shape
 from ulysses.zero.update import ParameterGroup
 
 
@@ -32,7 +31,10 @@ def parameter_groups(
         if p.requires_grad:
             first = name.partition(".")[0]
             scope = first if first in rates else next(iter(rates))
-            decays = len(whole_shape(p)) > 1 and "_bias" not in name  # those of experts
+            shape = getattr(
+                p, "shard", p
+            ).shape  # a sharded one is empty itself between its uses
+            decays = len(shape) > 1 and "_bias" not in name  # those of experts
             members[scope, decays, p.dtype].append(p)
     return [
         ParameterGroup(parameters, weight_decay * decays, scope, rates[scope], eight_bit)
@@ -40,11 +42,19 @@ def parameter_groups(
     ]
 
 
-def adamw(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW without its precautions for torch's compiler, whose import alone takes seconds.
+
+    One of them was to switch gradients off in `step`: its caller does that.
+    """
+
+    add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__
+    step = torch.optim.Adam.step.__wrapped__
+
+
+def adamw(groups: list[dict[str, Any]], config: OptimizerSection) -> AdamW:
     """Create AdamW (Loshchilov & Hutter 2019) over torch's tables of groups; zero/gpu_kernels.py may do its work."""
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False
-    )
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
 
 
 def learning_rate(step: int, total: int, config: OptimizerSection) -> float:

@@ -1,10 +1,11 @@
-"""Build a model directly as ZeRO-3 shards: no process ever holds the whole model.
+"""Start the processes of a run, and build a model in parts: no process ever reads or draws the whole model.
 
-Every rank creates each parameter empty, keeps its own flat slice of it, and fills that slice itself: from the
-weight file (only those bytes are read) or from a generator keyed by (seed, name), the same on any topology.
+Every rank has a flat slice of each parameter and fills it itself: from the weight file (only those bytes are read) or
+from a generator keyed by (seed, name), the same on any topology.
 """
 
 import ctypes
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,20 +13,13 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-import deepspeed
-import deepspeed.comm
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ulysses import environment
-from ulysses.zero.deepspeed_internals import (
-    gathered_in_place,
-    keep_in_float32,
-    own_slice,
-    skip_compiled_collective,
-    whole_shape,
-)
+from ulysses.zero.partition import shard_of
+from ulysses.zero.resident import build_whole
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 STREAMING = 1 << 20
@@ -101,10 +95,7 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
     if torch.cuda.is_available():
         bound, backend = torch.device("cuda", environment.local_rank()), "nccl"
         torch.cuda.set_device(bound)
-    else:
-        skip_compiled_collective()
     if not dist.is_initialized():
-        # as deepspeed does it, which takes no store
         dist.init_process_group(
             backend,
             store=store,
@@ -113,7 +104,6 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
             timeout=FOR_EVER,
             device_id=bound,
         )
-    deepspeed.init_distributed(backend, timeout=FOR_EVER, verbose=False)
     return bound or torch.device("cpu")
 
 
@@ -148,8 +138,9 @@ def _groups() -> list[dist.ProcessGroup]:
 
 
 def end_distributed() -> None:
-    """Leave torch.distributed, so that this process may start another run; DeepSpeed forgets its groups too."""
-    deepspeed.comm.destroy_process_group()
+    """Leave torch.distributed, so that this process may start another run; DeepSpeed, where it is used, forgets too."""
+    comm: Any = sys.modules.get("deepspeed.comm", dist)
+    (comm if comm.is_initialized() else dist).destroy_process_group()
 
 
 @contextmanager
@@ -180,8 +171,10 @@ def build_partitioned(
     create: Callable[[], nn.Module],
     config: dict[str, Any],
     fill: Callable[[str, torch.Size, int, Tensor], None],
+    *,
+    resident: bool = False,
 ) -> nn.Module:
-    """Create a model inside ZeRO-3's partitioned construction and fill this rank's shards.
+    """Create a model and fill this rank's shard of each parameter.
 
     All ranks must call it together.
 
@@ -190,15 +183,22 @@ def build_partitioned(
         config: DeepSpeed configuration (ulysses.zero.settings.derive).
         fill: fill(name, shape, start, out) writes the elements of a flattened parameter from `start` on into `out`,
             a flat tensor.
+        resident: whether the weights stay whole on every rank. On one process they do in any case, unless they are kept
+            in host memory.
     """
-    with deepspeed.zero.Init(config_dict_or_path=gathered_in_place(config)):
-        model = create()
+    on_host = "offload_param" in config["zero_optimization"]
+    if (resident or dist.get_world_size() == 1) and not on_host:
+        model = build_whole(
+            create, torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
+        )
+    else:
+        from ulysses.zero.deepspeed_internals import build_sharded  # takes seconds to import
+
+        model = build_sharded(create, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if getattr(parameter, "in_float32", False):
-                keep_in_float32(parameter)
-            shard, start, length = own_slice(parameter)
-            if length:
-                fill(name, whole_shape(parameter), start, shard[:length])
-            shard[length:].zero_()
+            shard = shard_of(parameter)
+            if shard.length:
+                fill(name, shard.shape, shard.start, shard.own[: shard.length])
+            shard.own[shard.length :].zero_()
     return model

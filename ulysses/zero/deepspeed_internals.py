@@ -6,7 +6,7 @@ pins the version they were tested with, and a run with another one is refused.
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,69 +14,41 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-TESTED = "0.19.8"
+from ulysses.environment import without_compiler
+from ulysses.zero.partition import Shard, shard_of
+
 AHEAD = 2  # layers that the host may run ahead of the GPU
 
 
-def wrong_version() -> str:
-    """Return a sentence if the installed DeepSpeed is not the release that the tests know, or an empty text."""
-    found = deepspeed.__version__
-    other = f"deepspeed {found} is installed, whose gradients and updates this engine was not tested with; install "
-    return "" if found == TESTED else f"{other}deepspeed {TESTED}"
-
-
-def skip_compiled_collective() -> None:
-    """Keep DeepSpeed from compiling a collective for CPUs with the host's compiler; gloo does the same work.
-
-    The build takes half a minute, and a killed one leaves a lock that every later run waits for.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def gathered_in_place(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration for `zero.Init` whose parameters are each gathered straight into their own memory.
-
-    DeepSpeed's coalesced gather copies every layer once more between the gather and its first use. Only the
-    parameters may read this setting: an engine that reads it stops gathering ahead.
-    """
+def build_sharded(create: Callable[[], nn.Module], config: dict[str, Any]) -> nn.Module:
+    """Create a model inside ZeRO-3's partitioned construction: no process ever holds the whole model."""
+    if not torch.cuda.is_available():
+        # DeepSpeed would compile a collective for CPUs with the host's compiler; gloo does the same work. The build
+        # takes half a minute, and a killed one leaves a lock that every later run waits for.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # which torch has done; DeepSpeed notes it
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    # Each parameter is gathered straight into its own memory: the coalesced gather copies every layer once more between
+    # the gather and its first use. The engine may not read this setting: it would stop gathering ahead.
     zero = {**config["zero_optimization"], "stage3_allgather_sequential": True}
-    return {**config, "zero_optimization": zero}
-
-
-def own_slice(parameter: Any) -> tuple[Tensor, int, int]:
-    """Return this rank's flat slice, its start in the flattened parameter and its length without padding."""
-    size, numel = parameter.partition_numel(), parameter.ds_numel
-    start = min(dist.get_rank() * size, numel)
-    return parameter.ds_tensor.view(-1), start, min(size, numel - start)
-
-
-def keep_in_float32(parameter: Any) -> None:
-    """Give a parameter back the precision that zero.Init takes from every tensor."""
-    for tensor in (parameter, parameter.ds_tensor):
-        tensor.data = tensor.data.float()
-
-
-def whole_shape(parameter: Any) -> torch.Size:
-    """Return the shape of the whole parameter: between its uses a partitioned one is empty itself."""
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
-def stay_whole(parameter: Any, own: Tensor, whole: Tensor) -> None:
-    """Let a parameter be whole from now on; this rank's slice becomes a part of the whole."""
-    parameter.ds_tensor.data = own
-    parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
-    parameter.ds_status = ZeroParamStatus.AVAILABLE
+    with deepspeed.zero.Init(config_dict_or_path={**config, "zero_optimization": zero}):
+        model = create()
+    parameter: Any
+    for parameter in model.parameters():
+        if hasattr(parameter, "in_float32"):  # which zero.Init takes from every tensor
+            for tensor in (parameter, parameter.ds_tensor):
+                tensor.data = tensor.data.float()
+        parameter.shard = Shard(parameter.ds_tensor, parameter.ds_shape)
+    return model
 
 
 class ShardedWeights:
     """Weights that are released after each use: DeepSpeed gathers a unit's when it begins, and those of the next ahead.
 
     Args:
-        model: built by `build_partitioned`.
+        model: from `build_sharded`.
         config: from ulysses.zero.settings.derive.
         units: modules that DeepSpeed gathers as a whole.
     """
@@ -87,7 +59,8 @@ class ShardedWeights:
         if units:
             deepspeed.utils.set_z3_leaf_modules(model, list({type(unit) for unit in units}))
         # without an optimizer DeepSpeed does nothing else than this
-        self._engine, self._offload, *_ = deepspeed.initialize(model=model, config=config)
+        with without_compiler():  # it imports Muon, which it compiles and nobody uses here
+            self._engine, self._offload, *_ = deepspeed.initialize(model=model, config=config)
         # DeepSpeed learns in which order the modules run, to gather ahead and to know what may stay gathered.
         # Passes without a backward half have an order of their own: if one coordinator saw both kinds, it
         # would never learn either order.
@@ -96,11 +69,11 @@ class ShardedWeights:
         # Each slice was cut off between large allocations; side by side they leave no holes in the GPU's memory.
         for dtype in {p.dtype for p in model.parameters() if p.requires_grad}:
             trained = [p for p in model.parameters() if p.requires_grad and p.dtype == dtype]
-            own = [own_slice(p)[0] for p in trained]
+            own = [shard_of(p).own for p in trained]
             if own[0].is_pinned():
                 break
-            for p, part in zip(trained, torch.cat(own).split([len(x) for x in own])):
-                p.ds_tensor.data = part  # type: ignore[attr-defined]
+            for held, part in zip(own, torch.cat(own).split([len(x) for x in own])):
+                held.data = part
         self._begun: deque[torch.cuda.Event] = deque()
         if torch.cuda.is_available():
             for unit in units:
@@ -145,15 +118,3 @@ class ShardedWeights:
     def close(self) -> None:
         """Remove DeepSpeed's hooks."""
         self._engine.destroy()
-
-
-def empty(tensors: Any) -> None:
-    """Free the memory of parameters and other tensors, wherever they are in `tensors`.
-
-    DeepSpeed's own tables refer to a model as long as the process lives, so nothing else gives it back.
-    """
-    for tensor in tree_leaves(tensors):
-        if isinstance(tensor, Tensor):
-            for held in (tensor, tensor.grad, getattr(tensor, "ds_tensor", None)):
-                if held is not None and held.untyped_storage().resizable():
-                    held.untyped_storage().resize_(0)

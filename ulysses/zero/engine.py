@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ulysses.gradients.gradients import Gradients
 from ulysses.zero.construct import streaming_memory
-from ulysses.zero.deepspeed_internals import ShardedWeights, empty
-from ulysses.zero.partition import MakeOptimizer, parameter_slices, sub_groups
+from ulysses.zero.partition import MakeOptimizer, parameter_slices, shard_of, sub_groups
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.resident import ResidentWeights
 from ulysses.zero.update import ParameterGroup
@@ -32,8 +32,6 @@ class ZeroEngine:
         model: built by `build_partitioned`.
         config: from ulysses.zero.settings.derive.
         unit_kinds: classes of modules whose parameters are gathered and reduced as one unit (one hook instead of many).
-        resident: whether the weights stay whole on every rank. On one process they do in any case, unless they are
-            kept in host memory.
     """
 
     def __init__(
@@ -41,16 +39,14 @@ class ZeroEngine:
         model: nn.Module,
         config: dict[str, Any],
         unit_kinds: Sequence[type[nn.Module]] = (),
-        *,
-        resident: bool = False,
     ) -> None:
         self.module, self.device = model, next(model.parameters()).device
         self.units = [module for module in model.modules() if type(module) in unit_kinds]
-        self.weights: ShardedWeights | ResidentWeights
-        on_host = "offload_param" in config["zero_optimization"]
-        if (resident or dist.get_world_size() == 1) and not on_host:
-            self.weights = ResidentWeights(model, self.units)
+        if shard_of(next(model.parameters())).whole is not None:
+            self.weights: Any = ResidentWeights(model, self.units)
         else:
+            from ulysses.zero.deepspeed_internals import ShardedWeights
+
             self.weights = ShardedWeights(model, config, self.units)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +68,7 @@ class ZeroEngine:
     def destroy(self) -> None:
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.weights.close()
-        empty(list(self.module.parameters()))
+        empty([(p, shard_of(p).own) for p in self.module.parameters()])
 
 
 class TrainedEngine(ZeroEngine):
@@ -95,13 +91,12 @@ class TrainedEngine(ZeroEngine):
         groups: Sequence[ParameterGroup],
         unit_kinds: Sequence[type[nn.Module]] = (),
         *,
-        resident: bool = False,
         offload_optimizer: bool = False,
         reduce_between: torch.dtype = torch.float32,
         graphs: bool = False,
     ) -> None:
         # a graph of all layers gathers and reduces nothing in between
-        super().__init__(model, config, () if graphs else unit_kinds, resident=resident)
+        super().__init__(model, config, () if graphs else unit_kinds)
         zero = config["zero_optimization"]
         device = torch.device("cpu") if offload_optimizer else self.device
         size = zero["sub_group_size"]
@@ -165,6 +160,18 @@ class TrainedEngine(ZeroEngine):
         self.reduction.close()
         super().destroy()
         empty([[one.master, *one.optimizer.state.values()] for one in self.sub_groups])
+
+
+def empty(tensors: Any) -> None:
+    """Free the memory of tensors, wherever they are in `tensors`, and of their gradients.
+
+    DeepSpeed's own tables refer to a model as long as the process lives, so nothing else gives it back.
+    """
+    for tensor in tree_leaves(tensors):
+        if isinstance(tensor, Tensor):
+            for held in (tensor, tensor.grad):
+                if held is not None and held.untyped_storage().resizable():
+                    held.untyped_storage().resize_(0)
 
 
 # --- whole weights out of their slices: one module at a time for an export, all at once for a sampler ---------------

@@ -92,7 +92,7 @@ def average(copies: Tensor, target: Tensor, *, add: bool) -> None:
 def one_pass_does(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether OnePassSubGroup does what the optimizer would."""
     usual = not any(optimizer.defaults.get(name) for name in ("amsgrad", "maximize"))
-    return AVAILABLE and usual and type(optimizer) is torch.optim.AdamW
+    return AVAILABLE and usual and isinstance(optimizer, torch.optim.AdamW)
 
 
 @dataclass

@@ -1,15 +1,42 @@
-"""Cut the trained parameters into sub-groups, and these into this rank's slices of parameters."""
+"""This rank's shard of every parameter; the trained ones form sub-groups, each of this rank's slices."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ulysses.zero.deepspeed_internals import own_slice, whole_shape
 from ulysses.zero.update import ParameterGroup, ParameterSlice, SubGroup
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class Shard(NamedTuple):
+    """What this rank has of a parameter.
+
+    own: its flat slice, padding included; writing to it changes the weights. shape: of the whole parameter. whole: the
+    flat whole with its padding, of which `own` is a part, if it stays on every rank; else None.
+    """
+
+    own: Tensor
+    shape: torch.Size
+    whole: Tensor | None = None
+
+    @property
+    def start(self) -> int:
+        """Where the slice begins in the flattened parameter."""
+        return min(dist.get_rank() * len(self.own), self.shape.numel())
+
+    @property
+    def length(self) -> int:
+        """The slice's elements without padding."""
+        return min(len(self.own), self.shape.numel() - self.start)
+
+
+def shard_of(parameter: Any) -> Shard:
+    """Return this rank's shard of a parameter, as the construction has left it there."""
+    return parameter.shard
 
 
 def sub_groups(
@@ -30,7 +57,7 @@ def sub_groups(
         weights: list[Tensor] = []
         for p in group.parameters:
             few.append(p)
-            weights.append(own_slice(p)[0])
+            weights.append(shard_of(p).own)
             if sum(map(len, weights)) < size and p is not group.parameters[-1]:
                 continue
             master = torch.cat(weights).to(device, torch.float32)
@@ -59,12 +86,12 @@ def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[Paramete
     whole: Any = sub_group.master.grad
     sizes = [len(own) for own in sub_group.weights]
     for p, size, grad in zip(sub_group.parameters, sizes, whole.split(sizes)):
-        _, start, length = own_slice(p)
+        shard = shard_of(p)
         yield ParameterSlice(
             names[p],
-            whole_shape(p),
-            grad[:length],
-            start,
+            shard.shape,
+            grad[: shard.length],
+            shard.start,
             sub_group.group.scope,
             parameter=p,
             size=size,
