@@ -143,6 +143,8 @@ def _next_input(inputs, new, weight, column, mask, columns, TAPS: tl.constexpr):
         place = inputs + i * columns + column
         old = _load(place, mask)
         total += old * _load(weight + column * TAPS + i, mask)
+        # with fewer columns than threads several hold the same one: all have read before any writes
+        tl.debug_barrier()
         if i > 0:
             _store(place - columns, old, mask)
     _store(inputs + (TAPS - 2) * columns + column, value, mask)
@@ -179,6 +181,7 @@ def _step_kernel(
         new -= tl.sum(k[:, None] * state, axis=0)
         new *= tl.sigmoid(tl.load(b + at).to(tl.float32))
         state += k[:, None] * new[None, :]
+        tl.debug_barrier()
         tl.store(place, state, mask=mask)
         _store(out + at * V + v, tl.sum(q[:, None] * state, axis=0), v < V)
 
