@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.arch import ModelConfig, architecture
+from models.arch import ModelConfig
+from models.published import architecture
 from tests.unit.test_plan import SMALL, Data, config, node
 from ulysses.plan.case import Case, Plan
 from ulysses.plan.footprint import predict

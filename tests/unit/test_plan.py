@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.arch import ModelConfig, architecture
+from models.arch import ModelConfig
+from models.published import architecture
 from tests.engine_case import SHAPE
 from tests.harness import run_distributed
 from ulysses.config.command_line import check

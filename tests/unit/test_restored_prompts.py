@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.arch import architecture
+from models.published import architecture
 from tests.data_case import content
 from tests.engine_case import ListDataset, dataset
 from ulysses.config.command_line import check

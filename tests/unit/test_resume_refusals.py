@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from models.arch import ARCHITECTURES
+from models.published import ARCHITECTURES
 from ulysses.check.checkpoint_folders import FORMAT, write_run_state
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.arch import ARCHITECTURES
 from models.initial_weights import InitialWeights
+from models.published import ARCHITECTURES
 from tests.e2e.launch import ROOT
 from tests.engine_case import FROZEN, dataset
 from tests.shuffled_loader import ShuffledLoader

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.arch import ARCHITECTURES, ModelConfig, architecture
+from models.arch import ModelConfig
 from models.folders import folder_with, read_config, resolve_model
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
@@ -77,6 +77,8 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
             # random weights belong to nothing around them
             raw = (shape if model.init == "pretrained" else replace(shape, around="")).to_hf()
         elif model.arch:
+            from models.published import architecture
+
             raw = architecture(model.arch).to_hf()
         raw.pop("rope_parameters", None)  # model.config may have either style
         return ModelConfig.from_hf({**raw, **model.config}, **rope), folder
@@ -96,7 +98,11 @@ def published_shape(config: Config) -> ModelConfig | None:
     A dry run plans with it if the model is not on this machine.
     """
     model = config.model
-    name = Path(model.path or "").name.lower()
+    if not model.path or Path(model.path).is_dir():
+        return None
+    from models.published import ARCHITECTURES
+
+    name = Path(model.path).name.lower()
     names = name + " " + re.sub(r"^([a-z-]+)-(\d)", r"\1\2", name)
     shape = next((shape for key, shape in ARCHITECTURES.items() if key in names), None)
     if shape is None:
