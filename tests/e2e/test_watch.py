@@ -53,7 +53,7 @@ def plant(name: str, timeout: float = 10) -> Any:
 
         def struck(self: Watch, *where: Any) -> None:
             phase(self, *where)
-            if self._place != place:
+            if self.place != place:
                 return
             self.warning, self.timeout = 0.6 * timeout, timeout
             if rank == victim:

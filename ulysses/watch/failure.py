@@ -21,6 +21,8 @@ from ulysses import environment
 
 REASON = "ulysses/reason"  # in the store (correspondence.py)
 BEAT_SECONDS = 1.0  # between two looks at the store
+# So long without a beat, while others wait for a process, means that it is gone or stopped.
+SILENT_SECONDS = 6.0
 PATIENCE = 10.0  # seconds, with a question to it
 LAUNCHER_SECONDS = 60.0  # by which one process may start later than another
 
