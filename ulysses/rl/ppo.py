@@ -11,6 +11,7 @@ Rollouts (ulysses.rl.rollout) come through the loader; the stage sees their colu
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
 import torch
@@ -269,12 +270,17 @@ class PpoStage(ReferencedStage):
     def evaluate(self, source: StepLoader) -> dict[str, float]:
         """Answer the held-out prompts and return the mean of their scores; the loss is its negative."""
         self.maker.sampler.synchronise()
-        answers: list[Completion] = []
-        for k in range(source.steps_per_epoch):
-            asked = source.dataset, source.indices(0, k)
-            answers += self.maker.answer(HELD_OUT + k, *asked).answers
-        metrics = {name: float(x) for name, x in answer_metrics(answers).items()}
-        return {"loss": -metrics[SCORES], **metrics}
+        answers: dict[str, list[Completion]] = {}
+        numbers = count(HELD_OUT)
+        for name, own in source.sets().items():
+            answers[name] = []
+            for k in range(own.steps_per_epoch):
+                asked = own.dataset, own.indices(0, k)
+                answers[name] += self.maker.answer(next(numbers), *asked).answers
+        found = _scores([*chain(*answers.values())])
+        for name in filter(None, answers):
+            found |= {f"{name}/{key}": x for key, x in _scores(answers[name]).items()}
+        return found
 
     # ---------------------------------------------------------------- state
 
@@ -285,3 +291,8 @@ class PpoStage(ReferencedStage):
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote; the next rollout is made with the restored weights."""
         self.maker.rollout = Rollout.load(folder / ROLLOUT)
+
+
+def _scores(answers: list[Completion]) -> dict[str, float]:
+    metrics = {name: float(x) for name, x in answer_metrics(answers).items()}
+    return {"loss": -metrics[SCORES], **metrics}

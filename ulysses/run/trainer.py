@@ -272,11 +272,8 @@ class Trainer:
             return {}
         self.watch.phase("evaluation")
         self.samples(self.step)
-        found = {}
-        for name, loader in self.eval_loader.sets().items():
-            prefix = f"eval/{name}/" if name else "eval/"
-            found |= {prefix + key: x for key, x in self.stage.evaluate(loader).items()}
-        return found
+        metrics = self.stage.evaluate(self.eval_loader)
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
     # ---------------------------------------------------------------- state
 

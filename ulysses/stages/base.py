@@ -88,6 +88,11 @@ class MetricSums:
                     new = torch.full((), value, dtype=torch.float64, device=self.device)
                 sums[name] = sums[name] + new if name in sums else new
 
+    def include(self, other: "MetricSums") -> None:
+        """Add what other sums hold, which may have names that these lack."""
+        for own, more in ((self.sums, other.sums), (self.counts, other.counts)):
+            own |= {name: own[name] + x if name in own else x for name, x in more.items()}
+
     def totals(self) -> Tensor:
         """Return the global sums, and then the counts, float64 on the device. One collective."""
         flat = torch.stack([*self.sums.values(), *self.counts.values()])
@@ -381,15 +386,31 @@ class Stage:
         return True
 
     def evaluate(self, source: StepLoader) -> dict[str, float]:
-        """Return the metrics of held-out data, `loss` among them, with the training's own weighting."""
-        sums = MetricSums(self.model.device)
+        """Return the metrics of held-out data, `loss` among them, with the training's own weighting.
+
+        Those of a named set have its name before theirs, as in NAME/loss.
+        """
+        whole, found = MetricSums(self.model.device), {}
         with self.model.inference():
-            for step in range(source.steps_per_epoch):
-                read = self.read(source, step)
-                for batch, known in zip(read.batches, self.before_step(read), strict=True):
-                    normalisers = self.normalisers(batch)
-                    for i, term in enumerate(self.losses(batch, sums, *known)):
-                        sums.add(f"term{i}", self.share(term), normalisers[term.normaliser])
+            for name, own in source.sets().items():
+                sums = self._measured(own)
+                whole.include(sums)
+                if name:
+                    found |= {f"{name}/{key}": x for key, x in self._means(sums).items()}
+        return self._means(whole) | found
+
+    def _measured(self, source: StepLoader) -> MetricSums:
+        """Return the sums of held-out data, those of the loss's terms among them."""
+        sums = MetricSums(self.model.device)
+        for step in range(source.steps_per_epoch):
+            read = self.read(source, step)
+            for batch, known in zip(read.batches, self.before_step(read), strict=True):
+                normalisers = self.normalisers(batch)
+                for i, term in enumerate(self.losses(batch, sums, *known)):
+                    sums.add(f"term{i}", self.share(term), normalisers[term.normaliser])
+        return sums
+
+    def _means(self, sums: MetricSums) -> dict[str, float]:
         means = sums.reduce()
         loss = sum(means.pop(name) for name in list(means) if name.startswith("term"))
         return {"loss": loss, **self.finalise_metrics(means)}

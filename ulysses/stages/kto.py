@@ -22,7 +22,7 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import MetricSums, Normaliser, Run, StepBatches, Term
 from ulysses.stages.passes import packed_batches
-from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
+from ulysses.stages.referenced import ReferencedStage, mismatched_lengths, mismatched_pairs
 
 
 @dataclass(eq=False)
@@ -67,7 +67,9 @@ class KtoStage(ReferencedStage):
         read = super().read(source, step)
         indices = source.indices(*divmod(step, source.steps_per_epoch))
         dataset = source.dataset
-        pairs = source.mismatched_pairs(indices) if self.looks_ahead else []
+        pairs = []
+        if self.looks_ahead:
+            pairs = mismatched_pairs(dataset.columns["prompt_id"], indices)
         if not pairs:
             return read
         batches = packed_batches(

@@ -219,8 +219,24 @@ def logps_of(engine: ZeroEngine) -> Callable[..., Tensor]:
 def pairs_of_run(loader: StepLoader, steps: int) -> Pairs:
     """Return every (example, other) that the loader's first `steps` steps pair, sorted, the same on every rank."""
     positions = (divmod(step, loader.steps_per_epoch) for step in range(steps))
-    found = (loader.mismatched_pairs(loader.indices(*position)) for position in positions)
+    prompts = loader.dataset.columns["prompt_id"]
+    found = (mismatched_pairs(prompts, loader.indices(*position)) for position in positions)
     return sorted({*chain.from_iterable(found)})
+
+
+def mismatched_pairs(prompts: np.ndarray, indices: list[int]) -> Pairs:
+    """Pair each example of a step with the one whose completion it takes for KTO's baseline.
+
+    That is the next example of the step, cyclically, that has another prompt. Examples without one are left out.
+    `prompts` are the ids of the dataset's prompts.
+    """
+    pairs = []
+    for position, i in enumerate(indices):
+        following = indices[position + 1 :] + indices[:position]
+        partner = next((j for j in following if prompts[j] != prompts[i]), None)
+        if partner is not None:
+            pairs.append((i, partner))
+    return pairs
 
 
 def mismatched_lengths(dataset: TokenizedDataset, pairs: Pairs) -> list[int]:

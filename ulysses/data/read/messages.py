@@ -29,6 +29,7 @@ WEIGHT_KEYS = (
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
 # other names that may tell which messages are trained
 MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
+PAIR_KEYS = {"chosen", "rejected"}
 CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
@@ -177,6 +178,11 @@ def parse_transcript(text: str) -> Messages:
 
 
 # ------------------------------------------------------------------------------------------------------ small checks
+
+
+def role_of(messages: Messages, place: int) -> str:
+    """Return the role of a message; "" if there are none."""
+    return messages[place].role if messages else ""
 
 
 def first_key(row: Mapping[str, Any], keys: tuple[str, ...]) -> str:

@@ -35,7 +35,7 @@ class StepLoader:
         examples_per_step: examples of one optimizer step, over all groups; at least 1.
         tokens_per_microbatch: the most tokens that one packed micro-batch may hold.
         shuffle: False takes every example once, in the dataset's order, which is what evaluation needs.
-        only: the named set whose examples are taken then; "" takes all.
+        only: the set whose examples are taken then, "" for those without a name; None takes all.
         attention_length: number of tokens at which attention costs as much as the rest of the model.
         windows: the sliding window of every layer (parallel/layout.py).
         launched_tokens: the tokens that the GPU computes while its host launches the kernels of a micro-batch with
@@ -58,7 +58,7 @@ class StepLoader:
     data_parallel_size: int = 1
     dp_rank: int = 0
     shuffle: bool = True
-    only: str = ""
+    only: str | None = None
     attention_length: float = ATTENTION_LENGTH
     windows: Sequence[int | None] = ()
     launched_tokens: float = 0.0
@@ -66,7 +66,7 @@ class StepLoader:
 
     def __post_init__(self) -> None:
         taken = np.arange(len(self.dataset))
-        if self.only:
+        if self.only is not None:
             names = np.array(self.dataset.source_names)
             taken = np.flatnonzero(names[self.dataset.sources] == self.only)
         self._last_order = (-1, taken)  # an epoch and its order
@@ -93,8 +93,9 @@ class StepLoader:
         return self.order(epoch)[start : start + self.examples_per_step].tolist()
 
     def sets(self) -> dict[str, "StepLoader"]:
-        """Return the loader of all examples under the name "", and those of the named sets."""
-        return {name: replace(self, only=name) for name in ("", *self.dataset.source_names)}
+        """Return the loaders of the named sets and, under the name "", of the examples of none; each example once."""
+        names = sorted({*self.dataset.source_names})
+        return {name: replace(self, only=name) for name in names} if any(names) else {"": self}
 
     def planned_steps(self) -> tuple[list[int], list[int]]:
         """Return the examples of the first epoch's step with the median number of tokens, and of the one with most."""
@@ -131,19 +132,6 @@ class StepLoader:
         return pack_step(
             tokens.tolist(), costs.tolist(), self.tokens_per_microbatch, self.data_parallel_size
         )
-
-    def mismatched_pairs(self, indices: list[int]) -> list[tuple[int, int]]:
-        """Pair each example of a step with the one whose completion it takes for KTO's baseline.
-
-        That is the next example of the step, cyclically, that has another prompt. Examples without one are left out.
-        """
-        prompts, pairs = self.dataset.columns["prompt_id"], []
-        for position, i in enumerate(indices):
-            following = indices[position + 1 :] + indices[:position]
-            partner = next((j for j in following if prompts[j] != prompts[i]), None)
-            if partner is not None:
-                pairs.append((i, partner))
-        return pairs
 
 
 def check_fits(longest: int, budget: int) -> None:
