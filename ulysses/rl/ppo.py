@@ -192,6 +192,7 @@ class PpoStage(ReferencedStage):
             reward=reward,
             scorer=scorer,
             phase=run.watch.phase,
+            show=run.show,
         )
         return found
 

@@ -47,7 +47,6 @@ class Trainer:
         description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
         say: prints a line.
         watch: is told of every phase, and knows whether this process was asked to stop.
-        samples: is called with the step of every evaluation.
     """
 
     stage: Stage
@@ -59,7 +58,6 @@ class Trainer:
     description: dict[str, object] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
-    samples: Callable[[int], object] = lambda step: None
 
     def __post_init__(self) -> None:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
@@ -85,13 +83,16 @@ class Trainer:
 
     # ---------------------------------------------------------------- the loop
 
-    def train(self, log: MetricsLog | None = None) -> None:
+    def train(
+        self, log: MetricsLog | None = None, samples: Callable[[int], None] | None = None
+    ) -> None:
         """Train to the last step or to a requested stop, and evaluate, save and log as configured.
 
         An error says in a note at which step it happened.
 
         Args:
             log: where rank 0 writes the metrics; None on the other ranks.
+            samples: is called with the step of every evaluation, before it.
         """
         run, first = self.run, self.step + 1
         try:
@@ -104,6 +105,9 @@ class Trainer:
                 if current == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)
                 if self.finished or self._is_due(run.eval_every):
+                    if samples:
+                        self.watch.phase("samples")
+                        samples(self.step)
                     values |= self.evaluate()
                 improved = self._keep_best(values)
                 if log is not None:
@@ -271,7 +275,6 @@ class Trainer:
         if self.eval_loader is None:
             return {}
         self.watch.phase("evaluation")
-        self.samples(self.step)
         metrics = self.stage.evaluate(self.eval_loader)
         return {f"eval/{name}": value for name, value in metrics.items()}
 

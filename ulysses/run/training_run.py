@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from models.decoder import VALUE
 from ulysses import environment
@@ -21,6 +22,8 @@ from ulysses.check.preflight import make_checks, prepare
 from ulysses.check.remarks import remarks
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
+from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import replace_file
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.machine import slow_products, this_machine
@@ -42,7 +45,11 @@ from ulysses.zero.construct import (
     lift_time_limits,
     meet,
 )
-from ulysses.zero.engine import full_parameters
+from ulysses.zero.engine import ZeroEngine, full_parameters
+
+if TYPE_CHECKING:
+    from ulysses.rl.rollout import Rollout
+    from ulysses.run.samples import Samples
 
 IMPORT_SECONDS = 60.0  # by which a process may start later than another
 
@@ -82,8 +89,9 @@ class TrainingRun:
         except BaseException:
             self.watch.stop()
             raise
-        self.trainer: Any = None  # a Trainer, from entering on
-        self.language_models: dict[str, Any] = {}  # the frozen engines by their roles
+        self.trainer: Trainer | None = None  # from entering on
+        self.samples: Samples | None = None  # of run.samples, while it trains
+        self.language_models: dict[str, ZeroEngine] = {}  # the frozen ones by their roles
         self.resources = ExitStack()  # what must be released, whatever happens
 
     def __enter__(self) -> "TrainingRun":
@@ -190,7 +198,9 @@ class TrainingRun:
 
     # ---------------------------------------------------------------- what a stage asks for
 
-    def loader(self, dataset: Any, *, evaluation: bool = False, **options: Any) -> Any:
+    def loader(
+        self, dataset: TokenizedDataset, *, evaluation: bool = False, **options: float
+    ) -> StepLoader:
         """Return the loader of this data-parallel group; an evaluation is a pass without gradient."""
         tokens = self.memory.pass_tokens if evaluation else self.memory.case.tokens
         place = self.mesh.data_parallel_size, self.mesh.dp_rank
@@ -198,7 +208,7 @@ class TrainingRun:
             self.inputs, dataset, tokens, *place, evaluation=evaluation, **options
         )
 
-    def frozen(self, model: AuxiliaryModel) -> Any:
+    def frozen(self, model: AuxiliaryModel) -> ZeroEngine:
         """Build a frozen engine of another model, or find one of the initial policy."""
         if model.shares_weights:
             if not self.config.model.lora.rank:
@@ -236,12 +246,17 @@ class TrainingRun:
             self.resources.callback(self.log.close)
         self.resources.enter_context(self.watch.signals())
         if run.samples:
-            from ulysses.run.samples import start_samples
+            from ulysses.run.samples import Samples
 
-            trainer.samples = start_samples(self)
-        trainer.train(self.log)
+            self.samples = Samples(self)
+        trainer.train(self.log, self.samples and self.samples.ask)
         if run.export and not trainer.stop_requested:
             self.export(folder / "export")
+
+    def show(self, rollout: "Rollout") -> None:
+        """Let run.samples show a finished rollout."""
+        if self.samples:
+            self.samples.show(rollout)
 
     def export(self, folder: Path, *, for_servers: bool = False) -> None:
         """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together.
@@ -252,7 +267,7 @@ class TrainingRun:
         self.watch.phase("export")
         dtype = config.model.dtype if for_servers else config.export_dtype
 
-        def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+        def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
             found = full_parameters(
                 self.engine,
                 lambda name: wanted(name) and not name.startswith(VALUE),

@@ -206,6 +206,7 @@ class Run(Protocol):
     resources: closed at the end of the run, whatever happens.
     frozen: returns an engine of an auxiliary model; all ranks call it together.
     export: writes the current weights into a folder, for sampling servers too; all ranks call it together.
+    show: is given every finished rollout.
     say: prints a line.
     """
 
@@ -220,6 +221,7 @@ class Run(Protocol):
     resources: ExitStack
     frozen: Callable[[AuxiliaryModel], ZeroEngine]
     export: Callable[..., None]
+    show: Callable[..., None]
     say: Callable[[str], None]
 
 
