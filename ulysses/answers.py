@@ -22,7 +22,7 @@ with explained_imports():
     import transformers
 
     from models.folders import ADAPTER_CONFIG, resolve_model
-    from ulysses.check.checkpoint_folders import saved_checkpoints
+    from ulysses.check.run_folder import saved_checkpoints
     from ulysses.config.section import ConfigError
     from ulysses.data import BadRowError
     from ulysses.data.read.chat import ChatTemplate

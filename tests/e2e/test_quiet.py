@@ -36,7 +36,8 @@ def test_every_line_is_the_runs_own(tmp_path):
 OPTIONAL = """
 losses.dpo losses.logprobs_triton models.delta models.expert_files models.lora models.moe models.multimodal
 models.ops.passes_triton models.quantized models.rope_scaling models.scored
-ulysses.check.expert_settings ulysses.config.explanations ulysses.config.foreign_names ulysses.config.help_text
+ulysses.check.adapter_settings ulysses.check.agreement ulysses.check.other_models ulysses.check.resuming
+ulysses.config.explanations ulysses.config.foreign_names ulysses.config.help_text
 ulysses.gradients.skipping ulysses.gradients.ulysses_pro ulysses.memory.graphs ulysses.memory.layer_node
 ulysses.memory.offload ulysses.parallel.dense ulysses.parallel.kernels.short ulysses.parallel.kernels.varlen
 ulysses.parallel.sums ulysses.parallel.waves ulysses.parallel.whole_rows ulysses.plan.inquiry ulysses.report

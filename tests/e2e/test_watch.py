@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, tiny
 from tests.harness import PATIENCE, STUCK, Processes, until
-from ulysses.check.checkpoint_folders import resume_point
+from ulysses.check.run_folder import resume_point
 from ulysses.config.schema import RunSection
 from ulysses.watch.failure import grace_note, report_failure, tell
 from ulysses.watch.watch import Watch

@@ -14,9 +14,8 @@ from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.disk import DiskError
 from ulysses.registry import TRACKERS, load
-from ulysses.run.metrics import MetricsLog
+from ulysses.run.metrics import METRICS, MetricsLog, logged
 from ulysses.run.trackers import TrackedRun
-from ulysses.run.trackers.metrics_file import METRICS, logged
 
 SETTINGS = {"run_id": "1a2b", "stage": "sft", "optimizer": {"lr": 1e-3}}
 FOLDER = Path("run")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ulysses.check.checkpoint_folders import saved_checkpoints, superseded, write_run_state
+from ulysses.check.run_folder import saved_checkpoints, superseded, write_run_state
 from ulysses.disk import check_files, digest_of, flush_to_disk, replace_folder, writing
 from ulysses.parallel.mesh import gather
 from ulysses.zero.engine import TrainedEngine

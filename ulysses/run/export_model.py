@@ -40,7 +40,7 @@ from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import SPECIAL_NAMES
 from ulysses.disk import whole_folder, write_json
 from ulysses.registry import stage_of
-from ulysses.run.trackers.metrics_file import METRICS, logged
+from ulysses.run.metrics import METRICS, logged
 
 CARD = "README.md"
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ulysses.check.checkpoint_folders import read_run_state
+from ulysses.check.run_folder import read_run_state
 from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.random_keys import seed_of
-from ulysses.plan.machine import device_peaks
+from ulysses.plan.case import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate

@@ -16,20 +16,17 @@ from torch import Tensor
 
 from models.decoder import VALUE
 from ulysses import environment
-from ulysses.check.agreement import digests_of_inputs
-from ulysses.check.checkpoint_folders import restarts
-from ulysses.check.preflight import make_checks, prepare
-from ulysses.check.remarks import remarks
+from ulysses.check.preflight import make_checks, prepare, remarks
+from ulysses.check.run_folder import digests_of_inputs, restarts
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import replace_file
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.machine import slow_products, this_machine
-from ulysses.plan.memory_choice import memory_line, micro_batch_line
-from ulysses.plan.planned_run import planner_run
-from ulysses.plan.seconds import model_flops
+from ulysses.plan.case import slow_products, this_machine
+from ulysses.plan.costs import model_flops
+from ulysses.plan.memory_choice import memory_line, micro_batch_line, planner_run
 from ulysses.registry import gradient_policies
 from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
 from ulysses.run.checkpoint import clear_run_folder
