@@ -47,7 +47,7 @@ class Filters(Unfilled, nn.Conv1d):
 
 
 class GatedDelta(nn.Module):
-    """Hold the projections, the filters and each value head's decay; its methods are those of levels.py's Mixer."""
+    """Hold the projections, the filters and each value head's decay; its methods are those of layer_node.py's Mixer."""
 
     has_gate = True
 

@@ -22,7 +22,7 @@ from models.modules import MLP, NO_NORM, Linear, MakeLinear, Norm, RMSNorm
 from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
-from ulysses.memory.levels import Mixer, Rope
+from ulysses.memory.levels import Rope
 from ulysses.memory.size import LayerSize, Setting
 from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
@@ -30,7 +30,7 @@ from ulysses.parallel.layout import AttentionPlan
 
 if TYPE_CHECKING:
     from models.moe import RouterRecord
-    from ulysses.memory.layer_node import Pair
+    from ulysses.memory.layer_node import Mixer, Pair
     from ulysses.memory.offload import Offloader
 
 
@@ -74,8 +74,8 @@ class DecoderLayer(nn.Module):
         self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 
     @property
-    def mixer(self) -> Mixer:
-        """The part that mixes tokens, whose steps ulysses/memory/levels.py describes."""
+    def mixer(self) -> "Mixer":
+        """The part that mixes tokens, whose steps ulysses/memory/layer_node.py describes."""
         return getattr(self, self.mixer_name)  # type: ignore[no-any-return]
 
     @property

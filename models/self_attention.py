@@ -31,7 +31,7 @@ class SelfAttention(nn.Module):
     """Hold the four projections, and in some families the norms of queries and keys, or sinks [H].
 
     `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on are
-    those of ulysses/memory/levels.py's Mixer.
+    those of ulysses/memory/layer_node.py's Mixer.
     """
 
     def __init__(

@@ -14,83 +14,20 @@ Shapes: S local tokens, D width.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ulysses.memory.size import LayerSize
 from ulysses.memory.tiling import TILE_ROWS
-from ulysses.parallel.layout import AttentionPlan
+
+if TYPE_CHECKING:
+    from ulysses.memory.offload import Offloader
 
 LEVELS = ("none", "keep_attention", "block", "pair")  # the fastest first, which keeps most
 Rope = tuple[Tensor, Tensor]
 # of a module, which only a call of the module runs
 HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-
-
-class Mixer(Protocol):
-    """Mix tokens, in steps that a layer's node runs, and runs again, one by one.
-
-    A step and its `_backward` communicate alike on all ranks of the sequence-parallel group, and record no graph;
-    `project`, `mix` and `output` record one.
-
-    has_gate: whether `output` makes a gate of the layer's input.
-    """
-
-    has_gate: bool
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether only a call of the module, forward(normalised rows, rope, plan), runs somebody's hook."""
-
-    @property
-    def output_is_fresh(self) -> bool:
-        """Whether nobody else may hold what `output` returns."""
-
-    @property
-    def stages(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
-        """The modules and parameters of project, of the mix itself and of output."""
-
-    def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether a CUDA graph may run the mix for packs of other documents than those it was recorded with."""
-
-    def __call__(self, x: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor: ...
-
-    def project(self, hidden: Tensor, norm: Any, rope: Rope) -> tuple[Tensor, ...]:
-        """Return what is sent to the heads' ranks, one tensor of local rows each, and `hidden`, the layer's input."""
-
-    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Do to_heads, mix_forward and to_tokens in one."""
-
-    def output(self, mixed: Tensor, hidden: Tensor, norm: Any) -> Tensor:
-        """Return what the layer adds to its input [S, D], of the mix's local rows and of that input."""
-
-    def to_heads(self, heads: Sequence[Tensor], plan: AttentionPlan) -> Sequence[Tensor]:
-        """Turn local rows of all heads into whole documents of some heads, the shards."""
-
-    def to_heads_backward(
-        self, grads: Sequence[Tensor], plan: AttentionPlan
-    ) -> Sequence[Tensor]:
-        """Return the gradients of local rows from those of the shards."""
-
-    def mix_forward(self, shards: Sequence[Tensor], plan: AttentionPlan) -> Sequence[Tensor]:
-        """Return the output, and what backward needs besides the shards; "keep_attention" keeps both."""
-
-    def mix_backward(
-        self,
-        grad: Tensor,
-        shards: Sequence[Tensor],
-        results: Sequence[Tensor],
-        plan: AttentionPlan,
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the gradients of the shards, and of the trained parameters of the mix itself."""
-
-    def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
-        """Bring the output to its tokens' ranks."""
-
-    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
-        """Return the gradients of local rows where the output came from."""
 
 
 class LayerMemory(NamedTuple):
@@ -105,7 +42,7 @@ class LayerMemory(NamedTuple):
 
     recompute: str | Sequence[str] = "none"
     mlp_tile: int = TILE_ROWS
-    offloader: Any = None
+    offloader: "Offloader | None" = None
     offloaded_layers: int | None = None
     graphs: bool = False
 
