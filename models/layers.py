@@ -9,7 +9,7 @@ adapter or watched by a hook is called as a module, and sees every use.
 Shapes: S local tokens, D width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -197,7 +197,7 @@ def layer_sizes(config: ModelConfig, setting: Setting) -> tuple[LayerSize, Layer
     parts = [*zip(*each)]
     norms_after = sum(map(bool, config.family.norms[1::2]))
 
-    def over_layers(function: Any) -> LayerSize:
+    def over_layers(function: Callable[[Iterable[float]], float]) -> LayerSize:
         sizes = (type(part[0])._make(map(function, zip(*part))) for part in parts)
         return LayerSize(config.hidden_size, norms_after, *sizes)
 

@@ -56,7 +56,7 @@ class Linear(Unfilled, nn.Linear):
         return LinearNode.apply(x, self.weight, self.bias, None)
 
 
-def some_columns(module: Any, x: Tensor, columns: Tensor) -> Tensor:
+def some_columns(module: nn.Linear, x: Tensor, columns: Tensor) -> Tensor:
     """Return some columns of what a linear module makes of rows x, and compute no others if it is a plain one."""
     if is_plain(module) and module.bias is None:
         return LinearNode.apply(x, module.weight, None, columns)

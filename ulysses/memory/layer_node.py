@@ -55,13 +55,15 @@ class Mixer(Protocol):
 
     def __call__(self, x: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor: ...
 
-    def project(self, hidden: Tensor, norm: Any, rope: Rope) -> tuple[Tensor, ...]:
+    def project(
+        self, hidden: Tensor, norm: Callable[[Tensor], Tensor], rope: Rope
+    ) -> tuple[Tensor, ...]:
         """Return what is sent to the heads' ranks, one tensor of local rows each, and `hidden`, the layer's input."""
 
     def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
         """Do to_heads, mix_forward and to_tokens in one."""
 
-    def output(self, mixed: Tensor, hidden: Tensor, norm: Any) -> Tensor:
+    def output(self, mixed: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what the layer adds to its input [S, D], of the mix's local rows and of that input."""
 
     def to_heads(self, heads: Sequence[Tensor], plan: AttentionPlan) -> Sequence[Tensor]:

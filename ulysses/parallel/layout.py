@@ -35,12 +35,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .mesh import ParallelMesh
+
+if TYPE_CHECKING:
+    from .waves import Recurrence
 
 Range = tuple[int, int]
 Device = torch.device | str
@@ -328,7 +331,7 @@ class AttentionPlan:
         return {}
 
     @cached_property
-    def recurrence(self) -> Any:
+    def recurrence(self) -> "Recurrence":
         """What layers of linear attention need of the pack, a Recurrence."""
         from .waves import Recurrence
 
