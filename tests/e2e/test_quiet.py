@@ -1,8 +1,11 @@
 """A run prints its own lines and a progress bar, nothing that a library says about itself; --debug shows all."""
 
+import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 from tests.e2e.launch import ROOT, environment, tiny
@@ -46,10 +49,30 @@ ulysses.stages.referenced ulysses.zero.gpu_kernels ulysses.zero.saved_slices
 """.split()
 
 
+# What a reader of plain fine-tuning on one process has in the way: product files, and their tokens.
+MOST_FILES, MOST_TOKENS = 97, 91_000
+
+
+def tokens_of(path: Path) -> int:
+    """Count a file's names, numbers, operators and texts, without docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            if ast.get_docstring(node) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+    kinds = {tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING}
+    found = tokenize.generate_tokens(io.StringIO(ast.unparse(tree)).readline)
+    return sum(token.type in kinds for token in found)
+
+
 def test_a_start_imports_no_compiler_and_no_part_that_it_does_not_use(tmp_path):
     """DeepSpeed compiles an optimizer that nobody asked for; only to prepare that takes seconds."""
-    line = f"import sys; from ulysses.train import main; main({tiny('sft', tmp_path / 'run', '--run.steps 1')}); "
-    line += f"print({{'torch._inductor.compile_fx', *{OPTIONAL}}} & {{*sys.modules}})"
+    alone = (
+        "--run.steps 1 --parallel.sequence_parallel_size 1 --data.eval [] --run.eval_every 0"
+    )
+    line = f"import sys; from ulysses.train import main; main({tiny('sft', tmp_path / 'run', alone)}); "
+    line += f"print({{'torch._inductor.compile_fx', *{OPTIONAL}}} & {{*sys.modules}})\n"
+    line += "print(*(getattr(module, '__file__', '') for module in [*sys.modules.values()]))"
     done = subprocess.run(
         [sys.executable, "-c", line],
         cwd=ROOT,
@@ -57,4 +80,8 @@ def test_a_start_imports_no_compiler_and_no_part_that_it_does_not_use(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.stdout.splitlines()[-1] == "set()", done.stdout + done.stderr
+    *_, found, files = done.stdout.splitlines()
+    assert found == "set()", done.stdout + done.stderr
+    homes = tuple(f"{ROOT}/{name}/" for name in ("ulysses", "models", "losses"))
+    ours = {Path(file) for file in files.split() if file.startswith(homes)}
+    assert len(ours) <= MOST_FILES and sum(map(tokens_of, ours)) <= MOST_TOKENS

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -188,6 +188,19 @@ def hold_output(config: Config, resources: ExitStack) -> tuple[str, str]:
 # ---------------------------------------------------------------- checkpoints
 
 
+class RunState(TypedDict):
+    """What a checkpoint's run.json says."""
+
+    run: str
+    step: int
+    best: list[float] | None  # its step and its loss
+    config: dict[str, object]
+    shape: dict[str, object]
+    inputs: dict[str, str]
+    policies: dict[str, object]
+    files: dict[str, str]
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder holds what a checkpoint consists of, whatever its name is."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
@@ -209,7 +222,7 @@ def superseded(folder: Path, chosen: Path | None) -> list[Path]:
     return saved[max(kept, default=0) :]
 
 
-def read_run_state(path: Path) -> dict[str, Any]:
+def read_run_state(path: Path) -> RunState:
     """Read a checkpoint's run.json, and see that it is what was written there, of the files next to it.
 
     Raises ValueError if the folder is not a complete checkpoint, has another format, or disagrees with itself.

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from models.folders import read_config, resolve_model
 from models.kinds import count_parameters, empty_model
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader, pack_step
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.layout import squares
@@ -97,7 +97,9 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     return next((case for case in smaller if predict(choose(case)).fits), largest)
 
 
-def planner_run(config: Config, shape: ModelConfig, machine: Machine, train: Any) -> Case:
+def planner_run(
+    config: Config, shape: ModelConfig, machine: Machine, train: TokenizedDataset | None
+) -> Case:
     """Return the planner's view of a run and of the micro-batches of its typical step.
 
     Args:
@@ -129,7 +131,11 @@ def planner_run(config: Config, shape: ModelConfig, machine: Machine, train: Any
 
 
 def planned_step(
-    config: Config, shape: ModelConfig, data: Any, indices: list[int], launched: float
+    config: Config,
+    shape: ModelConfig,
+    data: TokenizedDataset,
+    indices: list[int],
+    launched: float,
 ) -> PlannedStep:
     """Return what an optimizer step trains of these examples of the data loader's step, as far as that is known.
 

@@ -12,7 +12,6 @@ import shutil
 from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -26,7 +25,7 @@ from ulysses.zero.state import save_state
 def save_checkpoint(
     folder: Path,
     engine: TrainedEngine,
-    state: dict[str, Any],
+    state: dict[str, object],
     more: Callable[[Path], None],
     *,
     keep: int = 0,

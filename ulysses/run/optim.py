@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +39,7 @@ def parameter_groups(
     ]
 
 
-def adamw(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.optim.AdamW:
+def adamw(groups: list[dict[str, object]], config: OptimizerSection) -> torch.optim.AdamW:
     """Create AdamW (Loshchilov & Hutter 2019) over torch's tables of groups; zero/gpu_kernels.py may do its work."""
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from ulysses.run.optim import learning_rate
 from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
 from ulysses.watch.failure import grace_note
 from ulysses.watch.watch import Watch
+
+if TYPE_CHECKING:
+    from ulysses.run.host_time import HostTime
+    from ulysses.run.routers import Routers
 
 
 @dataclass(kw_only=True, eq=False)
@@ -70,16 +74,21 @@ class Trainer:
         self._saved = time.monotonic()
         self._next: StepBatches | None = None  # of the coming step, if they are read already
         config = self.stage.config
-        self.routers: Any = None  # of a model with experts, which take part in every step
+        # of a model with experts, which take part in every step
+        self.routers: Routers | None = None
         if self.engine.module.config.moe:
-            from ulysses.run.routers import Routers
+            from ulysses.run import routers
 
-            self.routers = Routers(self.engine, config.model.router_aux_loss_coefficient)
-        self.host: Any = None  # of a GPU, which may wait for it
+            self.routers = routers.Routers(
+                self.engine, config.model.router_aux_loss_coefficient
+            )
+        self.host: HostTime | None = None  # of a GPU, which may wait for it
         if self.engine.device.type == "cuda":
-            from ulysses.run.host_time import HostTime
+            from ulysses.run import host_time
 
-            self.host = HostTime(config.batch.tokens_per_microbatch, self.mesh.world_size)
+            self.host = host_time.HostTime(
+                config.batch.tokens_per_microbatch, self.mesh.world_size
+            )
 
     # ---------------------------------------------------------------- the loop
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        config: Config | dict[str, Any],
+        config: Config | dict[str, object],
         *,
         debug: bool = False,
         verify_weights: bool = False,
@@ -289,7 +289,7 @@ class TrainingRun:
         elif self.debug:
             print(f"[rank {rank}] {text}", flush=True)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Release files, engines and the process group, which after an error still has to tell the other processes."""
         self.watch.report_failure(error)  # while the signals of a launcher are still caught
         if error is not None and self.log is not None:

@@ -34,6 +34,7 @@ from ulysses.data.read.tokenizer import (
     GUARD,
     OPEN,
     SPECIAL_NAMES,
+    PreTrainedTokenizerFast,
     Rendered,
     TextEncoder,
     ends,
@@ -68,7 +69,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerFast,
         template: str = "tokenizer",
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
@@ -343,7 +344,7 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def template_text(tokenizer: Any, name: str) -> str:
+def template_text(tokenizer: PreTrainedTokenizerFast, name: str) -> str:
     """Return the Jinja text, which may be the name itself; DataError if there is no such template."""
     if name == "tokenizer":
         try:
@@ -397,7 +398,7 @@ def at_marks(text: str) -> list[str]:
     return text.replace(CLOSE, OPEN).split(OPEN)
 
 
-def too_much(*_: Any) -> None:
+def too_much(*_: object) -> None:
     """Raise BadRowError: the template did not end."""
     raise BadRowError(
         "runs the chat template without end: it was stopped after too much time, text or memory; mend its loops"

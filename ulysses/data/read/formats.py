@@ -32,7 +32,7 @@ from ulysses.data.read.messages import (
 )
 from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source
 
-Row = Mapping[str, Any]
+Row = Mapping[str, object]
 Event = tuple[str, str, str]  # what is counted: dropped or notes, what it is, and file and row
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 ALIASES = {"functions": "tools", "system_prompt": "system"}
@@ -64,7 +64,7 @@ class Record:
     columns: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
     ranks: Sequence[int] = (0, 1)
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, object] = field(default_factory=dict)
     row: Row = field(default_factory=dict)
 
 
@@ -84,7 +84,7 @@ def dropping(events: list[Event], bad_rows: str, where: str) -> Iterator[None]:
 
 
 def read_row(
-    found: Any, source: Source, kind: str, note: Callable[[str], None]
+    found: object, source: Source, kind: str, note: Callable[[str], None]
 ) -> list[Record]:
     """Read one row as records: several for ranked lists, and for unpaired answers from preference data.
 
@@ -106,7 +106,7 @@ def read_row(
     return [replace(record, row=row) for record in records]
 
 
-def _checked(found: Any) -> Row:
+def _checked(found: object) -> Row:
     """Return the row that was found, which may be a line of JSON; BadRowError if it is none, or not all Unicode."""
     if isinstance(found, ValueError):
         raise found
@@ -125,7 +125,7 @@ def _checked(found: Any) -> Row:
     return row
 
 
-def _renamed(row: Row, source: Source) -> dict[str, Any]:
+def _renamed(row: Row, source: Source) -> dict[str, object]:
     """Return what the row has under our keys, without nulls; BadRowError if it lacks a key that `columns` names."""
     columns = source.columns
     renamed = {key: value for key, value in row.items() if key not in columns.values()}
@@ -146,9 +146,9 @@ def _renamed(row: Row, source: Source) -> dict[str, Any]:
     return {key: value for key, value in renamed.items() if value is not None}
 
 
-def _column(row: Row, name: str) -> Any:
+def _column(row: Row, name: str) -> object:
     """Return what a row holds under a name; "a.b" is the key b of the object a, unless the row has it as it is."""
-    value: Any = row
+    value: object = row
     for key in (name,) if name in row else name.split("."):
         if not isinstance(value, Mapping) or key not in value:
             raise BadRowError(
@@ -158,7 +158,7 @@ def _column(row: Row, name: str) -> Any:
     return value
 
 
-def _records(row: dict[str, Any], source: Source, kind: str) -> list[Record]:
+def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
     # lists are marks of messages, and what stands beside a prompt is the reward's own
     lists = list if first_key(row, FORMATS["messages"]) else ()
     own = (item for item in row.items() if kind != "prompt" and not isinstance(item[1], lists))
@@ -247,7 +247,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
         prompt.insert(0, Message("system", string(row["system"], "system")))
     ends_with_answer = role_of(prompt, -1) == "assistant"
     asks = any(message.role != "system" for message in prompt)
-    values: list[tuple[str, Any]] = []
+    values: list[tuple[str, object]] = []
     # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
     if kind != "prompt" or not asks or row_format == "preference":
         values = _answer_values(row)
@@ -332,7 +332,7 @@ PROMPTS = {
 }
 
 
-def _answer_values(row: Row) -> list[tuple[str, Any]]:
+def _answer_values(row: Row) -> list[tuple[str, object]]:
     """Return the answers of a row with their keys: chosen and rejected, a ranked list, or a single one."""
     if PAIR_KEYS <= row.keys():
         return [("chosen", row["chosen"]), ("rejected", row["rejected"])]
@@ -349,7 +349,7 @@ def _answer_values(row: Row) -> list[tuple[str, Any]]:
     return [(key, row[key])] if key else []
 
 
-def _answer(key: str, value: Any, may_hold_prompt: bool) -> Messages:
+def _answer(key: str, value: object, may_hold_prompt: bool) -> Messages:
     """Read an answer; one that may hold its prompt is also read as a transcript."""
     if isinstance(value, Mapping):
         value = [value]
@@ -363,7 +363,7 @@ def _answer(key: str, value: Any, may_hold_prompt: bool) -> Messages:
 # ------------------------------------------------------------------------------------------------------ small checks
 
 
-def _required(row: Row, row_format: str) -> tuple[Any, str]:
+def _required(row: Row, row_format: str) -> tuple[object, str]:
     """Return what the row has under a key of its format, and that key."""
     if key := first_key(row, FORMATS[row_format]):
         return row[key], key

@@ -1,17 +1,16 @@
 """Several answers to one prompt: chosen and rejected, or a ranked list; imported when a row has them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from ulysses.data import BadRowError, DropRowError
 from ulysses.data.read.messages import PAIR_KEYS, Messages, number, role_of
 
-Row = Mapping[str, Any]
+Row = Mapping[str, object]
 # of the answers in such a list: the best has the highest number, or the lowest
 RANKINGS = {"scores": 1, "rewards": 1, "ratings": 1, "ranks": -1}
 
 
-def compared(row: Row, kind: str, answers: list[Messages]) -> list[dict[str, Any]]:
+def compared(row: Row, kind: str, answers: list[Messages]) -> list[dict[str, object]]:
     """Return what is compared of a row's answers, as fields of its records: all of them, pairs or labelled answers."""
     ranks = _ranks(row, len(answers))
     ranked = list(zip(ranks, answers))

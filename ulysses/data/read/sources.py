@@ -115,7 +115,7 @@ class Source:
         return self.is_on_hub or self.is_saved
 
 
-def parse_sources(value: Any) -> list[Source]:
+def parse_sources(value: object) -> list[Source]:
     """Read a path, a table {path, format, weight, columns, split, ...}, or a list of both."""
     sources = []
     for item in value if isinstance(value, list | tuple) else [value]:
@@ -280,7 +280,7 @@ def in_batches(items: Iterable[Any], characters: int) -> Iterator[list[Any]]:
         yield batch
 
 
-def read_rows(source: Source) -> Iterator[tuple[str, Any]]:
+def read_rows(source: Source) -> Iterator[tuple[str, object]]:
     """Yield (file and row number from 1, row); in a jsonl file the number is that of the line, and the row its bytes.
 
     Raises DataError: a file that does not exist or cannot be read.
@@ -330,7 +330,7 @@ def count_rows(sources: Iterable[Source]) -> int | None:
     return total
 
 
-def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
+def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
     suffix = _suffix(path)
     delimiter = {".csv": ",", ".tsv": "\t"}.get(suffix)
     opened: Any = gzip.open if path.suffix == ".gz" else open
@@ -361,7 +361,7 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, line
 
 
-def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
+def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
     from ulysses.data.read.library import opened, written_rows
 
     rows = opened(path, source.subset, source.split, source.revision)
@@ -422,7 +422,7 @@ class FoundRow(NamedTuple):
     source: int
     where: str
     continues: bool
-    found: Any
+    found: object
 
 
 def locate_rows(

@@ -26,7 +26,7 @@ class Example:
 
     index: int
     sequences: tuple[Sequence, ...]
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def apart(self) -> "Example":

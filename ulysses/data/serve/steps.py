@@ -13,11 +13,11 @@ rank computes the whole plan and takes its own part of it.
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
-from ulysses.data.serve.dataset import Example
+from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.parallel.layout import squares
 from ulysses.parallel.random_keys import STEP, scatter_bits, wrapped
 
@@ -26,12 +26,20 @@ ATTENTION_WIDTHS = 12.0
 ATTENTION_LENGTH = 50_000.0
 
 
+class Examples(Protocol):
+    """What is packed: a TokenizedDataset, or the answers of a rollout."""
+
+    sequence_lengths: np.ndarray
+    prefix_lengths: np.ndarray
+
+    def __getitem__(self, index: int) -> Example: ...
+
+
 @dataclass(eq=False)
 class StepLoader:
     """Serve the micro-batches of every step to one data-parallel group.
 
     Args:
-        dataset: a TokenizedDataset, or a view of one.
         examples_per_step: examples of one optimizer step, over all groups; at least 1.
         tokens_per_microbatch: the most tokens that one packed micro-batch may hold.
         shuffle: False takes every example once, in the dataset's order, which is what evaluation needs.
@@ -50,7 +58,7 @@ class StepLoader:
     (check/input_files.py).
     """
 
-    dataset: Any
+    dataset: TokenizedDataset
     examples_per_step: int
     _: KW_ONLY
     tokens_per_microbatch: int
@@ -108,7 +116,7 @@ class StepLoader:
         """Return this group's micro-batches of step k; a micro-batch may be empty."""
         return self.micro_batches(self.dataset, self.indices(epoch, k))
 
-    def micro_batches(self, dataset: Any, indices: list[int]) -> list[list[Example]]:
+    def micro_batches(self, dataset: Examples, indices: list[int]) -> list[list[Example]]:
         """Pack some examples of a dataset for all groups, and return this group's micro-batches.
 
         One without examples holds a single one without tokens, for its columns.
@@ -144,11 +152,11 @@ def check_fits(longest: int, budget: int) -> None:
 
 
 def sequence_cost(
-    length: Any,
-    prefix_length: Any = 0,
+    length: np.ndarray,
+    prefix_length: np.ndarray | int = 0,
     attention_length: float = ATTENTION_LENGTH,
     windows: Sequence[int | None] = (),
-) -> Any:
+) -> np.ndarray:
     """Estimate the relative work of sequences: linear in their tokens, and in what each of these attends to."""
     return length + squares(length, prefix_length, windows) / attention_length
 

@@ -50,7 +50,13 @@ from ulysses.data.read.sources import (
     source_digest,
     source_files,
 )
-from ulysses.data.read.tokenizer import Encoded, Rendered, TextEncoder, tokenizer_digest
+from ulysses.data.read.tokenizer import (
+    Encoded,
+    PreTrainedTokenizerFast,
+    Rendered,
+    TextEncoder,
+    tokenizer_digest,
+)
 from ulysses.data.serve.dataset import DIGESTS, TokenizedDataset
 from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
@@ -68,7 +74,7 @@ TOKENS = np.dtype([("tokens", np.int32), ("weights", np.float32)])  # of a seque
 def open_dataset(
     sources: list[Source],
     kind: str,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerFast,
     settings: DataSection,
     *,
     held_out: bool = False,
@@ -115,7 +121,7 @@ class Tokenising:
         self,
         sources: list[Source],
         kind: str,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerFast,
         settings: DataSection,
         held_out: bool,
     ) -> None:
