@@ -16,13 +16,14 @@ from models.families import (
     Delta,
     Experts,
     Family,
+    Fields,
     LayerKind,
     Multipliers,
     RopeScaling,
 )
 
 # Fields that change what transformers' classes of these families compute, with the one value that is computed here.
-NEUTRAL: Mapping[str, Any] = TABLES["neutral"]
+NEUTRAL: Fields = TABLES["neutral"]
 # The fields of every type of rotary scaling; yarn needs the first two only.
 _ROPE_TYPES: Mapping[str, list[str]] = TABLES["rope_types"]
 
@@ -103,7 +104,7 @@ class ModelConfig:
         return scalar**-0.5 if scalar else self.multipliers.attention_multiplier
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], **rope: Any) -> "ModelConfig":
+    def from_hf(cls, raw: Fields, **rope: Any) -> "ModelConfig":
         """Read a config.json in transformers' old (rope_theta, rope_scaling) or new (rope_parameters) style.
 
         `rope` changes the rotary settings: rope_type, rope_theta and the other fields of RopeScaling. A factor then
@@ -206,7 +207,7 @@ class ModelConfig:
             delta=Delta(**numbers(Delta, known)) if "linear_attention" in kinds else None,
         )
 
-    def to_hf(self, *, dtype: str = "bfloat16", reward: bool = False) -> dict[str, Any]:
+    def to_hf(self, *, dtype: str = "bfloat16", reward: bool = False) -> Fields:
         """Return the config.json that transformers (4 and 5) and inference engines load unchanged.
 
         `dtype` names the stored weights' type; `reward` describes a sequence classifier with one score. Raises
@@ -294,7 +295,7 @@ _INNER = (
 # ---------------------------------------------------------------- fields of config.json
 
 
-def read_experts(known: Mapping[str, Any], family: Family) -> Experts:
+def read_experts(known: Fields, family: Family) -> Experts:
     """Read the fields of Experts, all of them positive numbers but for norm_topk_prob."""
     if family.clamped_experts:  # their width has the name that others give to the MLP's
         known = {**known, "moe_intermediate_size": known.get("intermediate_size")}
@@ -308,7 +309,7 @@ def read_experts(known: Mapping[str, Any], family: Family) -> Experts:
     )
 
 
-def read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
+def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
     """Read the kinds of all layers; the shortest pattern that repeats to them."""
     count = number(known, "num_hidden_layers", int)
 
@@ -350,7 +351,7 @@ def read_layers(known: Mapping[str, Any], family: Family) -> tuple[LayerKind, ..
     return tuple(next(x for x in shorter if [*islice(cycle(x), count)] == kinds))
 
 
-def number(known: Mapping[str, Any], name: str, kind: Any) -> Any:
+def number(known: Fields, name: str, kind: Any) -> Any:
     """Return a positive number; ValueError names the field that holds none."""
     value: Any = known.get(name)
     most = MOST.get(name, 1 << 31 if kind is int else math.inf)
@@ -364,14 +365,14 @@ def number(known: Mapping[str, Any], name: str, kind: Any) -> Any:
     return kind(value)
 
 
-def numbers(table: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+def numbers(table: Any, known: Fields) -> Fields:
     """Read every number that a dataclass declares."""
     return {
         f.name: number(known, f.name, f.type) for f in fields(table) if f.type in (int, float)
     }
 
 
-def read_scaling(known: dict[str, Any], changes: Mapping[str, Any]) -> RopeScaling | None:
+def read_scaling(known: Fields, changes: Fields) -> RopeScaling | None:
     """Lay `changes` over the rotary settings in `known`, read the scaling and put the window right.
 
     The window is max_position_embeddings, and for yarn and linear at least factor x the original one. Without an

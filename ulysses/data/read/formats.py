@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, cycle
 from math import prod
-from typing import Any
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.messages import (
@@ -60,7 +59,7 @@ class Record:
 
     prompt: Messages
     answers: list[Messages]
-    tools: Sequence[Any] = ()
+    tools: Sequence[object] = ()
     columns: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
     ranks: Sequence[int] = (0, 1)
