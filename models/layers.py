@@ -24,7 +24,7 @@ from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.levels import Rope
 from ulysses.memory.size import LayerSize, Setting
-from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
+from ulysses.memory.tiling import add_by_tiles, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.layout import AttentionPlan
 
@@ -142,6 +142,8 @@ class DecoderLayer(nn.Module):
         fused, tile = self._fused(), self._tile(rows)
         if fused:
             return fused.gradients(rows, grad, tile)
+        from ulysses.memory.layer_node import tile_gradients
+
         return tile_gradients(self.feed_forward, rows, grad, self.stage_parameters()[3], tile)
 
     def _tile(self, rows: Tensor) -> int:

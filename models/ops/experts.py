@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from losses.precision import at_least_float32
 from models.ops.gated_mlp import ACTIVATIONS, value_and_slope
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
-from ulysses.memory.tiling import add_by_tiles, sum_tiles, tile_gradients
+from ulysses.memory.layer_node import sum_tiles, tile_gradients
+from ulysses.memory.tiling import add_by_tiles
 
 
 def clamped(both: Tensor) -> Tensor:
