@@ -134,18 +134,17 @@ def prepare(
 
     Raises ConfigError: all errors about settings or, if there are none, about what they name.
     """
+    known = make_checks("settings", findings, config=config, world_size=world_size)
     stage = stage_of(config)
-    known = {
-        "config": config,
+    known |= {
         "stage": stage,
+        "strict": findings is None,
         "adapters": config.model.lora if config.model.lora.rank else None,
         "models": [model for model in stage.requirements.models if model.path] or None,
         "rewards": config.ppo.reward or None,
-        "world_size": world_size,
-        "strict": findings is None,
         "others": {},
     }
-    for moment in ("settings", "files", "all files"):
+    for moment in ("files", "all files"):
         if not findings:
             known = make_checks(moment, findings, **known)
     return RunInputs(**{field.name: known.get(field.name) for field in fields(RunInputs)})

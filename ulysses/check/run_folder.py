@@ -202,7 +202,7 @@ class RunState(TypedDict):
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder holds what a checkpoint consists of, whatever its name is."""
+    """Return whether a folder is a checkpoint's, by its run.json."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
         return {"format", "files", "digest"} <= {*json.loads((folder / "run.json").read_text())}
     return False

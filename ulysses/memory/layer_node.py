@@ -96,7 +96,7 @@ class Mixer(Protocol):
 
 
 class Layer(Protocol):
-    """What a layer offers. Its module is called by Pair; what the methods keep is their callers' business.
+    """What the node asks of its layer; Pair calls the module itself.
 
     recompute: its level. offloader: where what is kept waits, if not on the GPU.
     """
