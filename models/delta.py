@@ -36,7 +36,7 @@ from models.ops.norm import NormNode, NormRule
 from ulysses.memory.levels import Rope
 from ulysses.memory.size import MixerSize, Setting
 from ulysses.parallel.attention import UlyssesAttention
-from ulysses.parallel.layout import AttentionPlan, head_layout
+from ulysses.parallel.layout import AttentionPlan, Tensors, head_layout
 from ulysses.parallel.whole_rows import RowHeads
 
 
@@ -111,7 +111,7 @@ class GatedDelta(nn.Module):
         """Run the rule; with a graph, which keeps the shards and runs the rule again in backward."""
         return _Mix.apply(self, plan, *heads, *self._trained)
 
-    def to_heads(self, heads: Sequence[Tensor], plan: AttentionPlan) -> Sequence[Tensor]:
+    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
             return heads
         (qkv, *others), exchange = heads, RowHeads(self.shape.parts, plan)
@@ -119,26 +119,24 @@ class GatedDelta(nn.Module):
         *each, b, a = exchange.widths
         return tuple(x.contiguous() for x in rows.split([sum(each), b, a], 1))
 
-    def to_heads_backward(
-        self, grads: Sequence[Tensor], plan: AttentionPlan
-    ) -> Sequence[Tensor]:
+    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
             return grads
         exchange = RowHeads(self.shape.parts, plan)
         *qkv, b, a = exchange.to_heads_backward(torch.cat([*grads], 1))
         return torch.cat(qkv, 1), b, a
 
-    def mix_forward(self, shards: Sequence[Tensor], plan: AttentionPlan) -> Sequence[Tensor]:
+    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
         with torch.no_grad():
             return (self._mixed(shards, plan),)
 
     def mix_backward(
         self,
         grad: Tensor,
-        shards: Sequence[Tensor],
-        results: Sequence[Tensor],
+        shards: Tensors,
+        results: Tensors,
         plan: AttentionPlan,
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    ) -> tuple[Tensors, Tensors]:
         wanted = [x.detach().requires_grad_() for x in shards] + self._trained
         with torch.enable_grad():
             out = self._mixed(wanted[: len(shards)], plan)
@@ -149,7 +147,7 @@ class GatedDelta(nn.Module):
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in (self.conv1d.weight, self.A_log, self.dt_bias) if p.requires_grad]
 
-    def _mixed(self, shards: Sequence[Tensor], plan: AttentionPlan) -> Tensor:
+    def _mixed(self, shards: Tensors, plan: AttentionPlan) -> Tensor:
         """Convolve, and run the rule, over all documents with a rank's heads: [T, own H, V]."""
         (qkv, b, a), own = shards, RowHeads(self.shape.parts, plan).own
         parts = self.conv1d.weight[:, 0].split(self.shape.widths)

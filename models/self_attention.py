@@ -24,7 +24,7 @@ from ulysses.memory.levels import Rope
 from ulysses.memory.size import MixerSize, Setting
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.kernels.choice import VARLEN, resolve_kernel
-from ulysses.parallel.layout import AttentionPlan, head_layout
+from ulysses.parallel.layout import AttentionPlan, Tensors, head_layout
 
 
 class SelfAttention(nn.Module):
@@ -104,12 +104,10 @@ class SelfAttention(nn.Module):
         """Attend; with a graph."""
         return self.attention(*heads, plan=plan, sink=self.sinks)
 
-    def to_heads(self, heads: Sequence[Tensor], plan: AttentionPlan) -> Sequence[Tensor]:
+    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
         return self.attention.to_heads(heads, plan)
 
-    def to_heads_backward(
-        self, grads: Sequence[Tensor], plan: AttentionPlan
-    ) -> Sequence[Tensor]:
+    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
         return self.attention.to_heads_backward(grads, plan)
 
     def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
@@ -118,16 +116,16 @@ class SelfAttention(nn.Module):
     def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
         return self.attention.to_tokens_backward(grad, plan)
 
-    def mix_forward(self, shards: Sequence[Tensor], plan: AttentionPlan) -> Sequence[Tensor]:
+    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
         return self.attention.attend_forward(shards, plan, self.sinks)
 
     def mix_backward(
         self,
         grad: Tensor,
-        shards: Sequence[Tensor],
-        results: Sequence[Tensor],
+        shards: Tensors,
+        results: Tensors,
         plan: AttentionPlan,
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    ) -> tuple[Tensors, Tensors]:
         return self.attention.attend_backward(grad, shards, results, plan, self.sinks)
 
     def output(self, attended: Tensor, hidden: Tensor, norm: Norm) -> Tensor:

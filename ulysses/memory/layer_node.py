@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from losses.precision import at_least_float32
 from ulysses.memory.levels import Rope
 from ulysses.memory.tiling import tiles
-from ulysses.parallel.layout import AttentionPlan
+from ulysses.parallel.layout import AttentionPlan, Tensors
 
 if TYPE_CHECKING:
     from ulysses.memory.offload import Group, Offloader
@@ -68,24 +68,22 @@ class Mixer(Protocol):
     def output(self, mixed: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what the layer adds to its input [S, D], of the mix's local rows and of that input."""
 
-    def to_heads(self, heads: Sequence[Tensor], plan: AttentionPlan) -> Sequence[Tensor]:
+    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
         """Turn local rows of all heads into whole documents of some heads, the shards."""
 
-    def to_heads_backward(
-        self, grads: Sequence[Tensor], plan: AttentionPlan
-    ) -> Sequence[Tensor]:
+    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
         """Return the gradients of local rows from those of the shards."""
 
-    def mix_forward(self, shards: Sequence[Tensor], plan: AttentionPlan) -> Sequence[Tensor]:
+    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
         """Return the output, and what backward needs besides the shards; "keep_attention" keeps both."""
 
     def mix_backward(
         self,
         grad: Tensor,
-        shards: Sequence[Tensor],
-        results: Sequence[Tensor],
+        shards: Tensors,
+        results: Tensors,
         plan: AttentionPlan,
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    ) -> tuple[Tensors, Tensors]:
         """Return the gradients of the shards, and of the trained parameters of the mix itself."""
 
     def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
@@ -116,9 +114,7 @@ class Layer(Protocol):
 
     def feed_forward_tiles(self, rows: Tensor) -> Tensor: ...
 
-    def feed_forward_gradients(
-        self, rows: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Sequence[Tensor]]: ...
+    def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensors]: ...
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], ...]:
         """Return the trained parameters of project, mix, output and feed_forward."""
@@ -307,7 +303,7 @@ def tile_gradients(
     function: Callable[[Tensor], Tensor],
     rows: Tensor,
     grad: Tensor,
-    parameters: Sequence[Tensor],
+    parameters: Tensors,
     tile: int,
 ) -> tuple[Tensor, list[Tensor]]:
     """Run forward and backward of each tile; return the gradients of `rows` and of `parameters`.
@@ -315,7 +311,7 @@ def tile_gradients(
     Parameters that are not used get zeros; sums as in `sum_tiles`.
     """
 
-    def of_tile(part: slice) -> Sequence[Tensor]:
+    def of_tile(part: slice) -> Tensors:
         leaf = rows[part].detach().requires_grad_()
         with torch.enable_grad():
             out = function(leaf)
@@ -327,9 +323,9 @@ def tile_gradients(
 
 
 def sum_tiles(
-    gradients: Callable[[slice], Sequence[Tensor]],
+    gradients: Callable[[slice], Tensors],
     rows: Tensor,
-    parameters: Sequence[Tensor],
+    parameters: Tensors,
     tile: int,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the gradients of `rows` and of `parameters`; `gradients` returns a tile's, first those of its rows.

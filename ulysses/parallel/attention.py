@@ -12,7 +12,7 @@ row-parallel size.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from copy import copy
 from typing import Any
 
@@ -24,6 +24,7 @@ from .kernels.choice import KERNELS, VARLEN, Kernel, check_name, resolve_kernel
 from .kernels.document import ONE_DOCUMENT, SHORT, Gradients, Inputs, Results, join
 from .layout import (
     AttentionPlan,
+    Tensors,
     VarlenCall,
     head_layout,
     packed_plan,
@@ -143,7 +144,7 @@ class UlyssesAttention(nn.Module):
         sets = row_sets(bounds, mesh.row_parallel_size, windows=mesh.windows)
         return packed_plan(bounds, sets, mesh, query.device)
 
-    def to_heads(self, heads: Sequence[Tensor], plan: AttentionPlan) -> Sequence[Tensor]:
+    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
         """Send q [S, H, E], k and v [S, K, E] to the ranks that attend with them (exchange.py); records no graph."""
         if plan.mesh.sequence_parallel_size == 1:
             return heads
@@ -151,9 +152,7 @@ class UlyssesAttention(nn.Module):
 
         return exchange_qkv_forward(heads, plan)
 
-    def to_heads_backward(
-        self, grads: Sequence[Tensor], plan: AttentionPlan
-    ) -> Sequence[Tensor]:
+    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
             return grads
         from .exchange import exchange_qkv_backward
@@ -176,7 +175,7 @@ class UlyssesAttention(nn.Module):
         return exchange_out_backward(grad, plan)
 
     def attend_forward(
-        self, shards: Sequence[Tensor], plan: AttentionPlan, sink: Tensor | None = None
+        self, shards: Tensors, plan: AttentionPlan, sink: Tensor | None = None
     ) -> Results:
         """Run the kernel on every arc of this rank's rows, without communicating and without recording a graph.
 
@@ -206,11 +205,11 @@ class UlyssesAttention(nn.Module):
     def attend_backward(
         self,
         dout: Tensor,
-        shards: Sequence[Tensor],
-        results: Sequence[Tensor],
+        shards: Tensors,
+        results: Tensors,
         plan: AttentionPlan,
         sink: Tensor | None = None,
-    ) -> tuple[Gradients, Sequence[Tensor]]:
+    ) -> tuple[Gradients, Tensors]:
         """Compute dq, dk, dv, and the gradient of a trained sink [H], from what `attend_forward` returned."""
         (query, key, _), (out, lse) = shards, results
         plan, kernel, inputs = self._calls(shards, plan)
@@ -255,7 +254,7 @@ class UlyssesAttention(nn.Module):
         return slice(first, first + count)
 
     def _calls(
-        self, shards: Sequence[Tensor], plan: AttentionPlan
+        self, shards: Tensors, plan: AttentionPlan
     ) -> tuple[AttentionPlan, Kernel, Callable[[VarlenCall], Inputs]]:
         """Return the plan under the window, the kernel for it, and what the kernel gets for one of its calls."""
         query, key, value = shards

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 Device = torch.device | str
+Tensors = Sequence[Tensor]
 _WIDE = 16  # bytes that a GPU's thread moves at once
 
 

@@ -29,7 +29,7 @@ from ulysses.plan.case import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate
-from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
+from ulysses.stages.base import Metrics, MetricSums, Stage, StepBatches, Term
 from ulysses.watch.failure import grace_note
 from ulysses.watch.watch import Watch
 
@@ -68,7 +68,7 @@ class Trainer:
         self.run, self.peak_flops = self.stage.config.run, (device_peaks() or (0.0,))[0]
         self.step = 0
         self.best: list[float] | None = None  # step, eval loss
-        self.metrics: dict[str, float] = {}
+        self.metrics: Metrics = {}
         # agreed on by all ranks at a step's boundary
         self.stop_requested = self.save_due = False
         self._saved = time.monotonic()
@@ -144,7 +144,7 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _keep_best(self, values: dict[str, float]) -> bool:
+    def _keep_best(self, values: Metrics) -> bool:
         """Remember the step if it has the lowest eval/loss so far, and return whether it has."""
         loss = values.get("eval/loss", math.nan)
         improved = -math.inf < loss < (self.best[1] if self.best else math.inf)
@@ -161,7 +161,7 @@ class Trainer:
 
     # ---------------------------------------------------------------- one step
 
-    def train_step(self) -> dict[str, float]:
+    def train_step(self) -> Metrics:
         """Take one optimizer step and return its metrics.
 
         Raises FloatingPointError if loss or gradient is not finite; the weights are then untouched.
@@ -232,7 +232,7 @@ class Trainer:
         for name in ("tokens", "tokens_shared", "squares"):
             metrics.add(name, self.stage.on_first_rank(float(getattr(batch, f"num_{name}"))))
 
-    def _agree(self, metrics: MetricSums) -> dict[str, float]:
+    def _agree(self, metrics: MetricSums) -> Metrics:
         """Return the step's global metrics. One collective, and the host waits for it.
 
         All ranks learn with them whether a stop or a checkpoint is asked for.
@@ -244,7 +244,7 @@ class Trainer:
         self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
         return self.stage.finalise_metrics(values)
 
-    def _update(self, gradients: Gradients, values: dict[str, float]) -> dict[str, float]:
+    def _update(self, gradients: Gradients, values: Metrics) -> Metrics:
         """Let the gradient policies act, update the weights, and return what is reported of both."""
         context = StepContext(
             step=self.step,
@@ -269,7 +269,7 @@ class Trainer:
             self.say(f"skipped {context.skip}")
         return report | {"lr": lr}
 
-    def _measure(self, values: dict[str, float], seconds: float) -> None:
+    def _measure(self, values: Metrics, seconds: float) -> None:
         """Put the metrics of speed and memory in place of the counts that they are made of."""
         work = values["tokens"], values.pop("squares"), values.pop("projected")
         values |= {"tokens_per_second": values["tokens"] / seconds, "seconds": seconds}
@@ -279,7 +279,7 @@ class Trainer:
         if self.engine.device.type == "cuda":
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Metrics:
         """Return `eval/...` metrics over all held-out data with the training's own weighting, and of each named set."""
         if self.eval_loader is None:
             return {}

@@ -36,6 +36,7 @@ Normaliser = Literal[
     "tokens", "chosen_tokens", "pairs", "examples"
 ]  # what a loss term is a mean over
 Number = TypeVar("Number", float, Tensor)
+Metrics = dict[str, float]  # by name
 
 
 class PlannedRollout(NamedTuple):
@@ -100,7 +101,7 @@ class MetricSums:
             dist.all_reduce(flat)
         return flat
 
-    def reduce(self) -> dict[str, float]:
+    def reduce(self) -> Metrics:
         """Return the global sums and means; a mean over nothing is left out. One collective and one host read."""
         numbers = iter(self.totals().tolist())
         found = dict(zip(self.sums, numbers))
@@ -347,17 +348,17 @@ class Stage:
         """Return the loss terms of one micro-batch and add its metrics; `of_step` is what `before_step` found."""
         raise NotImplementedError
 
-    def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalise_metrics(self, metrics: Metrics) -> Metrics:
         """Return the reduced means with the metrics that are functions of them; the same on every rank."""
         return metrics
 
-    def check_first_step(self, metrics: dict[str, float]) -> None:
+    def check_first_step(self, metrics: Metrics) -> None:
         """Refuse to go on if identities that must hold before the first update do not.
 
         Raises RuntimeError with an explanation.
         """
 
-    def after_step(self, metrics: dict[str, float]) -> None:
+    def after_step(self, metrics: Metrics) -> None:
         """Take in the reduced metrics of a step whose update was applied; the same on every rank."""
 
     def on_first_rank(self, value: Number) -> Number:
@@ -387,7 +388,7 @@ class Stage:
         """Return whether the batches of `step` may be prepared while the step before it still computes."""
         return True
 
-    def evaluate(self, source: StepLoader) -> dict[str, float]:
+    def evaluate(self, source: StepLoader) -> Metrics:
         """Return the metrics of held-out data, `loss` among them, with the training's own weighting.
 
         Those of a named set have its name before theirs, as in NAME/loss.
@@ -412,7 +413,7 @@ class Stage:
                     sums.add(f"term{i}", self.share(term), normalisers[term.normaliser])
         return sums
 
-    def _means(self, sums: MetricSums) -> dict[str, float]:
+    def _means(self, sums: MetricSums) -> Metrics:
         means = sums.reduce()
         loss = sum(means.pop(name) for name in list(means) if name.startswith("term"))
         return {"loss": loss, **self.finalise_metrics(means)}

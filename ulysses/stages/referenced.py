@@ -35,7 +35,7 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.parallel.sums import segment_sums
 from ulysses.progress import progress
-from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Run, Stage
+from ulysses.stages.base import AuxiliaryModel, Metrics, MetricSums, Requirements, Run, Stage
 from ulysses.stages.passes import token_values
 from ulysses.zero.engine import ZeroEngine
 
@@ -196,7 +196,7 @@ class ReferencedStage(Stage):
         policy, base, lengths = segment_sums(columns, batch).unbind(-1)
         return policy, base.detach(), lengths.detach()
 
-    def check_first_step(self, metrics: dict[str, float]) -> None:
+    def check_first_step(self, metrics: Metrics) -> None:
         gap = metrics.get(GAP, 0.0)
         if self.table.reference in self.reference_words and not gap <= self.tolerance:
             raise RuntimeError(

@@ -18,6 +18,7 @@ from ulysses.data.read.messages import (
     PAIR_KEYS,
     Message,
     Messages,
+    Row,
     decoded,
     first_key,
     from_json,
@@ -31,7 +32,6 @@ from ulysses.data.read.messages import (
 )
 from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source
 
-Row = Mapping[str, object]
 Event = tuple[str, str, str]  # what is counted: dropped or notes, what it is, and file and row
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 ALIASES = {"functions": "tools", "system_prompt": "system"}
@@ -63,7 +63,7 @@ class Record:
     columns: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
     ranks: Sequence[int] = (0, 1)
-    variables: Mapping[str, object] = field(default_factory=dict)
+    variables: Row = field(default_factory=dict)
     row: Row = field(default_factory=dict)
 
 

@@ -32,6 +32,7 @@ MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
 PAIR_KEYS = {"chosen", "rejected"}
 CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+Row = Mapping[str, object]  # or another object of JSON
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Message:
     content: str
     weight: float = 1.0
     tool_calls: tuple[dict[str, object], ...] = ()
-    more: Mapping[str, object] = field(default_factory=dict)
+    more: Row = field(default_factory=dict)
     begun: int = 0
 
     @property
@@ -185,7 +186,7 @@ def role_of(messages: Messages, place: int) -> str:
     return messages[place].role if messages else ""
 
 
-def first_key(row: Mapping[str, object], keys: tuple[str, ...]) -> str:
+def first_key(row: Row, keys: tuple[str, ...]) -> str:
     """Return the first of `keys` that the row has a value for; "" if there is none."""
     for key in keys:
         if row.get(key) is not None:

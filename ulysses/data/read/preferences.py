@@ -1,11 +1,8 @@
 """Several answers to one prompt: chosen and rejected, or a ranked list; imported when a row has them."""
 
-from collections.abc import Mapping
-
 from ulysses.data import BadRowError, DropRowError
-from ulysses.data.read.messages import PAIR_KEYS, Messages, number, role_of
+from ulysses.data.read.messages import PAIR_KEYS, Messages, Row, number, role_of
 
-Row = Mapping[str, object]
 # of the answers in such a list: the best has the highest number, or the lowest
 RANKINGS = {"scores": 1, "rewards": 1, "ratings": 1, "ranks": -1}
 
