@@ -64,7 +64,7 @@ class MetricsLog:
     def __init__(self, run: TrackedRun, names: Iterable[str], total_steps: int) -> None:
         self.failure: DiskError | None = None
         self.trackers: dict[str, Tracker] = {}
-        for name in (METRICS, *names):
+        for name in dict.fromkeys((METRICS, *names)):
             try:
                 tracker = MetricsFile() if name == METRICS else load(TRACKERS.get(name, name))()
                 tracker.start(run)
