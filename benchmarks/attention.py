@@ -21,11 +21,6 @@ from torch.autograd import grad
 
 from ulysses import ParallelMesh, Sequence, ShardedBatch, UlyssesAttention, pack_shard
 from ulysses.parallel import gather_tokens
-from ulysses.parallel.exchange import (
-    exchange_out_forward,
-    exchange_qkv_backward,
-    exchange_qkv_forward,
-)
 from ulysses.parallel.kernels.choice import KERNELS, resolve_kernel
 from ulysses.zero.construct import initialize_distributed
 
@@ -143,12 +138,12 @@ def measure(
             return result
 
         with torch.no_grad():
-            shards = timed("exchange_qkv", exchange_qkv_forward, (q, k, v), plan)
+            shards = timed("exchange_qkv", attention.to_heads, (q, k, v), plan)
             kept = timed("attend", attention.attend_forward, shards, plan)
-            timed("exchange_out", exchange_out_forward, kept[0], plan)
+            timed("exchange_out", attention.to_tokens, kept[0], plan)
             saved = torch.ones_like(kept[0]), shards, kept, plan
             grads, _ = timed("attend_backward", attention.attend_backward, *saved)
-            timed("exchange_qkv_backward", exchange_qkv_backward, grads, plan, *heads)
+            timed("exchange_qkv_backward", attention.to_heads_backward, grads, plan)
         del shards, kept, saved, grads
         timed("all", lambda: grad(attention(q, k, v, plan=plan), (q, k, v), upstream))
         rounds.append([*times.values()])

@@ -34,11 +34,9 @@ from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh, gather
-from ulysses.plan.case import Plan
-from ulysses.plan.machine import GIB, device_peaks, this_machine
-from ulysses.plan.memory_choice import choose_memory, layer_memory
-from ulysses.plan.planned_run import planner_case
-from ulysses.plan.seconds import model_flops, step_flops
+from ulysses.plan.case import GIB, Plan, device_peaks, this_machine
+from ulysses.plan.costs import model_flops, step_flops
+from ulysses.plan.memory_choice import choose_memory, layer_memory, planner_case
 from ulysses.registry import gradient_policies
 from ulysses.run.build import trained_engine
 from ulysses.zero.engine import ZeroEngine

@@ -16,9 +16,9 @@ from typing import Any
 from common import add_options, changed, launch, parser, settings, table
 
 from ulysses.check.input_files import read_shape
+from ulysses.plan.case import GIB, Machine, free_host_bytes
 from ulysses.plan.inquiry import longest_sequence
-from ulysses.plan.machine import GIB, Machine, free_host_bytes
-from ulysses.plan.planned_run import planner_case
+from ulysses.plan.memory_choice import planner_case
 
 COLUMNS = (
     "sp",

@@ -8,7 +8,7 @@ Shapes: S local tokens, M positions with a target, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,11 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import keyed_generator
 
+if TYPE_CHECKING:
+    from models.moe import RouterRecord
+    from ulysses.memory.graphs import LayerGraphs
+    from ulysses.memory.layer_node import Pair
+
 VALUE = (
     "value."  # begins the names of what a PolicyValue (models/scored.py) has besides the policy
 )
@@ -32,6 +37,9 @@ VALUE = (
 
 class Decoder(nn.Module):
     """Turn token ids [S] into hidden states [S, D]; the final norm is applied by the caller to the rows it needs."""
+
+    record: "RouterRecord | None"  # of what routers choose
+    graphs: "LayerGraphs | None"
 
     def __init__(
         self,
@@ -51,11 +59,11 @@ class Decoder(nn.Module):
             for window in (None, config.sliding_window)
         }
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.record: Any = None  # of what routers choose
+        self.record = None
         if config.moe:
-            from models.moe import RouterRecord
+            from models import moe
 
-            self.record = RouterRecord(config)
+            self.record = moe.RouterRecord(config)
         self.layers = nn.ModuleList(
             [
                 DecoderLayer(config, kind, kernels[config.window(kind)], quantize, self.record)
@@ -78,15 +86,15 @@ class Decoder(nn.Module):
                 return done
         if self.record is not None:
             self.record.open(batch)
-        pair: Any = None  # what two neighbours share
+        pair: Pair | None = None  # what two neighbours share
         layers: Any = self.layers
         for layer in layers:
             if layer.recompute != "pair":
                 pair = None
             elif pair is None:
-                from ulysses.memory.layer_node import Pair
+                from ulysses.memory import layer_node
 
-                pair = Pair(layer)
+                pair = layer_node.Pair(layer)
             hidden = layer(hidden, ropes[layer.kind.rotary], batch.attention_plan, pair)
             if pair is not None and pair.first is not layer:
                 pair = None  # complete
@@ -123,11 +131,11 @@ class Decoder(nn.Module):
         for number, (layer, level) in enumerate(zip(layers, levels)):
             offloader = memory.offloader if number < away else None
             layer.set_memory(level, memory.mlp_tile, offloader)
-        self.graphs: Any = None
+        self.graphs = None
         if memory.graphs:
-            from ulysses.memory.graphs import LayerGraphs
+            from ulysses.memory import graphs
 
-            self.graphs = LayerGraphs(layers)
+            self.graphs = graphs.LayerGraphs(layers)
 
 
 class VocabularyHead(nn.Module):

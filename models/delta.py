@@ -26,16 +26,17 @@ from models.modules import (
     Norm,
     RMSNorm,
     Unfilled,
+    is_plain,
+    is_watched,
     some_columns,
 )
 from models.ops import delta_rule
-from models.ops.activation import ActivateNode
+from models.ops.gated_mlp import ActivateNode
 from models.ops.norm import NormNode, NormRule
-from models.ops.plain import is_plain, is_watched
 from ulysses.memory.levels import Rope
 from ulysses.memory.size import MixerSize, Setting
 from ulysses.parallel.attention import UlyssesAttention
-from ulysses.parallel.layout import head_layout
+from ulysses.parallel.layout import AttentionPlan, Tensors, head_layout
 from ulysses.parallel.whole_rows import RowHeads
 
 
@@ -46,7 +47,7 @@ class Filters(Unfilled, nn.Conv1d):
 
 
 class GatedDelta(nn.Module):
-    """Hold the projections, the filters and each value head's decay; its methods are those of levels.py's Mixer."""
+    """Hold the projections, the filters and each value head's decay; its methods are those of layer_node.py's Mixer."""
 
     has_gate = True
 
@@ -74,7 +75,7 @@ class GatedDelta(nn.Module):
         self.norm = RMSNorm(self.shape.linear_value_head_dim, NormRule(config.rms_norm_eps))
         self.out_proj = linear(widths[-1], D, bias=False)
 
-    def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
         """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
         *heads, _ = self.project(x, NO_NORM, rope)
         return self.output(self.mix(*heads, plan=plan), x, NO_NORM)
@@ -106,32 +107,36 @@ class GatedDelta(nn.Module):
             return self.in_proj_z(x)
         return some_columns(self.in_proj_qkvz, x, self._columns(x)[3])
 
-    def mix(self, *heads: Tensor, plan: Any) -> Tensor:
+    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
         """Run the rule; with a graph, which keeps the shards and runs the rule again in backward."""
         return _Mix.apply(self, plan, *heads, *self._trained)
 
-    def to_heads(self, heads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
-            return tuple(heads)
+            return heads
         (qkv, *others), exchange = heads, RowHeads(self.shape.parts, plan)
         rows = exchange.to_heads([*qkv.split(self.shape.widths, 1), *others])
         *each, b, a = exchange.widths
         return tuple(x.contiguous() for x in rows.split([sum(each), b, a], 1))
 
-    def to_heads_backward(self, grads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
-            return tuple(grads)
+            return grads
         exchange = RowHeads(self.shape.parts, plan)
         *qkv, b, a = exchange.to_heads_backward(torch.cat([*grads], 1))
         return torch.cat(qkv, 1), b, a
 
-    def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
         with torch.no_grad():
             return (self._mixed(shards, plan),)
 
     def mix_backward(
-        self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        self,
+        grad: Tensor,
+        shards: Tensors,
+        results: Tensors,
+        plan: AttentionPlan,
+    ) -> tuple[Tensors, Tensors]:
         wanted = [x.detach().requires_grad_() for x in shards] + self._trained
         with torch.enable_grad():
             out = self._mixed(wanted[: len(shards)], plan)
@@ -142,7 +147,7 @@ class GatedDelta(nn.Module):
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in (self.conv1d.weight, self.A_log, self.dt_bias) if p.requires_grad]
 
-    def _mixed(self, shards: Sequence[Tensor], plan: Any) -> Tensor:
+    def _mixed(self, shards: Tensors, plan: AttentionPlan) -> Tensor:
         """Convolve, and run the rule, over all documents with a rank's heads: [T, own H, V]."""
         (qkv, b, a), own = shards, RowHeads(self.shape.parts, plan).own
         parts = self.conv1d.weight[:, 0].split(self.shape.widths)
@@ -158,10 +163,14 @@ class GatedDelta(nn.Module):
 
         return delta_kernels
 
-    def to_tokens(self, out: Tensor, plan: Any) -> Tensor:
+    def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
+        if plan.mesh.sequence_parallel_size == 1:
+            return out
         return RowHeads(self.shape.parts, plan).to_tokens(out)
 
-    def to_tokens_backward(self, grad: Tensor, plan: Any) -> Tensor:
+    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
+        if plan.mesh.sequence_parallel_size == 1:
+            return grad
         return RowHeads(self.shape.parts, plan).to_tokens_backward(grad)
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
@@ -229,7 +238,7 @@ class _Mix(torch.autograd.Function):
     """Exchange, run the rule and exchange; keeps the shards."""
 
     @staticmethod
-    def forward(ctx: Any, mixer: GatedDelta, plan: Any, *heads: Tensor) -> Tensor:
+    def forward(ctx: Any, mixer: GatedDelta, plan: AttentionPlan, *heads: Tensor) -> Tensor:
         shards = mixer.to_heads(heads[:3], plan)
         ctx.save_for_backward(*shards)
         ctx.mixer, ctx.plan = mixer, plan

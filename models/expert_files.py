@@ -30,7 +30,7 @@ class JoinedTensor(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
 
-    def read(self, start: int, stop: int, device: Any = "cpu") -> Tensor:
+    def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; only the parts that hold them are touched."""
         found, before = [torch.empty(0, dtype=self.dtype, device=device)], 0
         with ExitStack() as stack:
@@ -65,7 +65,7 @@ class BlockTensor(NamedTuple):
         count, outputs, groups, _ = self.blocks.shape
         return torch.Size([count, 32 * groups, outputs])
 
-    def read(self, start: int, stop: int, device: Any = "cpu") -> Tensor:
+    def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; only the blocks that hold them are touched."""
         _, inputs, outputs = self.shape
         every = torch.arange(256, device=device)

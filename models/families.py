@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+Fields = dict[str, Any]  # of a config.json, or of another object of JSON
+
 
 class LayerKind(NamedTuple):
     """Say of which kinds a layer's parts are; the names of mixers are transformers' layer_types.
@@ -51,8 +53,8 @@ class Family:
     """
 
     class_name: str
-    fixed: dict[str, Any]
-    defaults: dict[str, Any]
+    fixed: Fields
+    defaults: Fields
     aliases: dict[str, str] = field(default_factory=dict)
     qkv_bias: bool = False
     qk_norm: str = "none"
@@ -67,13 +69,13 @@ class Family:
     fused_projections: bool = False
     clamped_experts: bool = False
     sinks: bool = False
-    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    rope_scaling: Fields = field(default_factory=dict)
     multipliers: tuple[str, ...] = ()
     scaled_embeddings: bool = False
     classifier: str = ""
 
 
-TABLES: Mapping[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text())
+TABLES: Fields = json.loads(Path(__file__).with_name("families.json").read_text())
 FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in TABLES["families"].items()}
 # The class of a multimodal model by its model_type; the type of the text model in it is the same with "_text".
 MULTIMODAL: Mapping[str, str] = TABLES["multimodal"]
@@ -107,7 +109,7 @@ class RopeScaling:
                 "high_freq_factor above low_freq_factor; correct it"
             )
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> Fields:
         """Return what transformers calls rope_scaling."""
         return {name: value for name, value in vars(self).items() if value is not None}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models.arch import ModelConfig
-from models.families import TABLES
+from models.families import TABLES, Fields
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -83,7 +83,7 @@ def read_config(folder: Path, **rope: Any) -> ModelConfig:
     return shape
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Fields:
     """Read a file that holds one JSON object; raises FileNotFoundError or ValueError with its path."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path.absolute()}; a model folder needs it")
@@ -102,7 +102,7 @@ _PLAIN_LORA: Mapping[str, list[Any]] = TABLES["plain_lora"]
 _LORA_KINDS: Mapping[str, list[Any]] = TABLES["lora_kinds"]
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> Fields:
     """Read adapter_config.json.
 
     Raises ValueError naming the first field that makes the adapter more than plain LoRA.

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,9 @@ from models.folders import (
     read_json,
 )
 from models.multimodal import inside, split_text
+
+if TYPE_CHECKING:
+    from models.expert_files import BlockTensor, JoinedTensor
 
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
@@ -58,7 +61,7 @@ class StoredTensor(NamedTuple):
         """Return the tensor on the CPU."""
         return self.read(0, self.shape.numel()).view(self.shape)
 
-    def read(self, start: int, stop: int, device: Any = "cpu") -> Tensor:
+    def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; on the CPU a view of the file's pages unless quantised."""
         if self.state:
             from models.quantized import unpack
@@ -68,7 +71,9 @@ class StoredTensor(NamedTuple):
         with safe_open(self.file, "pt") as file:
             return self.part(file, start, stop, device)
 
-    def part(self, file: Any, start: int, stop: int, device: Any = "cpu") -> Tensor:
+    def part(
+        self, file: Any, start: int, stop: int, device: torch.device | str = "cpu"
+    ) -> Tensor:
         """Return those elements from its file, which is open, on the CPU as a view of the file's pages."""
         part = file.get_tensor(self.name).view(-1)[start:stop]
         if torch.device(device).type == "cuda":
@@ -141,6 +146,9 @@ def lora_scale(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
+Stored: TypeAlias = "StoredTensor | JoinedTensor | BlockTensor"
+
+
 class WeightFiles:
     """Read the weights of a model folder by name, as flat slices, touching only the bytes asked for.
 
@@ -157,7 +165,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, Any] = {}  # StoredTensor, JoinedTensor or BlockTensor
+        self.tensors: dict[str, Stored] = {}
         self.carried: dict[str, StoredTensor] = {}
         self.adapter: dict[str, Any] | None = None
         self.dtype: torch.dtype | None = None
@@ -248,7 +256,7 @@ class WeightFiles:
         stop: int | None = None,
         *,
         quantize: str = "none",
-        device: Any = "cpu",
+        device: torch.device | str = "cpu",
     ) -> Tensor:
         """Return the flat elements [start, stop), row-major, of a tensor; all of them by default.
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from models.decoder import VALUE, init_parameter
 from models.folders import VOCABULARY
 from models.kinds import empty_model
 from ulysses.parallel.random_keys import keyed_generator
+
+if TYPE_CHECKING:
+    from models.hf_format import Stored
 
 
 class InitialWeights:
@@ -39,13 +42,13 @@ class InitialWeights:
     ) -> None:
         self.shape, self.quantize, self.new_rows = shape, quantize, new_rows
         self.seed = seed
-        self.files: Any = None  # WeightFiles
-        self.stored: Mapping[str, Any] = {}
+        self.files = None
+        self.stored: Mapping[str, Stored] = {}
         self.paths: list[Path] = []
         if folder:
-            from models.hf_format import WeightFiles
+            from models import hf_format
 
-            self.files = WeightFiles(folder)
+            self.files = hf_format.WeightFiles(folder)
             self.stored, self.paths = self.files.tensors, self.files.paths
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
@@ -75,6 +78,7 @@ class InitialWeights:
 
     def _fill_rows(self, name: str, width: int, start: int, out: Tensor) -> None:
         """Write what a slice of a matrix holds of the new rows."""
+        assert self.files is not None
         for row, others in self.new_rows.items():
             first = row * width - start
             low, high = max(first, 0), min(first + width, len(out))
@@ -88,7 +92,7 @@ class InitialWeights:
 
         stored = self.stored.get(name)
         if stored and stored.state:
-            return stored.read_packed()
+            return stored.read_packed()  # type: ignore[union-attr]  # StoredTensors alone have one
         shape = self._shapes[name]
         dtype = stored.dtype if stored else torch.float32
         matrix = torch.empty(shape, dtype=dtype, device=device)
@@ -100,8 +104,8 @@ class InitialWeights:
         return {name: p.shape for name, p in empty_model(self.shape).named_parameters()}
 
     def originals(
-        self, weights: Iterable[tuple[str, Any]], model: nn.Module, trained_on: bool
-    ) -> Iterator[tuple[str, Any]]:
+        self, weights: Iterable[tuple[str, Tensor]], model: nn.Module, trained_on: bool
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights with matrices in place of quantised ones: those that the files hold.
 
         Without files, or if it is to be what was `trained_on`, they are dequantised.

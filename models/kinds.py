@@ -4,14 +4,17 @@ A kind is imported when it is asked for.
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from models.arch import ModelConfig
 
+if TYPE_CHECKING:
+    from models.decoder import HeadedDecoder
 
-def model_class(*, reward: bool = False, value: bool = False) -> Any:
+
+def model_class(*, reward: bool = False, value: bool = False) -> "type[HeadedDecoder]":
     """Return the class of a reward model, of a policy with a value, or else of a language model."""
     if reward or value:
         from models.scored import PolicyValue, RewardModel
@@ -22,7 +25,7 @@ def model_class(*, reward: bool = False, value: bool = False) -> Any:
     return CausalLM
 
 
-def empty_model(config: ModelConfig, *, reward: bool = False) -> Any:
+def empty_model(config: ModelConfig, *, reward: bool = False) -> "HeadedDecoder":
     """Build a model on torch's meta device, which has no memory: for its parameters' names and shapes."""
     with torch.device("meta"):
         return model_class(reward=reward)(config)

@@ -9,7 +9,7 @@ adapter or watched by a hook is called as a module, and sees every use.
 Shapes: S local tokens, D width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -18,18 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import LayerKind, ModelConfig
-from models.mlp import MLP
-from models.modules import NO_NORM, Linear, MakeLinear, Norm, RMSNorm
+from models.modules import MLP, NO_NORM, Linear, MakeLinear, Norm, RMSNorm
 from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.levels import Rope
 from ulysses.memory.size import LayerSize, Setting
-from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
+from ulysses.memory.tiling import add_by_tiles, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
+from ulysses.parallel.layout import AttentionPlan
 
 if TYPE_CHECKING:
-    from models.delta import GatedDelta
+    from models.moe import RouterRecord
+    from ulysses.memory.layer_node import Mixer, Pair
+    from ulysses.memory.offload import Offloader
 
 
 class DecoderLayer(nn.Module):
@@ -47,7 +49,7 @@ class DecoderLayer(nn.Module):
         kind: LayerKind,
         attention: UlyssesAttention,
         quantize: str,
-        record: Any,
+        record: "RouterRecord | None",
     ) -> None:
         super().__init__()
         family = config.family
@@ -67,13 +69,13 @@ class DecoderLayer(nn.Module):
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, self.rule))
 
-    def set_memory(self, recompute: str, mlp_tile: int, offloader: Any) -> None:
+    def set_memory(self, recompute: str, mlp_tile: int, offloader: "Offloader | None") -> None:
         """Set the level, the rows of a feed-forward's tile, and where what is kept waits, if not on the GPU."""
         self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 
     @property
-    def mixer(self) -> "SelfAttention | GatedDelta":
-        """The part that mixes tokens, whose steps ulysses/memory/levels.py describes."""
+    def mixer(self) -> "Mixer":
+        """The part that mixes tokens, whose steps ulysses/memory/layer_node.py describes."""
         return getattr(self, self.mixer_name)  # type: ignore[no-any-return]
 
     @property
@@ -81,7 +83,9 @@ class DecoderLayer(nn.Module):
         """The norms before and after the mixer and before and after the feed-forward."""
         return [getattr(self, name) if name else NO_NORM for name in self.norm_names]
 
-    def forward(self, hidden: Tensor, rope: Rope, plan: Any, pair: Any = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rope: Rope, plan: AttentionPlan, pair: "Pair | None" = None
+    ) -> Tensor:
         mixer, learns = self.mixer, torch.is_grad_enabled()
         before, after, *_ = self.norms
         if mixer.is_watched:
@@ -138,6 +142,8 @@ class DecoderLayer(nn.Module):
         fused, tile = self._fused(), self._tile(rows)
         if fused:
             return fused.gradients(rows, grad, tile)
+        from ulysses.memory.layer_node import tile_gradients
+
         return tile_gradients(self.feed_forward, rows, grad, self.stage_parameters()[3], tile)
 
     def _tile(self, rows: Tensor) -> int:
@@ -193,7 +199,7 @@ def layer_sizes(config: ModelConfig, setting: Setting) -> tuple[LayerSize, Layer
     parts = [*zip(*each)]
     norms_after = sum(map(bool, config.family.norms[1::2]))
 
-    def over_layers(function: Any) -> LayerSize:
+    def over_layers(function: Callable[[Iterable[float]], float]) -> LayerSize:
         sizes = (type(part[0])._make(map(function, zip(*part))) for part in parts)
         return LayerSize(config.hidden_size, norms_after, *sizes)
 

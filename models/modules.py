@@ -1,6 +1,6 @@
 """The modules that layers are made of; their weights are uninitialised memory until somebody fills them.
 
-Shapes: S local tokens, D width.
+Shapes: S local tokens, D width, F feed-forward width.
 """
 
 from collections.abc import Callable
@@ -8,9 +8,30 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from models.arch import ModelConfig
+from models.ops.gated_mlp import ActivateNode, GatedMLP
 from models.ops.linear import LinearNode
 from models.ops.norm import NormNode, NormRule
-from models.ops.plain import is_plain
+from ulysses.memory.levels import HOOKS
+from ulysses.memory.size import FeedForwardSize, Setting
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Return whether the module has a hook of any kind, which only a call of the module itself would run."""
+    return any(getattr(module, kind) for kind in HOOKS)
+
+
+def is_plain(*modules: Any) -> bool:
+    """Return whether the modules' weights may be read directly: no hooks, whole, and of a class that says so.
+
+    A class says so by `plain = True` of its own; one that is derived from it may compute something else.
+    """
+    return all(
+        vars(type(m)).get("plain", False)
+        and not is_watched(m)
+        and (m.weight is None or m.weight.numel() > 0)
+        for m in modules
+    )
 
 
 class Exact(nn.Parameter):
@@ -35,7 +56,7 @@ class Linear(Unfilled, nn.Linear):
         return LinearNode.apply(x, self.weight, self.bias, None)
 
 
-def some_columns(module: Any, x: Tensor, columns: Tensor) -> Tensor:
+def some_columns(module: nn.Linear, x: Tensor, columns: Tensor) -> Tensor:
     """Return some columns of what a linear module makes of rows x, and compute no others if it is a plain one."""
     if is_plain(module) and module.bias is None:
         return LinearNode.apply(x, module.weight, None, columns)
@@ -74,3 +95,39 @@ class NoNorm(nn.Identity):
 
 NO_NORM = NoNorm()
 Norm = RMSNorm | NoNorm
+
+
+class MLP(nn.Module):
+    """Compute down(act(gate(x)) * up(x)) for rows [S, D]."""
+
+    tile_factor, is_capturable = 1, True
+
+    def __init__(
+        self, config: ModelConfig, linear: MakeLinear, width: int | None = None
+    ) -> None:
+        super().__init__()
+        D, F = config.hidden_size, width or config.intermediate_size
+        self.gate_proj = linear(D, F, bias=False)
+        self.up_proj = linear(D, F, bias=False)
+        self.down_proj = linear(F, D, bias=False)
+        self.activation = config.family.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(
+            ActivateNode.apply(self.gate_proj(x), self.up_proj(x), self.activation)
+        )
+
+    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> GatedMLP | None:
+        """Return the operation that may stand in for this module, the norms around it and the factor, if one may."""
+        modules = norm, self.gate_proj, self.up_proj, self.down_proj, after
+        if is_watched(self) or not is_plain(*modules):
+            return None
+        weights = (module.weight for module in modules)
+        return GatedMLP._make((*weights, rule, self.activation, factor))
+
+    @staticmethod
+    def size(config: ModelConfig, setting: Setting) -> FeedForwardSize:
+        """Return what an MLP takes; adapters keep the inputs of its products as well."""
+        D, F = config.hidden_size, config.intermediate_size
+        kept = 2 * F + (D + F) * (not setting.is_full)
+        return FeedForwardSize(3 * D * F, 3 * D * F, F, 0, kept, 0, work=4 * F)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.mlp import MLP
-from models.modules import NO_NORM, Linear, MakeLinear, Norm
+from models.modules import MLP, NO_NORM, Linear, MakeLinear, Norm, is_plain, is_watched
 from models.ops.experts import (
     ExpertsNode,
     ExpertStacks,
@@ -24,7 +23,6 @@ from models.ops.experts import (
     route,
 )
 from models.ops.norm import NormRule
-from models.ops.plain import is_plain, is_watched
 from ulysses.memory.size import FeedForwardSize, Setting
 from ulysses.memory.tiling import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch

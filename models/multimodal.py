@@ -6,10 +6,8 @@ weights            model.language_model.*  lm_head.*        trained, here as mod
 """
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
-from models.families import MULTIMODAL
+from models.families import MULTIMODAL, Fields
 
 CARRIED = ("model.visual.", "mtp.")
 OUTSIDE, INSIDE = "model.language_model.", "model."
@@ -17,7 +15,7 @@ OUTSIDE, INSIDE = "model.language_model.", "model."
 _OF_BOTH = ("tie_word_embeddings", "quantization_config")
 
 
-def text_config(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+def text_config(raw: Fields) -> tuple[Fields, str]:
     """Return the text model's config.json, and the whole one as JSON.
 
     Raises ValueError if the text model has no table of its own.
@@ -32,7 +30,7 @@ def text_config(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     return named, json.dumps(raw)
 
 
-def around_text(written: Mapping[str, Any], around: str) -> dict[str, Any]:
+def around_text(written: Fields, around: str) -> Fields:
     """Return the whole config.json from the text model's and what was read around it."""
     whole = json.loads(around)
     text = dict(whole["text_config"])
@@ -47,7 +45,7 @@ def around_text(written: Mapping[str, Any], around: str) -> dict[str, Any]:
     }
 
 
-def split_text(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_text(found: Fields) -> tuple[Fields, Fields]:
     """Return a folder's tensors: the text model's by the names that they have here, and the others by their own."""
     carried = {name: x for name, x in found.items() if name.startswith(CARRIED)}
     text = {inside(name): x for name, x in found.items() if name not in carried}

@@ -163,7 +163,9 @@ def _product(
     return out.view(*rows.shape[:-1], -1)
 
 
-def dense(model: nn.Module, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def dense(
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's weights, or None in their place, with quantised ones as matrices of the other weights' dtype."""
     dtype = next(model.parameters()).dtype
     for name, weight in weights:

@@ -4,35 +4,34 @@ Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import NO_NORM, MakeLinear, Norm, RMSNorm, some_columns
+from models.modules import (
+    NO_NORM,
+    MakeLinear,
+    Norm,
+    RMSNorm,
+    is_plain,
+    is_watched,
+    some_columns,
+)
 from models.ops.norm import NormRule
-from models.ops.plain import is_plain, is_watched
-from models.ops.project import ProjectNode
-from models.ops.rotary import RotateNode
+from models.ops.rotary import ProjectNode, RotateNode
 from ulysses.memory.levels import Rope
 from ulysses.memory.size import MixerSize, Setting
 from ulysses.parallel.attention import UlyssesAttention
-from ulysses.parallel.exchange import (
-    exchange_out_backward,
-    exchange_out_forward,
-    exchange_qkv_backward,
-    exchange_qkv_forward,
-)
 from ulysses.parallel.kernels.choice import VARLEN, resolve_kernel
-from ulysses.parallel.layout import head_layout
+from ulysses.parallel.layout import AttentionPlan, Tensors, head_layout
 
 
 class SelfAttention(nn.Module):
     """Hold the four projections, and in some families the norms of queries and keys, or sinks [H].
 
     `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on are
-    those of ulysses/memory/levels.py's Mixer.
+    those of ulysses/memory/layer_node.py's Mixer.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class SelfAttention(nn.Module):
         if family.sinks:
             self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
 
-    def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
         """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
         return self.output(self.mix(*self._heads(x, rope), plan=plan), x, NO_NORM)
 
@@ -101,24 +100,32 @@ class SelfAttention(nn.Module):
         columns = columns.view(-1, 2, self.head_dim)[:, half].flatten()
         return some_columns(self.q_proj, x, columns)
 
-    def mix(self, *heads: Tensor, plan: Any) -> Tensor:
+    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
         """Attend; with a graph."""
         return self.attention(*heads, plan=plan, sink=self.sinks)
 
-    to_heads = staticmethod(exchange_qkv_forward)
-    to_tokens = staticmethod(exchange_out_forward)
-    to_tokens_backward = staticmethod(exchange_out_backward)
+    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
+        return self.attention.to_heads(heads, plan)
 
-    def to_heads_backward(self, grads: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
-        heads = self.attention.num_heads, self.attention.num_kv_heads
-        return exchange_qkv_backward(grads, plan, *heads)
+    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
+        return self.attention.to_heads_backward(grads, plan)
 
-    def mix_forward(self, shards: Sequence[Tensor], plan: Any) -> tuple[Tensor, ...]:
+    def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
+        return self.attention.to_tokens(out, plan)
+
+    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
+        return self.attention.to_tokens_backward(grad, plan)
+
+    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
         return self.attention.attend_forward(shards, plan, self.sinks)
 
     def mix_backward(
-        self, grad: Tensor, shards: Sequence[Tensor], results: Sequence[Tensor], plan: Any
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        self,
+        grad: Tensor,
+        shards: Tensors,
+        results: Tensors,
+        plan: AttentionPlan,
+    ) -> tuple[Tensors, Tensors]:
         return self.attention.attend_backward(grad, shards, results, plan, self.sinks)
 
     def output(self, attended: Tensor, hidden: Tensor, norm: Norm) -> Tensor:

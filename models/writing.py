@@ -5,13 +5,16 @@ import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from models.folders import INDEX, WEIGHTS
 from ulysses.disk import write_json, write_tensors
+
+if TYPE_CHECKING:
+    from models.hf_format import StoredTensor
 
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
@@ -63,7 +66,7 @@ def write_weights(
     max_shard_bytes: int = int(SHARD_GIB * 2**30),
     *,
     whole_experts: bool = False,
-    carried: Mapping[str, Any] | None = None,
+    carried: "Mapping[str, StoredTensor] | None" = None,
 ) -> None:
     """Write named tensors as transformers does, holding one shard in host memory.
 

@@ -22,14 +22,13 @@ with explained_imports():
     import transformers
 
     from models.folders import ADAPTER_CONFIG, resolve_model
-    from ulysses.check.checkpoint_folders import saved_checkpoints
+    from ulysses.check.run_folder import saved_checkpoints
     from ulysses.config.section import ConfigError
     from ulysses.data import BadRowError
     from ulysses.data.read.chat import ChatTemplate
     from ulysses.data.read.formats import Event, Record, dropping, read_row
     from ulysses.data.read.messages import Message
-    from ulysses.data.read.rows import Report, locate_rows
-    from ulysses.data.read.sources import parse_sources
+    from ulysses.data.read.sources import Report, locate_rows, parse_sources
     from ulysses.data.read.tokenizer import load_tokenizer
     from ulysses.export import export_checkpoint, merge_adapter
 

@@ -30,7 +30,7 @@ with explained_imports():
         copy_side_files,
         write_weights,
     )
-    from ulysses.check.checkpoint_folders import read_run_state
+    from ulysses.check.run_folder import read_run_state
     from ulysses.config.command_line import check
     from ulysses.config.section import ConfigError, absolute, existing
     from ulysses.disk import (

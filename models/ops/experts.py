@@ -18,9 +18,54 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops.activation import activate_weighted, activate_weighted_backward
+from models.ops.gated_mlp import ACTIVATIONS, value_and_slope
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
-from ulysses.memory.tiling import add_by_tiles, sum_tiles, tile_gradients
+from ulysses.memory.layer_node import sum_tiles, tile_gradients
+from ulysses.memory.tiling import add_by_tiles
+
+
+def clamped(both: Tensor) -> Tensor:
+    """Return (up + 1) * gate * sigmoid(1.702 * gate), as gpt-oss has it, of rows [M, 2F] with gate and up in turns."""
+    gate, up = both.unflatten(1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def activate_weighted(both: Tensor, weights: Tensor, kind: str = "silu") -> Tensor:
+    """Return the activation times the weights [M] of rows [M, 2F], gate and up side by side, without a graph.
+
+    kind: of the activation, or "clamped".
+    """
+    if kind in ("silu", "clamped") and (kernels := triton_kernels(both)):
+        return kernels.weighted_swiglu(both, weights, clamped=kind == "clamped")[0]
+    wide = at_least_float32(both)
+    if kind == "clamped":
+        return (clamped(wide) * weights[:, None]).to(both.dtype)
+    gate, up = wide.chunk(2, 1)
+    return (ACTIVATIONS[kind](gate) * up * weights[:, None]).to(both.dtype)
+
+
+def activate_weighted_backward(
+    grad: Tensor, both: Tensor, weights: Tensor, kind: str = "silu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weighted activation, and the gradients of `both` and of the weights; those in float32 or better."""
+    if kind in ("silu", "clamped") and (kernels := triton_kernels(both)):
+        given = both, weights, grad.contiguous()
+        return kernels.weighted_swiglu(*given, clamped=kind == "clamped")
+    d = at_least_float32(grad)
+    wide = d * weights[:, None]
+    if kind == "clamped":
+        x = at_least_float32(both).detach().requires_grad_()
+        with torch.enable_grad():
+            active = clamped(x)
+        (to_both,) = torch.autograd.grad(active, x, wide)
+        active = active.detach()
+    else:
+        gate, up = at_least_float32(both).chunk(2, 1)
+        value, slope = value_and_slope(gate, kind)
+        active, to_both = value * up, torch.cat((wide * up * slope, wide * value), -1)
+    to_weights = (d * active).sum(1)
+    return (active * weights[:, None]).to(both.dtype), to_both.to(both.dtype), to_weights
 
 
 def route(

@@ -1,4 +1,4 @@
-"""A layer's second half with an MLP as one node.
+"""The gated activation of an MLP, act(gate) * up, and a layer's second half with an MLP as one node.
 
     hidden + factor * after(down(act(gate(norm(hidden))) * up(norm(hidden))))
 
@@ -13,10 +13,65 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.ops.activation import activate, activate_backward
+from losses.precision import at_least_float32
 from models.ops.linear import add_product, products, products_backward
-from models.ops.norm import NormRule, rms_norm, rms_norm_backward
+from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.tiling import add_by_tiles, tiles
+
+# transformers' names
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def activate(gate: Tensor, up: Tensor, kind: str = "silu") -> Tensor:
+    """Return act(gate) * up of rows [S, F], without a graph; both have the same strides."""
+    if kernels := triton_kernels(gate):
+        return kernels.gated(gate, up, gelu=kind != "silu")[0]
+    return (ACTIVATIONS[kind](at_least_float32(gate)) * up).to(gate.dtype)
+
+
+def activate_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, kind: str = "silu"
+) -> tuple[Tensor, Tensor]:
+    """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F]."""
+    if kernels := triton_kernels(gate):
+        return kernels.gated(gate, up, grad.contiguous(), gelu=kind != "silu")
+    d = at_least_float32(grad)
+    value, slope = value_and_slope(at_least_float32(gate), kind)
+    both = torch.cat((d * up * slope, d * value), -1)
+    return (value * up).to(gate.dtype), both.to(gate.dtype)
+
+
+def value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return act(x) and its derivative."""
+    if kind == "silu":
+        s = torch.sigmoid(x)
+        value = x * s
+        return value, s + value * (1 - s)
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        value = ACTIVATIONS[kind](x)
+    (slope,) = torch.autograd.grad(value, x, torch.ones_like(value))
+    return value.detach(), slope
+
+
+class ActivateNode(torch.autograd.Function):
+    """Return act(gate) * up; backward keeps the two inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        return activate(gate, up, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        return *activate_backward(grad, gate, up, ctx.kind)[1].chunk(2, 1), None
 
 
 class GatedMLP(NamedTuple):

@@ -40,7 +40,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, rule: NormRule) -> Tensor:
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Any, rule: NormRule, residual: Tensor | None = None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rule: NormRule,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     """Turn grad into the gradient of x [S, D] or [S, H, D], and return weight's too, in float32 or better.
 

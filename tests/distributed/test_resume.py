@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.engine_case import SHAPE, Case, build_trainer
 from tests.harness import run_distributed
 from tests.zero_case import whole
-from ulysses.check.checkpoint_folders import read_run_state, saved_checkpoints
+from ulysses.check.run_folder import read_run_state, saved_checkpoints
 from ulysses.config.schema import RunSection
 from ulysses.disk import DiskError
 from ulysses.run.checkpoint import check_share, save_checkpoint

@@ -19,8 +19,8 @@ from tests.e2e.launch import ROOT, Ranks, environment, metrics, ranks
 from tests.e2e.test_export import assert_same_folder
 from tests.e2e.test_kill_resume import wait_until_dead
 from tests.sampling_server import SamplingServer
-from ulysses.check.checkpoint_folders import saved_checkpoints
 from ulysses.check.input_files import check_weights
+from ulysses.check.run_folder import saved_checkpoints
 from ulysses.export import export_checkpoint
 
 # A model whose matrices are gathered ahead and given back, and whose small ones stay whole, as on GPUs

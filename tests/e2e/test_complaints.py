@@ -17,8 +17,8 @@ from tests.e2e import launch
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny
 from tests.harness import STUCK, full
 from tests.model_folder import demo_model
-from ulysses.check.checkpoint_folders import write_run_state
 from ulysses.check.preflight import prepare
+from ulysses.check.run_folder import write_run_state
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.run.build import open_data

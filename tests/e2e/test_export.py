@@ -16,8 +16,8 @@ from models.kinds import empty_model
 from models.writing import write_weights
 from tests.e2e.launch import ranks, tiny
 from tests.harness import run_distributed
-from ulysses.check.checkpoint_folders import write_run_state
 from ulysses.check.input_files import read_shape
+from ulysses.check.run_folder import write_run_state
 from ulysses.config.command_line import check
 from ulysses.disk import digest_of, write_json
 from ulysses.export import export_checkpoint, main

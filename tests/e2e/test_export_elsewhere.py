@@ -17,7 +17,7 @@ from tests.e2e.launch import ROOT, environment, metrics, ranks, tiny
 from tests.e2e.read_export import read_all
 from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
-from ulysses.check.input_files import read_other
+from ulysses.check.other_models import read_other
 from ulysses.export import main
 from ulysses.run.export_model import whole_folder
 from ulysses.stages.base import AuxiliaryModel

@@ -1,8 +1,11 @@
 """A run prints its own lines and a progress bar, nothing that a library says about itself; --debug shows all."""
 
+import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from itertools import chain
 from pathlib import Path
 
@@ -37,7 +40,8 @@ def test_every_line_is_the_runs_own(tmp_path):
 OPTIONAL = """
 losses.dpo losses.logprobs_triton models.delta models.expert_files models.lora models.moe models.multimodal
 models.ops.passes_triton models.quantized models.rope_scaling models.scored
-ulysses.check.expert_settings ulysses.config.explanations ulysses.config.foreign_names ulysses.config.help_text
+ulysses.check.adapter_settings ulysses.check.agreement ulysses.check.other_models ulysses.check.resuming
+ulysses.config.explanations ulysses.config.foreign_names ulysses.config.help_text
 ulysses.gradients.skipping ulysses.gradients.ulysses_pro ulysses.memory.graphs ulysses.memory.layer_node
 ulysses.memory.offload ulysses.parallel.dense ulysses.parallel.kernels.short ulysses.parallel.kernels.varlen
 ulysses.parallel.sums ulysses.parallel.waves ulysses.parallel.whole_rows ulysses.plan.inquiry ulysses.report
@@ -46,14 +50,34 @@ ulysses.stages.referenced ulysses.zero.deepspeed_internals ulysses.zero.gpu_kern
 """.split()
 
 
+# What a reader of plain fine-tuning on one process has in the way: product files, and their tokens.
+MOST_FILES, MOST_TOKENS = 100, 92_000
+
+
+def tokens_of(path: Path) -> int:
+    """Count a file's names, numbers, operators and texts, without docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            if ast.get_docstring(node) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+    kinds = {tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING}
+    found = tokenize.generate_tokens(io.StringIO(ast.unparse(tree)).readline)
+    return sum(token.type in kinds for token in found)
+
+
 def test_a_start_imports_no_compiler_and_no_part_that_it_does_not_use(tmp_path):
     """The import of each of the packages takes seconds; DeepSpeed's is for weights that are not whole on every rank."""
-    given = tiny("sft", tmp_path / "run", "--run.steps 1")
+    alone = (
+        "--run.steps 1 --parallel.sequence_parallel_size 1 --data.eval [] --run.eval_every 0"
+    )
+    given = tiny("sft", tmp_path / "run", alone)
     pairs = [
         pair for pair in zip(given[::2], given[1::2]) if "zero_optimization" not in pair[0]
     ]
     line = f"import sys; from ulysses.train import main; main({[*chain(*pairs)]}); "
-    line += f"print({{'deepspeed', 'torch._dynamo', 'sympy', *{OPTIONAL}}} & {{*sys.modules}})"
+    line += f"print({{'deepspeed', 'torch._dynamo', 'sympy', *{OPTIONAL}}} & {{*sys.modules}})\n"
+    line += "print(*(getattr(module, '__file__', '') for module in [*sys.modules.values()]))"
     done = subprocess.run(
         [sys.executable, "-c", line],
         cwd=ROOT,
@@ -61,4 +85,8 @@ def test_a_start_imports_no_compiler_and_no_part_that_it_does_not_use(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.stdout.splitlines()[-1] == "set()", done.stdout + done.stderr
+    *_, found, files = done.stdout.splitlines()
+    assert found == "set()", done.stdout + done.stderr
+    homes = tuple(f"{ROOT}/{name}/" for name in ("ulysses", "models", "losses"))
+    ours = {Path(file) for file in files.split() if file.startswith(homes)}
+    assert len(ours) <= MOST_FILES and sum(map(tokens_of, ours)) <= MOST_TOKENS

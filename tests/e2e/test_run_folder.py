@@ -47,10 +47,10 @@ def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path):
     """The second node's own disk stands where the first one's folder is."""
 
     def before(rank: int) -> None:
-        import ulysses.check.agreement as agreement
+        import ulysses.check.run_folder as run_folder
 
         if rank:
-            agreement.HOLDER = "../elsewhere"
+            run_folder.HOLDER = "../elsewhere"
 
     outcome = ranks(arguments(tmp_path), 2, code=2, before=before)
     outcome.refused(
@@ -202,7 +202,7 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path,
     def before(rank: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        from ulysses.run.trackers.metrics_file import MetricsFile
+        from ulysses.run.metrics import MetricsFile
 
         add_scalar, log = SummaryWriter.add_scalar, MetricsFile.log
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, tiny
 from tests.harness import PATIENCE, STUCK, Processes, until
-from ulysses.check.checkpoint_folders import resume_point
+from ulysses.check.run_folder import resume_point
 from ulysses.config.schema import RunSection
 from ulysses.watch.failure import grace_note, report_failure, tell
 from ulysses.watch.watch import Watch
@@ -53,7 +53,7 @@ def plant(name: str, timeout: float = 10) -> Any:
 
         def struck(self: Watch, *where: Any) -> None:
             phase(self, *where)
-            if self._place != place:
+            if self.place != place:
                 return
             self.warning, self.timeout = 0.6 * timeout, timeout
             if rank == victim:

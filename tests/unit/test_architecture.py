@@ -45,7 +45,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "peft", "numpy"}
 FOREIGN_ONLY_IN = {
     "deepspeed": "ulysses/zero/",
     "transformers": ("ulysses/data/read/tokenizer.py", "ulysses/answers.py"),
-    "datasets": "ulysses/data/read/sources.py",
+    "datasets": "ulysses/data/read/library.py",
     "peft": ("models/lora.py", "ulysses/answers.py"),
     "bitsandbytes": ("models/quantized.py", "ulysses/zero/eight_bit.py"),
 }

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from models.arch import ARCHITECTURES
+from models.published import ARCHITECTURES
 from ulysses.config.command_line import known_keys, parse_command_line
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.schema import Config

@@ -14,10 +14,12 @@ from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read.formats import dropping, read_row
-from ulysses.data.read.rows import Report, locate_rows, note_sources
 from ulysses.data.read.sources import (
+    Report,
     Source,
+    locate_rows,
     missing_sources,
+    note_sources,
     parse_sources,
     repeated_data,
     source_digest,

@@ -1,18 +1,21 @@
 """A list of sources: what share of an epoch each has, which examples are a set of their own, and what is refused."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.tiny_tokenizer import write_rows
+from ulysses.config.command_line import check
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.steps import StepLoader
 from ulysses.data.serve.tokenise import open_dataset
-from ulysses.run.trainer import Trainer
-from ulysses.watch.watch import Watch
+from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
 
 SIZES = {"a": 40, "b": 10, "c": 0}
 
@@ -103,16 +106,34 @@ def test_documents_have_no_conversations(opened, more):
 
 def test_a_named_set_has_a_loader_of_its_own(opened):
     data = opened({"path": "a", "name": "math"}, {"path": "b"}, {"path": "b", "name": "math"})
-    sets = loader(data, shuffle=False).sets()
-    assert {name: own.order(0).tolist() for name, own in sets.items()} == {
-        "": [*range(60)],
-        "math": [*range(40), *range(50, 60)],
-    }
+    whole = loader(data, shuffle=False)
+    sets = whole.sets()
+    orders = {"": [*range(40, 50)], "math": [*range(40), *range(50, 60)]}
+    assert {name: own.order(0).tolist() for name, own in sets.items()} == orders
     assert sets["math"].steps_per_epoch == 13
-    stage = SimpleNamespace(evaluate=lambda loader: {"loss": loader.examples_per_epoch})
-    of_run = {"watch": Watch(), "step": 1, "samples": lambda step: None}
-    trainer = SimpleNamespace(stage=stage, eval_loader=sets[""], **of_run)
-    assert Trainer.evaluate(trainer) == {"eval/loss": 60, "eval/math/loss": 50}
+
+    read: list[int] = []
+
+    class Numbers(Stage):
+        """The mean of the examples' numbers."""
+
+        def read(self, source: Any, step: int) -> StepBatches:
+            read.extend(found := source.indices(0, step))
+            return StepBatches([torch.tensor(found)])
+
+        def normalisers(self, batch: Any) -> Any:
+            return {"tokens": len(batch)}
+
+        def losses(self, batch: Any, metrics: MetricSums) -> list[Term]:
+            metrics.add("largest", batch.max(), 1)
+            return [Term(batch.sum(), "tokens")]
+
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), inference=nullcontext)
+    metrics = Numbers(check({"stage": "sft"}), engine).evaluate(whole)
+    assert sorted(read) == [*range(60)], "each once"
+    mean = sum(orders["math"]) / 50
+    assert metrics["loss"] == 29.5 and metrics["math/loss"] == pytest.approx(mean)
+    assert {*metrics} == {"loss", "largest", "math/loss", "math/largest"}
 
 
 def test_names_and_probabilities_are_no_part_of_what_is_cached(opened):

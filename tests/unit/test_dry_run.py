@@ -117,7 +117,7 @@ def test_everything_present_is_zero(run, tmp_path):
 def test_a_machine_without_a_gpu_is_timed_and_its_slow_dtype_named(run, tmp_path, monkeypatch):
     rates = {"float32": 1e9, "bfloat16": 1e8}
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for module in ("run.dry_run", "plan.machine"):
+    for module in ("run.dry_run", "plan.case"):
         monkeypatch.setattr(f"ulysses.{module}.cpu_flops", rates.__getitem__)
     line = [word for word in demo(tmp_path) if word not in ("--gpus", "2")]
     line += ["--parallel.sequence_parallel_size", "1"]

@@ -17,9 +17,13 @@ from safetensors.torch import load_file, save_file
 from models.folders import base_folder
 from models.writing import write_weights
 from tests.model_folder import demo_model
-from ulysses.check.agreement import digests_of_inputs
-from ulysses.check.checkpoint_folders import resume_point, saved_checkpoints, write_run_state
 from ulysses.check.preflight import prepare
+from ulysses.check.run_folder import (
+    digests_of_inputs,
+    resume_point,
+    saved_checkpoints,
+    write_run_state,
+)
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.data.cache import build_once
@@ -228,6 +232,7 @@ def test_the_folder_of_sampling_servers_is_one_of_its_own(name, model, folder):
     assert check(folder, model, f"{typed} --ppo.sampler_folder {folder}/run/sampler").shape
 
 
+SAVED = """echo '{"format": 6, "files": {}, "digest": ""}' > c/run.json"""
 WHOLE = "which a run or export wrote as a whole; set a folder apart"
 
 
@@ -239,8 +244,8 @@ WHOLE = "which a run or export wrote as a whole; set a folder apart"
         ("mkdir -p run/config.json", "", "run holds config.json, which no run wrote"),
         ("mkdir -p run/metrics.jsonl", "", "run holds metrics.jsonl, which no run wrote"),
         ("mkdir run; echo '{\"step\": 1, \"mine\": 2}' >run/metrics.jsonl", "", "run holds metrics.jsonl"),
-        ("mkdir c; touch c/rank-00000.json", "--run.output FOLDER/c", f"FOLDER/c is or lies in FOLDER/c, {WHOLE}"),
-        ("mkdir c; touch c/rank-00000.json", "--run.output FOLDER/c/a/b", f"lies in FOLDER/c, {WHOLE}"),
+        (f"mkdir c; {SAVED}", "--run.output FOLDER/c", f"FOLDER/c is or lies in FOLDER/c, {WHOLE}"),
+        (f"mkdir c; {SAVED}", "--run.output FOLDER/c/a/b", f"lies in FOLDER/c, {WHOLE}"),
         ("mkdir e; touch e/.written.json", "--run.output FOLDER/e/run", f"lies in FOLDER/e, {WHOLE}"),
         ("cp -r TOKENIZER t", "--run.output FOLDER/t --model.tokenizer FOLDER/t", "which is model.tokenizer"),
     ],

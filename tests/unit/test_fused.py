@@ -4,18 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.ops.activation import (
-    ACTIVATIONS,
-    activate,
-    activate_backward,
+from models.ops.experts import (
+    ExpertsNode,
+    ExpertStacks,
+    SparseMLP,
+    Stack,
     activate_weighted_backward,
+    route,
 )
-from models.ops.experts import ExpertsNode, ExpertStacks, SparseMLP, Stack, route
-from models.ops.gated_mlp import GatedMLP
+from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
 from models.ops.linear import stacked
 from models.ops.norm import NormNode, NormRule, rms_norm, rms_norm_backward
-from models.ops.project import ProjectNode
-from models.ops.rotary import rotate_pair
+from models.ops.rotary import ProjectNode, rotate_pair
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 each_device = pytest.mark.parametrize("device", ["cpu", GPU])

@@ -10,7 +10,7 @@ from torch import nn
 from tests.fake_ranks import LARGE, SHAPES, FakeWorld, act, grads_of, of_norm, parameters
 from tests.memory_case import assert_same_gradients
 from ulysses.gradients import ClipGlobalNorm, GradientPolicyChain, StepContext, build_chain
-from ulysses.gradients.policies import StopOnNonFinite
+from ulysses.gradients.policy import StopOnNonFinite
 from ulysses.gradients.skipping import SkipNonFinite, SkipSpike
 from ulysses.gradients.ulysses_pro import GradientNoise
 

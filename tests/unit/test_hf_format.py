@@ -16,11 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.arch import ARCHITECTURES, ModelConfig
+from models.arch import ModelConfig
 from models.decoder import init_parameter
 from models.families import FAMILIES
 from models.folders import read_config, resolve_model
 from models.hf_format import WeightFiles
+from models.published import ARCHITECTURES
 from models.writing import write_weights
 from tests.model_folder import tiny_config, write_model
 

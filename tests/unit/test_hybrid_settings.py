@@ -10,7 +10,8 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.lora import add_adapters
 from tests.family_case import FAMILIES, raw
-from ulysses.check.setting_checks import choose_targets, missing_targets
+from ulysses.check.adapter_settings import check_adapters
+from ulysses.check.setting_checks import choose_targets
 from ulysses.config.command_line import check
 
 
@@ -87,7 +88,7 @@ def test_targets_that_the_model_lacks_are_refused(family, targets, complaint) ->
     )
     shape = ModelConfig.from_hf(FAMILIES[family])
     assert choose_targets(config, shape) is config
-    found = [*missing_targets(config, shape)]
+    found = [*check_adapters(config.model.lora, shape)]
     assert (complaint is None) == (not found)
     assert complaint is None or complaint in found[0]
 

@@ -7,14 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.arch import ModelConfig, architecture
+from models.arch import ModelConfig
+from models.published import architecture
 from tests.unit.test_plan import SMALL, Data, config, node
-from ulysses.plan.case import Case, Plan
-from ulysses.plan.footprint import predict
-from ulysses.plan.machine import GIB, PEAKS, Machine
-from ulysses.plan.memory_choice import choose, choose_memory, cut_steps
-from ulysses.plan.planned_run import plain_model, planned_step, planner_case
-from ulysses.plan.seconds import step_seconds
+from ulysses.plan.case import GIB, PEAKS, Case, Machine, Plan
+from ulysses.plan.costs import predict, step_seconds
+from ulysses.plan.memory_choice import (
+    choose,
+    choose_memory,
+    cut_steps,
+    plain_model,
+    planned_step,
+    planner_case,
+)
 
 ROWS = Path(__file__).parents[2] / "benchmarks/measured.jsonl"
 

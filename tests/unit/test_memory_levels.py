@@ -24,10 +24,11 @@ from tests.memory_case import (
     gradients,
 )
 from ulysses.config.schema import LoraSection as Adapters
+from ulysses.memory.layer_node import tile_gradients
 from ulysses.memory.levels import LEVELS, computed_again, kept_bytes
 from ulysses.memory.offload import Offloader
 from ulysses.memory.size import Setting
-from ulysses.memory.tiling import TILE_ROWS, add_by_tiles, tile_gradients
+from ulysses.memory.tiling import TILE_ROWS, add_by_tiles
 
 # a level for each of the three layers
 MIXED = [*map(str.split, ("block none keep_attention", "pair block pair", "block pair pair"))]

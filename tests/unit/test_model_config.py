@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from models.arch import ARCHITECTURES, ModelConfig
+from models.arch import ModelConfig
 from models.families import RopeScaling
+from models.published import ARCHITECTURES
 from tests.model_folder import tiny_config
 
 LLAMA = tiny_config()

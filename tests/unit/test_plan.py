@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.arch import ModelConfig, architecture
+from models.arch import ModelConfig
+from models.published import architecture
 from tests.engine_case import SHAPE
 from tests.harness import run_distributed
 from ulysses.config.command_line import check
@@ -22,10 +23,9 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import write_json
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.case import Case, Plan, PlannedStep
-from ulysses.plan.footprint import predict
+from ulysses.plan.case import GIB, Case, Machine, Plan, PlannedStep, this_machine
+from ulysses.plan.costs import predict, step_flops, step_seconds
 from ulysses.plan.inquiry import longest_sequence, planned_machine
-from ulysses.plan.machine import GIB, Machine, this_machine
 from ulysses.plan.memory_choice import (
     choose,
     choose_memory,
@@ -33,9 +33,10 @@ from ulysses.plan.memory_choice import (
     layer_memory,
     memory_line,
     micro_batch_line,
+    plain_model,
+    planned_step,
+    planner_case,
 )
-from ulysses.plan.planned_run import plain_model, planned_step, planner_case
-from ulysses.plan.seconds import step_flops, step_seconds
 from ulysses.run.build import InitialWeights, frozen_engine, trained_engine
 
 LLAMA = architecture("llama3-8b")

@@ -380,7 +380,9 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
         answer.scores = {"models/rm": 3.0, HALF: answer.score}
     asked = Mock(answer=lambda number, *_: rounds[number % 2])
     stage = PpoStage(Config(stage="ppo", ppo=section), maker=asked)
-    metrics = stage.evaluate(Mock(steps_per_epoch=2))
+    prompts = Mock(steps_per_epoch=2)
+    prompts.sets.return_value = {"": prompts}
+    metrics = stage.evaluate(prompts)
     assert metrics["objective/scores"] == pytest.approx(3.5 / 4) == -metrics["loss"]
     assert metrics["objective/scores/models/rm"] == 3
     assert metrics[f"objective/scores/{HALF}"] == pytest.approx(3.5 / 4)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.arch import architecture
+from models.published import architecture
 from tests.data_case import content
 from tests.engine_case import ListDataset, dataset
 from ulysses.config.command_line import check
@@ -15,10 +15,8 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard, shared_prompts
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.case import Case
-from ulysses.plan.machine import GIB, Machine
-from ulysses.plan.memory_choice import choose
-from ulysses.plan.planned_run import plain_model
+from ulysses.plan.case import GIB, Case, Machine
+from ulysses.plan.memory_choice import choose, plain_model
 from ulysses.rl.rollout import Completion, Rollout
 from ulysses.stages.kto import KtoStage
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from models.arch import ARCHITECTURES
-from ulysses.check.checkpoint_folders import FORMAT, write_run_state
+from models.published import ARCHITECTURES
 from ulysses.check.preflight import prepare
+from ulysses.check.run_folder import FORMAT, write_run_state
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.disk import digest_of, write_json

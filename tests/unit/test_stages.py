@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.arch import ARCHITECTURES
 from models.initial_weights import InitialWeights
+from models.published import ARCHITECTURES
 from tests.e2e.launch import ROOT
 from tests.engine_case import FROZEN, dataset
 from tests.shuffled_loader import ShuffledLoader
@@ -23,7 +23,12 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.registry import STAGES, stage_of
 from ulysses.stages.kto import KtoStage
-from ulysses.stages.referenced import mismatched_lengths, pairs_of_run, read_reference
+from ulysses.stages.referenced import (
+    mismatched_lengths,
+    mismatched_pairs,
+    pairs_of_run,
+    read_reference,
+)
 from ulysses.stages.rm import RmStage
 
 CPU = torch.device("cpu")
@@ -107,9 +112,10 @@ def test_a_cached_reference_knows_the_steps_of_every_named_set(monkeypatch):
     monkeypatch.setattr(KtoStage, "_with_reference", lambda self, run, loader, steps: steps)
     run = SimpleNamespace(train_data=data, eval_data=data, loader=loader)
     train, held_out = KtoStage(check({"stage": "kto"})).extend_data(run)
-    assert [own.only for own in train] == [""]
+    assert [own.only for own in train] == [None]
     steps = {own.only: count for own, count in held_out.items()}
-    assert steps == {"": -(-len(data) // 3), "odd": -(-(len(data) // 2) // 3)}
+    odd = len(data) // 2
+    assert steps == {"": -(-(len(data) - odd) // 3), "odd": -(-odd // 3)}
 
 
 @pytest.mark.parametrize("examples", [2, 3, 5, 6])
@@ -124,14 +130,14 @@ def test_kto_pairs_the_next_example_of_the_step_with_another_prompt(examples):
     other = ShuffledLoader(data, examples, tokens_per_microbatch=512, dp_rank=1, **options)
     for k in range(plain.steps_per_epoch):
         indices = plain.indices(0, k)
-        partners = dict(plain.mismatched_pairs(indices))
+        partners = dict(mismatched_pairs(prompts, indices))
         for place, i in enumerate(indices):
             following = indices[place + 1 :] + indices[:place]
             assert partners.get(i) == next(
                 (n for n in following if prompts[n] != prompts[i]), None
             )
-        assert other.mismatched_pairs(other.indices(0, k)) == list(partners.items())
-    assert plain.mismatched_pairs([4]) == []
+        assert mismatched_pairs(prompts, other.indices(0, k)) == list(partners.items())
+    assert mismatched_pairs(prompts, [4]) == []
 
 
 def fake_reference(batch):

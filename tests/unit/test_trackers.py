@@ -14,9 +14,8 @@ from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.disk import DiskError
 from ulysses.registry import TRACKERS, load
-from ulysses.run.metrics import MetricsLog
+from ulysses.run.metrics import METRICS, MetricsLog, logged
 from ulysses.run.trackers import TrackedRun
-from ulysses.run.trackers.metrics_file import METRICS, logged
 
 SETTINGS = {"run_id": "1a2b", "stage": "sft", "optimizer": {"lr": 1e-3}}
 FOLDER = Path("run")
@@ -93,7 +92,7 @@ def followed(*names, step=0):
 @pytest.mark.parametrize("name", CALLS)
 def test_a_service_is_told_of_the_run_its_steps_and_its_end(name, fails, package):
     service, (start, step, well, badly) = package(name), CALLS[name]
-    log = followed(name)
+    log = followed(name, name)  # run.wandb may name one of run.trackers again
     log.report(4, {"loss": 2.5, "reward/a:b": math.nan}, due=True)
     if fails:
         log.fail()

@@ -1,28 +1,26 @@
-"""What a run reads besides the rows of its data: the models' shapes and weights, the tokenizer and the rewards."""
+"""What a run reads besides the rows of its data: the model's shape and weights, and the tokenizer."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
 
-from models.arch import ARCHITECTURES, ModelConfig, architecture
+from models.arch import ModelConfig
 from models.folders import folder_with, read_config, resolve_model
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError, error_context
-from ulysses.config.stage_sections import is_function
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import missing_sources, parse_sources
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import check_fits
 from ulysses.registry import stage_of
-from ulysses.stages.base import AuxiliaryModel, Stage
+from ulysses.stages.base import Stage
 
 # A folder that holds none of these has no tokenizer, whatever else describes one.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
@@ -77,6 +75,8 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
             # random weights belong to nothing around them
             raw = (shape if model.init == "pretrained" else replace(shape, around="")).to_hf()
         elif model.arch:
+            from models.published import architecture
+
             raw = architecture(model.arch).to_hf()
         raw.pop("rope_parameters", None)  # model.config may have either style
         return ModelConfig.from_hf({**raw, **model.config}, **rope), folder
@@ -96,7 +96,11 @@ def published_shape(config: Config) -> ModelConfig | None:
     A dry run plans with it if the model is not on this machine.
     """
     model = config.model
-    name = Path(model.path or "").name.lower()
+    if not model.path or Path(model.path).is_dir():
+        return None
+    from models.published import ARCHITECTURES
+
+    name = Path(model.path).name.lower()
     names = name + " " + re.sub(r"^([a-z-]+)-(\d)", r"\1\2", name)
     shape = next((shape for key, shape in ARCHITECTURES.items() if key in names), None)
     if shape is None:
@@ -191,35 +195,6 @@ def initial_weights(
     return shape, InitialWeights(shape, *given, new_rows=rows)
 
 
-# ---------------------------------------------------------------- the stage's other models
-
-
-def read_others(
-    config: Config, stage: Stage, need_weights: bool, others: dict[str, InitialWeights]
-) -> list[object]:
-    """Fill `others` with the weights of the run's other models, by their settings; return what is wrong with them."""
-    errors: list[object] = []
-    for other in filter(lambda model: model.path, stage.requirements.models):
-        with error_context(errors=errors):
-            others[other.setting] = weights = read_other(other, need_weights=need_weights)
-            fit_window(config, weights.shape, other.setting)
-    return errors
-
-
-def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWeights:
-    """Return the weights of a model that the run reads besides the trained one."""
-    folder = resolve_model(other.path, need_weights=need_weights, key=other.setting)
-    with error_context(other.setting):
-        weights = InitialWeights(read_config(folder), 0, folder)
-        check_weights(weights.shape, folder, reward=other.is_reward)
-        if other.is_reward and "score.weight" not in weights.stored:
-            raise ValueError(
-                f"{folder} has no score.weight, so it is not a reward model; train one with stage rm, or name a "
-                "function as module:function"
-            )
-        return weights
-
-
 def check_models(
     stage: Stage,
     shape: ModelConfig,
@@ -228,23 +203,6 @@ def check_models(
 ) -> Iterator[str]:
     """Return what the stage objects to in the models and the tokenizer."""
     return stage.check_models(shape, tokenizer, others)
-
-
-def check_rewards(config: Config, strict: bool) -> list[object]:
-    """Return errors for reward functions that are not there; only a run that starts imports them: user's code runs."""
-    errors: list[object] = []
-    for reward in filter(is_function, config.ppo.reward):
-        with error_context(errors=errors):
-            if strict:
-                from ulysses.rl.rewards import load_function
-
-                load_function(reward)
-            elif "//" not in reward and find_spec(re.split("[.:]", reward)[0]) is None:
-                raise ConfigError(
-                    f"ppo.reward is {reward!r} but there is no such module; name a function as module:function, with "
-                    "the module's folder on PYTHONPATH"
-                )
-    return errors
 
 
 # ---------------------------------------------------------------- tokenizer

@@ -13,6 +13,7 @@ Each error is one sentence: what was given, what is required and what to change.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,15 @@ from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
 from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.sources import parse_sources, repeated_data
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
+from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.registry import load, stage_of
 from ulysses.stages.base import Stage
+
+# Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
+LEAST_KNOWN = 0.9
 
 # When a check is made, where it is, what it reads and what it finds. It is a function of this room, or of another one
 # that is named, and is imported when it is made. Its arguments are what it reads. One with "?" may be unknown; without
@@ -41,23 +47,24 @@ files      input_files:published_shape         config                           
 files      input_files:read_shape              config strict                                   shape folder
 files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
-files      setting_checks:check_adapters       config shape
+files      setting_checks:check_routers        config shape
+files      adapter_settings:check_adapters     adapters shape
 files      setting_checks:choose_targets       config shape                                    config
 files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template
-files      input_files:read_others             config stage strict others
+files      other_models:read_others            config models strict others
 files      kernel_proof:choose_kernel          config stage shape strict                       attention kernel
-files      input_files:check_rewards           config strict
-files      checkpoint_folders:find_checkpoint  config strict                                   resume_from
-files      checkpoint_folders:check_same_run   config shape resume_from
+files      other_models:check_rewards          rewards strict
+files      run_folder:find_checkpoint          config strict                                   resume_from
+files      resuming:check_same_run             config shape resume_from
 all files  input_files:check_models            stage shape tokenizer others
 all files  input_files:initial_weights         config stage shape tokenizer template? folder? place?  shape weights
-all files  disk_space:check_folders            config folder? place? weights others
-all files  disk_space:check_disk               config shape resume_from?                       disk_warning
+all files  run_folder:check_folders            config folder? place? weights others
+all files  run_folder:check_disk               config shape resume_from?                       disk_warning
 data       input_files:check_examples          config train held_out?
-resuming   checkpoint_folders:changes          config resume_from digests                      changes
+resuming   resuming:changes                    config resume_from digests                      changes
 processes  agreement:facts_of                  inputs digests verify                           facts
 processes  agreement:agree                     facts
-folder     agreement:hold_output               config resources                                run_id left_by
+folder     run_folder:hold_output              config resources                                run_id left_by
 plan       kernel_proof:check_kernel           config stage shape attention device mesh
 plan       plan.memory_choice:choose_memory    case                                            memory
 """
@@ -127,14 +134,53 @@ def prepare(
 
     Raises ConfigError: all errors about settings or, if there are none, about what they name.
     """
-    known = {
-        "config": config,
-        "stage": stage_of(config),
-        "world_size": world_size,
+    known = make_checks("settings", findings, config=config, world_size=world_size)
+    stage = stage_of(config)
+    known |= {
+        "stage": stage,
         "strict": findings is None,
+        "adapters": config.model.lora if config.model.lora.rank else None,
+        "models": [model for model in stage.requirements.models if model.path] or None,
+        "rewards": config.ppo.reward or None,
         "others": {},
     }
-    for moment in ("settings", "files", "all files"):
+    for moment in ("files", "all files"):
         if not findings:
             known = make_checks(moment, findings, **known)
     return RunInputs(**{field.name: known.get(field.name) for field in fields(RunInputs)})
+
+
+def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
+    """Yield the lines about a run's settings and the steps that it takes."""
+    if inputs.disk_warning:
+        yield inputs.disk_warning
+    config, total = inputs.config, inputs.stage.total_steps(loader)
+    data = config.data
+    if both := repeated_data(parse_sources(data.train), parse_sources(data.eval)):
+        yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
+    rate, warmup = config.optimizer.lr, config.optimizer.warmup
+    if not rate:
+        yield "optimizer.lr is 0: no weight will change"
+    elif warmup > max(total, 1):
+        yield (
+            f"optimizer.warmup is {warmup:g} steps but the run has {total}: the learning rate stays below {rate:g}"
+        )
+    if config.model.tokenizer and config.model.init == "pretrained":
+        known, vocabulary = len(inputs.tokenizer), inputs.shape.vocab_size
+        if known < LEAST_KNOWN * vocabulary:
+            yield (
+                f"model.tokenizer has {known} tokens but the model's vocabulary has {vocabulary}: it may belong to "
+                "another model, whose tokens mean something else"
+            )
+    groups, per_epoch = loader.data_parallel_size, loader.examples_per_epoch
+    examples = min(loader.examples_per_step, per_epoch)
+    if examples < groups:
+        yield (
+            f"a step has {examples} examples for {groups} data-parallel groups: {groups - examples} of them "
+            "compute nothing; raise batch.examples or parallel.sequence_parallel_size"
+        )
+    if loader.examples_per_step > per_epoch:
+        yield (
+            f"a step takes {loader.examples_per_step} examples (batch.examples) but the data has only {per_epoch}: "
+            "every step trains on all of them"
+        )

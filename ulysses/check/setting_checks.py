@@ -87,25 +87,16 @@ def require_determinism() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def check_adapters(config: Config, shape: ModelConfig) -> Iterator[str]:
-    """Yield what is wrong with settings of adapters and of experts, once the model's shape is known."""
+def check_routers(config: Config, shape: ModelConfig) -> Iterator[str]:
+    """Yield which settings of experts have no effect."""
     model = config.model
-    if model.lora.rank > shape.hidden_size:
-        yield (
-            f"model.lora.rank: is {model.lora.rank} but the model's matrices are {shape.hidden_size} wide; set a "
-            "smaller one (8 to 64 are usual), or 0 to train all weights"
-        )
-    yield from missing_targets(config, shape)
     routers = {"router_aux_loss_coefficient", "freeze_router"}
-    given = model.model_dump(include=routers, exclude_defaults=True)
-    if shape.moe:
-        from ulysses.check.expert_settings import adapter_errors, router_errors
-
-        yield from router_errors(model, given)
-        yield from adapter_errors(model.lora, shape)
-        return
-    for key, value in given.items():
-        yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"
+    for key, value in model.model_dump(include=routers, exclude_defaults=True).items():
+        if not shape.moe:
+            yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"
+        elif key != "freeze_router" and (model.freeze_router or model.lora.rank):
+            why = "model.freeze_router" if model.freeze_router else "model.lora.rank"
+            yield f"model.{key} is {value:g} but {why} is set, which trains no router; set it to 0"
 
 
 def rule_targets(shape: ModelConfig) -> tuple[str, ...]:
@@ -125,21 +116,6 @@ def choose_targets(config: Config, shape: ModelConfig) -> Config:
     targets = [*lora.targets, *rule_targets(shape)]
     chosen = model.model_copy(update={"lora": lora.model_copy(update={"targets": targets})})
     return config.model_copy(update={"model": chosen})
-
-
-def missing_targets(config: Config, shape: ModelConfig) -> Iterator[str]:
-    """Yield which of the adapters' targets among the projections of linear attention the model does not have."""
-    own = rule_targets(shape)
-    lacking = sorted({*config.model.lora.targets} & {*RULE_TARGETS} - {*own})
-    if config.model.lora.rank and lacking:
-        has = (
-            f"of linear attention it has {', '.join(sorted(own))}"
-            if own
-            else "it has no linear attention"
-        )
-        yield (
-            f"model.lora.targets has {', '.join(lacking)}, which this model lacks: {has}; correct the list"
-        )
 
 
 def contradictions(config: Config) -> Iterator[str]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from filelock import Timeout
 
@@ -128,7 +127,7 @@ def content_digest(files: Sequence[Path], cache: Path) -> str:
     return (known / "digest").read_text()
 
 
-def digest_of_value(value: Any) -> str:
+def digest_of_value(value: object) -> str:
     """Return the SHA-256 of a value as JSON, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 

@@ -6,15 +6,14 @@ context = StepContext(step=k, total_steps=n, loss=loss.item(), lr=lr, seed=0)
 metrics = chain.apply(TorchGradients(model.named_parameters()), context)
 if not context.skip: ...                      # step with lr * context.lr_scale
 
-policies.py has the policies of every run; chain.py names all of them, and their files.
+policy.py has the policies of every run; chain.py names all of them, and their files.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from ulysses.gradients.chain import GradientPolicyChain, build_chain
 from ulysses.gradients.gradients import Gradients, GradientSlice
-from ulysses.gradients.policies import ClipGlobalNorm
-from ulysses.gradients.policy import GradientPolicy, StepContext
+from ulysses.gradients.policy import ClipGlobalNorm, GradientPolicy, StepContext
 
 if TYPE_CHECKING:
     from ulysses.gradients.torch_gradients import TorchGradients

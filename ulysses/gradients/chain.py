@@ -11,8 +11,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policies import StopOnNonFinite
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
+from ulysses.gradients.policy import GradientPolicy, Report, StepContext, StopOnNonFinite
 
 
 class GradientPolicyChain:
@@ -61,8 +60,8 @@ class GradientPolicyChain:
 
 # What a configuration names, and where it is: a file of this folder, which is imported then.
 GRADIENT_POLICIES = {
-    "stop_on_non_finite": "policies:StopOnNonFinite",
-    "clip_global_norm": "policies:ClipGlobalNorm",
+    "stop_on_non_finite": "policy:StopOnNonFinite",
+    "clip_global_norm": "policy:ClipGlobalNorm",
     "skip_non_finite": "skipping:SkipNonFinite",
     "skip_spike": "skipping:SkipSpike",
     "gradient_noise": "ulysses_pro:GradientNoise",

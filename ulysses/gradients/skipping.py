@@ -5,8 +5,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policies import what_is_not_finite
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
+from ulysses.gradients.policy import GradientPolicy, Report, StepContext, what_is_not_finite
 
 
 @dataclass

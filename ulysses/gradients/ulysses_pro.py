@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ulysses.gradients.gradients import Gradients, GradientSlice
-from ulysses.gradients.policies import ClipGlobalNorm
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
+from ulysses.gradients.policy import ClipGlobalNorm, GradientPolicy, Report, StepContext
 from ulysses.parallel.random_keys import keyed_generator
 
 NOISE_BLOCK = 65_536

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ulysses.memory.levels import HOOKS, Rope
-from ulysses.parallel.layout import Segments, VarlenCall
+from ulysses.parallel.layout import AttentionPlan, Segments, VarlenCall
 
 MOST_SIZES = 24  # recorded; each keeps its inputs and results
 SMALLEST = 128  # rows, and the length of the longest document
@@ -52,7 +52,7 @@ class LayerGraphs:
         # A forward pass whose backward is still to come owns what all graphs keep in their common memory.
         self._owner: Any = lambda: None
 
-    def __call__(self, hidden: Tensor, ropes: Ropes, plan: Any) -> Tensor | None:
+    def __call__(self, hidden: Tensor, ropes: Ropes, plan: AttentionPlan) -> Tensor | None:
         """Return the layers' output [S, D], or None if they must run one by one this time."""
         if not self._hooks:
             self._hooks = [getattr(m, kind) for m in self.layers.modules() for kind in HOOKS]
@@ -134,7 +134,7 @@ class _Recorded:
         graphs: LayerGraphs,
         hidden: Tensor,
         ropes: Ropes,
-        plan: Any,
+        plan: AttentionPlan,
         size: tuple[int, ...],
     ) -> None:
         rows, bounds, longest = size

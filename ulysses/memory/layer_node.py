@@ -4,26 +4,120 @@ All levels but "none" are one autograd.Function that covers the whole layer, so 
 parameters once per direction and reduces each gradient once. Its backward runs feed_forward tile by tile. At
 "keep_attention" that happens before q, k and v exist again.
 
-A layer offers its mixer, a `Mixer`; `project(hidden, rope)`, which returns hidden too, so that one gradient comes back
-for both of its uses; `output(hidden, rows)`; and `feed_forward`, as `feed_forward_tiles(rows)` and
-`feed_forward_gradients(rows, grad)`. `stage_parameters()` are the trained parameters of project, mix, output and
-feed_forward. Random numbers (dropout in an adapter) are drawn again as they were.
+Random numbers (dropout in an adapter) are drawn again as they were.
 
 Shapes: S local tokens, D width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+from losses.precision import at_least_float32
 from ulysses.memory.levels import Rope
+from ulysses.memory.tiling import tiles
+from ulysses.parallel.layout import AttentionPlan, Tensors
+
+if TYPE_CHECKING:
+    from ulysses.memory.offload import Group, Offloader
 
 Random = tuple[Tensor, Tensor | None]
+
+
+class Mixer(Protocol):
+    """Mix tokens, in steps that a layer's node runs, and runs again, one by one.
+
+    A step and its `_backward` communicate alike on all ranks of the sequence-parallel group, and record no graph;
+    `project`, `mix` and `output` record one.
+
+    has_gate: whether `output` makes a gate of the layer's input.
+    """
+
+    has_gate: bool
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether only a call of the module, forward(normalised rows, rope, plan), runs somebody's hook."""
+
+    @property
+    def output_is_fresh(self) -> bool:
+        """Whether nobody else may hold what `output` returns."""
+
+    @property
+    def stages(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
+        """The modules and parameters of project, of the mix itself and of output."""
+
+    def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a CUDA graph may run the mix for packs of other documents than those it was recorded with."""
+
+    def __call__(self, x: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor: ...
+
+    def project(
+        self, hidden: Tensor, norm: Callable[[Tensor], Tensor], rope: Rope
+    ) -> tuple[Tensor, ...]:
+        """Return what is sent to the heads' ranks, one tensor of local rows each, and `hidden`, the layer's input."""
+
+    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
+        """Do to_heads, mix_forward and to_tokens in one."""
+
+    def output(self, mixed: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what the layer adds to its input [S, D], of the mix's local rows and of that input."""
+
+    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
+        """Turn local rows of all heads into whole documents of some heads, the shards."""
+
+    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
+        """Return the gradients of local rows from those of the shards."""
+
+    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
+        """Return the output, and what backward needs besides the shards; "keep_attention" keeps both."""
+
+    def mix_backward(
+        self,
+        grad: Tensor,
+        shards: Tensors,
+        results: Tensors,
+        plan: AttentionPlan,
+    ) -> tuple[Tensors, Tensors]:
+        """Return the gradients of the shards, and of the trained parameters of the mix itself."""
+
+    def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
+        """Bring the output to its tokens' ranks."""
+
+    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
+        """Return the gradients of local rows where the output came from."""
+
+
+class Layer(Protocol):
+    """What the node asks of its layer; Pair calls the module itself.
+
+    recompute: its level. offloader: where what is kept waits, if not on the GPU.
+    """
+
+    recompute: str
+    offloader: "Offloader | None"
+
+    @property
+    def mixer(self) -> Mixer: ...
+
+    def __call__(self, hidden: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor: ...
+
+    def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+        """Return what the mixer sends, and hidden too, so that one gradient comes back for both of its uses."""
+
+    def output(self, hidden: Tensor, mixed: Tensor) -> Tensor: ...
+
+    def feed_forward_tiles(self, rows: Tensor) -> Tensor: ...
+
+    def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensors]: ...
+
+    def stage_parameters(self) -> tuple[list[nn.Parameter], ...]:
+        """Return the trained parameters of project, mix, output and feed_forward."""
 
 
 class Kept:
@@ -51,13 +145,14 @@ class Pair:
     more, without a graph, so that ZeRO-3 gathers and releases its parameters as in any forward pass.
     """
 
-    def __init__(self, first: nn.Module) -> None:
+    def __init__(self, first: Layer) -> None:
         self.first = first
         # the first layer's group, the state of the generators, and its rotary table
-        self.kept: Any = None
+        self.kept: tuple[Kept | Group, Random, Rope] | None = None
 
-    def second_input(self, plan: Any) -> Tensor:
+    def second_input(self, plan: AttentionPlan) -> Tensor:
         """Return the first layer's output, computed again."""
+        assert self.kept is not None
         group, random, rope = self.kept
         # ZeRO-3 counts inputs that need a gradient, and there is no graph here
         with torch.no_grad(), replay(random):
@@ -75,16 +170,16 @@ class LayerNode(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        layer: Any,
+        layer: Layer,
         rope: Rope,
-        plan: Any,
+        plan: AttentionPlan,
         pair: Pair | None,
         hidden: Tensor,
         *parameters: nn.Parameter,
     ) -> Tensor:
         is_second = pair is not None and pair.kept is not None
-        on_gpu = is_second or layer.offloader is None
-        group = Kept() if on_gpu else layer.offloader.group()
+        offloader = None if is_second else layer.offloader
+        group = offloader.group() if offloader else Kept()
         if not is_second:
             group.keep(hidden)
         mixer = layer.mixer
@@ -199,3 +294,55 @@ def replay(state: Random) -> Iterator[None]:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
         yield
+
+
+# ---------------------------------------------------------------- gradients tile by tile
+
+
+def tile_gradients(
+    function: Callable[[Tensor], Tensor],
+    rows: Tensor,
+    grad: Tensor,
+    parameters: Tensors,
+    tile: int,
+) -> tuple[Tensor, list[Tensor]]:
+    """Run forward and backward of each tile; return the gradients of `rows` and of `parameters`.
+
+    Parameters that are not used get zeros; sums as in `sum_tiles`.
+    """
+
+    def of_tile(part: slice) -> Tensors:
+        leaf = rows[part].detach().requires_grad_()
+        with torch.enable_grad():
+            out = function(leaf)
+        return torch.autograd.grad(
+            out, (leaf, *parameters), grad[part], allow_unused=True, materialize_grads=True
+        )
+
+    return sum_tiles(of_tile, rows, parameters, tile)
+
+
+def sum_tiles(
+    gradients: Callable[[slice], Tensors],
+    rows: Tensor,
+    parameters: Tensors,
+    tile: int,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the gradients of `rows` and of `parameters`; `gradients` returns a tile's, first those of its rows.
+
+    Parameter gradients of several tiles are summed in float32 or better.
+    """
+    sums: list[Tensor] = []
+    for part in tiles(len(rows), tile):
+        of_part, *found = gradients(part)
+        if tile >= len(rows):
+            grad_rows, sums = of_part, found
+            break
+        if part.start == 0:
+            grad_rows, sums = torch.empty_like(rows), [at_least_float32(g) for g in found]
+        else:
+            for total, g in zip(sums, found):
+                total.add_(g)
+        del found
+        grad_rows[part] = of_part
+    return grad_rows, [total.to(p.dtype) for total, p in zip(sums, parameters)]

@@ -10,41 +10,19 @@
 
 All levels but "none" run in layer_node.py.
 
-A Mixer mixes tokens, in steps that a layer's node runs, and runs again, one by one. A step and its `_backward`
-communicate alike on all ranks of the sequence-parallel group, and record no graph; `project`, `mix` and `output` record
-one:
-
-    project(hidden, norm, rope)      what is sent to the heads' ranks, one tensor of local rows each, and `hidden`, the
-                                     layer's input
-    mix(*heads, plan)                to_heads, mix_forward and to_tokens in one
-    output(mixed, hidden, norm)      what the layer adds to its input [S, D], of the mix's local rows and of that input
-
-    to_heads(heads, plan)            whole documents of some heads, the shards, of local rows of all heads
-    to_heads_backward(grads, plan)   the gradients of local rows from those of the shards
-    mix_forward(shards, plan)        the output, and what backward needs besides the shards; "keep_attention" keeps both
-    mix_backward(grad, shards, results, plan)
-                                     the gradients of the shards, and of the trained parameters of the mix itself
-    to_tokens(out, plan)             the output on its tokens' ranks
-    to_tokens_backward(grad, plan)   the gradients of local rows where the output came from
-
-    has_gate                         whether `output` makes a gate of the layer's input
-    is_watched                       whether only a call of the module, forward(normalised rows, rope, plan), runs
-                                     somebody's hook
-    output_is_fresh                  whether nobody else may hold what `output` returns
-    stages                           the modules and parameters of project, of the mix itself and of output
-    fits_graphs(device, dtype)       whether a CUDA graph may run the mix for packs of other documents than those it was
-                                     recorded with
-
 Shapes: S local tokens, D width.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from ulysses.memory.size import LayerSize
 from ulysses.memory.tiling import TILE_ROWS
+
+if TYPE_CHECKING:
+    from ulysses.memory.offload import Offloader
 
 LEVELS = ("none", "keep_attention", "block", "pair")  # the fastest first, which keeps most
 Rope = tuple[Tensor, Tensor]
@@ -64,7 +42,7 @@ class LayerMemory(NamedTuple):
 
     recompute: str | Sequence[str] = "none"
     mlp_tile: int = TILE_ROWS
-    offloader: Any = None
+    offloader: "Offloader | None" = None
     offloaded_layers: int | None = None
     graphs: bool = False
 

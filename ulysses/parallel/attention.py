@@ -12,7 +12,7 @@ row-parallel size.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from copy import copy
 from typing import Any
 
@@ -20,16 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .exchange import (
-    exchange_out_backward,
-    exchange_out_forward,
-    exchange_qkv_backward,
-    exchange_qkv_forward,
-)
 from .kernels.choice import KERNELS, VARLEN, Kernel, check_name, resolve_kernel
 from .kernels.document import ONE_DOCUMENT, SHORT, Gradients, Inputs, Results, join
 from .layout import (
     AttentionPlan,
+    Tensors,
     VarlenCall,
     head_layout,
     packed_plan,
@@ -149,8 +144,38 @@ class UlyssesAttention(nn.Module):
         sets = row_sets(bounds, mesh.row_parallel_size, windows=mesh.windows)
         return packed_plan(bounds, sets, mesh, query.device)
 
+    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
+        """Send q [S, H, E], k and v [S, K, E] to the ranks that attend with them (exchange.py); records no graph."""
+        if plan.mesh.sequence_parallel_size == 1:
+            return heads
+        from .exchange import exchange_qkv_forward
+
+        return exchange_qkv_forward(heads, plan)
+
+    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
+        if plan.mesh.sequence_parallel_size == 1:
+            return grads
+        from .exchange import exchange_qkv_backward
+
+        return exchange_qkv_backward(grads, plan, self.num_heads, self.num_kv_heads)
+
+    def to_tokens(self, output: Tensor, plan: AttentionPlan) -> Tensor:
+        """Bring outputs back to their tokens' ranks, as collectively as q, k and v."""
+        if plan.mesh.sequence_parallel_size == 1:
+            return output
+        from .exchange import exchange_out_forward
+
+        return exchange_out_forward(output, plan)
+
+    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
+        if plan.mesh.sequence_parallel_size == 1:
+            return grad
+        from .exchange import exchange_out_backward
+
+        return exchange_out_backward(grad, plan)
+
     def attend_forward(
-        self, shards: Sequence[Tensor], plan: AttentionPlan, sink: Tensor | None = None
+        self, shards: Tensors, plan: AttentionPlan, sink: Tensor | None = None
     ) -> Results:
         """Run the kernel on every arc of this rank's rows, without communicating and without recording a graph.
 
@@ -180,11 +205,11 @@ class UlyssesAttention(nn.Module):
     def attend_backward(
         self,
         dout: Tensor,
-        shards: Sequence[Tensor],
-        results: Sequence[Tensor],
+        shards: Tensors,
+        results: Tensors,
         plan: AttentionPlan,
         sink: Tensor | None = None,
-    ) -> tuple[Gradients, Sequence[Tensor]]:
+    ) -> tuple[Gradients, Tensors]:
         """Compute dq, dk, dv, and the gradient of a trained sink [H], from what `attend_forward` returned."""
         (query, key, _), (out, lse) = shards, results
         plan, kernel, inputs = self._calls(shards, plan)
@@ -229,7 +254,7 @@ class UlyssesAttention(nn.Module):
         return slice(first, first + count)
 
     def _calls(
-        self, shards: Sequence[Tensor], plan: AttentionPlan
+        self, shards: Tensors, plan: AttentionPlan
     ) -> tuple[AttentionPlan, Kernel, Callable[[VarlenCall], Inputs]]:
         """Return the plan under the window, the kernel for it, and what the kernel gets for one of its calls."""
         query, key, value = shards
@@ -273,20 +298,19 @@ class _Attend(torch.autograd.Function):
         attention: UlyssesAttention,
         plan: AttentionPlan,
     ) -> Tensor:
-        shards = exchange_qkv_forward((query, key, value), plan)
+        shards = attention.to_heads((query, key, value), plan)
         out, lse = attention.attend_forward(shards, plan, sink)
         ctx.save_for_backward(*shards, out, lse, sink)
         ctx.attention, ctx.plan = attention, plan
-        return exchange_out_forward(out, plan)
+        return attention.to_tokens(out, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         attention, plan, kept = ctx.attention, ctx.plan, ctx.saved_tensors
-        dout = exchange_out_backward(grad, plan)
+        dout = attention.to_tokens_backward(grad, plan)
         grads, of_sink = attention.attend_backward(dout, kept[:3], kept[3:5], plan, kept[5])
-        heads = attention.num_heads, attention.num_kv_heads
-        return *exchange_qkv_backward(grads, plan, *heads), *(of_sink or [None]), None, None
+        return *attention.to_heads_backward(grads, plan), *(of_sink or [None]), None, None
 
 
 def prove_kernel(

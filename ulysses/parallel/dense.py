@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import dense
-from .layout import AttentionPlan, packed_plan
+from .layout import AttentionPlan, dense, packed_plan
 from .mesh import ParallelMesh
 
 

@@ -1,4 +1,4 @@
-"""The all-to-alls of Ulysses and their adjoints, from token shards to head shards and back.
+"""The all-to-alls of Ulysses and their adjoints, from token shards to head shards and back; imported by several ranks.
 
 Plain Ulysses (R = 1) on two ranks; one exchange carries q, k and v of a layer:
 
@@ -25,11 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import AttentionPlan, HeadLayout, head_layout
+from .layout import AttentionPlan, HeadLayout, copy, dense, head_layout
 from .mesh import ParallelMesh
-
-_WIDE = 16  # bytes that a GPU's thread moves at once
-
 
 # --- q, k, v: token shards -> head shards ------------------------------------------------------------------------
 
@@ -40,8 +37,6 @@ def exchange_qkv_forward(qkv: Sequence[Tensor], plan: AttentionPlan) -> tuple[Te
     Returns q' [T/R, query, E], k' and v' [T, key, E]. All ranks of the group call it together, and its adjoint too.
     """
     mesh, (query, key, value) = plan.mesh, qkv
-    if mesh.sequence_parallel_size == 1:
-        return query, key, value
     heads = head_layout(query.shape[1], key.shape[1], mesh.head_parallel_size)
     send = _Buffer(plan, heads, query)
     copy(send.query, _by_rank(query, mesh.head_parallel_size))
@@ -67,8 +62,6 @@ def exchange_qkv_backward(
 ) -> tuple[Tensor, ...]:
     """Bring gradients of head shards back to token shards; those of a kv head's copies are summed."""
     dquery, dkey, dvalue = grads
-    if plan.mesh.sequence_parallel_size == 1:
-        return dquery, dkey, dvalue
     ranks = plan.mesh.head_parallel_size
     heads = head_layout(num_heads, num_kv_heads, ranks)
     send = _Buffer(plan, heads, dquery)
@@ -173,8 +166,6 @@ def exchange_out_forward(output: Tensor, plan: AttentionPlan, ranks: int = 0) ->
 
     ranks: how many split the heads, if not U; the rows are those of so many neighbours then.
     """
-    if plan.mesh.sequence_parallel_size == 1:
-        return output
     ranks = ranks or plan.mesh.head_parallel_size
     received = all_to_all(dense(output).unflatten(0, (ranks, -1)), plan.mesh, ranks)
     return dense(received.transpose(0, 1)).flatten(1, 2)
@@ -182,37 +173,5 @@ def exchange_out_forward(output: Tensor, plan: AttentionPlan, ranks: int = 0) ->
 
 def exchange_out_backward(grad: Tensor, plan: AttentionPlan, ranks: int = 0) -> Tensor:
     """Send the outputs' gradients where the outputs came from: [S, H, E] -> [T/R, H/U, E]."""
-    if plan.mesh.sequence_parallel_size == 1:
-        return grad
     ranks = ranks or plan.mesh.head_parallel_size
     return all_to_all(dense(_by_rank(grad, ranks)), plan.mesh, ranks).flatten(0, 1)
-
-
-# --- copies between layouts --------------------------------------------------------------------------------------
-
-
-def copy(target: Tensor, source: Tensor) -> None:
-    """Copy between strided tensors of one dtype without recording a graph; `source` may be broadcast.
-
-    torch moves strided tensors element by element. Where 16 bytes can be moved at once, bfloat16 heads copy 2.4 times
-    as fast.
-    """
-    if _is_wide(target) and _is_wide(source):
-        target, source = target.view(torch.complex128), source.view(torch.complex128)
-    target.copy_(source)
-
-
-def dense(x: Tensor) -> Tensor:
-    """Return x in contiguous memory without recording a graph; x itself if it is contiguous."""
-    if x.is_contiguous():
-        return x
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    copy(out, x)
-    return out
-
-
-def _is_wide(x: Tensor) -> bool:
-    """Tell whether the last axis can be read as elements of 16 bytes, on a device that has such elements."""
-    sizes = (x.shape[-1], *x.stride()[:-1], x.storage_offset())
-    aligned = all(size * x.element_size() % _WIDE == 0 for size in sizes)
-    return aligned and x.stride(-1) == 1 and x.device.type in ("cpu", "cuda")

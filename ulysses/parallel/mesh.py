@@ -11,19 +11,21 @@ The sequence axis is the inner one, so that its all-to-alls stay inside a node. 
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 
+Value = TypeVar("Value")
 
-def gather(value: Any) -> list[Any]:
+
+def gather(value: Value) -> list[Value]:
     """Return every rank's value, any object that can be pickled, in rank order; all ranks call it together.
 
     Without torch.distributed there is one rank. One alone pickles nothing.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
+    values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 

@@ -5,9 +5,12 @@ arrays are hashes of their keys (scatter_bits), on torch and numpy alike.
 """
 
 import hashlib
-from typing import Any
+from typing import TypeVar
 
+import numpy as np
 import torch
+
+Bits = TypeVar("Bits", torch.Tensor, np.ndarray)  # int64
 
 
 def wrapped(number: int) -> int:
@@ -30,18 +33,18 @@ def keyed_generator(device: torch.device | str, *key: object) -> torch.Generator
     return torch.Generator(device=device).manual_seed(seed_of(*key))
 
 
-def scatter_bits(values: Any) -> Any:
+def scatter_bits(values: Bits) -> Bits:
     """Hash an int64 tensor or numpy array by the finaliser of splitmix64, a bijection (Steele et al. 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values = (values ^ _shifted(values, shift)) * wrapped(factor)
     return values ^ _shifted(values, 31)
 
 
-def uniform_bits(values: Any) -> Any:
+def uniform_bits(values: Bits) -> Bits:
     """Return the upper 53 bits of hashes as integers in [0, 2**53): one for every double in [0, 1)."""
     return _shifted(values, 11)
 
 
-def _shifted(values: Any, count: int) -> Any:
+def _shifted(values: Bits, count: int) -> Bits:
     """Shift right and fill with zeros, which >> does not do for signed integers."""
     return (values >> count) & ((1 << (64 - count)) - 1)

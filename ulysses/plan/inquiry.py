@@ -6,9 +6,8 @@ import torch
 
 from ulysses.config.schema import Config, Options
 from ulysses.environment import local_world_size
-from ulysses.plan.case import Case
-from ulysses.plan.footprint import predict
-from ulysses.plan.machine import GIB, PEAKS, Machine, device_peaks, free_host_bytes
+from ulysses.plan.case import GIB, PEAKS, Case, Machine, device_peaks, free_host_bytes
+from ulysses.plan.costs import predict
 from ulysses.plan.memory_choice import first_fit
 
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given

@@ -11,6 +11,7 @@ Rollouts (ulysses.rl.rollout) come through the loader; the stage sees their colu
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answ
 from ulysses.rl.sampler import Completion, SamplingOptions
 from ulysses.stages.base import (
     AuxiliaryModel,
+    Metrics,
     MetricSums,
     Normaliser,
     PlannedRollout,
@@ -191,6 +193,7 @@ class PpoStage(ReferencedStage):
             reward=reward,
             scorer=scorer,
             phase=run.watch.phase,
+            show=run.show,
         )
         return found
 
@@ -250,10 +253,10 @@ class PpoStage(ReferencedStage):
             metrics.add(name, (values.detach() * weights).sum(dtype=torch.float64), count)
         return [Term((losses * weights).sum(), "tokens", factor) for losses, factor in trained]
 
-    def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalise_metrics(self, metrics: Metrics) -> Metrics:
         return {**metrics, **self.maker.rollout.metrics}
 
-    def check_first_step(self, metrics: dict[str, float]) -> None:
+    def check_first_step(self, metrics: Metrics) -> None:
         super().check_first_step(metrics)
         # a step may train nothing: all of its answers were cut
         change, allowed = metrics.get(CHANGE, 0.0), self.tolerance
@@ -266,15 +269,20 @@ class PpoStage(ReferencedStage):
 
     # ---------------------------------------------------------------- held-out prompts
 
-    def evaluate(self, source: StepLoader) -> dict[str, float]:
+    def evaluate(self, source: StepLoader) -> Metrics:
         """Answer the held-out prompts and return the mean of their scores; the loss is its negative."""
         self.maker.sampler.synchronise()
-        answers: list[Completion] = []
-        for k in range(source.steps_per_epoch):
-            asked = source.dataset, source.indices(0, k)
-            answers += self.maker.answer(HELD_OUT + k, *asked).answers
-        metrics = {name: float(x) for name, x in answer_metrics(answers).items()}
-        return {"loss": -metrics[SCORES], **metrics}
+        everything: list[Completion] = []
+        numbers, found = count(HELD_OUT), {}
+        for name, own in source.sets().items():
+            answers: list[Completion] = []
+            for k in range(own.steps_per_epoch):
+                asked = own.dataset, own.indices(0, k)
+                answers += self.maker.answer(next(numbers), *asked).answers
+            everything += answers
+            if name:
+                found |= {f"{name}/{key}": x for key, x in _scores(answers).items()}
+        return _scores(everything) | found
 
     # ---------------------------------------------------------------- state
 
@@ -285,3 +293,8 @@ class PpoStage(ReferencedStage):
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote; the next rollout is made with the restored weights."""
         self.maker.rollout = Rollout.load(folder / ROLLOUT)
+
+
+def _scores(answers: list[Completion]) -> Metrics:
+    metrics = {name: float(x) for name, x in answer_metrics(answers).items()}
+    return {"loss": -metrics[SCORES], **metrics}

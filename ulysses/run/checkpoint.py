@@ -12,11 +12,10 @@ import shutil
 from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from ulysses.check.checkpoint_folders import saved_checkpoints, superseded, write_run_state
+from ulysses.check.run_folder import saved_checkpoints, superseded, write_run_state
 from ulysses.disk import check_files, digest_of, flush_to_disk, replace_folder, writing
 from ulysses.parallel.mesh import gather
 from ulysses.zero.engine import TrainedEngine
@@ -26,7 +25,7 @@ from ulysses.zero.state import save_state
 def save_checkpoint(
     folder: Path,
     engine: TrainedEngine,
-    state: dict[str, Any],
+    state: dict[str, object],
     more: Callable[[Path], None],
     *,
     keep: int = 0,

@@ -5,27 +5,24 @@ A dry run needs no weights, no data and no GPU: it reports what is absent as fin
 
 import torch
 
-from ulysses.check.checkpoint_folders import resume_point
-from ulysses.check.preflight import RunInputs, prepare
-from ulysses.check.remarks import remarks
+from ulysses.check.preflight import RunInputs, prepare, remarks
+from ulysses.check.run_folder import resume_point
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
-from ulysses.plan.case import Case
-from ulysses.plan.footprint import predict
+from ulysses.plan.case import GIB, Case, Machine, cpu_flops, cpu_machine, slow_products
+from ulysses.plan.costs import predict, step_flops, step_seconds
 from ulysses.plan.inquiry import ASSUMED_GIB, longest_sequence, planned_machine
-from ulysses.plan.machine import GIB, Machine, cpu_flops, cpu_machine, slow_products
 from ulysses.plan.memory_choice import (
     choose_memory,
     first_fit,
     memory_line,
     micro_batch_line,
+    planner_run,
 )
-from ulysses.plan.planned_run import planner_run
-from ulysses.plan.seconds import step_flops, step_seconds
 from ulysses.run.build import open_data, step_loader
 
 # exit code of a right configuration that names something which is not on this machine

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,10 @@ from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import SPECIAL_NAMES
 from ulysses.disk import whole_folder, write_json
 from ulysses.registry import stage_of
-from ulysses.run.trackers.metrics_file import METRICS, logged
+from ulysses.run.metrics import METRICS, logged
+
+if TYPE_CHECKING:
+    from models.hf_format import WeightFiles
 
 CARD = "README.md"
 
@@ -117,11 +120,11 @@ def _edited(path: Path) -> Iterator[dict[str, Any]]:
 # ---------------------------------------------------------------- weights
 
 
-def stored_weights(folder: Path) -> Any:
+def stored_weights(folder: Path) -> "WeightFiles":
     """Return the WeightFiles of a folder, which a run that began at random does not need."""
-    from models.hf_format import WeightFiles
+    from models import hf_format
 
-    return WeightFiles(folder)
+    return hf_format.WeightFiles(folder)
 
 
 def export_model(
@@ -164,8 +167,10 @@ def export_model(
         files = stored_weights(Path(str(source.path)))
         base = files.tensors
 
-    parameters = empty_model(shape).named_parameters()
-    exact = {name for name, p in parameters if isinstance(p, Exact)}
+    exact = set()
+    if shape.delta:  # the decay of linear attention stays in float32
+        parameters = empty_model(shape).named_parameters()
+        exact = {name for name, p in parameters if isinstance(p, Exact)}
 
     def written(name: str, tensor: Tensor) -> Tensor:
         if name in exact:

@@ -1,14 +1,15 @@
-"""The log of a run's metrics: a progress bar and trackers."""
+"""The log of a run's metrics: a progress bar, metrics.jsonl, which every run writes, and trackers."""
 
+import json
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from ulysses.config.section import CREDENTIALS, ConfigError, visible
-from ulysses.disk import DiskError
+from ulysses.disk import DiskError, replace_file, writing
 from ulysses.progress import progress
 from ulysses.registry import TRACKERS, load
-from ulysses.run.trackers import TrackedRun, Tracker
-from ulysses.run.trackers.metrics_file import METRICS
+from ulysses.run.trackers import TrackedRun, Tracker, Values
 
 SHOWN = {  # by the progress bar, of those that a stage has
     "loss": ".4f",
@@ -17,7 +18,35 @@ SHOWN = {  # by the progress bar, of those that a stage has
     "lr": ".2e",
     "tokens_per_second": ".0f",
 }
-FILE = "ulysses.run.trackers.metrics_file:MetricsFile"
+METRICS = "metrics.jsonl"  # one JSON object for each logged step
+
+
+def logged(path: Path) -> list[Values]:
+    """Return the lines of a metrics.jsonl; a kill may have cut the last one short."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+class MetricsFile(Tracker):
+    """Write a run's metrics into its folder, in place of what was there of later steps."""
+
+    def start(self, run: TrackedRun) -> None:
+        self.path, self.run_id = run.folder / METRICS, run.run_id
+        with writing(self.path):
+            kept = [line for line in logged(self.path) if line["step"] <= run.step]
+            replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
+            self.file = self.path.open("a")
+
+    def log(self, step: int, values: Values) -> None:
+        with writing(self.path, f" at step {step}"):
+            line = json.dumps({"step": step, "run": self.run_id, **values})
+            print(line, file=self.file, flush=True)
+            self.path.stat()  # the open file takes lines that nobody can read any more
+
+    def close(self) -> None:
+        with writing(self.path, " at the end of the run"):
+            self.file.close()
+            self.path.stat()
 
 
 class MetricsLog:
@@ -35,9 +64,9 @@ class MetricsLog:
     def __init__(self, run: TrackedRun, names: Iterable[str], total_steps: int) -> None:
         self.failure: DiskError | None = None
         self.trackers: dict[str, Tracker] = {}
-        for name, place in {METRICS: FILE, **{n: TRACKERS.get(n, n) for n in names}}.items():
+        for name in dict.fromkeys((METRICS, *names)):
             try:
-                tracker = load(place)()
+                tracker = MetricsFile() if name == METRICS else load(TRACKERS.get(name, name))()
                 tracker.start(run)
             except DiskError:
                 raise

@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +51,7 @@ class AdamW(torch.optim.AdamW):
     step = torch.optim.Adam.step.__wrapped__
 
 
-def adamw(groups: list[dict[str, Any]], config: OptimizerSection) -> AdamW:
+def adamw(groups: list[dict[str, object]], config: OptimizerSection) -> AdamW:
     """Create AdamW (Loshchilov & Hutter 2019) over torch's tables of groups; zero/gpu_kernels.py may do its work."""
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
 

@@ -8,65 +8,91 @@ prompts, each of which stands after its score. A resumed run adds the lines of i
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Protocol
 
+from ulysses.check.preflight import RunInputs
+from ulysses.config.schema import Config
 from ulysses.data.read.messages import Message
 from ulysses.disk import writing
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.rollout import Rollout
 from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.run.metrics import MetricsLog
+from ulysses.run.trainer import Trainer
+from ulysses.stages.base import Run
+from ulysses.zero.engine import ZeroEngine
 
 
-def start_samples(run: Any) -> Callable[[int], None]:
-    """Return what writes a run's answers after a step, and write those of its start; all ranks call both together."""
-    config, inputs, wanted = run.config, run.inputs, run.config.run.samples
-    decode = partial(inputs.tokenizer.decode, skip_special_tokens=True)
-    path = config.output / "samples.jsonl"
+class Sampled(Run, Protocol):
+    """What is read of the run (training_run.py)."""
 
-    def write(by: str, prompts: Iterable[Any], answers: Iterable[Completion]) -> None:
+    config: Config
+    inputs: RunInputs
+    trainer: Trainer
+    log: MetricsLog | None
+    language_models: dict[str, ZeroEngine]
+
+
+class Samples:
+    """Write the answers of a run that begins to train; all ranks make this, and call its methods, together."""
+
+    def __init__(self, run: Sampled) -> None:
+        config, inputs, wanted = run.config, run.inputs, run.config.run.samples
+        self.run, self.path = run, config.output / "samples.jsonl"
+        self.decode = partial(inputs.tokenizer.decode, skip_special_tokens=True)
+        if isinstance(wanted, int):
+            rows = [example.sequences[0] for example in islice(run.eval_data, wanted)]
+            # before the first token that is trained; a prompt alone has none
+            heads = [max(1, [*map(bool, row.loss_weights), True].index(True)) for row in rows]
+            self.prompts = [row.tokens[:head].tolist() for row, head in zip(rows, heads)]
+            rest = [row.tokens[head:] for row, head in zip(rows, heads)]
+            answers = [Completion(tokens) for tokens in rest if len(tokens)]
+        else:
+            turns = [inputs.template.render([Message("user", text)]) for text in wanted]
+            encode = inputs.template.encoder.encode_batch
+            self.prompts, answers = [encode(turn)[0][0] for turn in turns], []
+        longest, stops = config.ppo.max_new_tokens, inputs.shape.eos_token_id
+        options = SamplingOptions(longest, top_k=1, stop_tokens=stops)
+        self.sampler = EngineSampler.of(run, config, options)
+        if not run.trainer.step:
+            self._write("data", self.prompts, answers)
+            for role, engine in run.language_models.items():
+                self._ask(role, replace(self.sampler, engine=engine, lora=None))
+            self.ask(0)
+
+    def ask(self, step: int) -> None:
+        """Answer the prompts after a step."""
+        self._ask(f"step {step}", self.sampler)
+
+    def show(self, rollout: Rollout) -> None:
+        """Write all answers to the first prompts of a rollout."""
+        each, count = rollout.answers_per_prompt, len(self.prompts)
+        asked = [prompt for prompt in rollout.prompts[:count] for _ in range(each)]
+        self._write(f"rollout {rollout.number}", asked, rollout.answers)
+
+    def _ask(self, by: str, sampler: EngineSampler) -> None:
+        # every rank answers all of them: they are few
+        answers = sampler.sample(dict(enumerate(self.prompts)))
+        self._write(by, self.prompts, answers.values())
+
+    def _write(
+        self, by: str, prompts: Iterable[list[int]], answers: Iterable[Completion]
+    ) -> None:
+        run = self.run
         if not run.log:  # rank 0 writes
             return
         step, board = run.trainer.step, run.log.trackers.get("tensorboard")
-        with writing(path), path.open("a") as file:
+        with writing(self.path), self.path.open("a") as file:
             for prompt, answer in zip(prompts, answers):
                 score = f"{answer.score:g}: " if answer.scores else ""
-                texts = {"prompt": decode(prompt), "answer": score + decode(answer.tokens)}
+                texts = {
+                    "prompt": self.decode(prompt),
+                    "answer": score + self.decode(answer.tokens),
+                }
                 print(json.dumps({"step": step, "by": by, **texts}), file=file)
                 if board:
                     board.writer.add_text(f"samples/{by}", "\n\n".join(texts.values()), step)
-
-    def ask(by: str, sampler: EngineSampler) -> None:
-        # every rank answers all of them: they are few
-        write(by, prompts, sampler.sample(dict(enumerate(prompts))).values())
-
-    def show(rollout: Rollout) -> None:
-        each = rollout.answers_per_prompt
-        asked = [prompt for prompt in rollout.prompts[: len(prompts)] for _ in range(each)]
-        write(f"rollout {rollout.number}", asked, rollout.answers)
-
-    if isinstance(wanted, int):
-        rows = [example.sequences[0] for example in islice(run.eval_data, wanted)]
-        # before the first token that is trained; a prompt alone has none
-        heads = [max(1, [*map(bool, row.loss_weights), True].index(True)) for row in rows]
-        prompts = [row.tokens[:head].tolist() for row, head in zip(rows, heads)]
-        rest = [row.tokens[head:] for row, head in zip(rows, heads)]
-        answers = [Completion(tokens) for tokens in rest if len(tokens)]
-    else:
-        turns = [inputs.template.render([Message("user", text)]) for text in wanted]
-        encode = inputs.template.encoder.encode_batch
-        prompts, answers = [encode(turn)[0][0] for turn in turns], []
-    longest, stops = config.ppo.max_new_tokens, inputs.shape.eos_token_id
-    options = SamplingOptions(longest, top_k=1, stop_tokens=stops)
-    sampler = EngineSampler.of(run, config, options)
-    if not run.trainer.step:
-        write("data", prompts, answers)
-        for role, engine in run.language_models.items():
-            ask(role, replace(sampler, engine=engine, lora=None))
-        ask("step 0", sampler)
-    if maker := getattr(run.trainer.stage, "maker", None):  # of rollouts
-        maker.show = show
-    return lambda step: ask(f"step {step}", sampler)

@@ -13,25 +13,29 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ulysses.check.checkpoint_folders import read_run_state
+from ulysses.check.run_folder import read_run_state
 from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.random_keys import seed_of
-from ulysses.plan.machine import device_peaks
+from ulysses.plan.case import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate
-from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
+from ulysses.stages.base import Metrics, MetricSums, Stage, StepBatches, Term
 from ulysses.watch.failure import grace_note
 from ulysses.watch.watch import Watch
+
+if TYPE_CHECKING:
+    from ulysses.run.host_time import HostTime
+    from ulysses.run.routers import Routers
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,7 +51,6 @@ class Trainer:
         description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
         say: prints a line.
         watch: is told of every phase, and knows whether this process was asked to stop.
-        samples: is called with the step of every evaluation.
     """
 
     stage: Stage
@@ -59,39 +62,46 @@ class Trainer:
     description: dict[str, object] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
-    samples: Callable[[int], object] = lambda step: None
 
     def __post_init__(self) -> None:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
         self.run, self.peak_flops = self.stage.config.run, (device_peaks() or (0.0,))[0]
         self.step = 0
         self.best: list[float] | None = None  # step, eval loss
-        self.metrics: dict[str, float] = {}
+        self.metrics: Metrics = {}
         # agreed on by all ranks at a step's boundary
         self.stop_requested = self.save_due = False
         self._saved = time.monotonic()
         self._next: StepBatches | None = None  # of the coming step, if they are read already
         config = self.stage.config
-        self.routers: Any = None  # of a model with experts, which take part in every step
+        # of a model with experts, which take part in every step
+        self.routers: Routers | None = None
         if self.engine.module.config.moe:
-            from ulysses.run.routers import Routers
+            from ulysses.run import routers
 
-            self.routers = Routers(self.engine, config.model.router_aux_loss_coefficient)
-        self.host: Any = None  # of a GPU, which may wait for it
+            self.routers = routers.Routers(
+                self.engine, config.model.router_aux_loss_coefficient
+            )
+        self.host: HostTime | None = None  # of a GPU, which may wait for it
         if self.engine.device.type == "cuda":
-            from ulysses.run.host_time import HostTime
+            from ulysses.run import host_time
 
-            self.host = HostTime(config.batch.tokens_per_microbatch, self.mesh.world_size)
+            self.host = host_time.HostTime(
+                config.batch.tokens_per_microbatch, self.mesh.world_size
+            )
 
     # ---------------------------------------------------------------- the loop
 
-    def train(self, log: MetricsLog | None = None) -> None:
+    def train(
+        self, log: MetricsLog | None = None, samples: Callable[[int], None] | None = None
+    ) -> None:
         """Train to the last step or to a requested stop, and evaluate, save and log as configured.
 
         An error says in a note at which step it happened.
 
         Args:
             log: where rank 0 writes the metrics; None on the other ranks.
+            samples: is called with the step of every evaluation, before it.
         """
         run, first = self.run, self.step + 1
         try:
@@ -104,6 +114,9 @@ class Trainer:
                 if current == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)
                 if self.finished or self._is_due(run.eval_every):
+                    if samples:
+                        self.watch.phase("samples")
+                        samples(self.step)
                     values |= self.evaluate()
                 improved = self._keep_best(values)
                 if log is not None:
@@ -131,7 +144,7 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _keep_best(self, values: dict[str, float]) -> bool:
+    def _keep_best(self, values: Metrics) -> bool:
         """Remember the step if it has the lowest eval/loss so far, and return whether it has."""
         loss = values.get("eval/loss", math.nan)
         improved = -math.inf < loss < (self.best[1] if self.best else math.inf)
@@ -148,7 +161,7 @@ class Trainer:
 
     # ---------------------------------------------------------------- one step
 
-    def train_step(self) -> dict[str, float]:
+    def train_step(self) -> Metrics:
         """Take one optimizer step and return its metrics.
 
         Raises FloatingPointError if loss or gradient is not finite; the weights are then untouched.
@@ -219,7 +232,7 @@ class Trainer:
         for name in ("tokens", "tokens_shared", "squares"):
             metrics.add(name, self.stage.on_first_rank(float(getattr(batch, f"num_{name}"))))
 
-    def _agree(self, metrics: MetricSums) -> dict[str, float]:
+    def _agree(self, metrics: MetricSums) -> Metrics:
         """Return the step's global metrics. One collective, and the host waits for it.
 
         All ranks learn with them whether a stop or a checkpoint is asked for.
@@ -231,7 +244,7 @@ class Trainer:
         self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
         return self.stage.finalise_metrics(values)
 
-    def _update(self, gradients: Gradients, values: dict[str, float]) -> dict[str, float]:
+    def _update(self, gradients: Gradients, values: Metrics) -> Metrics:
         """Let the gradient policies act, update the weights, and return what is reported of both."""
         context = StepContext(
             step=self.step,
@@ -256,7 +269,7 @@ class Trainer:
             self.say(f"skipped {context.skip}")
         return report | {"lr": lr}
 
-    def _measure(self, values: dict[str, float], seconds: float) -> None:
+    def _measure(self, values: Metrics, seconds: float) -> None:
         """Put the metrics of speed and memory in place of the counts that they are made of."""
         work = values["tokens"], values.pop("squares"), values.pop("projected")
         values |= {"tokens_per_second": values["tokens"] / seconds, "seconds": seconds}
@@ -266,17 +279,13 @@ class Trainer:
         if self.engine.device.type == "cuda":
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Metrics:
         """Return `eval/...` metrics over all held-out data with the training's own weighting, and of each named set."""
         if self.eval_loader is None:
             return {}
         self.watch.phase("evaluation")
-        self.samples(self.step)
-        found = {}
-        for name, loader in self.eval_loader.sets().items():
-            prefix = f"eval/{name}/" if name else "eval/"
-            found |= {prefix + key: x for key, x in self.stage.evaluate(loader).items()}
-        return found
+        metrics = self.stage.evaluate(self.eval_loader)
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
     # ---------------------------------------------------------------- state
 

@@ -8,25 +8,25 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from models.decoder import VALUE
 from ulysses import environment
-from ulysses.check.agreement import digests_of_inputs
-from ulysses.check.checkpoint_folders import restarts
-from ulysses.check.preflight import make_checks, prepare
-from ulysses.check.remarks import remarks
+from ulysses.check.preflight import make_checks, prepare, remarks
+from ulysses.check.run_folder import digests_of_inputs, restarts
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
+from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import replace_file
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.machine import slow_products, this_machine
-from ulysses.plan.memory_choice import memory_line, micro_batch_line
-from ulysses.plan.planned_run import planner_run
-from ulysses.plan.seconds import model_flops
+from ulysses.plan.case import slow_products, this_machine
+from ulysses.plan.costs import model_flops
+from ulysses.plan.memory_choice import memory_line, micro_batch_line, planner_run
 from ulysses.registry import gradient_policies
 from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
 from ulysses.run.checkpoint import clear_run_folder
@@ -42,7 +42,11 @@ from ulysses.zero.construct import (
     lift_time_limits,
     meet,
 )
-from ulysses.zero.engine import full_parameters
+from ulysses.zero.engine import ZeroEngine, full_parameters
+
+if TYPE_CHECKING:
+    from ulysses.rl.rollout import Rollout
+    from ulysses.run.samples import Samples
 
 IMPORT_SECONDS = 60.0  # by which a process may start later than another
 
@@ -56,7 +60,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        config: Config | dict[str, Any],
+        config: Config | dict[str, object],
         *,
         debug: bool = False,
         verify_weights: bool = False,
@@ -82,8 +86,9 @@ class TrainingRun:
         except BaseException:
             self.watch.stop()
             raise
-        self.trainer: Any = None  # a Trainer, from entering on
-        self.language_models: dict[str, Any] = {}  # the frozen engines by their roles
+        self.trainer: Trainer | None = None  # from entering on
+        self.samples: Samples | None = None  # of run.samples, while it trains
+        self.language_models: dict[str, ZeroEngine] = {}  # the frozen ones by their roles
         self.resources = ExitStack()  # what must be released, whatever happens
 
     def __enter__(self) -> "TrainingRun":
@@ -190,7 +195,9 @@ class TrainingRun:
 
     # ---------------------------------------------------------------- what a stage asks for
 
-    def loader(self, dataset: Any, *, evaluation: bool = False, **options: Any) -> Any:
+    def loader(
+        self, dataset: TokenizedDataset, *, evaluation: bool = False, **options: float
+    ) -> StepLoader:
         """Return the loader of this data-parallel group; an evaluation is a pass without gradient."""
         tokens = self.memory.pass_tokens if evaluation else self.memory.case.tokens
         place = self.mesh.data_parallel_size, self.mesh.dp_rank
@@ -198,7 +205,7 @@ class TrainingRun:
             self.inputs, dataset, tokens, *place, evaluation=evaluation, **options
         )
 
-    def frozen(self, model: AuxiliaryModel) -> Any:
+    def frozen(self, model: AuxiliaryModel) -> ZeroEngine:
         """Build a frozen engine of another model, or find one of the initial policy."""
         if model.shares_weights:
             if not self.config.model.lora.rank:
@@ -236,12 +243,17 @@ class TrainingRun:
             self.resources.callback(self.log.close)
         self.resources.enter_context(self.watch.signals())
         if run.samples:
-            from ulysses.run.samples import start_samples
+            from ulysses.run.samples import Samples
 
-            trainer.samples = start_samples(self)
-        trainer.train(self.log)
+            self.samples = Samples(self)
+        trainer.train(self.log, self.samples and self.samples.ask)
         if run.export and not trainer.stop_requested:
             self.export(folder / "export")
+
+    def show(self, rollout: "Rollout") -> None:
+        """Let run.samples show a finished rollout."""
+        if self.samples:
+            self.samples.show(rollout)
 
     def export(self, folder: Path, *, for_servers: bool = False) -> None:
         """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together.
@@ -252,7 +264,7 @@ class TrainingRun:
         self.watch.phase("export")
         dtype = config.model.dtype if for_servers else config.export_dtype
 
-        def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+        def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
             found = full_parameters(
                 self.engine,
                 lambda name: wanted(name) and not name.startswith(VALUE),
@@ -277,7 +289,7 @@ class TrainingRun:
         elif self.debug:
             print(f"[rank {rank}] {text}", flush=True)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Release files, engines and the process group, which after an error still has to tell the other processes."""
         self.watch.report_failure(error)  # while the signals of a launcher are still caught
         if error is not None and self.log is not None:

@@ -36,6 +36,7 @@ Normaliser = Literal[
     "tokens", "chosen_tokens", "pairs", "examples"
 ]  # what a loss term is a mean over
 Number = TypeVar("Number", float, Tensor)
+Metrics = dict[str, float]  # by name
 
 
 class PlannedRollout(NamedTuple):
@@ -88,6 +89,11 @@ class MetricSums:
                     new = torch.full((), value, dtype=torch.float64, device=self.device)
                 sums[name] = sums[name] + new if name in sums else new
 
+    def include(self, other: "MetricSums") -> None:
+        """Add what other sums hold, which may have names that these lack."""
+        for own, more in ((self.sums, other.sums), (self.counts, other.counts)):
+            own |= {name: own[name] + x if name in own else x for name, x in more.items()}
+
     def totals(self) -> Tensor:
         """Return the global sums, and then the counts, float64 on the device. One collective."""
         flat = torch.stack([*self.sums.values(), *self.counts.values()])
@@ -95,7 +101,7 @@ class MetricSums:
             dist.all_reduce(flat)
         return flat
 
-    def reduce(self) -> dict[str, float]:
+    def reduce(self) -> Metrics:
         """Return the global sums and means; a mean over nothing is left out. One collective and one host read."""
         numbers = iter(self.totals().tolist())
         found = dict(zip(self.sums, numbers))
@@ -201,6 +207,7 @@ class Run(Protocol):
     resources: closed at the end of the run, whatever happens.
     frozen: returns an engine of an auxiliary model; all ranks call it together.
     export: writes the current weights into a folder, for sampling servers too; all ranks call it together.
+    show: is given every finished rollout.
     say: prints a line.
     """
 
@@ -215,6 +222,7 @@ class Run(Protocol):
     resources: ExitStack
     frozen: Callable[[AuxiliaryModel], ZeroEngine]
     export: Callable[..., None]
+    show: Callable[..., None]
     say: Callable[[str], None]
 
 
@@ -340,17 +348,17 @@ class Stage:
         """Return the loss terms of one micro-batch and add its metrics; `of_step` is what `before_step` found."""
         raise NotImplementedError
 
-    def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalise_metrics(self, metrics: Metrics) -> Metrics:
         """Return the reduced means with the metrics that are functions of them; the same on every rank."""
         return metrics
 
-    def check_first_step(self, metrics: dict[str, float]) -> None:
+    def check_first_step(self, metrics: Metrics) -> None:
         """Refuse to go on if identities that must hold before the first update do not.
 
         Raises RuntimeError with an explanation.
         """
 
-    def after_step(self, metrics: dict[str, float]) -> None:
+    def after_step(self, metrics: Metrics) -> None:
         """Take in the reduced metrics of a step whose update was applied; the same on every rank."""
 
     def on_first_rank(self, value: Number) -> Number:
@@ -380,16 +388,32 @@ class Stage:
         """Return whether the batches of `step` may be prepared while the step before it still computes."""
         return True
 
-    def evaluate(self, source: StepLoader) -> dict[str, float]:
-        """Return the metrics of held-out data, `loss` among them, with the training's own weighting."""
-        sums = MetricSums(self.model.device)
+    def evaluate(self, source: StepLoader) -> Metrics:
+        """Return the metrics of held-out data, `loss` among them, with the training's own weighting.
+
+        Those of a named set have its name before theirs, as in NAME/loss.
+        """
+        whole, found = MetricSums(self.model.device), {}
         with self.model.inference():
-            for step in range(source.steps_per_epoch):
-                read = self.read(source, step)
-                for batch, known in zip(read.batches, self.before_step(read), strict=True):
-                    normalisers = self.normalisers(batch)
-                    for i, term in enumerate(self.losses(batch, sums, *known)):
-                        sums.add(f"term{i}", self.share(term), normalisers[term.normaliser])
+            for name, own in source.sets().items():
+                sums = self._measured(own)
+                whole.include(sums)
+                if name:
+                    found |= {f"{name}/{key}": x for key, x in self._means(sums).items()}
+        return self._means(whole) | found
+
+    def _measured(self, source: StepLoader) -> MetricSums:
+        """Return the sums of held-out data, those of the loss's terms among them."""
+        sums = MetricSums(self.model.device)
+        for step in range(source.steps_per_epoch):
+            read = self.read(source, step)
+            for batch, known in zip(read.batches, self.before_step(read), strict=True):
+                normalisers = self.normalisers(batch)
+                for i, term in enumerate(self.losses(batch, sums, *known)):
+                    sums.add(f"term{i}", self.share(term), normalisers[term.normaliser])
+        return sums
+
+    def _means(self, sums: MetricSums) -> Metrics:
         means = sums.reduce()
         loss = sum(means.pop(name) for name in list(means) if name.startswith("term"))
         return {"loss": loss, **self.finalise_metrics(means)}

@@ -25,7 +25,7 @@ from ulysses.data.serve.dataset import Example
 from ulysses.disk import write_json
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import gather
-from ulysses.stages.base import MetricSums, Normaliser, StepBatches, Term
+from ulysses.stages.base import Metrics, MetricSums, Normaliser, StepBatches, Term
 from ulysses.stages.referenced import ReferencedStage
 
 STATE = "dpo.json"  # in a checkpoint
@@ -141,7 +141,7 @@ class DpoStage(ReferencedStage):
         self.add_means(metrics, means, len(losses))
         return terms
 
-    def after_step(self, metrics: dict[str, float]) -> None:
+    def after_step(self, metrics: Metrics) -> None:
         """Count the step's rewards in the mean that bco_pair subtracts from the next step on."""
         if MEAN in metrics:
             mean, steps = self.rewards

@@ -20,9 +20,9 @@ from ulysses.config.section import ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.stages.base import MetricSums, Normaliser, Run, StepBatches, Term
+from ulysses.stages.base import Metrics, MetricSums, Normaliser, Run, StepBatches, Term
 from ulysses.stages.passes import packed_batches
-from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
+from ulysses.stages.referenced import ReferencedStage, mismatched_lengths, mismatched_pairs
 
 
 @dataclass(eq=False)
@@ -67,7 +67,9 @@ class KtoStage(ReferencedStage):
         read = super().read(source, step)
         indices = source.indices(*divmod(step, source.steps_per_epoch))
         dataset = source.dataset
-        pairs = source.mismatched_pairs(indices) if self.looks_ahead else []
+        pairs = []
+        if self.looks_ahead:
+            pairs = mismatched_pairs(dataset.columns["prompt_id"], indices)
         if not pairs:
             return read
         batches = packed_batches(
@@ -118,7 +120,7 @@ class KtoStage(ReferencedStage):
             self.add_means(metrics, {"kl": baseline * count}, count)
         return [Term(losses.sum(), "examples", per_sequence=True)]
 
-    def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalise_metrics(self, metrics: Metrics) -> Metrics:
         if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         return metrics

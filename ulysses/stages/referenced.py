@@ -35,7 +35,7 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.parallel.sums import segment_sums
 from ulysses.progress import progress
-from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Run, Stage
+from ulysses.stages.base import AuxiliaryModel, Metrics, MetricSums, Requirements, Run, Stage
 from ulysses.stages.passes import token_values
 from ulysses.zero.engine import ZeroEngine
 
@@ -196,7 +196,7 @@ class ReferencedStage(Stage):
         policy, base, lengths = segment_sums(columns, batch).unbind(-1)
         return policy, base.detach(), lengths.detach()
 
-    def check_first_step(self, metrics: dict[str, float]) -> None:
+    def check_first_step(self, metrics: Metrics) -> None:
         gap = metrics.get(GAP, 0.0)
         if self.table.reference in self.reference_words and not gap <= self.tolerance:
             raise RuntimeError(
@@ -219,8 +219,24 @@ def logps_of(engine: ZeroEngine) -> Callable[..., Tensor]:
 def pairs_of_run(loader: StepLoader, steps: int) -> Pairs:
     """Return every (example, other) that the loader's first `steps` steps pair, sorted, the same on every rank."""
     positions = (divmod(step, loader.steps_per_epoch) for step in range(steps))
-    found = (loader.mismatched_pairs(loader.indices(*position)) for position in positions)
+    prompts = loader.dataset.columns["prompt_id"]
+    found = (mismatched_pairs(prompts, loader.indices(*position)) for position in positions)
     return sorted({*chain.from_iterable(found)})
+
+
+def mismatched_pairs(prompts: np.ndarray, indices: list[int]) -> Pairs:
+    """Pair each example of a step with the one whose completion it takes for KTO's baseline.
+
+    That is the next example of the step, cyclically, that has another prompt. Examples without one are left out.
+    `prompts` are the ids of the dataset's prompts.
+    """
+    pairs = []
+    for position, i in enumerate(indices):
+        following = indices[position + 1 :] + indices[:position]
+        partner = next((j for j in following if prompts[j] != prompts[i]), None)
+        if partner is not None:
+            pairs.append((i, partner))
+    return pairs
 
 
 def mismatched_lengths(dataset: TokenizedDataset, pairs: Pairs) -> list[int]:

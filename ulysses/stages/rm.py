@@ -17,7 +17,7 @@ from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.data.serve.dataset import Example
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.sums import sequence_last
-from ulysses.stages.base import MetricSums, Normaliser, Stage, Term
+from ulysses.stages.base import Metrics, MetricSums, Normaliser, Stage, Term
 
 
 class RmStage(Stage):
@@ -61,7 +61,7 @@ class RmStage(Stage):
         self.add_means(metrics, means, len(scores))
         return [Term(losses.sum(), "pairs", per_sequence=True)]
 
-    def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalise_metrics(self, metrics: Metrics) -> Metrics:
         if "mean_reward" in metrics:
             variance = metrics.pop("mean_square_reward") - metrics["mean_reward"] ** 2
             metrics["std_reward"] = max(0.0, variance) ** 0.5

@@ -15,7 +15,7 @@ import torch
 
 from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.stages.base import MetricSums, Stage, Term
+from ulysses.stages.base import Metrics, MetricSums, Stage, Term
 
 LARGEST_EXPONENT = 700.0  # e^700 is still finite
 # of positions, each twice as long as all before it
@@ -67,7 +67,7 @@ class SftStage(Stage):
             terms.append(Term(penalty, "tokens"))
         return terms
 
-    def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalise_metrics(self, metrics: Metrics) -> Metrics:
         if "nll" in metrics:
             metrics["perplexity"] = math.exp(min(metrics["nll"], LARGEST_EXPONENT))
         for name in OCTAVES:

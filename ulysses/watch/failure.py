@@ -15,12 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import sleep, time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ulysses import environment
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 REASON = "ulysses/reason"  # in the store (correspondence.py)
 BEAT_SECONDS = 1.0  # between two looks at the store
+# So long without a beat, while others wait for a process, means that it is gone or stopped.
+SILENT_SECONDS = 6.0
 PATIENCE = 10.0  # seconds, with a question to it
 LAUNCHER_SECONDS = 60.0  # by which one process may start later than another
 
@@ -43,7 +48,7 @@ def record(reason: str) -> None:
             Path(file).write_text(json.dumps({"message": reason, "timestamp": int(time())}))
 
 
-def tell(store: Any, reason: str, *, alone: bool) -> None:
+def tell(store: "Store | None", reason: str, *, alone: bool) -> None:
     """Print why the run ends unless another process does, and let all processes end.
 
     Args:

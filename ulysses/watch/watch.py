@@ -7,9 +7,8 @@
                     because the store may be what is gone, and hears signals even if the main thread is stuck
     witness         a process of its own (witness.py), which speaks if rank 0 ends without a word
 
-Progress is a phase or a collective that begins, an answer, or bytes of files. A run has stopped when nobody makes any,
-which rank 0 sees; the others see to rank 0. The victim is the rank whose beats stop, or else the rank with the fewest
-phases and collectives.
+Progress is a phase or a collective that begins, an answer, or bytes of files. A process that is alone has nobody to
+wait for, and hears signals only.
 """
 
 import os
@@ -27,27 +26,22 @@ from math import inf
 from pathlib import Path
 from select import select
 from time import monotonic, sleep
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import psutil
 import torch.distributed as dist
 
 from ulysses import environment
 from ulysses.environment import NODE
-from ulysses.watch.correspondence import (
-    SILENT_SECONDS,
-    Beat,
-    Correspondence,
-)
-from ulysses.watch.failure import BEAT_SECONDS, breaks_off, record, say, say_below, tell
-from ulysses.zero.construct import collectives_begun
+from ulysses.watch.failure import BEAT_SECONDS, SILENT_SECONDS, breaks_off, say, say_below
+
+if TYPE_CHECKING:
+    from ulysses.watch.correspondence import Correspondence
 
 # They ask a run to stop.
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 PARTS = {"tokenising": "data", "building the model": "weights"}  # in the account of the start
 POLL_SECONDS = 0.5  # of the watch
-DOUBTS = 2  # glances at a run that does not move, before it ends
-BYTES_OF_PROGRESS = 1 << 14  # in a beat: more than log lines, and than the watch itself reads
 
 
 @dataclass(eq=False)
@@ -61,6 +55,9 @@ class Watch:
 
     Attributes:
         stop_wanted: this process was asked to stop, by a signal or because its launcher is gone.
+        place, phases, moved: what it does, how many phases have begun, and when it last made progress.
+        hurried: seconds of silence that count, if they are fewer than the timeout.
+        stopped: is set when nobody need watch any more.
     """
 
     warning: float = 60.0
@@ -68,18 +65,15 @@ class Watch:
     imports: float = 0.0
 
     def __post_init__(self) -> None:
-        self._rank, self._local_rank = environment.rank(), environment.local_rank()
-        self.stop_wanted = False
-        self._step, self._place, self._phases, self._moved = 0, "start", 0, monotonic()
+        self.stop_wanted, self.hurried, self.stopped = False, inf, threading.Event()
+        self._step, self.place, self.phases, self.moved = 0, "start", 0, monotonic()
         self._spent = defaultdict(
             float, imports=self.imports
         )  # seconds of each part of the start
-        self._part, self._began = "start", self._moved  # the one that goes on, and since when
-        self._begun = 0  # collectives
+        self._part, self._began = "start", self.moved  # the one that goes on, and since when
         self._peers: Correspondence | None = None  # with the others, once all have met
-        self._hurried = inf  # seconds of silence that count, if fewer than the timeout
         self._interrupted = inf  # when the first SIGINT came
-        self._stop, self._store = threading.Event(), Future[dist.Store | None]()
+        self._store = Future[dist.Store | None]()
         # the input of a process that speaks unless something is written there
         self._witness: IO[bytes] | None = None
 
@@ -94,7 +88,7 @@ class Watch:
 
     def leave_witness(self) -> None:
         """Start a process (witness.py) that tells it if rank 0 ends from here on without a word."""
-        if self._rank:
+        if environment.rank():
             return
         alone = environment.world_size() == 1 and not environment.launchers()
         launcher = os.getpid() if alone else os.getppid()
@@ -119,7 +113,7 @@ class Watch:
 
     def stop(self) -> None:
         """End the threads; a process calls it before it ends in good order, or tells why it does not."""
-        self._stop.set()
+        self.stopped.set()
         if self._witness:
             with suppress(OSError):
                 self._witness.write(b"told")
@@ -127,14 +121,14 @@ class Watch:
     def phase(self, name: str, step: int | None = None) -> None:
         """Note that something else begins."""
         self._step = self._step if step is None else step
-        self._place = f"step {self._step}, {name}" if self._step else name
-        self._phases += 1
+        self.place = f"step {self._step}, {name}" if self._step else name
+        self.phases += 1
         self._account("first step" if self._step else PARTS.get(name, name))
 
     def _account(self, following: str) -> None:
-        self._moved = monotonic()
-        self._spent[self._part] += self._moved - self._began
-        self._part, self._began = following, self._moved
+        self.moved = monotonic()
+        self._spent[self._part] += self.moved - self._began
+        self._part, self._began = following, self.moved
 
     def start_line(self) -> str:
         """Return a line of what the start took, from the command to the end of the first step."""
@@ -144,16 +138,16 @@ class Watch:
 
     def pause(self) -> None:
         """Watch nothing until the next phase: what this process does now belongs to no run."""
-        self._moved = inf
+        self.moved = inf
 
     def renew(self) -> None:
         """Note progress within a phase."""
-        self._moved = max(self._moved, monotonic())
+        self.moved = max(self.moved, monotonic())
 
     def report_failure(self, error: BaseException | None) -> None:
         """End the process in the name of the rank that is gone, if that explains an error of communication."""
         if breaks_off(error) and self._peers:
-            self._hurried = SILENT_SECONDS
+            self.hurried = SILENT_SECONDS
             sleep(3 * SILENT_SECONDS)  # the watch thread may end the process meanwhile
 
     def ask_to_stop(self, *_: object) -> None:
@@ -213,83 +207,35 @@ class Watch:
             store = meet()
         except Exception as error:
             # meanwhile this process may end for a reason of its own, as the others may have done
-            while not self._stop.wait(SILENT_SECONDS):
-                if self._moved < inf:
-                    if self._local_rank < 2:  # the first one of a node may be who has not come
+            while not self.stopped.wait(SILENT_SECONDS):
+                if self.moved < inf:
+                    # the first one of a node may be who has not come
+                    if environment.local_rank() < 2:
                         say(f"error: {error}")
-                    self._leave(1)
+                    self.leave(1)
             return
         if store is not None:
-            # a connection of its own: the common one may be blocked in a wait
-            self._peers = Correspondence(store.clone())
-        self._store.set_result(store)
-        size = 0
-        while self._peers and not self._stop.is_set():
-            begun, enough = self._begun, size + BYTES_OF_PROGRESS
-            with suppress(RuntimeError):
-                self._begun = collectives_begun()
-            size = _bytes_moved()
-            if self._begun != begun or size > enough:
-                self.renew()
-            beat = self._beat()
-            hurried = self._hurried < inf
-            # rank 0 listens to all, and the others to rank 0 as long as nothing has happened
-            others = range(environment.world_size() if hurried or self._rank == 0 else 1)
-            waits = hurried or beat.idle > 2 * BEAT_SECONDS
-            if reason := self._peers.exchange(beat, others if waits else ()):
-                record(reason)
-                sleep(BEAT_SECONDS)  # until the others have read it too
-                self._leave(1)
-            self._stop.wait(BEAT_SECONDS)
+            from ulysses.watch.correspondence import Correspondence
 
-    def _beat(self) -> Beat:
-        """Say where this process is."""
-        now = monotonic()
-        idle = now - self._moved
-        return Beat(self._phases, self._begun, idle, self._rank, NODE, self._place, now)
+            # a connection of its own: the common one may be blocked in a wait
+            self._peers = Correspondence(self, store.clone())
+        self._store.set_result(store)
+        if self._peers:
+            self._peers.keep_up()
 
     # ---------------------------------------------------------------- the watch thread
 
     def _look_after(self) -> None:
-        launchers, doubts, warned = _launchers(), 0, -1
-        while not self._stop.is_set():
+        launchers = _launchers()
+        while not self.stopped.is_set():
             if select([self._signals], [], [], POLL_SECONDS)[0]:
                 self._heard(os.read(self._signals, 64))
             if launchers != _launchers():
                 self.ask_to_stop()
-            if peers := self._peers:
-                idle, stuck = self._judge(peers)
-                # this process may itself have been frozen, and first hears how the others are
-                doubts = doubts + 1 if stuck else 0
-                if doubts > DOUBTS:
-                    # where nobody can be asked the first process of a node speaks; rank 0 may be the one that is gone
-                    by_rank_0 = self._rank == self._local_rank
-                    second = by_rank_0 and not environment.agent_holds_store()
-                    alone = self._local_rank == (1 if second else 0)
-                    answers = monotonic() - peers.answered < SILENT_SECONDS
-                    store = peers.store if answers else None
-                    tell(store, f"error: {self._sentence(peers)}", alone=alone)
-                    self._leave(1)
-                if idle > self.warning > 0 and warned != self._phases and self._rank == 0:
-                    warned = self._phases
-                    say_below(f"warning: {self._sentence(peers)}")
+            if self._peers:
+                self._peers.judge()
         os.close(self._signals)
         os.close(self._wake)
-
-    def _judge(self, peers: Correspondence) -> tuple[float, bool]:
-        """Return for how long nobody has moved that this process listens to, and whether the run has to end.
-
-        It ends if rank 0 knows of nobody who moves, or if this process does not move and no longer hears another one.
-        """
-        now, beats = monotonic(), peers.beats.values()
-        idle = now - max([self._moved, *(beat.moved for beat in beats)])
-        # without the store nobody's beats come
-        silence = now - min([peers.answered, *(beat.read for beat in beats)])
-        patience = min(self.timeout, self._hurried)
-        if peers.broken and not environment.agent_holds_store():
-            patience = SILENT_SECONDS
-        all_wait = self._rank == 0 and idle > self.timeout
-        return idle, all_wait or min(now - self._moved, silence) > patience
 
     def _heard(self, numbers: bytes) -> None:
         """Act on signals; a second SIGINT comes later than the same one from a terminal and from a launcher."""
@@ -297,44 +243,17 @@ class Watch:
             return  # of those that others listen to: SIGCHLD, once torch's DataLoader has had workers
         if signal.SIGINT in numbers:
             if monotonic() - self._interrupted > POLL_SECONDS:
-                self._leave(128 + signal.SIGINT)
+                self.leave(128 + signal.SIGINT)
             self._interrupted = min(self._interrupted, monotonic())
         self.ask_to_stop()  # the main thread may be stuck
-        self._hurried = min(self._hurried, 2 * SILENT_SECONDS)
-        if self._rank == 0:
+        self.hurried = min(self.hurried, 2 * SILENT_SECONDS)
+        if environment.rank() == 0:
             say_below("asked to stop: the run saves after this step")
 
-    def _sentence(self, peers: Correspondence) -> str:
-        """Name the victim, its node, where it was and how long ago."""
-        now, unheard = monotonic(), monotonic() - peers.answered
-        if unheard > SILENT_SECONDS:
-            holder = "torchrun" if environment.agent_holds_store() else "rank 0"
-            state = "is gone" if peers.broken else "or its network does not answer"
-            told = f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago"
-            return f"{told}; rank {self._rank} on {NODE} was at {self._place}"
-        beats = [*peers.beats.values()] or [self._beat()]
-        silent = [beat for beat in beats if now - beat.read > SILENT_SECONDS]
-        victim = min(silent or beats, key=lambda b: (b.phases, b.collectives, b.moved))
-        why = "its process is alive, and the others wait for it"
-        if silent:
-            why = "its process is gone, stopped or cut off"
-        return (
-            f"rank {victim.rank} on {victim.node} has not moved since {victim.place}, {now - victim.moved:.0f} s ago: "
-            f"{why}"
-        )
-
-    def _leave(self, code: int) -> None:
+    def leave(self, code: int) -> None:
         """End this process at once; the reason has been told."""
         self.stop()
         os._exit(code)
-
-
-def _bytes_moved() -> int:
-    """Count the bytes of files that this process has read, also through memory maps, and written; 0 if nobody does."""
-    with suppress(psutil.Error, OSError):
-        io = psutil.Process().io_counters()
-        return io.read_chars + io.write_chars + io.read_bytes
-    return 0
 
 
 def _launchers() -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from ulysses.data.read.tokenizer import (
     GUARD,
     OPEN,
     SPECIAL_NAMES,
+    PreTrainedTokenizerFast,
     Rendered,
     TextEncoder,
     ends,
@@ -53,6 +54,7 @@ TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
 OURS = {"messages", "tools", "add_generation_prompt", *SPECIAL_NAMES}  # no row sets them
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
 Span = tuple[int, int]  # start and stop
+Plain = dict[str, Any]  # a message as templates read it
 
 
 class ChatTemplate:
@@ -68,9 +70,9 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerFast,
         template: str = "tokenizer",
-        variables: Mapping[str, Any] = MappingProxyType({}),
+        variables: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self.encoder = TextEncoder(tokenizer)
         self.text = template_text(tokenizer, template)
@@ -139,7 +141,7 @@ class ChatTemplate:
         parts = ([question], True), ([question], False), ([question, answer], False)
         return [self._render(given, *part) for part in parts]
 
-    def check_variables(self, variables: Mapping[str, Any], setting: str) -> None:
+    def check_variables(self, variables: Mapping[str, object], setting: str) -> None:
         """Raise DataError if a setting names a variable that the template does not read, or that is not the user's."""
         if unread := variables.keys() - self._variables:
             raise DataError(
@@ -159,10 +161,10 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Any] = (),
+        tools: Sequence[object] = (),
         answers: Sequence[int] = (),
         turns: str = "together",
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> list[Rendered]:
         """Render a conversation, and weigh what the assistant wrote; everything else has the weight 0.
 
@@ -209,7 +211,11 @@ class ChatTemplate:
         ]
 
     def _texts(
-        self, messages: list[Any], given: Any, answers: Sequence[int], turns: str
+        self,
+        messages: list[Plain],
+        given: Mapping[str, object],
+        answers: Sequence[int],
+        turns: str,
     ) -> dict[str, dict[int, Span]]:
         """Render the texts that hold the answers, the last one's first; return where in them each answer stands."""
         last = answers[-1]
@@ -231,7 +237,7 @@ class ChatTemplate:
                 raise DropRowError("the chat template leaves out a part of an answer")
         return texts
 
-    def _plain(self, message: Message) -> dict[str, Any]:
+    def _plain(self, message: Message) -> Plain:
         """Return a message as templates read it, its text guarded; BadRowError if it holds what nobody would see."""
         for key, value in message.more.items():
             if value not in ("", [], {}) and key not in {*self._reads, *IDENTITIES}:
@@ -251,7 +257,9 @@ class ChatTemplate:
             plain["content"] = content or self._no_content
         return plain
 
-    def _up_to(self, messages: list[Any], given: Any, last: int) -> tuple[str, dict[int, Span]]:
+    def _up_to(
+        self, messages: list[Plain], given: Mapping[str, object], last: int
+    ) -> tuple[str, dict[int, Span]]:
         """Render the messages up to answer `last`; return the text, and where this answer and other marked ones are."""
         if self.marks_generation:
             text = self._render(given, messages[: last + 1])
@@ -274,7 +282,11 @@ class ChatTemplate:
         )
 
     def _at_once(
-        self, messages: list[Any], given: Any, text: str, last: dict[int, Span]
+        self,
+        messages: list[Plain],
+        given: Mapping[str, object],
+        text: str,
+        last: dict[int, Span],
     ) -> dict[int, Span]:
         """Find all answers by marks in the last one's text, in time linear in the turns; only `last` if in doubt."""
         marked = messages[: max(last) + 1]
@@ -321,7 +333,12 @@ class ChatTemplate:
         known = *TURN_ENDS, self._special_names["eos_token"]
         return after.end() if after and after[0].strip() in known else 0
 
-    def _render(self, given: Any, messages: list[Any], generation_prompt: bool = False) -> str:
+    def _render(
+        self,
+        given: Mapping[str, object],
+        messages: list[Plain],
+        generation_prompt: bool = False,
+    ) -> str:
         texts, size = [], 0
         given = {**given, **self._special_names, "add_generation_prompt": generation_prompt}
         try:
@@ -343,7 +360,7 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def template_text(tokenizer: Any, name: str) -> str:
+def template_text(tokenizer: PreTrainedTokenizerFast, name: str) -> str:
     """Return the Jinja text, which may be the name itself; DataError if there is no such template."""
     if name == "tokenizer":
         try:
@@ -385,7 +402,7 @@ def bounded_time() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def is_lost(message: dict[str, Any], answer: str) -> bool:
+def is_lost(message: Plain, answer: str) -> bool:
     """Tell whether a part of what the assistant wrote, its thinking included, is not in its rendered answer."""
     said = [THINK_TAG.split(str(message.get(key) or "")) for key in SAID]
     said.append([call["function"]["name"] for call in message.get("tool_calls", ())])
@@ -397,7 +414,7 @@ def at_marks(text: str) -> list[str]:
     return text.replace(CLOSE, OPEN).split(OPEN)
 
 
-def too_much(*_: Any) -> None:
+def too_much(*_: object) -> None:
     """Raise BadRowError: the template did not end."""
     raise BadRowError(
         "runs the chat template without end: it was stopped after too much time, text or memory; mend its loops"

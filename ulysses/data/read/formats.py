@@ -1,4 +1,4 @@
-"""Turn rows into records: a conversation, a pair of answers to one prompt, a prompt alone, or a document.
+"""Turn rows into records: a conversation, several answers to one prompt, a prompt alone, or a document.
 
 The format of a row, which its keys tell, says how the prompt is written; how the answers are written follows from
 their own keys.
@@ -12,31 +12,28 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, cycle
 from math import prod
-from typing import Any
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.messages import (
+    PAIR_KEYS,
     Message,
     Messages,
+    Row,
     decoded,
     first_key,
     from_json,
-    number,
     parse_messages,
     parse_tools,
     parse_transcript,
+    role_of,
     string,
     type_name,
     weights_of,
 )
 from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source
 
-Row = Mapping[str, Any]
 Event = tuple[str, str, str]  # what is counted: dropped or notes, what it is, and file and row
-PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
-# of the answers in such a list: the best has the highest number, or the lowest
-RANKINGS = {"scores": 1, "rewards": 1, "ratings": 1, "ranks": -1}
 ALIASES = {"functions": "tools", "system_prompt": "system"}
 LABEL_KEYS = ("label", "kto_tag")
 OUR_LABELS = ("true", "false", "none")  # in sft, where another task may label the rows
@@ -62,11 +59,11 @@ class Record:
 
     prompt: Messages
     answers: list[Messages]
-    tools: Sequence[Any] = ()
+    tools: Sequence[object] = ()
     columns: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
     ranks: Sequence[int] = (0, 1)
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Row = field(default_factory=dict)
     row: Row = field(default_factory=dict)
 
 
@@ -86,7 +83,7 @@ def dropping(events: list[Event], bad_rows: str, where: str) -> Iterator[None]:
 
 
 def read_row(
-    found: Any, source: Source, kind: str, note: Callable[[str], None]
+    found: object, source: Source, kind: str, note: Callable[[str], None]
 ) -> list[Record]:
     """Read one row as records: several for ranked lists, and for unpaired answers from preference data.
 
@@ -108,7 +105,7 @@ def read_row(
     return [replace(record, row=row) for record in records]
 
 
-def _checked(found: Any) -> Row:
+def _checked(found: object) -> Row:
     """Return the row that was found, which may be a line of JSON; BadRowError if it is none, or not all Unicode."""
     if isinstance(found, ValueError):
         raise found
@@ -127,7 +124,7 @@ def _checked(found: Any) -> Row:
     return row
 
 
-def _renamed(row: Row, source: Source) -> dict[str, Any]:
+def _renamed(row: Row, source: Source) -> dict[str, object]:
     """Return what the row has under our keys, without nulls; BadRowError if it lacks a key that `columns` names."""
     columns = source.columns
     renamed = {key: value for key, value in row.items() if key not in columns.values()}
@@ -148,9 +145,9 @@ def _renamed(row: Row, source: Source) -> dict[str, Any]:
     return {key: value for key, value in renamed.items() if value is not None}
 
 
-def _column(row: Row, name: str) -> Any:
+def _column(row: Row, name: str) -> object:
     """Return what a row holds under a name; "a.b" is the key b of the object a, unless the row has it as it is."""
-    value: Any = row
+    value: object = row
     for key in (name,) if name in row else name.split("."):
         if not isinstance(value, Mapping) or key not in value:
             raise BadRowError(
@@ -160,7 +157,7 @@ def _column(row: Row, name: str) -> Any:
     return value
 
 
-def _records(row: dict[str, Any], source: Source, kind: str) -> list[Record]:
+def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
     # lists are marks of messages, and what stands beside a prompt is the reward's own
     lists = list if first_key(row, FORMATS["messages"]) else ()
     own = (item for item in row.items() if kind != "prompt" and not isinstance(item[1], lists))
@@ -193,13 +190,21 @@ def _records(row: dict[str, Any], source: Source, kind: str) -> list[Record]:
     variables = source.chat_template_kwargs | {k: v for k, v in own.items() if v is not None}
     record = Record(prompt, answers, parse_tools(row.get("tools")), variables=variables)
     if kind == "prompt":
-        while _role(prompt, -1) == "assistant" and not prompt[-1].begun:
+        while role_of(prompt, -1) == "assistant" and not prompt[-1].begun:
             prompt = prompt[:-1]
-        if _role(prompt, -1) in ("", "system"):
+        if role_of(prompt, -1) in ("", "system"):
             raise DropRowError("no user message to answer")
         return [replace(record, prompt=prompt, answers=[[]])]
     if len(answers) > 1:
-        return _comparisons(row, kind, record)
+        if kind == "sequence":
+            raise BadRowError(
+                'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
+            )
+        for answer in answers:
+            _check_answer(answer, kind)
+        from ulysses.data.read.preferences import compared
+
+        return [replace(record, **changes) for changes in compared(row, kind, answers)]
     if kind in ("pair", "ranked"):
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
     key = first_key(row, LABEL_KEYS)
@@ -221,40 +226,13 @@ def _records(row: dict[str, Any], source: Source, kind: str) -> list[Record]:
     return [record]
 
 
-def _comparisons(row: Row, kind: str, record: Record) -> list[Record]:
-    """Turn the record of a row with several answers into what is compared: all of them, pairs or labelled answers."""
-    if kind == "sequence":
-        raise BadRowError(
-            'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
-        )
-    for answer in record.answers:
-        _check_answer(answer, kind)
-    ranks = _ranks(row, len(record.answers))
-    ranked = list(zip(ranks, record.answers))
-    pairs = [[good, bad] for first, good in ranked for later, bad in ranked if first < later]
-    if not pairs:
-        raise DropRowError("no answer is ranked above another")
-    if any(chosen == rejected for chosen, rejected in pairs):
-        raise DropRowError("chosen and rejected are the same")
-    if kind == "ranked":
-        margin = number(row.get("margin", 0.0), "margin")
-        return [replace(record, columns={"margin": margin}, ranks=ranks)]
-    if kind == "pair":
-        return [replace(record, answers=pair) for pair in pairs]
-    return [
-        replace(record, answers=[answer], columns={"label": label})
-        for pair in pairs
-        for answer, label in zip(pair, (1.0, 0.0))
-    ]
-
-
 def _check_answer(answer: Messages, kind: str) -> None:
     trained = [message for message in answer if message.role == "assistant"]
     if not trained:
         raise DropRowError("no assistant message")
     if any(message.is_empty for message in trained):
         raise DropRowError("empty answer")
-    if kind != "sequence" and {_role(answer, 0), _role(answer, -1)} != {"assistant"}:
+    if kind != "sequence" and {role_of(answer, 0), role_of(answer, -1)} != {"assistant"}:
         raise DropRowError("an answer does not begin and end with an assistant message")
 
 
@@ -264,11 +242,11 @@ def _check_answer(answer: Messages, kind: str) -> None:
 def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
     """Read the prompt and its answers."""
     prompt = PROMPTS[row_format](row)
-    if row.get("system") and _role(prompt, 0) != "system":
+    if row.get("system") and role_of(prompt, 0) != "system":
         prompt.insert(0, Message("system", string(row["system"], "system")))
-    ends_with_answer = _role(prompt, -1) == "assistant"
+    ends_with_answer = role_of(prompt, -1) == "assistant"
     asks = any(message.role != "system" for message in prompt)
-    values: list[tuple[str, Any]] = []
+    values: list[tuple[str, object]] = []
     # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
     if kind != "prompt" or not asks or row_format == "preference":
         values = _answer_values(row)
@@ -284,10 +262,12 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
         # they hold their answer: in sft all of them, in the rows of prompts none
         begin = {"sequence": 0, "prompt": len(prompt)}.get(kind, len(prompt) - 1)
         return prompt[:begin], [prompt[begin:]]
-    first_roles = {_role(answer, 0) for answer in answers}
+    first_roles = {role_of(answer, 0) for answer in answers}
     holds_prompt = may_hold_prompt or any(prompt[-1] in answer for answer in answers)
     if holds_prompt and answers and not first_roles & {"", "assistant"}:
-        return _inner_prompt(prompt, [key for key, _ in values], answers)
+        from ulysses.data.read.preferences import inner_prompt
+
+        return inner_prompt(prompt, [key for key, _ in values], answers)
     if not prompt:
         raise _without(row, PROMPT_KEYS)
     if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
@@ -305,25 +285,6 @@ def _continued(
         text, more = begun.content + answer[0].content, {**begun.more, **answer[0].more}
         answer[0] = replace(answer[0], content=text, more=more, begun=begun.begun)
     return prompt + [begun] * (kind == "prompt"), answers
-
-
-def _inner_prompt(
-    prompt: Messages, keys: list[str], conversations: list[Messages]
-) -> tuple[Messages, list[Messages]]:
-    """Take the prompt out of whole conversations, which have it in common and end with their answers."""
-    inner = conversations[0][:-1]
-    for key, conversation in zip(keys, conversations):
-        if _role(conversation, -1) != "assistant":
-            raise DropRowError(f"{key} does not end with an assistant message")
-        if conversation[:-1] != inner:
-            raise DropRowError("the prompts of chosen and rejected differ")
-    said = [message.content for message in inner]
-    system = [message for message in prompt if message.role == "system"]
-    if any(m.content not in said and m not in system for m in prompt):
-        raise DropRowError("the prompt differs from the one inside chosen and rejected")
-    if _role(inner, 0) != "system":
-        inner = system + inner
-    return inner, [conversation[-1:] for conversation in conversations]
 
 
 def _conversation(row: Row) -> Messages:
@@ -370,7 +331,7 @@ PROMPTS = {
 }
 
 
-def _answer_values(row: Row) -> list[tuple[str, Any]]:
+def _answer_values(row: Row) -> list[tuple[str, object]]:
     """Return the answers of a row with their keys: chosen and rejected, a ranked list, or a single one."""
     if PAIR_KEYS <= row.keys():
         return [("chosen", row["chosen"]), ("rejected", row["rejected"])]
@@ -387,7 +348,7 @@ def _answer_values(row: Row) -> list[tuple[str, Any]]:
     return [(key, row[key])] if key else []
 
 
-def _answer(key: str, value: Any, may_hold_prompt: bool) -> Messages:
+def _answer(key: str, value: object, may_hold_prompt: bool) -> Messages:
     """Read an answer; one that may hold its prompt is also read as a transcript."""
     if isinstance(value, Mapping):
         value = [value]
@@ -398,31 +359,10 @@ def _answer(key: str, value: Any, may_hold_prompt: bool) -> Messages:
     return turns or [Message("assistant", text)]
 
 
-def _ranks(row: Row, count: int) -> list[int]:
-    """Rank the answers, from 0, by the numbers that the row gives them; chosen is above rejected."""
-    if PAIR_KEYS <= row.keys():
-        return [0, 1]
-    orders = set()
-    for name, sign in RANKINGS.items():
-        if isinstance(given := row.get(name), list) and len(given) == count:
-            scores = [sign * number(value, name) for value in given]
-            orders.add(tuple(sorted({*scores}, reverse=True).index(score) for score in scores))
-    if len(orders) != 1:
-        raise BadRowError(
-            f"has {count} answers but not one order of them; give as many numbers in 'scores' (the best has the "
-            "highest) or 'ranks' (the lowest)"
-        )
-    return [*orders.pop()]
-
-
 # ------------------------------------------------------------------------------------------------------ small checks
 
 
-def _role(messages: Messages, place: int) -> str:
-    return messages[place].role if messages else ""
-
-
-def _required(row: Row, row_format: str) -> tuple[Any, str]:
+def _required(row: Row, row_format: str) -> tuple[object, str]:
     """Return what the row has under a key of its format, and that key."""
     if key := first_key(row, FORMATS[row_format]):
         return row[key], key

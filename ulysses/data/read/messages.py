@@ -29,8 +29,10 @@ WEIGHT_KEYS = (
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
 # other names that may tell which messages are trained
 MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
+PAIR_KEYS = {"chosen", "rejected"}
 CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+Row = Mapping[str, object]  # or another object of JSON
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Message:
     role: str
     content: str
     weight: float = 1.0
-    tool_calls: tuple[dict[str, Any], ...] = ()
-    more: Mapping[str, Any] = field(default_factory=dict)
+    tool_calls: tuple[dict[str, object], ...] = ()
+    more: Row = field(default_factory=dict)
     begun: int = 0
 
     @property
@@ -56,7 +58,7 @@ class Message:
         return not self.content[self.begun :].strip() and not self.tool_calls
 
 
-class Arguments(dict[str, Any]):
+class Arguments(dict[str, object]):
     """The arguments of a call: an object, and its JSON text to templates that print it or join it to other text."""
 
     def __str__(self) -> str:
@@ -72,7 +74,7 @@ class Arguments(dict[str, Any]):
 Messages = list[Message]
 
 
-def parse_messages(value: Any, row: Mapping[str, Any] = {}) -> Messages:
+def parse_messages(value: object, row: Mapping[str, object] = {}) -> Messages:
     """Read a list of OpenAI (role, content) or ShareGPT (from, value) messages, in any mixture.
 
     Args:
@@ -99,7 +101,7 @@ def parse_messages(value: Any, row: Mapping[str, Any] = {}) -> Messages:
     ]
 
 
-def _message(item: Any, marks: Iterable[tuple[str, Any]], where: str) -> Message:
+def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
     name = item.get(first_key(item, ("role", "from")))
@@ -130,7 +132,7 @@ def _message(item: Any, marks: Iterable[tuple[str, Any]], where: str) -> Message
     return Message(role, content, weight, calls, more)
 
 
-def _content_part(part: Any, where: str) -> str:
+def _content_part(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
     given = part if isinstance(part, Mapping) else {"type": type_name(part)}
@@ -140,7 +142,7 @@ def _content_part(part: Any, where: str) -> str:
     return text
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _call(call: Any, where: str) -> dict[str, object]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRowError(f"{where} has a tool call without a name")
@@ -156,7 +158,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": function, **named}
 
 
-def parse_tools(value: Any) -> list[Any]:
+def parse_tools(value: object) -> list[Any]:
     """Read a row's tools: a list of descriptions or one of them, also as JSON text."""
     problem = "'tools' must be a list of tool descriptions"
     tools = [decoded(tool, problem, Mapping) for tool in as_list(decoded(value, problem) or [])]
@@ -179,7 +181,12 @@ def parse_transcript(text: str) -> Messages:
 # ------------------------------------------------------------------------------------------------------ small checks
 
 
-def first_key(row: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+def role_of(messages: Messages, place: int) -> str:
+    """Return the role of a message; "" if there are none."""
+    return messages[place].role if messages else ""
+
+
+def first_key(row: Row, keys: tuple[str, ...]) -> str:
     """Return the first of `keys` that the row has a value for; "" if there is none."""
     for key in keys:
         if row.get(key) is not None:
@@ -187,35 +194,35 @@ def first_key(row: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     return ""
 
 
-def weights_of(pairs: Iterable[tuple[str, Any]]) -> list[float]:
+def weights_of(pairs: Iterable[tuple[str, object]]) -> list[float]:
     """Return the marks among keys and their values."""
     return [
         number(value, key) for key, value in pairs if key in WEIGHT_KEYS and value is not None
     ]
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def string(value: Any, name: str) -> str:
+def string(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise BadRowError(f"{name!r} is {type_name(value)}, not a string")
     return value
 
 
-def number(value: Any, name: str) -> float:
+def number(value: object, name: str) -> float:
     with suppress(OverflowError):  # of a long integer
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
     raise BadRowError(f"{name!r} is {value!r:.40}, not a finite number")
 
 
-def type_name(value: Any) -> str:
+def type_name(value: object) -> str:
     return "missing" if value is None else type(value).__name__
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return an object of JSON; ValueError if a key stands in it twice, of which the last would win."""
     names = [name for name, _ in pairs]
     if len({*names}) < len(names):

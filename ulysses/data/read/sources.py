@@ -1,25 +1,26 @@
-"""Read rows from where the data are: files, folders, folders saved by `datasets`, datasets of the Hugging Face hub.
+"""Stream rows from where the data are, and count how many were read, kept and dropped, and why.
 
 json, jsonl, csv and txt files (also as .gz) are read here, so that errors name the exact row. Parquet, saved folders
-and the hub go through `datasets`, which no other file imports. Only .json arrays are held in memory as a whole.
+and the Hugging Face hub go through `datasets` (library.py). Only .json arrays are held in memory as a whole.
 """
 
 import csv
+import dataclasses
 import gzip
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import field, fields, replace
 from functools import partial
-from glob import escape
 from io import TextIOWrapper
-from itertools import chain
+from itertools import chain, count, groupby, islice
+from operator import itemgetter
 from os.path import expanduser
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
@@ -51,7 +52,9 @@ SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands
 # keys that are not a part of digests where they are not set, because older ones do not know them
 LATER_KEYS = ("probability", "system", "chat_template_kwargs", "name")
 ROUNDING = 1e-6  # of a sum of probabilities
-HUB_SECONDS = 5.0  # that the hub may take to name a commit
+# its multiples are spread evenly modulo 1: the same share is held out of any long run of rows, and of every second one
+GOLDEN_RATIO = (1 + 5**0.5) / 2
+EXAMPLES_PER_REASON = 5
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -112,7 +115,7 @@ class Source:
         return self.is_on_hub or self.is_saved
 
 
-def parse_sources(value: Any) -> list[Source]:
+def parse_sources(value: object) -> list[Source]:
     """Read a path, a table {path, format, weight, columns, split, ...}, or a list of both."""
     sources = []
     for item in value if isinstance(value, list | tuple) else [value]:
@@ -143,21 +146,12 @@ def pinned(source: Source) -> Source:
     """
     if not source.is_on_hub:
         return source
-    from huggingface_hub import HfApi, snapshot_download
+    from ulysses.data.read.library import hub_commit
 
-    asked = {"revision": source.revision}
     if not rank():
         print(f"asking the Hugging Face hub for the dataset {source.path}", flush=True)
     with _explained(source, source.place):
-        try:
-            commit = HfApi().dataset_info(source.path, timeout=HUB_SECONDS, **asked).sha
-        except Exception as error:
-            asked |= {"repo_type": "dataset", "local_files_only": True}
-            try:
-                commit = Path(snapshot_download(source.path, **asked)).name
-            except Exception:
-                raise error from None
-        return replace(source, revision=commit)
+        return replace(source, revision=hub_commit(source.path, source.revision))
 
 
 def repeated_data(train: Iterable[Source], evaluation: Iterable[Source]) -> list[str]:
@@ -208,27 +202,13 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
         )
     if absent := [p for p in files if not p.is_file()]:
         raise DataError(f"{absent[0].absolute()} is a link to no file; mend it or remove it")
-    one = source.is_saved or path.is_file()
-    own = files if one else _chosen(source, _splits(path, files))
+    if source.is_saved or path.is_file():
+        own = files
+    else:
+        from ulysses.data.read.library import files_by_split
+
+        own = _chosen(source, files_by_split(path, files))
     return own, sorted({*found} - {*own})
-
-
-def _splits(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
-    """Sort files by the split that their names or folders tell, as the hub does; all are of train if none tells one."""
-    from datasets.data_files import DataFilesDict, get_data_patterns
-
-    # only data may tell splits, not a README or a log, so the rules see a folder of nothing but the data's names
-    with TemporaryDirectory() as names, suppress(FileNotFoundError):
-        for file in files:
-            name = names / file.relative_to(folder)
-            name.parent.mkdir(parents=True, exist_ok=True)
-            name.touch()
-        found = DataFilesDict.from_patterns(get_data_patterns(names), names)
-        return {
-            str(split): sorted({folder / Path(name).relative_to(names) for name in own})
-            for split, own in found.items()
-        }
-    return {"train": files}  # the hub reads none of them
 
 
 def _chosen(source: Source, splits: Mapping[str, Any]) -> Any:
@@ -300,7 +280,7 @@ def in_batches(items: Iterable[Any], characters: int) -> Iterator[list[Any]]:
         yield batch
 
 
-def read_rows(source: Source) -> Iterator[tuple[str, Any]]:
+def read_rows(source: Source) -> Iterator[tuple[str, object]]:
     """Yield (file and row number from 1, row); in a jsonl file the number is that of the line, and the row its bytes.
 
     Raises DataError: a file that does not exist or cannot be read.
@@ -350,7 +330,7 @@ def count_rows(sources: Iterable[Source]) -> int | None:
     return total
 
 
-def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
+def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
     suffix = _suffix(path)
     delimiter = {".csv": ",", ".tsv": "\t"}.get(suffix)
     opened: Any = gzip.open if path.suffix == ".gz" else open
@@ -381,43 +361,11 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, line
 
 
-def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
-    """Read a parquet file, a saved folder or a hub dataset with `datasets`."""
-    import datasets
+def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
+    from ulysses.data.read.library import opened, written_rows
 
-    rows: Any
-    if path.is_file():
-        files = escape(str(path.absolute()))  # its name may look like a pattern
-        # that of a file without rows would be 0
-        more = {"split": "train", "streaming": True, "batch_size": ITEMS_AT_ONCE}
-        rows = datasets.load_dataset("parquet", data_files=files, **more)
-    elif path.is_dir():
-        rows = datasets.load_from_disk(str(path))
-    else:
-        rows = datasets.load_dataset(
-            source.path, source.subset, split=source.split, revision=source.revision
-        )
-    rows = _chosen(source, rows) if isinstance(rows, dict) else rows
-    kinds = getattr(rows, "features", None) or {}
-    for number, row in enumerate(rows, 1):
-        yield number, {name: _as_written(value, kinds.get(name)) for name, value in row.items()}
-
-
-def _as_written(value: Any, kind: Any) -> Any:
-    """Return what was written in a column of objects, without the keys that only other rows have.
-
-    Arrow gives all objects of a column the same keys, and null to those that an object lacks. A key whose type is null
-    has a value in no row, so its null was written.
-    """
-    if isinstance(value, dict) and isinstance(kind, dict):
-        return {
-            key: _as_written(v, kind[key])
-            for key, v in value.items()
-            if v is not None or getattr(kind[key], "dtype", "") == "null"
-        }
-    if isinstance(value, list) and hasattr(kind, "feature"):
-        return [_as_written(v, kind.feature) for v in value]
-    return value
+    rows = opened(path, source.subset, source.split, source.revision)
+    yield from written_rows(_chosen(source, rows) if isinstance(rows, dict) else rows)
 
 
 def _suffix(path: Path) -> str:
@@ -426,3 +374,90 @@ def _suffix(path: Path) -> str:
 
 def _absent(source: Source) -> str:
     return f"data file or folder {source.path} does not exist ({source.place.absolute()})"
+
+
+# ---------------------------------------------------------------- the rows of all sources
+
+
+@dataclasses.dataclass
+class Report:
+    """Counts of what happened to the rows, with examples that name file and row; vars() of it is JSON data."""
+
+    read: int = 0
+    kept: int = 0
+    tokens: int = 0
+    shared: int = 0  # of the tokens: prompts that a further answer does not repeat
+    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    notes: Counter[str] = dataclasses.field(default_factory=Counter)
+    examples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def count(self, name: str, what: str, where: str) -> None:
+        """Count a row in `dropped` or `notes`."""
+        counts: dict[str, int] = getattr(self, name)
+        counts[what] = counts.get(what, 0) + 1
+        if counts[what] <= EXAMPLES_PER_REASON:
+            self.examples.setdefault(what, []).append(where)
+
+    def __str__(self) -> str:
+        dropped = sum(self.dropped.values())
+        lines = [f"read {self.read} rows, kept {self.kept} examples, dropped {dropped} rows"]
+        if self.shared:
+            lines.append(
+                f"  {self.shared / self.tokens:.1%} of the tokens are prompts that another answer has"
+            )
+        for title, counts in (("dropped, ", self.dropped), ("", self.notes)):
+            for reason, number in Counter(counts).most_common():
+                examples = ", ".join(self.examples[reason])
+                more = ", ..." if number > EXAMPLES_PER_REASON else ""
+                lines.append(f"  {title}{reason}: {number} ({examples}{more})")
+        return "\n".join(lines)
+
+
+class FoundRow(NamedTuple):
+    """A row, or a part of a long document, as it was found: bytes, an object, or the error in its place.
+
+    source: the index of its source. where: its file and number. continues: the document of the one before.
+    """
+
+    source: int
+    where: str
+    continues: bool
+    found: object
+
+
+def locate_rows(
+    sources: Sequence[Source], report: Report, share: float = 0.0, held_out: bool = False
+) -> Iterator[FoundRow | None]:
+    """Stream the rows of all sources in order, and count them; None stands for one that is left to the other part.
+
+    A file that cannot be read comes as a DataError in the place of its next row.
+
+    Args:
+        share, held_out: of the rows this share is held out; whether those are wanted, or the others.
+    """
+    number = count()
+    for index, source in enumerate(sources):
+        where = source.path
+        try:
+            documents = groupby(read_rows(source), key=itemgetter(0))
+            for where, parts in islice(documents, source.max_examples or None):
+                report.read += 1
+                if (next(number) * GOLDEN_RATIO % 1 < share) == held_out:
+                    for place, (_, row) in enumerate(parts):
+                        yield FoundRow(index, where, place > 0, row)
+                else:
+                    report.count("notes", "in the other part of data.eval_fraction", where)
+                    yield None
+        except DataError as error:
+            yield FoundRow(index, where, False, error)
+
+
+def note_sources(sources: Iterable[Source], report: Report) -> None:
+    """Count in `report` what is not a matter of rows, so that it is told of cached tokens too."""
+    for source in sources:
+        if source.is_on_hub:
+            note = f"data of the hub's commit {source.revision}"
+            report.count("notes", note, source.path)
+        for file in source_files(source)[1]:
+            note = f"files left out, not data of split {source.split}"
+            report.count("notes", note, str(file))

@@ -231,7 +231,7 @@ def _broken(match: re.Match[str]) -> str:
     return match[0].replace(token, GUARD.join(token))
 
 
-def ends(job: Callable[[], Any]) -> bool:
+def ends(job: Callable[[], object]) -> bool:
     """Call `job` in a forked process, and tell whether that ended without too much time, text and memory.
 
     No signal's handler and no other thread can stop one long operation. Other errors of the job are left to the

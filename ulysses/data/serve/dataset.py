@@ -1,7 +1,7 @@
 """Read tokenised data through memory maps: opening a dataset reads no token, and a rank reads only what it slices."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ulysses.data.read.rows import Report
+from ulysses.data import DataError
+from ulysses.data.read.sources import Report, Source
 from ulysses.parallel.batch import Sequence
 
 DIGESTS = "digests.json"  # of the other files
@@ -25,7 +26,7 @@ class Example:
 
     index: int
     sequences: tuple[Sequence, ...]
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def apart(self) -> "Example":
@@ -60,7 +61,9 @@ class TokenizedDataset:
     def __init__(
         self,
         folder: str | Path,
-        source_names: Iterable[str] = ("",),
+        sources: list[Source] | None = None,
+        stopping_strategy: str = "first_exhausted",
+        *,
         max_length: int | None = None,
         share_prompts: bool = False,
     ) -> None:
@@ -73,7 +76,6 @@ class TokenizedDataset:
         index = json.loads((self.folder / "index.json").read_text())
         self.kind: str = index["kind"]
         self.report = Report(**index["report"])
-        self.source_names, self.source_weights = [*source_names], [1.0]
         arrays: dict[str, np.ndarray] = {
             path.stem: np.memmap(path, path.suffix[1:], "r")
             for path in self.folder.iterdir()
@@ -94,6 +96,10 @@ class TokenizedDataset:
         self.sequence_lengths[exists], self.prefix_lengths[exists] = kept[:, 1], prefixes
         self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
         self.sources: np.ndarray = arrays["_source"]
+        sources = sources or [Source(str(folder))]
+        self.source_names = [source.name for source in sources]
+        examples = np.bincount(self.sources, minlength=len(sources)).tolist()
+        self.source_weights = source_weights(sources, examples, stopping_strategy)
         self.columns = {name: array for name, array in arrays.items() if name[0] != "_"}
         if "_prompt" in arrays:  # digests become numbers in the order of the examples
             _, first, ids = np.unique(arrays["_prompt"], return_index=True, return_inverse=True)
@@ -153,3 +159,23 @@ class TokenizedDataset:
         both = tokens[: self.max_length], weights[: self.max_length]
         columns = {name: found[index, other] for name, found in self.mismatched.items()}
         return Sequence(*both, columns, prompt=prompt.prompt, prompt_length=head)
+
+
+def source_weights(
+    sources: list[Source], examples: list[int], stopping_strategy: str
+) -> list[float]:
+    """Return how often the examples of each source are taken in an epoch, which has the shares that probabilities ask.
+
+    Raises DataError: there is no example of a source that has a probability or a name.
+    """
+    for source, count in zip(sources, examples):
+        if not count and (source.probability or source.name):
+            raise DataError(
+                f"no example is left of {source.path}, which has a probability or a name; remove it, or mend its rows"
+            )
+    if not all(source.probability for source in sources):
+        return [source.weight for source in sources]
+    # the lengths of an epoch that takes every example of a source once
+    lengths = [count / source.probability for source, count in zip(sources, examples)]
+    length = min(lengths) if stopping_strategy == "first_exhausted" else max(lengths)
+    return [length / own for own in lengths]

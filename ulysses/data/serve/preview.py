@@ -1,16 +1,18 @@
 """Print tokenised examples with the trained tokens marked, to show what the loss sees."""
 
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from ulysses.config.section import visible
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.parallel.batch import shared_prompts
 
 
-def preview_examples(dataset: TokenizedDataset, tokenizer: Any, count: int) -> None:
+def preview_examples(
+    dataset: TokenizedDataset, tokenizer: PreTrainedTokenizerFast, count: int
+) -> None:
     """Print the first `count` examples decoded, with the trained tokens between [[ and ]]."""
     for example in islice(dataset, count):
         shared = shared_prompts(example.sequences)

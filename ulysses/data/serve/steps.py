@@ -13,11 +13,11 @@ rank computes the whole plan and takes its own part of it.
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
-from ulysses.data.serve.dataset import Example
+from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.parallel.layout import squares
 from ulysses.parallel.random_keys import STEP, scatter_bits, wrapped
 
@@ -26,16 +26,24 @@ ATTENTION_WIDTHS = 12.0
 ATTENTION_LENGTH = 50_000.0
 
 
+class Examples(Protocol):
+    """What is packed: a TokenizedDataset, or the answers of a rollout."""
+
+    sequence_lengths: np.ndarray
+    prefix_lengths: np.ndarray
+
+    def __getitem__(self, index: int) -> Example: ...
+
+
 @dataclass(eq=False)
 class StepLoader:
     """Serve the micro-batches of every step to one data-parallel group.
 
     Args:
-        dataset: a TokenizedDataset, or a view of one.
         examples_per_step: examples of one optimizer step, over all groups; at least 1.
         tokens_per_microbatch: the most tokens that one packed micro-batch may hold.
         shuffle: False takes every example once, in the dataset's order, which is what evaluation needs.
-        only: the named set whose examples are taken then; "" takes all.
+        only: the set whose examples are taken then, "" for those without a name; None takes all.
         attention_length: number of tokens at which attention costs as much as the rest of the model.
         windows: the sliding window of every layer (parallel/layout.py).
         launched_tokens: the tokens that the GPU computes while its host launches the kernels of a micro-batch with
@@ -50,7 +58,7 @@ class StepLoader:
     (check/input_files.py).
     """
 
-    dataset: Any
+    dataset: TokenizedDataset
     examples_per_step: int
     _: KW_ONLY
     tokens_per_microbatch: int
@@ -58,7 +66,7 @@ class StepLoader:
     data_parallel_size: int = 1
     dp_rank: int = 0
     shuffle: bool = True
-    only: str = ""
+    only: str | None = None
     attention_length: float = ATTENTION_LENGTH
     windows: Sequence[int | None] = ()
     launched_tokens: float = 0.0
@@ -66,7 +74,7 @@ class StepLoader:
 
     def __post_init__(self) -> None:
         taken = np.arange(len(self.dataset))
-        if self.only:
+        if self.only is not None:
             names = np.array(self.dataset.source_names)
             taken = np.flatnonzero(names[self.dataset.sources] == self.only)
         self._last_order = (-1, taken)  # an epoch and its order
@@ -93,8 +101,9 @@ class StepLoader:
         return self.order(epoch)[start : start + self.examples_per_step].tolist()
 
     def sets(self) -> dict[str, "StepLoader"]:
-        """Return the loader of all examples under the name "", and those of the named sets."""
-        return {name: replace(self, only=name) for name in ("", *self.dataset.source_names)}
+        """Return the loaders of the named sets and, under the name "", of the examples of none; each example once."""
+        names = sorted({*self.dataset.source_names})
+        return {name: replace(self, only=name) for name in names} if any(names) else {"": self}
 
     def planned_steps(self) -> tuple[list[int], list[int]]:
         """Return the examples of the first epoch's step with the median number of tokens, and of the one with most."""
@@ -107,7 +116,7 @@ class StepLoader:
         """Return this group's micro-batches of step k; a micro-batch may be empty."""
         return self.micro_batches(self.dataset, self.indices(epoch, k))
 
-    def micro_batches(self, dataset: Any, indices: list[int]) -> list[list[Example]]:
+    def micro_batches(self, dataset: Examples, indices: list[int]) -> list[list[Example]]:
         """Pack some examples of a dataset for all groups, and return this group's micro-batches.
 
         One without examples holds a single one without tokens, for its columns.
@@ -132,19 +141,6 @@ class StepLoader:
             tokens.tolist(), costs.tolist(), self.tokens_per_microbatch, self.data_parallel_size
         )
 
-    def mismatched_pairs(self, indices: list[int]) -> list[tuple[int, int]]:
-        """Pair each example of a step with the one whose completion it takes for KTO's baseline.
-
-        That is the next example of the step, cyclically, that has another prompt. Examples without one are left out.
-        """
-        prompts, pairs = self.dataset.columns["prompt_id"], []
-        for position, i in enumerate(indices):
-            following = indices[position + 1 :] + indices[:position]
-            partner = next((j for j in following if prompts[j] != prompts[i]), None)
-            if partner is not None:
-                pairs.append((i, partner))
-        return pairs
-
 
 def check_fits(longest: int, budget: int) -> None:
     """Raise ValueError if an example of `longest` tokens does not fit into a micro-batch of `budget` tokens."""
@@ -156,11 +152,11 @@ def check_fits(longest: int, budget: int) -> None:
 
 
 def sequence_cost(
-    length: Any,
-    prefix_length: Any = 0,
+    length: np.ndarray,
+    prefix_length: np.ndarray | int = 0,
     attention_length: float = ATTENTION_LENGTH,
     windows: Sequence[int | None] = (),
-) -> Any:
+) -> np.ndarray:
     """Estimate the relative work of sequences: linear in their tokens, and in what each of these attends to."""
     return length + squares(length, prefix_length, windows) / attention_length
 

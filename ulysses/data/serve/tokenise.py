@@ -27,8 +27,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, groupby, repeat
-from operator import itemgetter
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +38,25 @@ from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.cache import build_once, check_once, digest_of_value, discard, known_files
 from ulysses.data.read.chat import ChatTemplate, bounded_time
 from ulysses.data.read.formats import Event, Record, dropping, read_row
-from ulysses.data.read.rows import FoundRow, Report, locate_rows, note_sources
 from ulysses.data.read.sources import (
+    FoundRow,
+    Report,
     Source,
     count_rows,
     in_batches,
+    locate_rows,
+    note_sources,
     pinned,
     source_digest,
     source_files,
 )
-from ulysses.data.read.tokenizer import Encoded, Rendered, TextEncoder, tokenizer_digest
+from ulysses.data.read.tokenizer import (
+    Encoded,
+    PreTrainedTokenizerFast,
+    Rendered,
+    TextEncoder,
+    tokenizer_digest,
+)
 from ulysses.data.serve.dataset import DIGESTS, TokenizedDataset
 from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
@@ -61,13 +69,12 @@ CHARACTERS_AT_ONCE = 1 << 21  # of rows
 DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "turns", "eval_fraction")
 Columns = dict[str, Any]  # of examples as the files hold them: tokens, weights and numbers
 TOKENS = np.dtype([("tokens", np.int32), ("weights", np.float32)])  # of a sequence [L]
-Part = tuple[str, int, np.ndarray]  # of a document: its row, source and tokens
 
 
 def open_dataset(
     sources: list[Source],
     kind: str,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerFast,
     settings: DataSection,
     *,
     held_out: bool = False,
@@ -93,32 +100,15 @@ def open_dataset(
             damage = str(error).partition(";")[0]
             print(f"the tokenised data were damaged ({damage}) and have been made again")
         check_once(data.folder / DIGESTS, data.cache)
-    names = [source.name for source in sources]
-    dataset = TokenizedDataset(data.folder, names, settings.max_length, share_prompts)
-    examples = np.bincount(dataset.sources, minlength=len(sources)).tolist()
-    dataset.source_weights = source_weights(sources, examples, settings.stopping_strategy)
+    dataset = TokenizedDataset(
+        data.folder,
+        sources,
+        settings.stopping_strategy,
+        max_length=settings.max_length,
+        share_prompts=share_prompts,
+    )
     note_sources(data.sources, dataset.report)
     return dataset
-
-
-def source_weights(
-    sources: list[Source], examples: list[int], stopping_strategy: str
-) -> list[float]:
-    """Return how often the examples of each source are taken in an epoch, which has the shares that probabilities ask.
-
-    Raises DataError: there is no example of a source that has a probability or a name.
-    """
-    for source, count in zip(sources, examples):
-        if not count and (source.probability or source.name):
-            raise DataError(
-                f"no example is left of {source.path}, which has a probability or a name; remove it, or mend its rows"
-            )
-    if not all(source.probability for source in sources):
-        return [source.weight for source in sources]
-    # the lengths of an epoch that takes every example of a source once
-    lengths = [count / source.probability for source, count in zip(sources, examples)]
-    length = min(lengths) if stopping_strategy == "first_exhausted" else max(lengths)
-    return [length / own for own in lengths]
 
 
 class Tokenising:
@@ -131,7 +121,7 @@ class Tokenising:
         self,
         sources: list[Source],
         kind: str,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerFast,
         settings: DataSection,
         held_out: bool,
     ) -> None:
@@ -174,6 +164,8 @@ class Tokenising:
         names = ", ".join(source.path for source in self.sources)
         chunks = self._encoded(report)
         if self.template is None:
+            from ulysses.data.serve.documents import cut_documents
+
             parts = chain.from_iterable(chunks)
             chunks = cut_documents(parts, self.encoder, self.settings.max_length)
         _write_columns(folder, chunks, report)
@@ -233,7 +225,8 @@ class Tokenising:
     def _note(self, where: str, what: str) -> None:
         self.events.append(("notes", what, where))
 
-    def _part(self, row: FoundRow, text: str) -> Part:
+    def _part(self, row: FoundRow, text: str) -> tuple[str, int, np.ndarray]:
+        """Return a part of a document: its row, source and tokens."""
         try:
             begun = text if row.continues else self.encoder.begin(text)
             (tokens,) = self.encoder.encode_texts([begun])
@@ -380,21 +373,3 @@ def common_prefix(first: np.ndarray, other: np.ndarray) -> int:
     differs = first["tokens"][:count] != other["tokens"][:count]
     differs[1:] |= other["weights"][1:count] != 0
     return max(0, (int(differs.argmax()) if differs.any() else count) - 1)
-
-
-def cut_documents(parts: Iterable[Part], encoder: TextEncoder, limit: int) -> Iterator[Columns]:
-    """Join the parts of each document, and cut it into pieces of at most `limit` tokens, as the files hold them.
-
-    Truncation does not apply: no token is lost.
-    """
-    ends = np.asarray([encoder.eos], np.int32)
-    begins = ends[:0] if encoder.bos is None else np.asarray([encoder.bos], np.int32)
-    for (_, source), document in groupby(parts, key=itemgetter(0, 1)):
-        left = begins
-        for *_, tokens in chain(document, [(ends,)]):
-            left = np.append(left, tokens)
-            while len(left) > limit or (tokens is ends and len(left) > 1):
-                piece = left[:limit]
-                size = [len(piece), 0, 0]
-                yield {"tokens": piece, "_sizes": size, "_counts": [1], "_source": [source]}
-                left = left[limit - 1 :]  # the last token predicts the next piece's first

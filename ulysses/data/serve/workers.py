@@ -17,18 +17,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import islice
 from multiprocessing import get_context
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import TypeVar
 
 from ulysses.data import DataError
 from ulysses.environment import silence_tokenizers
 
 MOST_WORKERS = 16  # one process deals and writes for all of them
 BATCHES_AT_FIRST = 2  # so little work is done before processes would be up
+Batch, Result = TypeVar("Batch"), TypeVar("Result")
 
 
 def in_order(
-    function: Callable[[Any], Any], batches: Iterable[Any], workers: int | str
-) -> Iterator[Any]:
+    function: Callable[[Batch], Result], batches: Iterable[Batch], workers: int | str
+) -> Iterator[Result]:
     """Yield function(batch) for every batch, computed in forked processes if there are many; "auto" is one per core.
 
     An error of the function is raised here, in its batch's turn. DataError: a process has died.
@@ -46,9 +48,9 @@ def in_order(
 
 
 def _in_processes(
-    function: Callable[[Any], Any], batches: Iterable[Any], workers: int
-) -> Iterator[Any]:
-    fork, busy = get_context("fork"), deque[Any]()
+    function: Callable[[Batch], Result], batches: Iterable[Batch], workers: int
+) -> Iterator[Result]:
+    fork, busy = get_context("fork"), deque[Connection]()
     with ExitStack() as stopping:
         for batch in batches:
             if len(busy) < workers:
@@ -70,7 +72,7 @@ def _in_processes(
         yield from map(_result, busy)
 
 
-def _serve(function: Callable[[Any], Any], pipe: Any, others: Any) -> None:
+def _serve(function: Callable[[Batch], object], pipe: Connection, others: Connection) -> None:
     """Compute what comes through a pipe until its other end is closed, in a process of its own."""
     others.close()  # of which this process has a copy
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all of them
@@ -85,7 +87,7 @@ def _serve(function: Callable[[Any], Any], pipe: Any, others: Any) -> None:
             pipe.send(result)
 
 
-def _result(pipe: Any) -> Any:
+def _result(pipe: Connection) -> Result:
     try:
         result = pipe.recv()
     except (EOFError, OSError):

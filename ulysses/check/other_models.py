@@ -1,0 +1,59 @@
+"""What a run reads besides the trained model: frozen models and rewards; imported where a stage has them."""
+
+import re
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+from models.folders import read_config, resolve_model
+from models.initial_weights import InitialWeights
+from ulysses.check.input_files import check_weights, fit_window
+from ulysses.config.schema import Config
+from ulysses.config.section import ConfigError, error_context
+from ulysses.config.stage_sections import is_function
+from ulysses.stages.base import AuxiliaryModel
+
+
+def read_others(
+    config: Config,
+    models: list[AuxiliaryModel],
+    need_weights: bool,
+    others: dict[str, InitialWeights],
+) -> list[object]:
+    """Fill `others` with the weights of the run's other models, by their settings; return what is wrong with them."""
+    errors: list[object] = []
+    for other in models:
+        with error_context(errors=errors):
+            others[other.setting] = weights = read_other(other, need_weights=need_weights)
+            fit_window(config, weights.shape, other.setting)
+    return errors
+
+
+def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWeights:
+    """Return the weights of a model that the run reads besides the trained one."""
+    folder = resolve_model(other.path, need_weights=need_weights, key=other.setting)
+    with error_context(other.setting):
+        weights = InitialWeights(read_config(folder), 0, folder)
+        check_weights(weights.shape, folder, reward=other.is_reward)
+        if other.is_reward and "score.weight" not in weights.stored:
+            raise ValueError(
+                f"{folder} has no score.weight, so it is not a reward model; train one with stage rm, or name a "
+                "function as module:function"
+            )
+        return weights
+
+
+def check_rewards(rewards: Iterable[str], strict: bool) -> list[object]:
+    """Return errors for reward functions that are not there; only a run that starts imports them: user's code runs."""
+    errors: list[object] = []
+    for reward in filter(is_function, rewards):
+        with error_context(errors=errors):
+            if strict:
+                from ulysses.rl.rewards import load_function
+
+                load_function(reward)
+            elif "//" not in reward and find_spec(re.split("[.:]", reward)[0]) is None:
+                raise ConfigError(
+                    f"ppo.reward is {reward!r} but there is no such module; name a function as module:function, with "
+                    "the module's folder on PYTHONPATH"
+                )
+    return errors

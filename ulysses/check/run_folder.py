@@ -1,0 +1,319 @@
+"""A run's folder: whether a run may write there, what its checkpoints are, and which one it continues.
+
+RUN/checkpoints/step-12/run.json holds the run's id and settings, the digest of every other file, and its own. Data, the
+base of adapters and frozen models are told by digests of their content in it.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import TypedDict
+
+import torch
+import torch.distributed as dist
+
+from models.arch import ModelConfig
+from models.initial_weights import InitialWeights
+from ulysses import environment
+from ulysses.check.preflight import RunInputs
+from ulysses.config.schema import Config, RunSection
+from ulysses.config.section import AbsentError, ConfigError, error_context
+from ulysses.data.cache import content_digest, digest_of_value
+from ulysses.data.read.sources import parse_sources
+from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.disk import (
+    HOLDER,
+    RECORD,
+    DiskError,
+    check_apart,
+    check_replaceable,
+    held,
+    write_json,
+)
+from ulysses.environment import NODE
+from ulysses.parallel.mesh import gather
+from ulysses.plan.memory_choice import planner_model
+
+FORMAT = 6
+CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
+TRAINED_ON, HELD_OUT = "the training data or how they are tokenised", "the held-out data"
+OWN = "model.path"  # the setting of the trained model
+# How files begin that are written anew whenever a run starts, config.json and metrics.jsonl.
+BEGINNING = re.compile(rb'\{\s*"stage": |\{"step": \d+, "run": |$')
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def check_folders(
+    config: Config,
+    folder: Path | None,
+    place: Path | None,
+    weights: InitialWeights,
+    others: Mapping[str, InitialWeights],
+) -> None:
+    """Refuse an output folder in which something of the user's would be lost, or that belongs to what the run reads.
+
+    Args:
+        folder: of the trained model.
+        place: of its tokenizer.
+    """
+    run, output, data = config.run, config.output, config.data
+    read = []
+    for setting, given in (("data.train", data.train), ("data.eval", data.eval)):
+        read += [(setting, s.place) for s in parse_sources(given) if not s.is_on_hub]
+    read.append(("data.cache", Path(data.cache)))
+    if folder:
+        read.append(("model.path", folder))
+    if config.model.tokenizer and place:
+        read.append(("model.tokenizer", place))
+    for setting, found in {"model.path": weights, **others}.items():
+        read += [(setting, place) for place in {path.parent for path in found.paths}]
+    parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
+    for place in (output, *parts):
+        check_apart("run.output", place, read)
+    replaced = parts[1:] if run.export or run.overwrite else parts[1:2]
+    if config.ppo.sampler:
+        taken = (("a folder of run.output", part) for part in parts)
+        check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
+        replaced.append(config.sampler_folder)
+    # a file in the place of a folder that is not replaced is refused, too
+    replaced += [p for p in (parts[0], output / "tensorboard") if not p.is_dir()]
+    for place in replaced:
+        check_replaceable(place)
+    for around in (output, *output.parents):
+        if (around / RECORD).exists() or is_checkpoint(around):
+            raise ConfigError(
+                f"run.output {output} is or lies in {around}, which a run or export wrote as a whole; set a folder "
+                "apart from it"
+            )
+    for name in ("config.json", "metrics.jsonl"):
+        path = output / name
+        if path.exists() and not (path.is_file() and BEGINNING.match(path.open("rb").read(64))):
+            raise ConfigError(
+                f"run.output {output} holds {name}, which no run wrote; move it away, or set another folder"
+            )
+
+
+def check_disk(config: Config, shape: ModelConfig, resume_from: Path | None) -> str:
+    """Refuse a disk that cannot hold the export and the checkpoints that are saved by step.
+
+    Return a warning if it cannot hold those of run.save_minutes, which a short run never saves. What the run folder
+    holds already counts as free: those are checkpoints that are kept or go.
+    """
+    run, output = config.run, config.output
+    place = next(folder for folder in (output, *output.parents) if folder.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(
+            f"run.output {output} cannot be written: {place} is not a folder that you may write to; set another folder"
+        )
+    free = shutil.disk_usage(place).free
+    for file in (f for name in ("checkpoints", "export") for f in (output / name).rglob("*")):
+        with suppress(OSError):
+            free += file.lstat().st_size
+    trained = planner_model(config, shape).trained
+    export = trained * getattr(torch, config.export_dtype).itemsize if run.export else 0
+
+    def lacking(setting: str, count: int) -> str:
+        """Return a sentence if there is no room for so many checkpoints, which a setting asks for, and the export."""
+        need = 12 * trained * count + export
+        if need <= free:
+            return ""
+        what, changes = [], []
+        if count:
+            kept = ""
+            if count > 2:
+                best = ", the best" if run.save_every else ""
+                kept = f" (run.keep = {run.keep}{best} and one being written)"
+            what.append(f"{count} checkpoint{'s' if count > 1 else ''} of {setting}{kept}")
+            changes.append(f"{setting} = {'false' if setting == 'run.save_last' else 0}")
+        if run.export:
+            what.append("the export")
+            changes.append("run.export = false")
+        if count > 2 and run.keep != 1:
+            changes.append("run.keep = 1")
+        return (
+            f"run.output {place} has {_size(free)} free but {' and '.join(what)} need {_size(need)}; "
+            f"set {' or '.join(changes)}, or use another disk"
+        )
+
+    if run.save_every:
+        sentence = lacking("run.save_every", 2 + (run.keep or run.steps // run.save_every))
+    else:  # a run that continues a checkpoint keeps it until the last one is written
+        count = 2 if resume_from else 1
+        sentence = lacking("run.save_last", count if run.save_last else 0)
+    if sentence:
+        raise AbsentError(sentence)
+    return lacking("run.save_minutes", 1 + run.keep) if run.save_minutes else ""
+
+
+def _size(count: float) -> str:
+    """Write a number of bytes so that it does not round to nothing."""
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.1f} {unit}"
+    return f"{count / 1024:.1f} KiB"
+
+
+def hold_output(config: Config, resources: ExitStack) -> tuple[str, str]:
+    """Let rank 0 hold the run folder until `resources` are closed, and see that all nodes share it.
+
+    Return the run's id and who held the folder before without giving it back. Raises ConfigError on every rank if
+    another run holds the folder, or a node does not see what rank 0 writes there.
+    """
+    output, run_id, before, complaint = config.output, token_hex(4), "", ""
+    holder = f"run {run_id}, process {os.getpid()} on {NODE}"
+    if dist.get_rank() == 0:
+        try:
+            before = resources.enter_context(held(output, holder))
+        except DiskError as error:
+            complaint = str(error)
+    run_id, before, holder = gather((run_id, before, holder))[0]
+    place = output / HOLDER
+    if not complaint and not (place.exists() and place.read_text() == holder):
+        complaint = (
+            f"{output} on {NODE} is not the folder that rank 0 writes to; set it to a folder on a file system "
+            "that all nodes share"
+        )
+    for refusal in filter(None, gather(complaint)):  # all raise the first one
+        raise ConfigError(refusal, "run.output")
+    return run_id, before
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+class RunState(TypedDict):
+    """What a checkpoint's run.json says."""
+
+    run: str
+    step: int
+    best: list[float] | None  # its step and its loss
+    config: dict[str, object]
+    shape: dict[str, object]
+    inputs: dict[str, str]
+    policies: dict[str, object]
+    files: dict[str, str]
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint's, by its run.json."""
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        return {"format", "files", "digest"} <= {*json.loads((folder / "run.json").read_text())}
+    return False
+
+
+def saved_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in RUN/checkpoints, oldest first."""
+    found = (CHECKPOINT.fullmatch(f.parent.name) for f in folder.glob("step-*/run.json"))
+    steps = sorted(int(name[1]) for name in found if name)
+    return [folder / f"step-{step}" for step in steps]
+
+
+def superseded(folder: Path, chosen: Path | None) -> list[Path]:
+    """Return the checkpoints in RUN/checkpoints that are neither `chosen` nor on the way to it, oldest first."""
+    saved = saved_checkpoints(folder)
+    kept = [n for n, path in enumerate(saved, 1) if chosen and path.samefile(chosen)]
+    return saved[max(kept, default=0) :]
+
+
+def read_run_state(path: Path) -> RunState:
+    """Read a checkpoint's run.json, and see that it is what was written there, of the files next to it.
+
+    Raises ValueError if the folder is not a complete checkpoint, has another format, or disagrees with itself.
+    """
+    file = path.absolute() / "run.json"
+    try:
+        state = json.loads(file.read_text())
+        number = state["format"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        raise ValueError(
+            f"{path.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N"
+        ) from None
+    if number != FORMAT:
+        raise ValueError(
+            f"{path} has checkpoint format {number}, but this version reads format {FORMAT}; continue it with the "
+            "version that wrote it"
+        )
+    if state.pop("digest", "") != digest_of_value(state):
+        wrong = "does not hold what was written there: it was cut or changed"
+    elif unnamed := {f.name for f in path.glob("rank-*")} - state["files"].keys():
+        wrong = f"does not name {min(unnamed)} among its files"
+    elif CHECKPOINT.fullmatch(file.parent.name) and file.parent.name != f"step-{state['step']}":
+        wrong = f"is of step {state['step']}, and not of the one that its folder is named after"
+    else:
+        return state
+    raise ValueError(f"{file} {wrong}; restore it, or use another copy of the folder")
+
+
+def write_run_state(path: Path, state: dict[str, object]) -> None:
+    """Write a checkpoint's run.json, with a digest of all that it says."""
+    state = json.loads(json.dumps({"format": FORMAT, **state}))  # as it will be read
+    write_json(path / "run.json", state | {"digest": digest_of_value(state)})
+
+
+def restarts(run: RunSection) -> bool:
+    """Return whether torchrun may restart the run, which continues its newest checkpoint then."""
+    return run.resume == "never" and environment.may_restart()
+
+
+def find_checkpoint(config: Config, strict: bool) -> Path | None:
+    """Return the checkpoint that a run continues; a dry run that continues none only says that the folder is taken."""
+    return resume_point(config.run) if strict or config.run.resume != "never" else None
+
+
+def resume_point(run: RunSection) -> Path | None:
+    """Return the checkpoint that a run continues; None starts afresh.
+
+    Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
+    later be mistaken for this run's own, unless run.overwrite allows their deletion.
+    """
+    folder, chosen, again = Path(run.output) / "checkpoints", None, restarts(run)
+    if again and run.overwrite:
+        raise ValueError(
+            "run.overwrite would delete the checkpoints that a restart continues; leave it out, or start torchrun with "
+            "--max-restarts 0"
+        )
+    if again or run.resume == "auto":
+        chosen = next(reversed(saved_checkpoints(folder)), None)
+    elif run.resume != "never":
+        chosen = Path(run.resume)
+        with error_context("run.resume"):
+            read_run_state(chosen)
+    gone = superseded(folder, chosen)
+    if gone and not run.overwrite:
+        left = ", ".join(path.name for path in gone)
+        raise ValueError(
+            f'run.output {run.output} already holds checkpoints; set run.resume = "auto" to continue the '
+            f"newest, run.overwrite = true to delete {left}, or another run.output"
+        )
+    with error_context("run.overwrite"):
+        for path in gone:
+            check_replaceable(path, "run.json")
+    return chosen
+
+
+def digests_of_inputs(
+    inputs: RunInputs, train: TokenizedDataset, held_out: TokenizedDataset | None
+) -> dict[str, str]:
+    """Return digests of what a run's numbers depend on and its checkpoints do not hold, by words that name it.
+
+    Weights are told by whole files: a part would not show an edited layer, or a row of an embedding. What config.json
+    says of the trained model is compared key by key, and is not in its digest; weights drawn at random have none.
+    """
+    found = {TRAINED_ON: train.folder.name, HELD_OUT: str(held_out and held_out.folder.name)}
+    config, frozen = inputs.config, inputs.others
+    # adapters and a stage that compares with the initial policy need what the run began with
+    if config.model.lora.rank or not all(m.path for m in inputs.stage.requirements.models):
+        frozen = {OWN: inputs.weights, **frozen}
+    for setting, weights in frozen.items():
+        if weights.paths:
+            shape = "" if setting == OWN else str(weights.shape)
+            content = content_digest(weights.paths, Path(config.data.cache))
+            found[f"the weights of {setting}"] = digest_of_value([shape, content])
+    return found
