@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from models.arch import ModelConfig, architecture
+from tests import ROOT
 from tests.unit.test_plan import SMALL, Data, config, node
 from ulysses.plan.case import Case, Plan
 from ulysses.plan.footprint import predict
@@ -16,7 +16,7 @@ from ulysses.plan.memory_choice import choose, choose_memory, cut_steps
 from ulysses.plan.planned_run import plain_model, planned_step, planner_case
 from ulysses.plan.seconds import step_seconds
 
-ROWS = Path(__file__).parents[2] / "benchmarks/measured.jsonl"
+ROWS = ROOT / "benchmarks/measured.jsonl"
 
 
 def measured(row):
