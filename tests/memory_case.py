@@ -28,10 +28,15 @@ BIASES = {"gate_up_proj_bias": 4.0, "sinks": 1.0}
 TILE = 7  # rows of an MLP tile: 26 rows are 4 of them
 
 
+def packed(*rows: torch.Tensor, device: Any = "cpu") -> ShardedBatch:
+    """Pack rows of tokens that are all trained."""
+    given = [Sequence(row, torch.ones(len(row))) for row in rows]
+    return pack_shard(given, ParallelMesh(), device)
+
+
 def batch() -> ShardedBatch:
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(0, 67, (length,), generator=generator) for length in (9, 1, 16)]
-    return pack_shard([Sequence(row, torch.ones(len(row))) for row in rows], ParallelMesh())
+    return packed(*(torch.randint(0, 67, (n,), generator=generator) for n in (9, 1, 16)))
 
 
 def build(

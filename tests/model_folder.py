@@ -12,6 +12,7 @@ from models.decoder import CausalLM, init_parameter
 from models.folders import CONFIG
 from models.scored import RewardModel
 from models.writing import write_weights
+from tests import ROOT
 from ulysses.disk import write_json
 
 
@@ -45,9 +46,15 @@ def write_model(
     return model
 
 
+def logps_there(model: Any, row: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of a row's tokens by a model of transformers or peft."""
+    logps = model(row[None]).logits[0, :-1].log_softmax(-1)
+    return logps.gather(1, row[1:, None])[:, 0]
+
+
 def demo_model(folder: Path, **changes: Any) -> Path:
     """Write the demo's model with these changes, with weights and its tokenizer."""
-    demo = Path(__file__).parents[1] / "configs/demo"
+    demo = ROOT / "configs/demo"
     shape = json.loads((demo / "model/config.json").read_text()) | changes
     write_model(folder, ModelConfig.from_hf(shape))
     return shutil.copytree(demo / "data/tokenizer", folder, dirs_exist_ok=True)

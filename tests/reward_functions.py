@@ -17,9 +17,7 @@ def all_at_once(
     prompts: list[str], completions: list[str], rows: list[dict[str, Any]]
 ) -> list[float]:
     assert len(prompts) == len(completions) == len(rows)
-    return [len(completion) + row["scale"] for completion, row in zip(completions, rows)][
-        : rows[0].get("most")
-    ]
+    return [len(completion) + row["scale"] for completion, row in zip(completions, rows)]
 
 
 def answers_with(prompts: list[str], completions: list[str], rows: list[dict[str, Any]]) -> Any:

@@ -8,6 +8,7 @@ import torch
 from models.arch import ModelConfig
 from tests.engine_case import MOE, Case, trained
 from tests.family_case import FAMILIES
+from tests.harness import full
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import Formula, compared
 
@@ -53,11 +54,11 @@ def exact():
 @pytest.mark.parametrize(
     "world, sp, budget, level",
     [
-        (1, 1, 1000, "none"),
         (1, 1, 128, "block"),
         (2, 2, 128, "keep_attention"),
         (4, 2, 1000, "block"),
         (3, 3, 128, "none"),
+        *full((1, 1, 1000, "none")),
     ],
 )
 def test_the_balance_loss_is_that_of_transformers_over_the_whole_step(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import device, run_distributed
+from tests.harness import device, full, run_distributed
 from tests.unit.test_batch import LENGTHS
 from ulysses import ParallelMesh, Sequence, pack_shard
 from ulysses.parallel import gather_tokens, segment_sums, sequence_last
@@ -66,7 +66,7 @@ def sums(sp, num_heads):
     return totals.detach()
 
 
-@pytest.mark.parametrize("sp, num_heads", [(2, 4), (4, 4), (4, 14), (2, 1)])
+@pytest.mark.parametrize("sp, num_heads", [(2, 4), (4, 4), (4, 14), *full((2, 1))])
 def test_sums_over_sequences_and_their_gradient_rule(sp, num_heads):
     results = run_distributed(sums, 4, sp, num_heads)
     for rank in range(4):

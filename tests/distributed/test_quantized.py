@@ -5,6 +5,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.launch import metrics, ranks, tiny
 from tests.engine_case import HYBRID, Case
+from tests.harness import full
 from tests.stage_case import STAGE_CASES, compared
 
 LINEAR = {
@@ -14,13 +15,15 @@ LINEAR = {
 CASES = [
     ("dpo", "nf4", 3, 3, "none", False, {}),
     ("kto", "nf4", 2, 1, "keep_attention", True, {}),
-    ("rm", "nf4", 2, 2, "none", False, {}),
-    ("dpo", "nf4", 2, 2, "block", True, {}),
     ("sft", "nf4", 4, 2, "pair", False, {}),
     ("dpo", "fp8", 4, 2, "block", True, {}),
     # and of the projections of linear attention
     ("sft", "nf4", 2, 2, "keep_attention", False, LINEAR),
     ("dpo", "fp8", 4, 4, "none", True, LINEAR),
+    *full(
+        ("rm", "nf4", 2, 2, "none", False, {}),
+        ("dpo", "nf4", 2, 2, "block", True, {}),
+    ),
 ]
 
 

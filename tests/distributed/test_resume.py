@@ -23,7 +23,7 @@ from ulysses.run.checkpoint import check_share, save_checkpoint
 from ulysses.run.optim import parameter_groups
 from ulysses.zero.state import KINDS
 
-BEFORE, AFTER = 3, 3
+BEFORE, AFTER = 2, 2
 # bco_pair's mean reward is a state
 LOSSES = {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2]}
 CASE = Case("dpo", sp=2, steps=BEFORE + AFTER, lr=1e-3, options=LOSSES)
@@ -39,7 +39,7 @@ Steps = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 
 def whole_run(folder: Path, case: Case = CASE) -> Steps:
-    """All steps without a stop, with a checkpoint after the third; the metrics and the state it saved."""
+    """All steps without a stop, with a checkpoint between them; the metrics and the state it saved."""
     trainer, _ = build_trainer(case)
     metrics = [trainer.train_step() for _ in range(BEFORE)]
     trainer.run = RunSection(steps=1, output=str(folder))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data_case import sharing
 from tests.distributed.test_attention import compare
-from tests.harness import device, need_gpus, run_distributed
+from tests.harness import device, full, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels
 from tests.unit.test_layout import simulated_mesh
 from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard
@@ -118,7 +118,7 @@ def windows_of(sp, cases, windows):
     return {w: many(sp, cases, window=w) for w in windows}
 
 
-@pytest.mark.parametrize("world, sp", [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)])
+@pytest.mark.parametrize("world, sp", [(1, 1), (2, 2), (3, 3), (4, 4), *full((4, 2))])
 def test_windows_cut_shared_prompts_as_they_cut_separate_sequences(world, sp):
     """Windows that end inside an answer, inside a prompt, at its first token and before it."""
     cases, windows = [(4, 2), (3, 1)], [1, 2, 6, 12, 20, 21, 24, 27, 29, 40]

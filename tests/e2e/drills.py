@@ -25,6 +25,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tests import rows_of  # noqa: E402
 from tests.e2e import test_kill_resume as saves  # noqa: E402
 from tests.e2e.launch import Ranks, command, environment, metrics, tiny, without_times  # noqa: E402
 from tests.harness import PATIENCE, free_port, until  # noqa: E402
@@ -276,29 +277,29 @@ class Drills:
 
 
 # The method of Drills and its arguments.
-DRILLS = {
-    "killed-rank-torchrun": "named torchrun 1 SIGKILL",
-    "killed-rank-deepspeed": "named deepspeed 1 SIGKILL",
-    "killed-rank-0-torchrun": "named torchrun 0 SIGKILL",
-    "killed-rank-0-deepspeed": "named deepspeed 0 SIGKILL",
-    "stopped-rank-torchrun": "named torchrun 1 SIGSTOP",
-    "stopped-rank-deepspeed": "named deepspeed 1 SIGSTOP",
-    "stopped-rank-0-deepspeed": "named deepspeed 0 SIGSTOP",
-    "silent-end-torchrun": "silent torchrun",
-    "silent-end-deepspeed": "silent deepspeed",
-    "silent-end-python": "silent python",
-    "stopped-while-tokenising": "tokenising",
-    "cut-link": "cut",
-    "sigterm-torchrun": "asked torchrun SIGTERM",
-    "sigterm-deepspeed": "asked deepspeed SIGTERM",
-    "sigint-torchrun": "asked torchrun SIGINT",
-    "sigint-deepspeed": "asked deepspeed SIGINT",
-    "killed-launcher-deepspeed": "asked deepspeed SIGKILL",
-    "restarts-on-one-node": "restarts 1",
-    "restarts-on-two-nodes": "restarts 2",
-    "random-kills": "random_kills",
-    "thirty-kills-while-saving": "saves",
-}
+DRILLS = dict(rows_of("""
+killed-rank-torchrun => named torchrun 1 SIGKILL
+killed-rank-deepspeed => named deepspeed 1 SIGKILL
+killed-rank-0-torchrun => named torchrun 0 SIGKILL
+killed-rank-0-deepspeed => named deepspeed 0 SIGKILL
+stopped-rank-torchrun => named torchrun 1 SIGSTOP
+stopped-rank-deepspeed => named deepspeed 1 SIGSTOP
+stopped-rank-0-deepspeed => named deepspeed 0 SIGSTOP
+silent-end-torchrun => silent torchrun
+silent-end-deepspeed => silent deepspeed
+silent-end-python => silent python
+stopped-while-tokenising => tokenising
+cut-link => cut
+sigterm-torchrun => asked torchrun SIGTERM
+sigterm-deepspeed => asked deepspeed SIGTERM
+sigint-torchrun => asked torchrun SIGINT
+sigint-deepspeed => asked deepspeed SIGINT
+killed-launcher-deepspeed => asked deepspeed SIGKILL
+restarts-on-one-node => restarts 1
+restarts-on-two-nodes => restarts 2
+random-kills => random_kills
+thirty-kills-while-saving => saves
+"""))  # fmt: skip
 # Arguments of Drills.full.
 SAVING = r"checkpoints/.step-\d+.tmp", "--run.save_every 5"
 FULL: dict[str, tuple[Any, ...]] = {

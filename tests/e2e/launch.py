@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from tests import ROOT
 from tests.harness import (
     AS_LARGE,
     PATIENCE,
@@ -34,7 +35,6 @@ from tests.harness import (
     set_rank,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 CACHE = tempfile.TemporaryDirectory(
     prefix="tests-", ignore_cleanup_errors=True

@@ -12,6 +12,7 @@ from models.arch import ModelConfig
 from models.folders import CONFIG
 from models.scored import RewardModel
 from models.writing import write_weights
+from tests import rows_of
 from tests.model_folder import demo_model, init_weights
 from ulysses.answers import main
 from ulysses.data.read.chat import template_text
@@ -95,22 +96,16 @@ def test_scores_are_those_of_transformers(place, tmp_path):
             assert score == pytest.approx(model(tokens).logits.item(), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (
-            "score model rows.jsonl out",
-            "is a LlamaForCausalLM; ulysses score takes a reward model",
-        ),
-        ("chat reward", "is a LlamaForSequenceClassification"),
-        (
-            "generate model rows.jsonl rows.jsonl",
-            "rows.jsonl exists already; name another file",
-        ),
-        ("generate model absent.jsonl out", "absent.jsonl does not exist"),
-        ("generate absent/model rows.jsonl out", "there is no folder"),
-    ],
-)
+REFUSED = """
+score model rows.jsonl out => is a LlamaForCausalLM; ulysses score takes a reward model
+chat reward => is a LlamaForSequenceClassification
+generate model rows.jsonl rows.jsonl => rows.jsonl exists already; name another file
+generate model absent.jsonl out => absent.jsonl does not exist
+generate absent/model rows.jsonl out => there is no folder
+"""
+
+
+@pytest.mark.parametrize("words, sentence", rows_of(REFUSED))
 def test_refusals(words, sentence, place, capsys, monkeypatch):
     monkeypatch.chdir(place)
     before = (place / "rows.jsonl").read_bytes()

@@ -149,7 +149,8 @@ def test_a_server_samples(chain, tmp_path):
     folder, output, server = chain[0], tmp_path / "served", SamplingServer()
     data = folder / "data"
     typed = f"""
-    --config {ROOT}/configs/demo/grpo.toml --run.output {output} --run.steps 12 --run.eval_every 0
+    --config {ROOT}/configs/demo/grpo.toml --run.output {output} --run.steps 3 --run.eval_every 0
+    --ppo.epochs 1 --ppo.minibatches 1
     --data.train {data}/ppo_train.jsonl --data.eval [] --data.cache {tmp_path}/cache
     --model.path {folder}/sft/export --model.init pretrained --model.tokenizer {data}/tokenizer --model.lora.rank 4
     --ppo.sampler vllm+{server.address} --ppo.sampler_sync_every 2 --ppo.importance_cap 2
@@ -157,8 +158,8 @@ def test_a_server_samples(chain, tmp_path):
     ranks(typed.split(), 2)
     server.close()
     lines = metrics(output)
-    assert [m["rollout"] for m in lines[::4]] == [0, 1, 2]
-    assert lines[4]["sampler/logp_gap"] > 0.1
+    assert [m["rollout"] for m in lines] == [0, 1, 2]
+    assert lines[1]["sampler/logp_gap"] > 0.1
     assert [asked for asked, _ in server.asked].count("/collective_rpc") == 2
     names = WeightFiles(output / "sampler").tensors
     assert "model.norm.weight" in names and not [n for n in names if "lora" in n]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import rows_of
 from tests.e2e import launch
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny
 from tests.harness import STUCK, full
@@ -48,52 +49,28 @@ def place(tmp_path_factory):
     return folder
 
 
-# What is wrong: the stage and what is typed (PLACE is the folder of wrong files), and the complaint.
+# What is wrong, the stage and what is typed (PLACE is the folder of wrong files), and the complaint.
 MODEL = "sft --model.init pretrained --data.train DATA/sft_eval.jsonl --model.path PLACE"
-CASES = {
-    "broken line": ("sft --data.train PLACE/broken.jsonl", r"broken.jsonl.* (line|row) 6"),
-    "output in a file": (
-        "sft --run.output PLACE/broken.jsonl/run",
-        r"run.output .*/run cannot be written: .*broken.jsonl is",
-    ),
-    "no wandb": (
-        "sft --run.wandb project",
-        r"run.wandb is set but the package wandb is not installed; pip",
-    ),
-    "no such reference": (
-        "dpo --dpo.reference PLACE/nowhere/model",
-        r"dpo.reference is .* no folder /.*nowhere",
-    ),
-    "lacking reference": (
-        "dpo --dpo.reference PLACE/lacking",
-        r"dpo.reference: .* does not fit its config.json",
-    ),
-    "another tokenizer's reference": (
-        "kto --kto.reference PLACE/small",
-        r"kto.reference .* has 100 tokens but the policy \d+",
-    ),
-    "kernel on CPU": ("sft --model.attention flash4", r"model.attention: .*flash4"),
-    "full disk": (
-        "sft",
-        r" has 97.7 KiB free but 1 checkpoint of run.save_last and the export need .* or run.export = f",
-    ),
-    "held folder": (
-        "sft --run.output PLACE/held",
-        r'held already holds checkpoints; set run.resume = "auto"',
-    ),
-    "lacking weights": (
-        f"{MODEL}/lacking",
-        r"does not fit .*: model.layers.1.mlp.up_proj.weight has no shape .*the first of 1 diff",
-    ),
-    "older checkpoint": (
-        "sft --run.output PLACE/later --run.resume PLACE/later/checkpoints/step-2",
-        r"later already holds checkpoints; set run.resume = \"auto\" .*run.overwrite = true to delete step-4, or",
-    ),
-    "another run's checkpoint": (
-        "sft --run.output PLACE/held --run.resume PLACE/later/checkpoints/step-4",
-        r"held already holds checkpoints; .*run.overwrite = true to delete step-3, or another run.output",
-    ),
-}
+CASES = r"""
+broken line => sft --data.train PLACE/broken.jsonl => broken.jsonl.* (line|row) 6
+output in a file => sft --run.output PLACE/broken.jsonl/run => run.output .*/run cannot be written: .*broken.jsonl is
+no wandb => sft --run.wandb project => run.wandb is set but the package wandb is not installed; pip
+no such reference => dpo --dpo.reference PLACE/nowhere/model => dpo.reference is .* no folder /.*nowhere
+lacking reference => dpo --dpo.reference PLACE/lacking => dpo.reference: .* does not fit its config.json
+another tokenizer's reference => kto --kto.reference PLACE/small => kto.reference .* has 100 tokens but the policy \d+
+kernel on CPU => sft --model.attention flash4 => model.attention: .*flash4
+full disk => sft =>  has 97.7 KiB free but 1 checkpoint of run.save_last and the export need .* or run.export = f
+held folder => sft --run.output PLACE/held => held already holds checkpoints; set run.resume = "auto"
+lacking weights => MODEL/lacking \
+=> does not fit .*: model.layers.1.mlp.up_proj.weight has no shape .*the first of 1 diff
+older checkpoint => sft --run.output PLACE/later --run.resume PLACE/later/checkpoints/step-2 \
+=> later already holds checkpoints; set run.resume = \"auto\" .*run.overwrite = true to delete step-4, or
+another run's checkpoint => sft --run.output PLACE/held --run.resume PLACE/later/checkpoints/step-4 \
+=> held already holds checkpoints; .*run.overwrite = true to delete step-3, or another run.output
+"""
+
+
+COMPLAINTS = {name: rest for name, *rest in rows_of(CASES.replace("MODEL", MODEL))}
 
 
 def arguments(place: Path, start: str) -> list[str]:
@@ -107,9 +84,9 @@ def arguments(place: Path, start: str) -> list[str]:
 PROCESSES = ("broken line", "lacking weights", "kernel on CPU", "full disk", "no wandb")
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - PROCESSES))
+@pytest.mark.parametrize("name", sorted(COMPLAINTS.keys() - PROCESSES))
 def test_one_sentence(name, place):
-    start, pattern = CASES[name]
+    start, pattern = COMPLAINTS[name]
     config = parse_command_line(arguments(place, start)).config
     with pytest.raises(ConfigError, match=pattern) as error:
         open_data(prepare(config, 2))
@@ -119,7 +96,7 @@ def test_one_sentence(name, place):
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_one_sentence_and_exit_code_2_on_every_process(name, place):
-    start, pattern = CASES[name]
+    start, pattern = COMPLAINTS[name]
 
     def before(rank: int) -> None:
         import torch.distributed as dist

@@ -76,18 +76,6 @@ def test_export_complains_in_one_sentence(run, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists() and (models / "other/weights").read_text() == "x"
 
 
-def test_an_export_has_the_precision_that_is_asked_for(run, tmp_path, capsys):
-    """By default the one that was trained in; float32 are the master weights. Each replaces the one before."""
-    line = [str(run / "checkpoints/step-2"), str(tmp_path / "out")]
-    assert main([*line, "--dtype", "float32"]) == 0
-    whole, own = WeightFiles(tmp_path / "out"), WeightFiles(run / "export")
-    assert {t.dtype for t in whole.tensors.values()} == {torch.float32}
-    assert all(torch.equal(whole.read(n).bfloat16(), own.read(n)) for n in own.tensors)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
-    assert main(line) == 0 and "warning" not in capsys.readouterr().err
-    assert_same_folder(tmp_path / "out", run / "export")
-
-
 def test_a_run_exports_the_precision_and_the_shards_of_its_settings(tmp_path):
     """On 2 processes, which gather the master weights; the command writes the same, or what it is asked instead."""
     typed = (

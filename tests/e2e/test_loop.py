@@ -1,4 +1,4 @@
-"""What a run leaves behind (best checkpoint, TensorBoard, Weights & Biases), and what stops it at step 1."""
+"""What a run leaves behind (its best checkpoint, metrics, Weights & Biases), and what stops it at step 1."""
 
 import json
 import math
@@ -55,15 +55,6 @@ def test_what_a_run_leaves_behind_that_ends_when_evaluations_stop_improving(tmp_
     assert end == "init().finish" and silent == []
     assert {line.pop("run") for line in lines} == {state["run"]}
     assert [{**more, **values} for _, (values,), more in logs] == lines
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    for name in "loss eval/loss grad_norm lr".split():
-        events = board.Scalars(name)
-        assert [e.step for e in events] == [*range(1, last + 1)]
-        values = [line[name] for line in lines]
-        assert [e.value for e in events] == pytest.approx(values, rel=1e-6)
 
     again = settings("sft", tmp_path / "run", f"{typed} --run.wandb= --run.resume auto")
     assert on_ranks(1, again) == metrics(tmp_path / "run")

@@ -9,35 +9,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from tests.e2e.launch import ROOT, ranks, tiny
 from tests.family_case import EXPERTS, LINEAR
+from tests.memory_case import packed
+from tests.model_folder import logps_there
+from tests.zero_case import filled
 from ulysses.export import main
-from ulysses.parallel.batch import Sequence, pack_shard
-from ulysses.parallel.mesh import ParallelMesh
 
-VISION = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "num_position_embeddings": 16,
-}
-TEXT = {
-    "vocab_size": 704,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 656,
-    "eos_token_id": 657,
-    "pad_token_id": 658,
-} | LINEAR
+VISION = json.loads("""{
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+    "num_position_embeddings": 16
+}""")
+TEXT = LINEAR | json.loads("""{
+    "vocab_size": 704, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": 656, "eos_token_id": 657,
+    "pad_token_id": 658
+}""")
 
 
 def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
@@ -66,23 +57,11 @@ def carried(folder: Path) -> dict[str, torch.Tensor]:
     return {n: x for n, x in found.items() if n.startswith(("model.visual.", "mtp."))}
 
 
-def logits_here(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+def logps_here(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """The log-probabilities of a row's tokens by the model as the engine reads it."""
-    from models.decoder import CausalLM
-
     config = read_config(folder)
-    model, start = CausalLM(config), InitialWeights(config, 0, folder)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(start.files.read(name).view(parameter.shape).float())
-        batch = pack_shard([Sequence(tokens, torch.ones(len(tokens)))], ParallelMesh())
-        return model(batch).logps[:-1]
-
-
-def logits_there(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        logps = model.float()(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
-    return logps.gather(1, tokens[1:, None])[:, 0]
+    model = filled(CausalLM(config), InitialWeights(config, 0, folder))
+    return model(packed(tokens)).logps[:-1].detach()
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
@@ -98,14 +77,8 @@ def test_the_text_model_trains_and_the_rest_travels(base, tmp_path) -> None:
     from transformers import AutoModelForImageTextToText
 
     out = tmp_path / "run"
-    ranks(
-        tiny(
-            "sft",
-            out,
-            f"--model.path {base} --model.init pretrained --model.dtype bfloat16 --run.steps 2",
-        ),
-        2,
-    )
+    line = f"--model.path {base} --model.init pretrained --model.dtype bfloat16 --run.steps 2"
+    ranks(tiny("sft", out, line), 2)
     source, export = (
         json.loads((f / "config.json").read_text()) for f in (base, out / "export")
     )
@@ -132,7 +105,10 @@ def test_the_text_model_trains_and_the_rest_travels(base, tmp_path) -> None:
     decays = WeightFiles(out / "export").tensors["model.layers.0.linear_attn.A_log"]
     assert decays.dtype == torch.float32
     torch.testing.assert_close(
-        logits_here(out / "export", TOKENS), logits_there(twin, TOKENS), rtol=1e-5, atol=1e-5
+        logps_here(out / "export", TOKENS),
+        logps_there(twin.float(), TOKENS),
+        rtol=1e-5,
+        atol=1e-5,
     )
     # the same from the checkpoint
     assert main([str(out / "checkpoints/step-2"), str(tmp_path / "again")]) == 0
@@ -156,13 +132,11 @@ def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path) -> None:
     for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj"):
         assert any(f".{name}.lora_A" in key for key in adapted), name
     whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
-    plain = logits_there(whole, TOKENS)
+    plain = logps_there(whole, TOKENS)
     twin = PeftModel.from_pretrained(whole, out / "export")
-    theirs = logits_there(twin, TOKENS)
+    theirs = logps_there(twin.float(), TOKENS)
     assert not torch.allclose(plain, theirs, atol=1e-3)
-    torch.testing.assert_close(
-        logits_here(out / "export", TOKENS), theirs, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(logps_here(out / "export", TOKENS), theirs, rtol=1e-4, atol=1e-4)
     assert main([str(out / "checkpoints/step-2"), str(tmp_path / "merged"), "--merge"]) == 0
     before, after = carried(base), carried(tmp_path / "merged")
     assert before.keys() == after.keys()

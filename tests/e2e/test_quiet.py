@@ -76,7 +76,9 @@ def test_a_start_imports_no_compiler_and_no_part_that_it_does_not_use(tmp_path):
         pair for pair in zip(given[::2], given[1::2]) if "zero_optimization" not in pair[0]
     ]
     line = f"import sys; from ulysses.train import main; main({[*chain(*pairs)]}); "
-    line += f"print({{'deepspeed', 'torch._dynamo', 'sympy', *{OPTIONAL}}} & {{*sys.modules}})\n"
+    line += (
+        f"print({{'deepspeed', 'torch._dynamo', 'sympy', *{OPTIONAL}}} & {{*sys.modules}})\n"
+    )
     line += "print(*(getattr(module, '__file__', '') for module in [*sys.modules.values()]))"
     done = subprocess.run(
         [sys.executable, "-c", line],

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.e2e.launch import (
     ROOT,
@@ -21,7 +20,6 @@ from tests.e2e.launch import (
     tiny,
     without_times,
 )
-from tests.model_folder import demo_model
 
 
 def arguments(folder: Path, typed: str = "") -> list[str]:
@@ -154,22 +152,6 @@ def test_code_that_changes_the_current_folder_moves_nothing(tmp_path):
         tmp_path / "elsewhere"
     )
     assert (tmp_path / "run/export/config.json").exists()
-
-
-def test_a_base_of_other_weights_is_not_continued(tmp_path):
-    """Adapters are all that their checkpoint holds."""
-    base = demo_model(tmp_path / "base")
-    typed = f"""--model.path {base} --model.init pretrained --model.lora.rank 2 --data.cache {tmp_path}/cache
-        --run.resume auto"""
-    ranks(arguments(tmp_path, typed), 1)
-    typed += " --run.steps 3"
-    tensors = load_file(base / "model.safetensors")
-    save_file({name: 1.1 * t for name, t in tensors.items()}, base / "model.safetensors")
-    ranks(arguments(tmp_path, typed), 1, code=2).refused(
-        "run.resume: the weights of model.path have changed since .*step-2 was written; restore them, or set run.res"
-    )
-    said = ranks(arguments(tmp_path, f"{typed} --run.resume_anyway true"), 1).stdout
-    assert "changed since then: the weights of model.path was '" in said
 
 
 def test_two_runs_may_fill_one_cache_at_once(tmp_path):

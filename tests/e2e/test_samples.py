@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.e2e.launch import rows, tiny
 from tests.e2e.test_stage_runs import on_ranks, settings
+from tests.harness import full
 from ulysses.report import main
 
 SHORT = "--run.steps 2 --run.eval_every 1 --run.save_every 1 --run.export false"
@@ -18,7 +19,7 @@ def lines(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("stage", ["sft", "dpo", *full(("kto",))])
 def test_held_out_rows_are_answered_at_every_evaluation(stage, tmp_path):
     reference = f"--{stage}.reference live" if stage != "sft" else ""
     line = settings(stage, tmp_path / "run", f"{SHORT} --run.samples 2 {reference}")

@@ -54,19 +54,10 @@ def test_a_key_that_no_header_takes_is_not_printed(tmp_path):
     assert_no_secret(outcome, tmp_path)
 
 
+# a setting that may hold no key, one that is none and a word that is no setting; tests/unit/test_mistakes.py has more
 REFUSED = f"""
---ppo.reward http://host/score?api_key={SECRET}
---ppo.reward http://user:{SECRET}@host/score
---ppo.sampler vllm+http://host/v1?key={SECRET}
---ppo.reward http://host/score&api_key={SECRET}
---ppo.reward http://host/score?key=a,{SECRET}
---ppo.reward host:8000/score?api_key={SECRET}
---ppo.reward user:{SECRET}@host
---ppo.reward //user:{SECRET}@host/score
 --ppo.sampler_reload {{"/reload":{{"X-API-Key":"{SECRET}"}}}}
---ppo.sampler_reload {{"/reload":{{"auth":"{SECRET}"}}}}
---ppo.rewrad http://host/score?key={SECRET}
---run.seed http://host/score?key={SECRET}
+--ppo.rewrad http://user:{SECRET}@host/score
 http://host/score?key={SECRET}
 """
 

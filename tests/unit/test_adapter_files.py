@@ -20,7 +20,8 @@ from models.initial_weights import InitialWeights
 from models.lora import add_adapters, base_name, is_adapter, save_adapters
 from models.quantized import dense, pack, unpack
 from tests.family_case import FAMILIES
-from tests.model_folder import tiny_config, write_model
+from tests.memory_case import packed
+from tests.model_folder import logps_there, tiny_config, write_model
 from ulysses import export
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.disk import write_json
@@ -245,8 +246,6 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from tests.parity.test_model_parity import batch_of
-
     base = tmp_path / "base"
     write_model(base, shape)
     lora = LoraSection(rank=4, alpha=8.0, targets=["q_proj", *targets])
@@ -274,8 +273,7 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
         )
     )
     theirs = PeftModel.from_pretrained(theirs, folder, is_trainable=True)
-    logps = theirs(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
-    own = model(batch_of([row])).logps[:-1]
+    logps, own = logps_there(theirs, row), model(packed(row)).logps[:-1]
     assert_close(own, logps, rtol=1e-5, atol=1e-5)
     own.square().sum().backward()
     logps.square().sum().backward()

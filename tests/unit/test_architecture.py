@@ -10,13 +10,12 @@ import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib.util import find_spec, resolve_name
-from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from ulysses.registry import TRACKERS
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("losses", "models", "ulysses")
 FLOORS = {
     name: floor

@@ -98,8 +98,12 @@ def test_pack_shard_reads_only_its_own_slices():
 
 def test_no_sequences_give_a_batch_without_weight():
     message = "no sequences to pack; leave the step out on all ranks together, or set may_"
-    with pytest.raises(ValueError, match=message):
-        pack_shard([], ParallelMesh())
+    (given,) = sequences([9])
+    for nothing in ([], [given.emptied]):
+        with pytest.raises(ValueError, match=message):
+            pack_shard(nothing, ParallelMesh())
+    with pytest.raises(ValueError, match="has no tokens; drop it"):
+        pack_shard([given, given.emptied], ParallelMesh(), may_be_empty=True)
     batch = pack_shard([], simulated_mesh(4, 1, 14), may_be_empty=True)
     assert (batch.tokens.tolist(), batch.targets.tolist()) == ([0], [-100])
     assert (batch.num_valid, batch.num_sequences, batch.num_tokens) == (0, 0, 0)
@@ -107,25 +111,6 @@ def test_no_sequences_give_a_batch_without_weight():
     one = pack_shard([], ParallelMesh(), may_be_empty=True)
     for of_sequences in (segment_sums, sequence_last):
         assert of_sequences(torch.ones(1), one).shape == (0,)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_batch_without_sequences_has_the_columns_of_others(rank):
-    mesh, (given,) = simulated_mesh(2, rank, 4), sequences([9])
-    empty = pack_shard([given.emptied] * 2, mesh, may_be_empty=True)
-    full = pack_shard([given], mesh)
-    assert (empty.num_sequences, empty.num_tokens, empty.num_valid) == (0, 0, 0)
-    assert empty.token_columns["reference_logps"].tolist() == [0.0]
-    assert empty.sequence_columns["margin"].shape == (0,)
-    for name in ("token_columns", "sequence_columns"):
-        known, found = (
-            {k: x.dtype for k, x in getattr(b, name).items()} for b in (full, empty)
-        )
-        assert known == found
-    with pytest.raises(ValueError, match="no sequences to pack"):
-        pack_shard([given.emptied], mesh)
-    with pytest.raises(ValueError, match="has no tokens; drop it"):
-        pack_shard([given, given.emptied], mesh, may_be_empty=True)
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])

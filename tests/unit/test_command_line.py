@@ -1,5 +1,6 @@
 """Configuration from TOML and arguments."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import get_args
 import pytest
 
 from models.published import ARCHITECTURES
+from tests import rows_of
 from ulysses.config.command_line import known_keys, parse_command_line
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.schema import Config
@@ -34,20 +36,20 @@ def test_arguments_override_toml(tmp_path):
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-6, (0.9, 0.99))
 
 
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
-        ("--data.train a --data.train=b", ["a", "b"]),
-        ('--data.train [{"path":"a"},{"path":"b","weight":2}]', [{"path": "a"}, {"path": "b", "weight": 2}]),
-        ('--data.train {"path":"a"} --data.train ["b"]', [{"path": "a"}, "b"]),
-        ("--data.train []", []),
-    ],
-)  # fmt: skip
+SOURCES = """
+--data.train a --data.train=b => ["a", "b"]
+--data.train [{"path":"a"},{"path":"b","weight":2}] => [{"path": "a"}, {"path": "b", "weight": 2}]
+--data.train {"path":"a"} --data.train ["b"] => [{"path": "a"}, "b"]
+--data.train [] => []
+"""
+
+
+@pytest.mark.parametrize("arguments, expected", rows_of(SOURCES))
 def test_data_sources_are_kept_one_by_one_and_replace_the_files(tmp_path, arguments, expected):
     toml = tmp_path / "a.toml"
     toml.write_text('[data]\ntrain = {path = "c", weight = 3, split = "test"}\neval = "d"\n')
     data = read(f"{BASE} --config {toml} {arguments}").data
-    assert data.train == expected and data.eval == "d"
+    assert data.train == json.loads(expected) and data.eval == "d"
 
 
 @pytest.mark.parametrize("factor, rate", [("0.5", 1e-5), ("", 2e-5)])

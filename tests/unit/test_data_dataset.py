@@ -150,16 +150,6 @@ def test_prompts_of_preferences_are_those_of_inference(
     assert [trained(sequence) for sequence in example.sequences] == wanted
 
 
-def test_what_the_template_does_not_show_is_refused_or_counted(open_rows):
-    bad = {"messages": [USER, {**BOT, "reasoning_content": "t"}]}
-    sentence = "row 2 has a message with the key 'reasoning_content', which the chat template does not read; remove it"
-    with pytest.raises(DataError, match=sentence):
-        open_rows([CHAT, bad])
-    dataset = open_rows([CHAT, bad, bad], bad_rows="drop")
-    assert len(dataset) == 1 and list(dataset.report.dropped.values()) == [2]
-    only(open_rows([bad], template="qwen3"))
-
-
 def test_pairs_share_their_prompt_tokens(trained, open_rows):
     row = {"prompt": [USER, BOT, USER], "chosen": "good", "rejected": "not so good"}
     dataset = open_rows([row] * 2, "pair")

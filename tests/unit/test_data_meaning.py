@@ -211,28 +211,6 @@ def test_variables_that_the_template_does_not_read_or_refuses_stop_the_run(token
             ChatTemplate(tokenizer, str(tmp_path / "t.jinja"), variables)
 
 
-def test_variables_are_those_that_transformers_gives(tokenizer, shown, tmp_path):
-    variables, messages = {"enable_thinking": False}, [ASK, said("one"), ASK, said("two")]
-    text, *_ = shown(
-        [{"messages": messages, "chat_template_kwargs": variables}], template="qwen3"
-    )
-    own = ChatTemplate(tokenizer, "qwen3").text
-    whole = tokenizer.apply_chat_template(
-        messages, chat_template=own, tokenize=False, **variables
-    )
-    prompt = tokenizer.apply_chat_template(
-        messages[:-1],
-        chat_template=own,
-        tokenize=False,
-        add_generation_prompt=True,
-        **variables,
-    )
-    assert text.replace("[", "").replace("]", "") == whole.rstrip("\n")
-    assert text.endswith(
-        "assistant\n<think>\n\n</think>\n\n[two<|im_end|>]"
-    ) and whole.startswith(prompt)
-
-
 OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import rows_of
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.command_line import check
 from ulysses.config.schema import DataSection
@@ -45,18 +46,21 @@ def mixed(a, b, **more):
     return {"path": "a", "probability": a}, {"path": "b", "probability": b, **more}
 
 
-@pytest.mark.parametrize(
-    "strategy, shares, taken",
-    [
-        ("first_exhausted", (0.5, 0.5), (10, 10)),  # all of b, and as many of a
-        ("all_exhausted", (0.5, 0.5), (40, 40)),  # all of a, and b four times
-        ("first_exhausted", (0.9, 0.1), (40, 4)),
-        ("all_exhausted", (0.9, 0.1), (90, 10)),
-        ("first_exhausted", (0.8, 0.2), (40, 10)),
-        ("all_exhausted", (0.8, 0.2), (40, 10)),
-    ],
-)
+# the strategy, the shares of a and b, and how many rows of them an epoch has: first all of b and as many of a, then all
+# of a and b four times
+EPOCHS = """
+first_exhausted => 0.5 0.5 => 10 10
+all_exhausted => 0.5 0.5 => 40 40
+first_exhausted => 0.9 0.1 => 40 4
+all_exhausted => 0.9 0.1 => 90 10
+first_exhausted => 0.8 0.2 => 40 10
+all_exhausted => 0.8 0.2 => 40 10
+"""
+
+
+@pytest.mark.parametrize("strategy, shares, taken", rows_of(EPOCHS))
 def test_an_epoch_has_the_shares_that_are_asked_for(opened, strategy, shares, taken):
+    shares, taken = map(float, shares.split()), (*map(int, taken.split()),)
     data = opened(*mixed(*shares), stopping_strategy=strategy)
     orders = [loader(data).order(epoch) for epoch in range(3)]
     assert {tuple(np.bincount(data.sources[order])) for order in orders} == {taken}

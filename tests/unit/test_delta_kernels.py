@@ -1,4 +1,4 @@
-"""The kernels of linear attention: fla-core's are called as it has them and proven before a run, ours equal plain torch."""
+"""The kernels of linear attention: fla-core's, proven before a run, and ours, which equal plain torch."""
 
 import pytest
 import torch

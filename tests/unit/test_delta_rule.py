@@ -117,25 +117,3 @@ def test_the_convolution_sees_its_own_document_and_what_it_shares() -> None:
         cuts = [*first.unique().tolist(), len(first)]
         (with_copies,) = convolve(x[rows], weight, Recurrence(cuts, {}, CPU), [5])
         torch.testing.assert_close(with_copies[kept], found)
-
-
-def test_a_state_that_is_handed_on_gives_the_same_as_one_document() -> None:
-    """Two calls, with the state between them, against one; the gradient flows back through the state."""
-    total = 150
-    given = drawn(total, torch.float64)
-    g, beta = decays(given["a"], given["A_log"], given["dt_bias"]), given["b"].sigmoid()
-    rows = given["query"], given["key"], given["value"], g, beta
-    whole = Recurrence([0, total], {}, CPU).waves[0]
-    wanted = with_gradients(delta_rule(*rows, whole)[0], given)
-    parts = [slice(0, 70), slice(70, total)]
-    waves = [Recurrence([0, part.stop - part.start], {}, CPU).waves[0] for part in parts]
-    rows = (
-        *rows[:3],
-        decays(given["a"], given["A_log"], given["dt_bias"]),
-        given["b"].sigmoid(),
-    )
-    first, state = delta_rule(*(x[parts[0]] for x in rows), waves[0])
-    second, _ = delta_rule(*(x[parts[1]] for x in rows), waves[1], state)
-    found = with_gradients(torch.cat([first, second]), given)
-    for name, x in wanted.items():
-        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-12)

@@ -1,14 +1,12 @@
 """run.deterministic: what is switched on."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests import ROOT
 from ulysses.check.setting_checks import CUBLAS, require_determinism
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from tests import rows_of
 from ulysses.disk import CHUNK, DiskError, held, sampled_digest, writing
 
 
@@ -23,22 +24,20 @@ def test_sampled_digest_sees_the_header_the_size_and_blocks_everywhere(tmp_path)
     assert len(found | {sampled_digest(path)}) == 6
 
 
-@pytest.mark.parametrize(
-    "number, advice",
-    [
-        (errno.ENOSPC, r"GiB are free there\); make room or use another disk$"),
-        (errno.EDQUOT, "make room or use another disk$"),
-        (errno.EXDEV, "cross-device link; use another disk$"),
-        (errno.EIO, "error; use another disk$"),
-        (errno.EROFS, "system; use another disk$"),
-        (
-            errno.ENOENT,
-            "/file was deleted while the run wrote it; leave its folder in its place$",
-        ),
-        (errno.EACCES, "denied; let this user write there, or use another disk$"),
-    ],
-)
-def test_only_a_full_disk_needs_room(number, advice, tmp_path):
+ADVICE = r"""
+ENOSPC => GiB are free there\); make room or use another disk$
+EDQUOT => make room or use another disk$
+EXDEV => cross-device link; use another disk$
+EIO => error; use another disk$
+EROFS => system; use another disk$
+ENOENT => /file was deleted while the run wrote it; leave its folder in its place$
+EACCES => denied; let this user write there, or use another disk$
+"""
+
+
+@pytest.mark.parametrize("name, advice", rows_of(ADVICE))
+def test_only_a_full_disk_needs_room(name, advice, tmp_path):
+    number = getattr(errno, name)
     with pytest.raises(DiskError, match=f"(?i)^/.*{advice}"), writing(tmp_path / "file"):
         raise OSError(number, os.strerror(number), os.fsencode(tmp_path / "file"))
 

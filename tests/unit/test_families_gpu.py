@@ -5,9 +5,7 @@ import torch
 
 from models.arch import ModelConfig
 from tests.family_case import FAMILIES
-from tests.memory_case import build
-from ulysses.parallel.batch import Sequence, pack_shard
-from ulysses.parallel.mesh import ParallelMesh
+from tests.memory_case import build, packed
 
 LENGTHS = (700, 1, 333, 64)
 # hidden size, query heads, kv heads, head dim
@@ -17,7 +15,7 @@ SIZES = {"64": (256, 4, 2, 64), "128": (256, 4, 1, 128), "256": (256, 2, 1, 256)
 def gradients(model, device):
     draw = torch.Generator().manual_seed(2)
     rows = [torch.randint(3, 131, (n,), generator=draw) for n in LENGTHS]
-    batch = pack_shard([Sequence(r, torch.ones(len(r))) for r in rows], ParallelMesh(), device)
+    batch = packed(*rows, device=device)
     logps = model(batch).logps
     weights = torch.linspace(-1, 1, len(logps), device=device, dtype=logps.dtype)
     (logps * weights).sum().backward()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from models.folders import base_folder
 from models.writing import write_weights
+from tests import rows_of
 from tests.model_folder import demo_model
 from ulysses.check.preflight import prepare
 from ulysses.check.run_folder import (
@@ -65,26 +66,26 @@ def test_an_empty_folder_and_an_export_are_replaced(tmp_path):
         assert (tmp_path / "link").is_symlink() and (tmp_path / "out/config.json").exists()
 
 
-STRANGERS = {
-    "notes.txt": "touch notes.txt",
-    ".hidden": "touch .hidden",
-    "other/weights": "mkdir other; touch other/weights",
-    "more/empty": "mkdir more/empty",
-    "away": "ln -s /nowhere away",
-    "linked": "ln -s .. linked",
-    "config.json": "echo mine >config.json",
-    "more/weights": "echo 2 >more/weights",
-    "pipe": "mkfifo pipe",
-    "config.json, more/weights": "rm .written.json",
-    ".written.json, config.json, more/weights": "echo [] >.written.json",
-    "a, b, c and 4 more": "touch {a..g}",
-}
+STRANGERS = """
+notes.txt => touch notes.txt
+.hidden => touch .hidden
+other/weights => mkdir other; touch other/weights
+more/empty => mkdir more/empty
+away => ln -s /nowhere away
+linked => ln -s .. linked
+config.json => echo mine >config.json
+more/weights => echo 2 >more/weights
+pipe => mkfifo pipe
+config.json, more/weights => rm .written.json
+.written.json, config.json, more/weights => echo [] >.written.json
+a, b, c and 4 more => touch {a..g}
+"""
 
 
-@pytest.mark.parametrize("found", STRANGERS)
-def test_what_no_export_wrote_is_refused_by_name_and_survives(found, tmp_path):
+@pytest.mark.parametrize("found, line", rows_of(STRANGERS))
+def test_what_no_export_wrote_is_refused_by_name_and_survives(found, line, tmp_path):
     out = write_export(tmp_path / "out")
-    shell(out, STRANGERS[found])
+    shell(out, line)
     before = tree(out)
     with pytest.raises(ValueError, match=re.escape(f"{out} holds {found}, which no run or")):
         check_replaceable(out)
@@ -144,39 +145,36 @@ def folder(tmp_path):
     return tmp_path
 
 
-APART = {
-    "--run.output MODEL": "run.output MODEL is MODEL, which is model.path",
-    "--run.output MODEL/": "is MODEL, which is model.path",
-    "--run.output MODEL/../model/run": "run.output MODEL/run lies in MODEL, which is model.path",
-    "--run.output MODEL/..": "holds MODEL, which is model.path",
-    "--run.output FOLDER/link": "run.output FOLDER/link is MODEL, which is model.path",
-    "--run.output FOLDER/link/deep/run": "lies in MODEL, which is model.path",
-    "--model.init random --run.output MODEL": "is MODEL, which is model.path",
-    "--run.output FOLDER/data": "run.output FOLDER/data is FOLDER/data, which is data.train",
-    "--run.output FOLDER/data/run": "lies in FOLDER/data, which is data.train",
-    "--data.eval FOLDER/held/rows.jsonl --run.output FOLDER/held": "holds FOLDER/held/rows.jsonl, which is data.eval",
-    "--run.output FOLDER": "run.output FOLDER holds FOLDER/data, which is data.train",
-    "--run.output FOLDER/cache": "run.output FOLDER/cache is FOLDER/cache, which is data.cache",
-    "--run.output FOLDER/cache/run": "lies in FOLDER/cache, which is data.cache",
-    "--data.cache FOLDER/run/cache": "holds FOLDER/run/cache, which is data.cache",
-    "--stage distill --distill.teacher MODEL --model.path OTHER --run.output MODEL":
-        "is MODEL, which is distill.teacher",
-    "--stage dpo --dpo.reference MODEL --model.path OTHER --run.output MODEL/run":
-        "lies in MODEL, which is dpo.reference",
-    "--model.path ADAPTER --run.output MODEL/run": "lies in MODEL, which is model.path",
-    "--model.path ADAPTER --run.output ADAPTER": "is ADAPTER, which is model.path",
-}  # fmt: skip
+APART = """
+--run.output MODEL => run.output MODEL is MODEL, which is model.path
+--run.output MODEL/ => is MODEL, which is model.path
+--run.output MODEL/../model/run => run.output MODEL/run lies in MODEL, which is model.path
+--run.output MODEL/.. => holds MODEL, which is model.path
+--run.output FOLDER/link => run.output FOLDER/link is MODEL, which is model.path
+--run.output FOLDER/link/deep/run => lies in MODEL, which is model.path
+--model.init random --run.output MODEL => is MODEL, which is model.path
+--run.output FOLDER/data => run.output FOLDER/data is FOLDER/data, which is data.train
+--run.output FOLDER/data/run => lies in FOLDER/data, which is data.train
+--data.eval FOLDER/held/rows.jsonl --run.output FOLDER/held => holds FOLDER/held/rows.jsonl, which is data.eval
+--run.output FOLDER => run.output FOLDER holds FOLDER/data, which is data.train
+--run.output FOLDER/cache => run.output FOLDER/cache is FOLDER/cache, which is data.cache
+--run.output FOLDER/cache/run => lies in FOLDER/cache, which is data.cache
+--data.cache FOLDER/run/cache => holds FOLDER/run/cache, which is data.cache
+--stage distill --distill.teacher MODEL --model.path OTHER --run.output MODEL => is MODEL, which is distill.teacher
+--stage dpo --dpo.reference MODEL --model.path OTHER --run.output MODEL/run => lies in MODEL, which is dpo.reference
+--model.path ADAPTER --run.output MODEL/run => lies in MODEL, which is model.path
+--model.path ADAPTER --run.output ADAPTER => is ADAPTER, which is model.path
+"""
 
 
-@pytest.mark.parametrize("typed", APART)
-def test_an_output_in_what_the_run_reads_is_refused(typed, model, folder):
+@pytest.mark.parametrize("typed, sentence", rows_of(APART))
+def test_an_output_in_what_the_run_reads_is_refused(typed, sentence, model, folder):
     places = {"MODEL": model, "FOLDER": folder}
     (folder / "link").symlink_to(model)
     if "OTHER" in typed:
         places["OTHER"] = demo_model(folder / "other")
     if "ADAPTER" in typed:
         places["ADAPTER"] = write_adapter(folder / "adapter", model)
-    sentence = APART[typed]
     for name, place in places.items():
         typed, sentence = (text.replace(name, str(place)) for text in (typed, sentence))
     before = tree(model), tree(folder)
@@ -232,29 +230,35 @@ def test_the_folder_of_sampling_servers_is_one_of_its_own(name, model, folder):
     assert check(folder, model, f"{typed} --ppo.sampler_folder {folder}/run/sampler").shape
 
 
-SAVED = """echo '{"format": 6, "files": {}, "digest": ""}' > c/run.json"""
-WHOLE = "which a run or export wrote as a whole; set a folder apart"
+# what lies in the folder already, what is typed, and the refusal
+OCCUPIED = """
+mkdir run; touch run/checkpoints => => run/checkpoints holds checkpoints, which no run
+mkdir run; touch run/tensorboard => => run/tensorboard holds tensorboard, which no run
+mkdir -p run/config.json => => run holds config.json, which no run wrote
+mkdir -p run/metrics.jsonl => => run holds metrics.jsonl, which no run wrote
+mkdir run; echo mine >run/config.json => => run holds config.json, which no run wrote; move it away
+mkdir run; echo mine >run/metrics.jsonl => => run holds metrics.jsonl, which no run wrote
+mkdir run; echo '{"step": 1, "mine": 2}' >run/metrics.jsonl => => run holds metrics.jsonl
+mkdir -p run/tokenizer; touch run/tokenizer/notes => => run/tokenizer holds notes, which no run or export wrote
+mkdir -p run/export; touch run/export/model.safetensors => => run/export holds model.safetensors, which no run
+mkdir c; SAVED => --run.output FOLDER/c => FOLDER/c is or lies in FOLDER/c, which a run or export
+mkdir c; SAVED => --run.output FOLDER/c/a/b => lies in FOLDER/c, which a run or export wrote as
+mkdir e; touch e/.written.json => --run.output FOLDER/e/run => lies in FOLDER/e, which a run or export wrote
+cp -r TOKENIZER t => --run.output FOLDER/t --model.tokenizer FOLDER/t => which is model.tokenizer
+"""
 
 
-@pytest.mark.parametrize(
-    "line, typed, sentence",
-    [
-        ("mkdir run; touch run/checkpoints", "", "run/checkpoints holds checkpoints, which no run"),
-        ("mkdir run; touch run/tensorboard", "", "run/tensorboard holds tensorboard, which no run"),
-        ("mkdir -p run/config.json", "", "run holds config.json, which no run wrote"),
-        ("mkdir -p run/metrics.jsonl", "", "run holds metrics.jsonl, which no run wrote"),
-        ("mkdir run; echo '{\"step\": 1, \"mine\": 2}' >run/metrics.jsonl", "", "run holds metrics.jsonl"),
-        (f"mkdir c; {SAVED}", "--run.output FOLDER/c", f"FOLDER/c is or lies in FOLDER/c, {WHOLE}"),
-        (f"mkdir c; {SAVED}", "--run.output FOLDER/c/a/b", f"lies in FOLDER/c, {WHOLE}"),
-        ("mkdir e; touch e/.written.json", "--run.output FOLDER/e/run", f"lies in FOLDER/e, {WHOLE}"),
-        ("cp -r TOKENIZER t", "--run.output FOLDER/t --model.tokenizer FOLDER/t", "which is model.tokenizer"),
-    ],
-)  # fmt: skip
-def test_a_folder_that_is_something_else_is_no_output(line, typed, sentence, model, folder):
+@pytest.mark.parametrize("row", rows_of(OCCUPIED))
+def test_a_folder_that_holds_what_is_no_runs_is_no_output(row, model, folder):
+    line, typed, sentence = (text.replace("FOLDER", str(folder)) for text in row)
+    line = line.replace(
+        "SAVED", """echo '{"format": 6, "files": {}, "digest": ""}' >c/run.json"""
+    )
     shell(folder, line.replace("TOKENIZER", f"{DEMO}/data/tokenizer"))
     before = tree(folder)
-    with pytest.raises(ConfigError, match=re.escape(sentence.replace("FOLDER", str(folder)))):
-        check(folder, model, typed.replace("FOLDER", str(folder)))
+    for more in ("", "--run.overwrite --run.export false"):
+        with pytest.raises(ConfigError, match=re.escape(sentence)):
+            check(folder, model, f"{typed} {more}")
     assert tree(folder) == before
 
 
@@ -268,25 +272,6 @@ def test_the_base_of_an_adapter_lies_where_its_file_says(base, tmp_path, monkeyp
     assert base_folder(adapter).samefile(model)
 
 
-@pytest.mark.parametrize(
-    "name, sentence",
-    [
-        ("tokenizer/notes.txt", "run/tokenizer holds notes.txt, which no run or export wrote"),
-        ("export/model.safetensors", "run/export holds model.safetensors, which no run"),
-        ("config.json", "run holds config.json, which no run wrote; move it away"),
-        ("metrics.jsonl", "run holds metrics.jsonl, which no run wrote"),
-    ],
-)
-@pytest.mark.parametrize("overwrite", ["", "--run.overwrite --run.export false"])
-def test_a_users_own_file_in_the_run_folder_is_refused(
-    name, sentence, overwrite, model, folder
-):
-    shell(folder, f"mkdir -p run/$(dirname {name}); echo mine >run/{name}")
-    with pytest.raises(ConfigError, match=sentence):
-        check(folder, model, overwrite)
-    assert (folder / "run" / name).read_text() == "mine\n"
-
-
 # ---------------------------------------------------------------- what a run reads besides its checkpoint
 
 
@@ -296,29 +281,29 @@ def digests(folder, model, changes=""):
     return {k.removeprefix("the weights of "): v for k, v in [*found.items()][2:]}
 
 
-FROZEN = {
-    "": [],
-    "--model.lora.rank 2": ["model.path"],
-    "--model.lora.rank 2 --model.init random": [],
-    "--stage dpo --dpo.reference live": ["model.path"],
-    "--stage dpo --dpo.reference OTHER": ["dpo.reference"],
-    "--stage dpo --dpo.reference OTHER --model.lora.rank 2": ["model.path", "dpo.reference"],
-    "--stage kto --kto.reference live": ["model.path"],
-    "--stage distill --distill.teacher OTHER": ["distill.teacher"],
-    "--stage ppo --ppo.reward OTHER": ["model.path", "ppo.reward"],
-    "--stage ppo --ppo.reward OTHER --ppo.reference OTHER": ["ppo.reference", "ppo.reward"],
-    "--stage ppo --ppo.reward OTHER --ppo.kl_coefficient 0": ["ppo.reward"],
-}  # fmt: skip
+FROZEN = """
+ =>
+--model.lora.rank 2 => model.path
+--model.lora.rank 2 --model.init random =>
+--stage dpo --dpo.reference live => model.path
+--stage dpo --dpo.reference OTHER => dpo.reference
+--stage dpo --dpo.reference OTHER --model.lora.rank 2 => model.path dpo.reference
+--stage kto --kto.reference live => model.path
+--stage distill --distill.teacher OTHER => distill.teacher
+--stage ppo --ppo.reward OTHER => model.path ppo.reward
+--stage ppo --ppo.reward OTHER --ppo.reference OTHER => ppo.reference ppo.reward
+--stage ppo --ppo.reward OTHER --ppo.kl_coefficient 0 => ppo.reward
+"""
 
 
-@pytest.mark.parametrize("typed", FROZEN)
-def test_weights_that_no_checkpoint_holds_are_told_by_their_content(typed, tmp_path, folder):
+@pytest.mark.parametrize("typed, keys", rows_of(FROZEN))
+def test_weights_that_no_checkpoint_holds_are_told_by_their_content(typed, keys, folder):
     """One weight of the last matrix changes; a copy elsewhere is the same, and other settings change nothing."""
     base, other = (demo_model(folder / name) for name in ("base", "other"))
     write_score(other)
     typed = typed.replace("OTHER", str(other))
     found = digests(folder, base, typed)
-    assert [*found] == FROZEN[typed.replace(str(other), "OTHER")]
+    assert [*found] == keys.split()
     copied = shutil.copytree(base, folder / "copied")
     assert digests(folder, copied, f"{typed} --optimizer.lr 1 --data.max_length 64") == found
     own = {"model.path"} & {*found}

@@ -9,7 +9,6 @@ from models.ops.experts import (
     ExpertStacks,
     SparseMLP,
     Stack,
-    activate_weighted_backward,
     route,
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
@@ -246,20 +245,6 @@ def test_experts_half(device, dtype, tile, kind):
         error = (mine.double() - want).norm() / max(want.norm(), least)
         assert error < 4 * factor * TOLERANCE[dtype]
     assert not of_weights[2][5].any()
-
-
-def test_clamped_values_have_no_gradient_beyond_the_clamps():
-    both = torch.tensor([[8.0, 1.0, 7.0, -7.0, -9.0, 7.5, 1.0, -8.0]], dtype=torch.float64)
-    grad, weights = torch.ones(1, 4, dtype=torch.float64), torch.full((1,), 0.5).double()
-    active, to_both, to_weights = activate_weighted_backward(grad, both, weights, "clamped")
-    gate, up = both[0, ::2].clamp(max=7), both[0, 1::2].clamp(-7, 7) + 1
-    sigmoid = torch.sigmoid(1.702 * gate)
-    torch.testing.assert_close(active[0], 0.5 * up * gate * sigmoid)
-    slope = sigmoid + 1.702 * gate * sigmoid * (1 - sigmoid)
-    inside = torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 0.0, 0.0])
-    torch.testing.assert_close(to_both[0, ::2], 0.5 * up * slope * inside[0])
-    torch.testing.assert_close(to_both[0, 1::2], 0.5 * gate * sigmoid * inside[1])
-    torch.testing.assert_close(to_weights, 2 * active.sum(1))
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
-"""Every gradient policy against its equation, on plain torch parameters and on simulated partitions."""
+"""Every gradient policy against its equation, on plain parameters and simulated partitions; chains and statistics."""
 
+import json
 import math
 from itertools import combinations, zip_longest
 
@@ -9,7 +10,14 @@ from torch import nn
 
 from tests.fake_ranks import LARGE, SHAPES, FakeWorld, act, grads_of, of_norm, parameters
 from tests.memory_case import assert_same_gradients
-from ulysses.gradients import ClipGlobalNorm, GradientPolicyChain, StepContext, build_chain
+from ulysses.gradients import (
+    ClipGlobalNorm,
+    GradientPolicyChain,
+    StepContext,
+    TorchGradients,
+    build_chain,
+)
+from ulysses.gradients.gradients import Gradients, GradientSlice
 from ulysses.gradients.policy import StopOnNonFinite
 from ulysses.gradients.skipping import SkipNonFinite, SkipSpike
 from ulysses.gradients.ulysses_pro import GradientNoise
@@ -100,3 +108,102 @@ def test_noise_sizes():
     added = float((named["wide.weight"].grad - before).norm())
     assert added == pytest.approx(0.5 * float(before.norm()), rel=0.01)
     assert report["grad/noise_to_gradient"] == pytest.approx(0.5)
+
+
+def test_scopes_are_clipped_separately():
+    """As in PPO; the first scope's edit does not make the second one's norm be measured again."""
+    named, world = parameters(), FakeWorld(2)
+    before = {n: g.double() for n, g in grads_of(named).items()}
+    scopes = {n: "value" if n in ("embed.weight", "norm.weight") else "policy" for n in named}
+    report, wanted = world.act("default", 7.0, named=named, scopes=scopes), {}
+    assert world.calls == 1
+    for scope in ("policy", "value"):
+        own = {n: g for n, g in before.items() if scopes[n] == scope}
+        norm = math.hypot(*(float(g.norm()) for g in own.values()))
+        names = [f"grad/{scope}/{what}" for what in ("norm", "clip_factor", "clipped")]
+        assert norm > 7 and [report[n] for n in names] == pytest.approx([norm, 7 / norm, 1])
+        wanted |= {n: g * 7 / norm for n, g in own.items()}
+    assert_same_gradients(grads_of(named), wanted, 1e-6)
+
+
+def test_state_survives_json_and_continues_exactly():
+    tables = [{"policy": "skip_non_finite"}, {"policy": "skip_spike", "warmup": 4, "window": 8},
+              {"policy": "clip_global_norm"}]  # fmt: skip
+    norms = [math.nan if i in (8, 20) else 1 + 0.3 * math.sin(2 * i) for i in range(30)]
+
+    def steps(chain, first, last):
+        all_named = [(i, of_norm(norms[i])) for i in range(first, last)]
+        return [repr((act(chain, named, i), named["p"].grad)) for i, named in all_named]
+
+    whole, first, second = (build_chain(tables) for _ in range(3))
+    steps(first, 0, 13)
+    saved = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(saved)
+    assert steps(second, 13, 30) == steps(whole, 0, 30)[13:] and second.skipped_total >= 2
+    with pytest.raises(ValueError, match="the checkpoint's gradient policies are"):
+        build_chain("default").load_state_dict(saved)
+
+
+def test_chain_without_a_guard_gets_one_and_presets_have_theirs():
+    def names(*given):
+        return " ".join(
+            policy.name for policy in build_chain([{"policy": p} for p in given]).policies
+        )
+
+    assert names() == "stop_on_non_finite"
+    assert names("skip_spike") == "stop_on_non_finite skip_spike"
+    assert names("skip_non_finite") == "skip_non_finite"
+    assert [len(build_chain(name).policies) for name in ("default", "ulysses-pro")] == [2, 2]
+
+
+def test_scaling_waits_for_the_optimizer_and_counts_in_every_statistic():
+    grads = [torch.tensor([3.0, 4.0]), torch.tensor([12.0])]
+    entries = [GradientSlice(n, g.shape, g, scope=n) for n, g in zip("ab", grads)]
+    view = Gradients(entries)
+    assert view.norm() == 13
+    view.scale(0.5)
+    view.scale(4.0, "b")
+    assert torch.cat(grads).tolist() == [3, 4, 12]
+    assert view.norm() == math.hypot(2.5, 24) and view.mean_abs() == (1.75 + 24) / 2
+    assert view.factors == {"a": 0.5, "b": 2.0}
+    # who changes the slices finds them multiplied
+    assert [float(grad[0]) for grad in view.slices()] == [1.5, 24]
+    assert view.factors == {"a": 1.0, "b": 1.0} and view.norm("a") == 2.5
+
+
+def test_idle_gradient_policies_need_one_collective_together():
+    """Presets and scopes included: nothing is measured twice, and nothing one by one."""
+    tables = [
+        {"policy": "skip_non_finite"}, {"policy": "skip_spike"}, {"policy": "ulysses_pro"},
+        {"policy": "clip_global_norm", "max_norm": 1e6},
+        {"policy": "scale_small_gradients", "threshold": 1e-30},
+    ]  # fmt: skip
+    named, world = parameters(), FakeWorld(2)
+    before = grads_of(named)
+    world.act(tables, named=named, scopes={"conv": "value"})
+    assert world.calls == 1
+    assert all(torch.equal(p.grad, before[n]) for n, p in named.items())
+
+
+def test_plain_view_leaves_out_frozen_and_untouched_parameters():
+    named = parameters({"a": (2, 3), "b": (2, 3), "c": (2, 3)})
+    named["a"].requires_grad_(False)
+    named["b"].grad = None
+    named["c"].grad = torch.randn(3, 2).t()  # not contiguous
+    view = TorchGradients(named.items())
+    view.scale(0.0)
+    assert [e.name for e in view.entries] == ["c"] and not named["c"].grad.any()
+    sentence = "no parameter has a gradient; run the backward pass first"
+    with pytest.raises(ValueError, match=sentence):
+        TorchGradients([("a", named["a"])])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_slices_are_summed_accurately(dtype):
+    """torch's own CPU norm is off by parts in a thousand here."""
+    p = nn.Parameter(torch.empty(40_000_003, dtype=dtype))
+    p.grad = torch.empty_like(p).normal_()
+    parts = [x.double() for x in p.grad.split(1 << 20)]
+    norm, total = math.hypot(*(x.norm() for x in parts)), sum(x.abs().sum() for x in parts)
+    found = (view := TorchGradients([("p", p)])).norm(), view.mean_abs()
+    assert found == pytest.approx((norm, float(total) / len(p)), rel=1e-7)

@@ -8,13 +8,11 @@ import torch
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
-from tests.memory_case import assert_same_gradients
+from tests.memory_case import assert_same_gradients, packed
 from tests.model_folder import init_weights
 from ulysses.memory.graphs import padded
 from ulysses.memory.levels import LayerMemory
-from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.kernels.choice import resolve_kernel
-from ulysses.parallel.mesh import ParallelMesh
 
 SHAPE = ModelConfig.from_hf(
     json.loads("""{
@@ -35,7 +33,7 @@ GEMMA = ModelConfig.from_hf(
 def pack(*lengths, seed=0):
     draw = torch.Generator().manual_seed(seed)
     rows = [torch.randint(0, 512, (n,), generator=draw) for n in lengths]
-    return pack_shard([Sequence(r, torch.ones(len(r))) for r in rows], ParallelMesh(), "cuda")
+    return packed(*rows, device="cuda")
 
 
 def model(shape, graphs):

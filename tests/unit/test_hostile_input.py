@@ -55,13 +55,10 @@ WEIGHT = '{"messages": [{"role": "assistant", "content": "a", "weight": %s}]}'
 @pytest.mark.parametrize(
     "row, kind, sentence",
     [
-        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", "is not valid JSON: maximum recursion depth"),
         (CALL % (r"{\"a\": " * 700 + "1" + "}" * 700), "sequence", "is nested too deeply"),
         (CALL % ("[" * 700 + "]" * 700), "sequence", "message 1 has a tool call .* JSON of an object but list"),
         (WEIGHT % "1e999", "sequence", "is not valid JSON: 1e999 is not a finite number"),
-        ('{"text": "a", "answer": NaN}', "text", "is not valid JSON: NaN is not a finite number"),
         (CALL % r"{\"a\": NaN}", "sequence", "message 1 has a tool call .*: NaN is not a finite number"),
-        ('{"text": "a", "meta": {"k": 1, "k": 2}}', "text", "is not valid JSON: an object has the key 'k' twice"),
         (WEIGHT % f"1{'0' * 400}", "sequence", "'weight' is 1000*, not a finite number"),
         ('{"prompt": "q", "chosen": "a", "rejected": "b", "margin": -Infinity}', "ranked",
          "is not valid JSON: -Infinity is not a finite number"),

@@ -1,8 +1,11 @@
 """Every kernel of this machine against plain float64 attention: values, gradients, packing, refusals."""
 
+from itertools import product
+
 import pytest
 import torch
 
+from tests import rows_of
 from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.kernels import choice as kernels
 from ulysses.parallel.kernels import document as kernels_document
@@ -144,21 +147,14 @@ def need(kernel):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("heads", [(4, 4), (7, 1), (8, 2)])
+@pytest.mark.parametrize(
+    "head_dim, heads",
+    [*product([32, 64, 128], [(4, 4), (7, 1), (8, 2)]), *product([192, 256], [(8, 2)])],
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_equals_plain_attention_on_gpu(kernel, heads, head_dim, pack, causal):
     need(kernel)
     check(kernel, "cuda", torch.bfloat16, PACKS[pack], heads, head_dim, causal)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("head_dim", [192, 256])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_wide_heads_on_gpu(kernel, head_dim, pack, causal):
-    need(kernel)
-    check(kernel, "cuda", torch.bfloat16, PACKS[pack], (8, 2), head_dim, causal)
 
 
 @pytest.mark.gpu
@@ -328,28 +324,21 @@ def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypat
     assert choice(head_dim=256, documents=1).name == "torch"
 
 
-@pytest.mark.parametrize(
-    "asked, message",
-    [
-        (
-            {"name": "flash4", "device": "cpu"},
-            "flash4 needs a GPU, the device is cpu; set another kernel or auto",
-        ),
-        (
-            {"name": "cudnn", "device": "cpu"},
-            "cudnn needs a GPU, the device is cpu; set another kernel or auto",
-        ),
-        ({"name": "flash3"}, "'flash3' is unknown; set auto, flash4, cudnn, torch, reference"),
-        ({"name": "flash4", "dtype": torch.float32}, "flash4 needs float16 or bfloat16"),
-        ({"name": "cudnn", "head_dim": 264}, "a multiple of 8 and at most 256"),
-        (
-            {"name": "cudnn", "window": 128},
-            "cudnn has no sliding window, .* of 128 tokens; set",
-        ),
-        ({"name": "flash4", "head_dim": 96}, "for head dims 32, 64, 128, 192, 256"),
-    ],
-)
-def test_kernels_that_cannot_run_are_refused_in_one_sentence(monkeypatch, asked, message):
+REFUSED = """
+name=flash4 device=cpu => flash4 needs a GPU, the device is cpu; set another kernel or auto
+name=cudnn device=cpu => cudnn needs a GPU, the device is cpu; set another kernel or auto
+name=flash3 => 'flash3' is unknown; set auto, flash4, cudnn, torch, reference
+name=flash4 dtype=torch.float32 => flash4 needs float16 or bfloat16
+name=cudnn head_dim=264 => a multiple of 8 and at most 256
+name=cudnn window=128 => cudnn has no sliding window, .* of 128 tokens; set
+name=flash4 head_dim=96 => for head dims 32, 64, 128, 192, 256
+"""
+
+
+@pytest.mark.parametrize("line, message", rows_of(REFUSED))
+def test_kernels_that_cannot_run_are_refused_in_one_sentence(monkeypatch, line, message):
+    given = (word.split("=") for word in line.split())
+    asked = {k: v if k in ("name", "device") else eval(v) for k, v in given}
     if "device" not in asked:
         machine_without(monkeypatch)
     with pytest.raises(ValueError, match=message):

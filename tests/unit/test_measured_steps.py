@@ -2,13 +2,13 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from models.arch import ModelConfig
 from models.published import architecture
+from tests import ROOT
 from tests.unit.test_plan import SMALL, Data, config, node
 from ulysses.plan.case import GIB, PEAKS, Case, Machine, Plan
 from ulysses.plan.costs import predict, step_seconds
@@ -21,7 +21,7 @@ from ulysses.plan.memory_choice import (
     planner_case,
 )
 
-ROWS = Path(__file__).parents[2] / "benchmarks/measured.jsonl"
+ROWS = ROOT / "benchmarks/measured.jsonl"
 
 
 def measured(row):

@@ -1,7 +1,8 @@
-"""Every recompute level, with or without tiles, has ordinary autograd's gradients, at its own cost."""
+"""Every recompute level, with or without tiles, has ordinary autograd's gradients, at its own cost; offload."""
 
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.memory_case import (
     MOE,
     QWEN3,
     TILE,
+    all_chunks_are_free,
     assert_same_gradients,
     batch,
     build,
@@ -198,3 +200,31 @@ def test_tiles_run_a_module_without_rows_and_give_unused_parameters_zeros():
         grad_x, (_, bias, zeros) = tile_gradients(linear, x, grad, parameters, 2)
         assert grad_x.shape == x.shape and not zeros.any()
         assert_close(bias, torch.full((3,), float(rows)))
+
+
+MIXTURES = [("pair", "pair", "block"), ("pair", "pair", "pair"), ("block", "block", "keep_attention"),
+            ("keep_attention", "keep_attention", "none"), ("none", "none", "none")]  # fmt: skip
+
+
+@pytest.mark.parametrize("away", [3, 2, 1])
+@pytest.mark.parametrize("levels", MIXTURES, ids="+".join)
+def test_offload_returns_every_byte(levels, away):
+    expected = gradients(build())[1]
+    offloader = Offloader("cpu", chunk_bytes=1024)
+    model = build(recompute=levels, mlp_tile=TILE, offloader=offloader, offloaded_layers=away)
+    for _ in range(2):
+        model.zero_grad()
+        assert_same_gradients(gradients(model)[1], expected)
+    held = offloader.allocated
+    assert (held > 0) == (levels[0] != "none")
+    dropped = model(batch()).logps.sum()
+    del dropped
+    assert offloader.allocated == held and all_chunks_are_free(offloader)
+
+
+def test_memory_that_cannot_be_pinned_says_what_to_change(monkeypatch):
+    offloader = Offloader("cpu", chunk_bytes=64)
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError) as error:
+        offloader.take(64)
+    assert "lower memory.host_memory or raise the memlock limit" in error.value.__notes__[0]

@@ -42,16 +42,6 @@ def test_equals_what_torch_counts(config, rank):
     assert found - (4 if rank else 6) * sum(LENGTHS) * rest == products(model)
 
 
-def test_causal_attention_counts_half_of_the_square():
-    shape = plain_model(CONFIG)
-    length, width = 24, shape.shape.num_attention_heads * shape.shape.head_dim
-    q, k, v = (torch.randn(1, 1, length, width, requires_grad=True) for _ in range(3))
-    with FlopCounterMode(display=False) as counted:
-        ((q @ k.mT).softmax(-1) @ v).sum().backward()
-    found = model_flops(shape, 0, float(length**2), 0)
-    assert found == shape.layers * counted.get_total_flops() / 2
-
-
 @pytest.mark.parametrize("windows", [(4, None, None), (4, 10, 4), (24, 25, 99)])
 def test_windows_are_counted_by_batches_and_planner_alike(windows, monkeypatch):
     """Of a pack with a shared prompt the metrics take the batch's count, and the planner its own of equal documents."""

@@ -13,7 +13,8 @@ from models.folders import ADAPTER_WEIGHTS, CONFIG, VOCABULARY, read_config
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.lora import add_adapters, is_adapter, save_adapters
-from tests.model_folder import demo_model, tiny_config, write_model
+from tests.memory_case import packed
+from tests.model_folder import demo_model, logps_there, tiny_config, write_model
 from tests.zero_case import filled
 from ulysses import export
 from ulysses.check.input_files import initial_weights, read_tokenizer
@@ -22,8 +23,6 @@ from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.config.section import ConfigError
 from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.disk import write_json
-from ulysses.parallel.batch import Sequence, pack_shard
-from ulysses.parallel.mesh import ParallelMesh
 from ulysses.registry import stage_of
 
 ROWS = {
@@ -89,12 +88,6 @@ def test_tokenizer_and_vocabulary_grow_together(tmp_path):
             read_tokenizer(config, stage_of(config), base, folder)
 
 
-def logps(model, tokens):
-    """Of a model of transformers or peft, as ours returns them."""
-    found = model(tokens[None]).logits[0].log_softmax(-1)
-    return found[:-1].gather(1, tokens[1:, None])[:, 0]
-
-
 @torch.no_grad()
 def test_adapters_with_their_own_embeddings_are_those_of_peft(start, tmp_path):
     from peft import PeftModel
@@ -114,15 +107,14 @@ def test_adapters_with_their_own_embeddings_are_those_of_peft(start, tmp_path):
     )
     write_json(folder / CONFIG, start.shape.to_hf())
     tokens = torch.tensor([1, 61, 10, 5, 63, 60, 62, 0])
-    batch = pack_shard([Sequence(tokens, torch.ones(8))], ParallelMesh(1), "cpu")
-    ours = model(batch).logps[:7]
+    ours = model(packed(tokens)).logps[:7]
     base = AutoModelForCausalLM.from_pretrained(start.files.folder)
     base.resize_token_embeddings(64, mean_resizing=False)
     peft = PeftModel.from_pretrained(base, folder).eval()
-    assert_close(logps(peft, tokens), ours, rtol=1e-5, atol=1e-5)
+    assert_close(logps_there(peft, tokens), ours, rtol=1e-5, atol=1e-5)
     assert export.main(["--merge", str(folder), str(tmp_path / "out")]) == 0
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert_close(logps(whole, tokens), ours, rtol=1e-5, atol=1e-5)
+    assert_close(logps_there(whole, tokens), ours, rtol=1e-5, atol=1e-5)
     if start.shape.tie_word_embeddings:  # what this engine could not train
         tensors = load_file(folder / ADAPTER_WEIGHTS)
         tensors[f"base_model.model.{VOCABULARY[1]}"] += 1

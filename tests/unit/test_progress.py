@@ -8,16 +8,14 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.harness import PATIENCE
 from ulysses.progress import progress
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.trackers import TrackedRun
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from models.decoder import CausalLM
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.quantized import pack, packed_parts, unpack
-from tests.e2e.launch import ROOT
-from tests.model_folder import tiny_config, write_model
+from tests import ROOT
+from tests.memory_case import packed
+from tests.model_folder import logps_there, tiny_config, write_model
 from tests.unit.test_adapter_files import write_adapters
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
@@ -24,8 +25,6 @@ from ulysses.config.schema import LoraSection
 from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
 from ulysses.export import main
-from ulysses.parallel.batch import Sequence, pack_shard
-from ulysses.parallel.mesh import ParallelMesh
 
 SHAPE = ModelConfig.from_hf(tiny_config())
 MATRIX = "model.layers.1.mlp.up_proj.weight"
@@ -132,14 +131,11 @@ def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path):
     # where the processor has bfloat16, bitsandbytes would evaluate in it whatever it is told; it trains in float32
     theirs.train()
 
-    def logps():
-        return theirs(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
-
-    without = logps()
+    without = logps_there(theirs, row)
     theirs = PeftModel.from_pretrained(theirs, folder).train()
-    ours = model(pack_shard([Sequence(row, torch.ones(30))], ParallelMesh())).logps[:-1]
+    ours = model(packed(row)).logps[:-1]
     assert (ours - without).abs().max() > 0.1
-    torch.testing.assert_close(ours, logps(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, logps_there(theirs, row), rtol=1e-5, atol=1e-5)
 
 
 def plan(folder, options):

@@ -131,11 +131,6 @@ def test_the_legend_says_what_is_pale_and_what_is_dotted(tmp_path):
     assert lines["each step"].get_alpha() == 0.3 and lines["held out"].get_linestyle() == ":"
 
 
-def test_a_folder_that_is_missing_is_called_missing(tmp_path, capsys):
-    assert main([str(tmp_path / "nope")]) == 2
-    assert capsys.readouterr().err == f"error: there is no {tmp_path}/nope; correct the path\n"
-
-
 @pytest.mark.parametrize("rows", [None, '{"step": 1, "lo'])
 def test_folders_without_metrics_are_refused(tmp_path, capsys, rows):
     good, bad = write(tmp_path / "good", training(3)), tmp_path / "bad"

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from models.initial_weights import InitialWeights
 from models.published import ARCHITECTURES
 from tests.e2e.launch import ROOT
 from tests.engine_case import FROZEN, dataset
@@ -16,11 +14,9 @@ from tests.shuffled_loader import ShuffledLoader
 from tests.stage_case import STAGE_CASES
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
-from ulysses.data.cache import content_digest
 from ulysses.data.serve.steps import StepLoader
-from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.sums import sequence_last
 from ulysses.registry import STAGES, stage_of
 from ulysses.stages.kto import KtoStage
 from ulysses.stages.referenced import (
@@ -47,15 +43,6 @@ def test_the_tests_know_every_stage_and_its_frozen_models():
             found = stage_of(check({"stage": name, name: settings})).requirements
             roles = {model.role for model in found.models} - {*FROZEN}
             assert not roles, f"FROZEN in tests/engine_case.py has no {roles} for {name}"
-
-
-def test_score_is_read_at_the_last_token_whatever_it_is():
-    """EOS inside the prompt, EOS as padding elsewhere, a sequence of one token: only the length decides."""
-    rows = [[9, 2, 5, 2], [2], [3, 2, 2, 2, 2]]
-    batch = pack_shard(
-        [Sequence(torch.tensor(r), torch.zeros(len(r))) for r in rows], ParallelMesh(1)
-    )
-    assert sequence_last(torch.arange(10.0), batch).tolist() == [3.0, 4.0, 9.0]
 
 
 @pytest.mark.parametrize(
@@ -186,21 +173,3 @@ def test_each_side_of_a_pair_has_its_own_reference_values(tmp_path):
     everything = [s for example in data.examples for s in example]
     expected = torch.cat([fake_reference(pack_shard([s], ParallelMesh(1))) for s in everything])
     assert values == pytest.approx(expected)
-
-
-def test_a_content_digest_sees_every_tensor(tmp_path):
-    tensors = {
-        "a.large": torch.zeros(2_111_111),
-        "b.small": torch.zeros(8),
-        "c.large": torch.zeros(2_000_000),
-    }
-
-    def fingerprint():
-        save_file(tensors, tmp_path / "model.safetensors")
-        return content_digest(InitialWeights(None, 0, tmp_path).paths, tmp_path / "cache")
-
-    found = {fingerprint(), fingerprint()}
-    for name, place in (("b.small", 3), ("c.large", 1_000_005)):
-        tensors[name][place] = 1.0
-        found.add(fingerprint())
-    assert len(found) == 3

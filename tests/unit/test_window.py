@@ -3,12 +3,12 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
 from models.arch import ModelConfig
 from models.families import RopeScaling
+from tests import ROOT
 from tests.model_folder import tiny_config, write_model
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
@@ -16,7 +16,6 @@ from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
 from ulysses.run.dry_run import dry_run, inspect
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = tiny_config(model_type="qwen2", vocab_size=704, max_position_embeddings=128)
 
 
@@ -172,6 +171,7 @@ def test_the_dry_run_and_the_samples_show_window_and_factor(config, capsys):
 def test_the_readmes_example_fits_its_model(page, tmp_path, capsys):
     """Qwen2.5's chat models have a window of 32,768 tokens, also where only their published shape is known."""
     (toml,) = re.findall(r"(?ms)^```toml\n(.*?)^```", (ROOT / page).read_text())
+    assert len(toml.splitlines()) <= 10
     path = tmp_path / "long.toml"
     path.write_text(toml)
     line = f"--config {path} --model.path {tmp_path}/Qwen2.5-7B-Instruct --dry-run --gpus 8"
