@@ -18,7 +18,7 @@ from ulysses.plan.footprint import predict
 from ulysses.plan.machine import Machine
 from ulysses.plan.memory_choice import choose, cut_steps
 from ulysses.registry import stage_of
-from ulysses.stages.base import AuxiliaryModel
+from ulysses.stages.base import AuxiliaryModel, PlannedRollout
 
 MOMENT_BYTES = {"32bit": 8.0, "8bit": 2 * (1 + 4 / 256)}  # and absmax of every block
 
@@ -64,6 +64,14 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     if rollout:
         prompts = -(-facts.examples_per_load // machine.gpus)
         rollout = rollout._replace(answers=prompts * rollout.answers)
+    wanted = config.run.samples
+    samples = PlannedRollout(
+        wanted if isinstance(wanted, int) else len(wanted),  # every process answers all of them
+        config.ppo.planned_batch,
+        config.data.max_length,
+        config.ppo.max_new_tokens,
+        merged=config.model.lora.rank > 0,
+    )
     case = Case(
         planner_model(config, shape),
         machine,
@@ -72,6 +80,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         forwards=sum(passes, start=facts.extra_forwards),
         logit_bytes=facts.logit_bytes,
         rollout=rollout,
+        samples=samples if wanted else None,
         element_size=getattr(torch, config.model.dtype).itemsize,
         moment_bytes=MOMENT_BYTES[config.optimizer.moments],
         others=tuple(frozen for model, frozen in auxiliary if not model.shares_weights),
