@@ -236,6 +236,8 @@ def _ours(value: Any, rule: dict[str, Any], stage: str) -> tuple[str, str, dict[
     note = rule.get("note", "") if value or choices else ""
     if rule.get("list"):
         value = value.split(",") if isinstance(value, str) else _entries(value)
+        if choices:
+            value = ",".join(sorted(value))
     if key.endswith("_every") and isinstance(value, float) and value % 1:
         return "by_hand", f"a share of all steps there; set {key} in steps", {}
     if choices:
@@ -399,6 +401,11 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
                 most | described.get(each, {"path": each} | unknown)
                 for each in ",".join(_entries(given[name])).replace(" ", "").split(",")
             ]
+        if shares := given.get("interleave_probs"):
+            shares = shares.split(",") if isinstance(shares, str) else _entries(shares)
+            each = zip(given["dataset"], map(float, shares), strict=True)
+            given["dataset"] = [source | {"probability": share} for source, share in each]
+            given["interleave_probs"] = given.pop("mix_strategy", "concat")
     # v1 describes them in a file of their own
     for name in given.keys() & {"train_dataset", "eval_dataset"}:
         file = _find(str(given[name]), folder)
