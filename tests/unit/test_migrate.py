@@ -760,7 +760,9 @@ def test_new_tokens_and_matrices_that_are_trained_whole(migrate):
 
 
 def test_sources_by_probability(migrate):
-    text = LLAMAFACTORY_KTO.replace("dataset: ", "dataset: one,") + "interleave_probs: 0.7,0.3\n"
+    text = (
+        LLAMAFACTORY_KTO.replace("dataset: ", "dataset: one,") + "interleave_probs: 0.7,0.3\n"
+    )
     config, _ = migrate(text + "mix_strategy: interleave_over\n")
     given = [source.probability for source in parse_sources(config.data.train)]
     assert given == [0.7, 0.3] and config.data.stopping_strategy == "all_exhausted"
