@@ -38,6 +38,7 @@ class Rounding:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.change, self.lost = dtype, 0.0, 0.0
+        self.cure = "ulysses export --dtype float32 does not round"
 
     def __call__(self, exact: Tensor, base: Tensor, trained: Tensor | None = None) -> Tensor:
         """Return `exact` (float32) in the dtype; `base` is what it was before training.
@@ -45,6 +46,8 @@ class Rounding:
         `trained` is what was trained if that is not `exact` itself: weights whose base was quantised.
         """
         written = exact.to(self.dtype)
+        if trained is not None:
+            self.cure = "their base, quantised in training, is written as it was before"
         self.change += float((exact - base).square().sum())
         self.lost += float((written - (exact if trained is None else trained)).square().sum())
         return written
@@ -56,7 +59,7 @@ class Rounding:
         dtype = str(self.dtype).removeprefix("torch.")
         return (share > 0.01) * (
             f"the weights written in {dtype} differ from the trained ones by {share:.0%} of what training changed; "
-            "ulysses export --dtype float32 does not round, and adapters exported alone keep all of it"
+            f"{self.cure}, and adapters exported alone keep all of it"
         )
 
 

@@ -235,7 +235,9 @@ def _ours(value: Any, rule: dict[str, Any], stage: str) -> tuple[str, str, dict[
         return "by_hand", "a run of this stage has no such setting; leave it out", {}
     note = rule.get("note", "") if value or choices else ""
     if rule.get("list"):
-        value = value.split(",") if isinstance(value, str) else _entries(value)
+        value = _listed(value)
+        if choices:
+            value = ",".join(sorted(value))
     if key.endswith("_every") and isinstance(value, float) and value % 1:
         return "by_hand", f"a share of all steps there; set {key} in steps", {}
     if choices:
@@ -397,8 +399,12 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
         for name in given.keys() & {"dataset", "eval_dataset"}:
             given[name] = [
                 most | described.get(each, {"path": each} | unknown)
-                for each in ",".join(_entries(given[name])).replace(" ", "").split(",")
+                for each in _listed(given[name])
             ]
+        if shares := given.get("interleave_probs"):
+            pairs = zip(given["dataset"], map(float, _listed(shares)), strict=True)
+            given["dataset"] = [source | {"probability": share} for source, share in pairs]
+            given["interleave_probs"] = given.pop("mix_strategy", "concat")
     # v1 describes them in a file of their own
     for name in given.keys() & {"train_dataset", "eval_dataset"}:
         file = _find(str(given[name]), folder)
@@ -436,6 +442,15 @@ def _source(entry: Any, stage: str) -> tuple[Any, list[tuple[str, Any, str]]]:
 def _entries(value: Any) -> list[Any]:
     """Return a list of their values as it is, and one value alone as a list."""
     return value if isinstance(value, list) else [value]
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return a list of their values, which may be a text with commas."""
+    return (
+        [each.strip() for each in value.split(",")]
+        if isinstance(value, str)
+        else _entries(value)
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -63,7 +63,10 @@ def samples_table(folder: str) -> str:
     if lines.empty:
         return ""
     cells = lines.pivot_table("answer", "prompt", "by", "\n\n".join, sort=False)
-    return cells.to_html(na_rep="", border=0)
+    cells = cells.fillna("").reset_index().rename_axis(columns=None)
+    # str: pandas itself writes the ends of lines out, and an index takes no formatters
+    shown = cells.to_html(index=False, formatters=[str] * len(cells.columns), border=0)
+    return f"<div>{shown}</div>"
 
 
 def series(run: pd.DataFrame, metric: str) -> pd.Series:
@@ -142,7 +145,8 @@ def html_page(runs: dict[str, pd.DataFrame], figure: Figure) -> str:
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(", ".join(runs))}</title>
 <style>body {{ font: 14px sans-serif }} svg {{ max-width: 100%; height: auto }} td {{ padding: 2px 12px }}
-tbody th, td {{ text-align: left; vertical-align: top; white-space: pre-wrap }}</style>
+div td {{ min-width: 14em }}
+th, td {{ text-align: left; vertical-align: top; white-space: pre-wrap }}</style>
 </head><body>{svg[svg.index("<svg") :]}{table}{"".join(map(samples_table, runs))}</body></html>
 """
 

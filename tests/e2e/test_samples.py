@@ -62,4 +62,7 @@ def test_prompts_of_ones_own(tmp_path):
     first, second, *_ = lines(tmp_path / "run")
     assert "Who are you?" in first["prompt"] and first["by"] == "step 0" and second["step"] == 0
     main([str(tmp_path / "run")])
-    assert "&lt;b&gt;7 + 5" in (tmp_path / "run/report.html").read_text()
+    page = (tmp_path / "run/report.html").read_text()
+    assert "&lt;b&gt;7 + 5" in page
+    # lines end where they do
+    assert "\n" in first["prompt"].strip() and first["prompt"].strip() in page

@@ -199,6 +199,7 @@ def test_merging_onto_the_original_weights_says_how_far_they_are(base, tmp_path,
         change += float(update.square().sum())
     told = float(re.search(r"differ from the trained ones by (\d+)% of", said)[1])
     assert told == pytest.approx(100 * (lost / change) ** 0.5, abs=0.6) and told > 1
+    assert "quantised in training" in said and "does not round" not in said
 
 
 def test_the_same_adapters_give_the_same_bytes(base, tmp_path):

@@ -340,7 +340,8 @@ TRANSLATED = {
 "run.eval_every" = 50
 "optimizer.schedule" = "linear"
 "optimizer.warmup" = 0
-""", "optim = paged_adamw_8bit: AdamW", "save_strategy = epoch: set run.save_every",
+"optimizer.moments" = "8bit"
+""", "embeddings keep 32 bits there", "save_strategy = epoch: set run.save_every",
         "fp16: float16 is not supported"),
     "LLaMA-Factory's KTO, whose beta has its own section": (LLAMAFACTORY_KTO, "", """
 "stage" = "kto"
@@ -749,6 +750,24 @@ def test_what_the_shell_does_not_expand_stays(migrate, monkeypatch):
     assert config.run.output == os.path.abspath("~/out")
 
 
+def test_new_tokens_and_matrices_that_are_trained_whole(migrate):
+    text = "resize_vocab: true\nadd_tokens: <think>,</think>\nadditional_target: lm_head,embed_tokens\n"
+    config, shown = migrate(LLAMAFACTORY_KTO + text)
+    assert config.model.add_tokens == ["<think>", "</think>"]
+    assert config.model.lora.train == ["embeddings"] and "Without a counterpart" not in shown
+    full = LLAMAFACTORY_KTO.replace("finetuning_type: lora", "finetuning_type: full")
+    assert migrate(full + text)[0].model.lora.train == []
+
+
+def test_sources_by_probability(migrate):
+    text = (
+        LLAMAFACTORY_KTO.replace("dataset: ", "dataset: one,") + "interleave_probs: 0.7,0.3\n"
+    )
+    config, _ = migrate(text + "mix_strategy: interleave_over\n")
+    given = [source.probability for source in parse_sources(config.data.train)]
+    assert given == [0.7, 0.3] and config.data.stopping_strategy == "all_exhausted"
+
+
 def test_variables_of_the_template_are_ours(migrate):
     text = "chat_template_kwargs: {reasoning_effort: low}\nenable_thinking: false\n"
     config, _ = migrate(LLAMAFACTORY_KTO + text)
@@ -856,9 +875,11 @@ UNKNOWN = {
     "datasets: [{path: a, chat_template: llama3}, {path: b}]": "one template writes all data sets here",
     "stage: dpo\ngamma_beta_ratio: 0.5\nloss_type: hinge": "only with the sigmoid is it SimPO",
     "dataset_mixer: {a: 1.0}\ndataset_splits: [validation]": "dataset_splits = ",
-    "resize_vocab: true": "resize_vocab = True has no counterpart here; add the tokens to the model before",
-    "additional_target: [embed_tokens]": "adapters are all that is trained",
-    "interleave_probs: 0.5,0.5": "interleave_probs = ",
+    "new_special_tokens: <tool>": "none of which is special",
+    "finetuning_type: lora\nadditional_target: [embed_tokens]": "lm_head are trained together",
+    "interleave_probs: [1.0]": "mix_strategy is interleave_under or interleave_over beside it",
+    "mix_strategy: interleave_under": "give interleave_probs too",
+    "optim: lion_8bit": 'optimizer.moments = "8bit" makes its state small',
     "disable_shuffling: true": "every epoch is shuffled here",
     "learning_rate: .nan": "optimizer.lr is nan, which is not a finite number",
     "train_type: lora": "train_type is a setting of ms-swift, whose files are not translated",

@@ -235,6 +235,22 @@ def test_rollouts_hold_the_whole_policy_and_its_cache():
     assert predicted(rollout=rollout._replace(batch=0)).allocated == plain.allocated  # servers
 
 
+@pytest.mark.parametrize("stage, table", [("sft", None), ("dpo", {"reference": "live"})])
+def test_models_that_answer_samples_are_whole_then(stage, table):
+    """Sharded weights are gathered for run.samples: of the policy, and of a larger reference."""
+    settings = config(stage, dtype="bfloat16", sp=8, table=table)
+    asking = settings.run.model_copy(update={"samples": ["Who are you?", "And why?"]})
+    settings = settings.model_copy(update={"run": asking})
+    case = planner_case(settings, LLAMA, node(), 8192)
+    assert case.samples[:4] == (2, 64, settings.data.max_length, 256)
+    if stage == "dpo":
+        case = case._replace(others=(plain_model(architecture("llama3-70b")),))
+    plan = choose(case)._replace(resident=False)
+    found, without = predict(plan), predict(plan._replace(case=case._replace(samples=None)))
+    whole = max(m.weight_bytes(2) for m in (case.model, *case.others))
+    assert found.allocated > found.states + whole > without.allocated
+
+
 def test_passes_of_a_larger_model_are_planned_for():
     """Its gathered layers and its work may be the peak."""
     large = plain_model(architecture("llama3-70b"))._replace(parameters=0)  # its shards aside

@@ -284,8 +284,8 @@ class RunSection(Section):
     """Seconds without progress after which a line names that process; 0 prints none."""
     samples: NonNegativeInt | list[str] = 0
     """So many held-out rows, or these prompts, are answered at every evaluation, beside the answers of the data and of
-    the reference; PPO adds as many groups of each rollout. samples.jsonl, TensorBoard and the report show them; 0 is
-    off."""
+    the reference; PPO adds as many groups of each rollout. samples.jsonl, TensorBoard and the report show them. Answers
+    have up to 256 tokens, PPO's ppo.max_new_tokens; 0 is off."""
     trackers: list[str] = ["tensorboard"]
     """What gets the metrics besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or your own class as
     module:Class."""

@@ -5,7 +5,8 @@
         layer:   all that the layers up to it keep; two gathered layers, one's gradients, its mixer or its feed-forward
                  (CUDA graphs hold both moments, and every layer's gradients, in memory of their own)
         forward: a pass without gradient, of the model itself or of another one; nothing is kept yet
-        rollout: PPO's whole policy, and what its sampler takes; nothing is kept yet
+        rollout: a whole model (PPO's policy, or one that answers run.samples), and what its sampler takes; nothing is
+             kept yet
     gpu  = allocated * SLACK + CUDA context + NCCL's buffers    (the allocator gives its cache back when it must)
     host = the process + optimizer, parameters and activations moved there + the copy that a checkpoint passes through
 
@@ -25,8 +26,13 @@ from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
 from ulysses.memory.levels import computed_again, kept_bytes
 from ulysses.memory.size import LayerSize
 from ulysses.memory.tiling import TILE_ROWS, tile_rows
+<<<<<<< HEAD:ulysses/plan/costs.py
 from ulysses.parallel.layout import squares
 from ulysses.plan.case import LAUNCH_RESIDENT, MATRICES, Model, Plan
+=======
+from ulysses.plan.case import Model, Plan
+from ulysses.stages.base import PlannedRollout
+>>>>>>> room-asked:ulysses/plan/footprint.py
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 # offloaded layers whose tensors are on the GPU nevertheless: one in use, one being copied
@@ -108,7 +114,7 @@ def predict(plan: Plan) -> Prediction:
     if plan.graphs:
         working = head + layer + size * model.layers * mean.parameters
     passes = pass_bytes(plan, plan.pass_tokens or case.tokens)
-    allocated = states + max(kept + working, _rollout_bytes(plan), passes)
+    allocated = states + max(kept + working, _decoding_bytes(plan), passes)
     # each of gloo's two threads copies the tensor that it gathers
     gloo = 2 * size * model.vocabulary_parameters
     buffers = COMMUNICATOR_BYTES if machine.is_gpu else gloo
@@ -216,15 +222,22 @@ def _tile_rows(layer: LayerSize, rows: int) -> int:
     return tile_rows(rows, TILE_ROWS * int(layer.feed_forward.tile_factor))
 
 
-def _rollout_bytes(plan: Plan) -> float:
-    """Return the bytes of decoding: the gathered policy, and what the sampler takes."""
-    case, model, rollout = plan.case, plan.case.model, plan.case.rollout
+def _decoding_bytes(plan: Plan) -> float:
+    """Return the bytes of the decoding that takes most: a rollout's, or a model's that answers run.samples."""
+    case = plan.case
+    asked = [(case.model, case.rollout), (case.model, case.samples)]
+    asked += [(other, case.samples) for other in case.others if other.has_head]
+    return max(_sampler_bytes(plan, *each) for each in asked)
+
+
+def _sampler_bytes(plan: Plan, model: Model, rollout: PlannedRollout | None) -> float:
+    """Return the bytes of the gathered model, and of what the sampler takes."""
     if rollout is None or not rollout.batch:
         return 0.0
     from ulysses.rl.sampler import sampling_bytes
 
-    size, longest = case.element_size, rollout.prompt_tokens + rollout.new_tokens
-    weights = size * model.parameters * rollout.merged
+    size, longest = plan.case.element_size, rollout.prompt_tokens + rollout.new_tokens
+    weights = size * model.parameters * (rollout.merged and model is plan.case.model)
     weights += model.weight_bytes(size) * (not plan.resident)
     fixed, each = sampling_bytes(model.shape, longest, size)
     return weights + fixed + each * min(rollout.answers, rollout.batch)

@@ -24,7 +24,7 @@ from ulysses.parallel.mesh import divisors
 from ulysses.plan.case import GIB, Case, Machine, Model, Plan, PlannedStep
 from ulysses.plan.costs import pass_tokens, pinned_layer, predict, step_flops, step_seconds
 from ulysses.registry import stage_of
-from ulysses.stages.base import AuxiliaryModel
+from ulysses.stages.base import AuxiliaryModel, PlannedRollout
 
 GAIN = 0.01  # of a step's time, for which a micro-batch is made larger
 CUTS = (
