@@ -77,15 +77,18 @@ def packed_gae(
     """
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gamma is {gamma} and lam {lam} but both must lie in [0, 1]")
-    given = rewards.detach(), values.detach()
-    rewards, values = check_shapes("rewards and values: both must be packed [T]", 1, *given)
+    rule = "rewards and values: both must be packed [T]"
+    rewards, values = (x.detach() for x in check_shapes(rule, 1, rewards, values))
     check_shapes("cu_seqlens: it must be [N + 1], where the sequences begin", 1, cu_seqlens)
     T = rewards.shape[0]
     # on a GPU reading would make the host wait
-    if not cu_seqlens.is_cuda and int(cu_seqlens[-1]) != T:
-        raise ValueError(
-            f"cu_seqlens ends at {int(cu_seqlens[-1])} but there are {T} tokens; it must end at the token count"
-        )
+    if not cu_seqlens.is_cuda:
+        bounds = cu_seqlens.tolist() or [0]
+        if (bounds[0], bounds[-1]) != (0, T) or bounds != sorted(bounds):
+            raise ValueError(
+                f"cu_seqlens ends at {bounds[-1]} but there are {T} tokens; it must rise from 0, here {bounds[0]}, to "
+                "the token count"
+            )
     cu_seqlens = cu_seqlens.long()
     ends = cu_seqlens[1:].repeat_interleave(cu_seqlens.diff(), output_size=T).to(rewards.device)
     # tokens from here to the end of the sequence, this one included
@@ -130,7 +133,7 @@ def group_advantages(
     Raises ValueError for another kind, or scores that do not form such groups.
     """
     rule = "scores: they must be [N], one for each answer"
-    (scores,) = check_shapes(rule, 1, scores.detach())
+    scores = check_shapes(rule, 1, scores)[0].detach()
     if group_size < 2 or len(scores) % group_size or kind not in ("group", "leave_one_out"):
         raise ValueError(
             f"{kind!r} advantages of {len(scores)} scores in groups of {group_size}; the kind must be group or "
@@ -167,8 +170,9 @@ def ppo_policy_loss(
     The log-ratio is cut at +-20, beyond which its gradient is 0 already, or useless.
     Raises ValueError if the shapes differ, for another kind, or bounds out of range.
     """
-    given = logps, old_logps.detach(), advantages.detach()
-    logps, old_logps, advantages = check_shapes("logps, old_logps and advantages", None, *given)
+    given = logps, old_logps, advantages
+    logps, *given = check_shapes("logps, old_logps and advantages", None, *given)
+    old_logps, advantages = (x.detach() for x in given)
     high = clip if clip_high is None else clip_high
     if not 0 <= clip < 1 or high < 0:
         raise ValueError(
@@ -201,8 +205,9 @@ def ppo_value_loss(
     values, old_values and returns have one shape, that of the results: packed [T] or padded [N, T]. Raises ValueError
     if they differ, or for a negative clip.
     """
-    given = values, old_values.detach(), returns.detach()
-    values, old_values, returns = check_shapes("values, old_values and returns", None, *given)
+    given = values, old_values, returns
+    values, *given = check_shapes("values, old_values and returns", None, *given)
+    old_values, returns = (x.detach() for x in given)
     plain = (values - returns).square()
     if not clip:
         return ValueLoss(0.5 * plain, torch.zeros_like(plain.detach()))

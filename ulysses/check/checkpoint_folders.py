@@ -19,6 +19,8 @@ from ulysses.disk import check_replaceable, write_json
 from ulysses.registry import gradient_policies
 
 FORMAT = 6
+# What run.json holds at least.
+FIELDS = {"step": int, "files": dict, "config": dict, "shape": dict, "policies": dict, "inputs": dict}
 CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
@@ -60,7 +62,8 @@ def read_run_state(path: Path) -> dict[str, Any]:
             f"{path} has checkpoint format {number}, but this version reads format {FORMAT}; continue it with the "
             "version that wrote it"
         )
-    if state.pop("digest", "") != digest_of_value(state):
+    told = all(isinstance(state.get(key), kind) for key, kind in FIELDS.items())
+    if state.pop("digest", "") != digest_of_value(state) or not told:
         wrong = "does not hold what was written there: it was cut or changed"
     elif unnamed := {f.name for f in path.glob("rank-*")} - state["files"].keys():
         wrong = f"does not name {min(unnamed)} among its files"
@@ -134,10 +137,10 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
     adapted = "model.quantize", "model.lora.rank", "model.lora.targets", "model.lora.train"
     for name in (*ALLOWED_ANYWAY, *fixed, *adapted):
         anyway = name in ALLOWED_ANYWAY
-        if own[name] != theirs[name] and not (anyway and config.run.resume_anyway):
+        if own[name] != theirs.get(name) and not (anyway and config.run.resume_anyway):
             more = ", or run.resume_anyway = true" if anyway else ""
             raise ConfigError(
-                f"the run that wrote {checkpoint} had {name} {theirs[name]!r} but this run has {own[name]!r}; "
+                f"the run that wrote {checkpoint} had {name} {theirs.get(name)!r} but this run has {own[name]!r}; "
                 f"set the same, or another run.output{more}",
                 "run.resume",
             )
