@@ -155,7 +155,9 @@ def test_merging_keeps_the_precision_of_the_adapters_and_says_what_rounding_take
     before, files = WeightFiles(base), WeightFiles(folder)
     exact = {name: files.read(name).float() for name in whole}
     for size in ("-1", "0", "nan", "inf"):
-        assert f"--shard-gib is {float(size)} but must be" in merge(folder, 2, "--shard-gib", size)
+        assert f"--shard-gib is {float(size)} but must be" in merge(
+            folder, 2, "--shard-gib", size
+        )
     said, out = merge(folder, 0), WeightFiles(tmp_path / "out")
     assert {t.dtype for t in out.tensors.values()} == {trained}
     assert read_config(tmp_path / "out") == SHAPE

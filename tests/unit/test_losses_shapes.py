@@ -63,8 +63,12 @@ def test_a_tensor_of_another_shape_is_refused(name):
                 called(**{key: other})
             said = str(caught.value)
             assert str(other) in said and "\n" not in said and len(said) < 400
-        for other in (0.5, np.full(shape, 0.5)) if key != "bco_delta" else ():  # a number is taken there
-            with pytest.raises(ValueError, match=f"with shapes .*{type(other)}.* will not do: "):
+        for other in (
+            (0.5, np.full(shape, 0.5)) if key != "bco_delta" else ()
+        ):  # a number is taken there
+            with pytest.raises(
+                ValueError, match=f"with shapes .*{type(other)}.* will not do: "
+            ):
                 called(**{key: other})
 
 

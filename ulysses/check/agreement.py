@@ -1,6 +1,7 @@
 """What all processes must have in common before a run begins: settings, data, source, weights and the run folder."""
 
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ulysses.check.preflight import RunInputs
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, flat
+from ulysses.config.stage_sections import is_function
 from ulysses.data.cache import content_digest, digest_of_value
 from ulysses.data.read.tokenizer import tokenizer_digest
 from ulysses.data.serve.dataset import TokenizedDataset
@@ -30,7 +32,8 @@ def digests_of_inputs(
     """Return digests of what a run's numbers depend on and its checkpoints do not hold, by words that name it.
 
     Weights are told by whole files: a part would not show an edited layer, or a row of an embedding. What config.json
-    says of the trained model is compared key by key, and is not in its digest; weights drawn at random have none.
+    says of the trained model is compared key by key, and is not in its digest; weights drawn at random have none. The
+    code of a reward function is its module's file; the checks have imported it.
     """
     found = {TRAINED_ON: train.folder.name, HELD_OUT: str(held_out and held_out.folder.name)}
     config, frozen = inputs.config, inputs.others
@@ -42,6 +45,10 @@ def digests_of_inputs(
             shape = "" if setting == OWN else str(weights.shape)
             content = content_digest(weights.paths, Path(config.data.cache))
             found[f"the weights of {setting}"] = digest_of_value([shape, content])
+    for reward in filter(is_function, config.ppo.reward if config.stage == "ppo" else ()):
+        module = sys.modules.get(reward.partition(":")[0])
+        if "//" not in reward and (file := getattr(module, "__file__", None)):
+            found[f"the code of {reward}"] = digest_of(Path(file))
     return found
 
 

@@ -20,7 +20,14 @@ from ulysses.registry import gradient_policies
 
 FORMAT = 6
 # What run.json holds at least.
-FIELDS = {"step": int, "files": dict, "config": dict, "shape": dict, "policies": dict, "inputs": dict}
+FIELDS = {
+    "step": int,
+    "files": dict,
+    "config": dict,
+    "shape": dict,
+    "policies": dict,
+    "inputs": dict,
+}
 CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
