@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ulysses.imports import explained_imports
+from ulysses.imports import explained_imports, quiet
 
 with explained_imports():
     import torch
@@ -207,4 +207,5 @@ No metrics were measured after that{": " if note else ""}{note}.
 
 
 if __name__ == "__main__":
+    quiet()  # PEFT, which adapters need, lets bitsandbytes speak
     raise SystemExit(main())
