@@ -12,7 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ulysses.imports import explained_imports, quiet
+from ulysses.cli import run_as
+from ulysses.imports import explained_imports
+
+run_as("export", __name__)
 
 with explained_imports():
     import torch
@@ -204,8 +207,3 @@ No metrics were measured after that{": " if note else ""}{note}.
 """
         (new / CARD).write_text(card, encoding="utf-8")
     return note
-
-
-if __name__ == "__main__":
-    quiet()  # PEFT, which adapters need, lets bitsandbytes speak
-    raise SystemExit(main())

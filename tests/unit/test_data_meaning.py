@@ -1,7 +1,6 @@
 """What is trained is what the row said: marks, ranks, calls, template variables, and columns that parquet widened."""
 
 import json
-import re
 
 import datasets
 import numpy as np
@@ -280,17 +279,21 @@ def test_a_label_of_another_kind_is_not_ours_in_sft(open_rows, label):
 
 
 UNREAD = """
-instruction output context | sequence | context     question answer context enable_thinking | prompt | context enable_thinking
-prompt completion reasoning thinking | sequence | reasoning thinking        prompt chosen rejected input | pair | input
+instruction output context | sequence | context
+question answer context enable_thinking | prompt | context enable_thinking
+prompt completion reasoning thinking | sequence | reasoning thinking
+prompt chosen rejected input | pair | input
 prompt completion tool_calls function_call date | sequence | function_call tool_calls
-messages system_message documents history enable_thinking | sequence | documents enable_thinking history system_message
-prompt completion label reasoning_content | unpaired | reasoning_content    text documents enable_thinking | text | documents
-instruction input output history users is_tool | sequence |                  prompt completion id tools | sequence |
+messages system_message documents history enable_thinking | sequence | \
+    documents enable_thinking history system_message
+prompt completion label reasoning_content | unpaired | reasoning_content
+text documents enable_thinking | text | documents
+instruction input output history users is_tool | sequence |
+prompt completion id tools | sequence |
 """
-WORDS = re.split(r"\s{4,}|\n", UNREAD.strip())
 
 
-@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("words", UNREAD.strip().splitlines())
 def test_a_column_that_means_something_elsewhere_is_counted(open_rows, words):
     keys, kind, unread = (part.split() for part in words.split("|"))
     values = {"messages": [ASK, said("a")], "history": [["q", "a"]], "label": True, "tools": []}

@@ -56,8 +56,8 @@ def check_packages(config: Config) -> Iterator[str]:
             load(name)
         except (Exception, SystemExit) as error:  # the module is the user's code
             yield (
-                f"run.trackers has {name!r}, which cannot be imported ({visible(str(error))}); name {', '.join(TRACKERS)}, or a "
-                "class as module:Class, with the module's folder on PYTHONPATH"
+                f"run.trackers has {name!r}, which cannot be imported ({visible(str(error))}); name "
+                f"{', '.join(TRACKERS)}, or a class as module:Class, with the module's folder on PYTHONPATH"
             )
     from ulysses.zero.deepspeed_internals import wrong_version  # it takes long to import
 

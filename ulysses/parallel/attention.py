@@ -73,7 +73,8 @@ class UlyssesAttention(nn.Module):
         check_name(kernel)
         if min(num_heads, num_kv_heads, head_dim) < 1:
             raise ValueError(
-                f"num_heads is {num_heads}, num_kv_heads {num_kv_heads} and head_dim {head_dim}; each must be at least 1"
+                f"num_heads is {num_heads}, num_kv_heads {num_kv_heads} and head_dim {head_dim}; each must be at "
+                "least 1"
             )
         self.window = _checked_window(window)
         self.softmax_scale = softmax_scale or 1 / math.sqrt(head_dim)
@@ -144,8 +145,8 @@ class UlyssesAttention(nn.Module):
         listed = bounds.tolist() or [0]
         if (listed[0], listed[-1]) != (0, total) or listed != sorted(listed):
             raise ValueError(
-                f"cu_seqlens ends at {listed[-1]} but the {ranks} ranks hold {total} tokens; it must describe the whole "
-                f"pack, with an entry for padding, and rise from 0, here {listed[0]}"
+                f"cu_seqlens ends at {listed[-1]} but the {ranks} ranks hold {total} tokens; it must describe the "
+                f"whole pack, with an entry for padding, and rise from 0, here {listed[0]}"
             )
         sets = row_sets(bounds, mesh.row_parallel_size, windows=mesh.windows)
         return packed_plan(bounds, sets, mesh, query.device)

@@ -54,8 +54,8 @@ def load_function(reward: str, timeout: float = 60.0) -> Reward:
             raise AttributeError("it is not a function")
     except (Exception, SystemExit) as error:  # the module is the user's code
         raise ConfigError(
-            f"ppo.reward is {reward!r} but it cannot be imported ({visible(str(error))}); name a function as module:function, with "
-            "the module's folder on PYTHONPATH"
+            f"ppo.reward is {reward!r} but it cannot be imported ({visible(str(error))}); name a function as "
+            "module:function, with the module's folder on PYTHONPATH"
         ) from None
     return found
 
