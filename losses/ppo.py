@@ -77,8 +77,8 @@ def packed_gae(
     """
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gamma is {gamma} and lam {lam} but both must lie in [0, 1]")
-    rule = "rewards and values: both must be packed [T]"
-    rewards, values = (x.detach() for x in check_shapes(rule, 1, rewards, values))
+    given = rewards.detach(), values.detach()
+    rewards, values = check_shapes("rewards and values: both must be packed [T]", 1, *given)
     check_shapes("cu_seqlens: it must be [N + 1], where the sequences begin", 1, cu_seqlens)
     T = rewards.shape[0]
     # on a GPU reading would make the host wait
@@ -133,7 +133,7 @@ def group_advantages(
     Raises ValueError for another kind, or scores that do not form such groups.
     """
     rule = "scores: they must be [N], one for each answer"
-    scores = check_shapes(rule, 1, scores)[0].detach()
+    (scores,) = check_shapes(rule, 1, scores.detach())
     if group_size < 2 or len(scores) % group_size or kind not in ("group", "leave_one_out"):
         raise ValueError(
             f"{kind!r} advantages of {len(scores)} scores in groups of {group_size}; the kind must be group or "
@@ -170,9 +170,8 @@ def ppo_policy_loss(
     The log-ratio is cut at +-20, beyond which its gradient is 0 already, or useless.
     Raises ValueError if the shapes differ, for another kind, or bounds out of range.
     """
-    given = logps, old_logps, advantages
-    logps, *given = check_shapes("logps, old_logps and advantages", None, *given)
-    old_logps, advantages = (x.detach() for x in given)
+    given = logps, old_logps.detach(), advantages.detach()
+    logps, old_logps, advantages = check_shapes("logps, old_logps and advantages", None, *given)
     high = clip if clip_high is None else clip_high
     if not 0 <= clip < 1 or high < 0:
         raise ValueError(
@@ -205,9 +204,8 @@ def ppo_value_loss(
     values, old_values and returns have one shape, that of the results: packed [T] or padded [N, T]. Raises ValueError
     if they differ, or for a negative clip.
     """
-    given = values, old_values, returns
-    values, *given = check_shapes("values, old_values and returns", None, *given)
-    old_values, returns = (x.detach() for x in given)
+    given = values, old_values.detach(), returns.detach()
+    values, old_values, returns = check_shapes("values, old_values and returns", None, *given)
     plain = (values - returns).square()
     if not clip:
         return ValueLoss(0.5 * plain, torch.zeros_like(plain.detach()))

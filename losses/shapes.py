@@ -14,11 +14,10 @@ def check_shapes(rule: str, axes: int | None, *tensors: Tensor | None) -> list[A
         rule: "names: what they must be", for the error.
         axes: of the shape; None is any number.
 
-    Raises ValueError unless all are tensors of one shape.
+    Raises ValueError unless they have one shape.
     """
-    given = [x for x in tensors if x is not None]
-    shapes: list[Any] = [list(x.shape) if isinstance(x, Tensor) else type(x) for x in given]
-    if any(x != shapes[0] or isinstance(x, type) or axes not in (None, len(x)) for x in shapes):
+    shapes = [list(x.shape) for x in tensors if x is not None]
+    if any(x != shapes[0] or axes not in (None, len(x)) for x in shapes):
         names, _, must = rule.partition(": ")
         must = must or "they must have one shape"
         raise ValueError(f"{names} with shapes {shapes} will not do: {must}")

@@ -29,7 +29,7 @@ with explained_imports():
     from ulysses.data.read.formats import Event, Record, dropping, read_row
     from ulysses.data.read.messages import Message
     from ulysses.data.read.rows import Report, locate_rows
-    from ulysses.data.read.sources import parse_sources, source_files
+    from ulysses.data.read.sources import parse_sources
     from ulysses.data.read.tokenizer import load_tokenizer
     from ulysses.export import export_checkpoint, merge_adapter
 
@@ -110,6 +110,8 @@ def read(rows: str, kind: str, report: Report) -> Iterator[Record]:
 
 def write(trained: Trained, rows: str, out: Path, *, reward: bool) -> None:
     """Write the rows with the responses that were generated, or with the scores of their answers."""
+    if out.exists():
+        raise ValueError(f"{out.absolute()} exists already; name another file")
     report = Report()
     records = read(rows, "ranked" if reward else "prompt", report)
     with out.open("x", encoding="utf-8") as file:
@@ -162,11 +164,6 @@ def main(arguments: Sequence[str]) -> int:
             {"do_sample": False} if given.greedy else {}
         )
     try:
-        if command != "chat":
-            if given.out.exists():
-                raise ValueError(f"{given.out.absolute()} exists already; name another file")
-            for source in parse_sources(given.rows):
-                source_files(source)  # those that are missing are told at once
         with TemporaryDirectory() as temporary, torch.inference_mode():
             trained = Trained(whole_model(given.folder, Path(temporary, "export")), **options)
             if trained.model.can_generate() == reward:

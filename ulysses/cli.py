@@ -62,7 +62,7 @@ def run_as(command: str, module: str) -> None:
     """Let `python -m ulysses.COMMAND` do what `ulysses COMMAND` does, before the module imports what takes long."""
     if module == "__main__":
         sys.argv.insert(1, command)
-        raise SystemExit(main())
+        sys.exit(main())
 
 
 def demo(arguments: list[str]) -> int:

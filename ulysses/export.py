@@ -66,13 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="precision of the weights; by default export.dtype, or the one that adapters were trained in",
     )
     parser.add_argument(
-        "--shard-gib", type=float, help="largest file; by default export.shard_gib"
+        "--shard-gib", type=float, default=0.0, help="largest file; by default export.shard_gib"
     )
     given = parser.parse_args(arguments)
     source, out = (Path(absolute(place)) for place in (given.source, given.out))
     merge = given.merge
     try:
-        if given.shard_gib is not None and not 0 < given.shard_gib < math.inf:
+        if not 0 <= given.shard_gib < math.inf:
             raise ValueError(f"--shard-gib is {given.shard_gib} but must be a size above 0")
         is_adapter = (existing(source) / ADAPTER_CONFIG).exists()
         if merge and not is_adapter and (source / CONFIG).exists():

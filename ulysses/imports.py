@@ -75,15 +75,14 @@ def interruptible() -> Iterator[None]:
             leave()
         raise KeyboardInterrupt
 
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # and not ignored, as in the background
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # and not ignored, as in the background
         signal.signal(signal.SIGINT, stop)
     try:
         yield
     except KeyboardInterrupt:
         leave()
-    finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 def quiet() -> None:

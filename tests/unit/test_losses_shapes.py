@@ -3,7 +3,6 @@
 import inspect
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -48,9 +47,8 @@ FUNCTIONS = {
 def test_a_tensor_of_another_shape_is_refused(name):
     shapes, others = CASES[name]
 
-    def called(**wrong: Any) -> Any:
-        given = (shapes | wrong).items()
-        tensors = {k: torch.rand(x) if isinstance(x, list) else x for k, x in given}
+    def called(**wrong: list[int]) -> Any:
+        tensors = {key: torch.rand(shape) for key, shape in (shapes | wrong).items()}
         return FUNCTIONS[name](**tensors, **others)
 
     called()
@@ -63,13 +61,6 @@ def test_a_tensor_of_another_shape_is_refused(name):
                 called(**{key: other})
             said = str(caught.value)
             assert str(other) in said and "\n" not in said and len(said) < 400
-        for other in (
-            (0.5, np.full(shape, 0.5)) if key != "bco_delta" else ()
-        ):  # a number is taken there
-            with pytest.raises(
-                ValueError, match=f"with shapes .*{type(other)}.* will not do: "
-            ):
-                called(**{key: other})
 
 
 def test_the_shapes_that_broadcast_silently():

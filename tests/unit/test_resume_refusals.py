@@ -96,9 +96,6 @@ CHANGED = {
     "no digest": change(digest=None),
     "an older format": change(format=1),
     "no step, and a digest of that": forged("step", None),
-    "files that are a list": forged("files", []),
-    "settings that are a text": forged("config", "sft"),
-    "a step that is a text": forged("step", "2"),
     "no digests of inputs": forged("inputs", None),
 }
 OLDER = "has checkpoint format 1, but this version reads format 6; continue it with the version"

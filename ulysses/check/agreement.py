@@ -45,7 +45,7 @@ def digests_of_inputs(
             shape = "" if setting == OWN else str(weights.shape)
             content = content_digest(weights.paths, Path(config.data.cache))
             found[f"the weights of {setting}"] = digest_of_value([shape, content])
-    for reward in filter(is_function, config.ppo.reward if config.stage == "ppo" else ()):
+    for reward in filter(is_function, config.ppo.reward):
         module = sys.modules.get(reward.partition(":")[0])
         if "//" not in reward and (file := getattr(module, "__file__", None)):
             found[f"the code of {reward}"] = digest_of(Path(file))

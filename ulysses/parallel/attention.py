@@ -71,11 +71,6 @@ class UlyssesAttention(nn.Module):
     ):
         super().__init__()
         check_name(kernel)
-        if min(num_heads, num_kv_heads, head_dim) < 1:
-            raise ValueError(
-                f"num_heads is {num_heads}, num_kv_heads {num_kv_heads} and head_dim {head_dim}; each must be at "
-                "least 1"
-            )
         self.window = _checked_window(window)
         self.softmax_scale = softmax_scale or 1 / math.sqrt(head_dim)
         self.mesh = mesh or ParallelMesh()
@@ -141,7 +136,7 @@ class UlyssesAttention(nn.Module):
 
     def _make_plan(self, cu_seqlens: Any, query: Tensor) -> AttentionPlan:
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
-        total, bounds = len(query) * ranks, torch.as_tensor(cu_seqlens).long().cpu()
+        total, bounds = len(query) * ranks, cu_seqlens.cpu()
         listed = bounds.tolist() or [0]
         if (listed[0], listed[-1]) != (0, total) or listed != sorted(listed):
             raise ValueError(

@@ -165,7 +165,7 @@ class Rewards:
             if pipe.poll(self.timeout):
                 found = pipe.recv()
         except (EOFError, OSError):
-            self.processes[pipe].join(self.timeout)
+            self.processes[pipe].join()
             found = f"has ended its process with exit code {self.processes[pipe].exitcode}"
         self.idle.put(pipe)
         return place, found

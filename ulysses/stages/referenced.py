@@ -294,9 +294,8 @@ def read_reference(
 
 def _keep(path: Path, seal: Path, temporary: Path, digest: str) -> None:
     """Give the complete file its name, unless another run came first, whose file is read then."""
-    with lock_file(lock := path.with_suffix(".lock")):
+    with lock_file(path.with_suffix(".lock")):
         if not seal.exists():
             os.replace(temporary, path)
             write_json(seal, {path.name: digest})
-    for left in (temporary, lock):  # who waits for the lock finds the seal
-        left.unlink(missing_ok=True)
+    temporary.unlink(missing_ok=True)
