@@ -341,12 +341,12 @@ def test_the_code_of_a_reward_function_is_told_by_its_content(folder, monkeypatc
     )
     load_function("own_reward:score")  # as the checks of a run do
     first = digests(folder, base, typed)
-    assert "the code of own_reward:score" in first and not any("http" in x for x in first)
+    assert "the lines of own_reward:score" in first and not any("http" in x for x in first)
     assert digests(folder, base, typed) == first
     module.write_text("def score(prompt, completion, row):\n    return 2.0\n")
     again = digests(folder, base, typed)
     assert {key for key in first if again[key] != first[key]} == {
-        "the code of own_reward:score"
+        "the lines of own_reward:score"
     }
 
 

@@ -48,7 +48,7 @@ def digests_of_inputs(
     for reward in filter(is_function, config.ppo.reward):
         module = sys.modules.get(reward.partition(":")[0])
         if "//" not in reward and (file := getattr(module, "__file__", None)):
-            found[f"the code of {reward}"] = digest_of(Path(file))
+            found[f"the lines of {reward}"] = digest_of(Path(file))
     return found
 
 
