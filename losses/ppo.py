@@ -82,10 +82,13 @@ def packed_gae(
     check_shapes("cu_seqlens: it must be [N + 1], where the sequences begin", 1, cu_seqlens)
     T = rewards.shape[0]
     # on a GPU reading would make the host wait
-    if not cu_seqlens.is_cuda and int(cu_seqlens[-1]) != T:
-        raise ValueError(
-            f"cu_seqlens ends at {int(cu_seqlens[-1])} but there are {T} tokens; it must end at the token count"
-        )
+    if not cu_seqlens.is_cuda:
+        bounds = cu_seqlens.tolist() or [0]
+        if (bounds[0], bounds[-1]) != (0, T) or bounds != sorted(bounds):
+            raise ValueError(
+                f"cu_seqlens ends at {bounds[-1]} but there are {T} tokens; it must rise from 0, here {bounds[0]}, to "
+                "the token count"
+            )
     cu_seqlens = cu_seqlens.long()
     ends = cu_seqlens[1:].repeat_interleave(cu_seqlens.diff(), output_size=T).to(rewards.device)
     # tokens from here to the end of the sequence, this one included

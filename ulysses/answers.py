@@ -39,6 +39,8 @@ class Trained:
     """A model with its tokenizer and its chat template; `options` are those of transformers' generate."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
+        if not sys.stderr.isatty():
+            transformers.utils.logging.disable_progress_bar()
         name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
         model = getattr(transformers, name).from_pretrained(folder, dtype="auto").eval()
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -58,6 +58,13 @@ def main() -> int:
     return 0
 
 
+def run_as(command: str, module: str) -> None:
+    """Let `python -m ulysses.COMMAND` do what `ulysses COMMAND` does, before the module imports what takes long."""
+    if module == "__main__":
+        sys.argv.insert(1, command)
+        sys.exit(main())
+
+
 def demo(arguments: list[str]) -> int:
     """Copy the shipped configs and examples into the current folder, keeping what is there, and run the demo."""
     for name in ("configs", "examples"):

@@ -5,13 +5,17 @@ Needs no GPU, no launcher and no process group, and holds one shard or one param
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ulysses.cli import run_as
 from ulysses.imports import explained_imports
+
+run_as("export", __name__)
 
 with explained_imports():
     import torch
@@ -68,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source, out = (Path(absolute(place)) for place in (given.source, given.out))
     merge = given.merge
     try:
+        if not 0 <= given.shard_gib < math.inf:
+            raise ValueError(f"--shard-gib is {given.shard_gib} but must be a size above 0")
         is_adapter = (existing(source) / ADAPTER_CONFIG).exists()
         if merge and not is_adapter and (source / CONFIG).exists():
             raise ValueError(
@@ -201,7 +207,3 @@ No metrics were measured after that{": " if note else ""}{note}.
 """
         (new / CARD).write_text(card, encoding="utf-8")
     return note
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -11,6 +11,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 from ulysses import environment
 from ulysses.environment import rank
@@ -56,13 +58,31 @@ def explained_imports() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """End the process in one line if Ctrl-C comes before a run takes care of it, as it does once it trains."""
-    try:
-        yield
-    except KeyboardInterrupt:
+    """End the process in one line if Ctrl-C comes before a run takes care of it, as it does once it trains.
+
+    While modules are imported it ends at once: libraries swallow a KeyboardInterrupt there, and break later.
+    """
+
+    def leave() -> NoReturn:
         if rank() == 0:
             print("\ninterrupted", file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGINT)
+
+    def stop(_: int, frame: FrameType | None) -> NoReturn:
+        while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
+            frame = frame.f_back
+        if frame:
+            leave()
+        raise KeyboardInterrupt
+
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # and not ignored, as in the background
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        leave()
 
 
 def quiet() -> None:

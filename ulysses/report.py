@@ -16,12 +16,18 @@ from html import escape
 from os.path import expanduser
 from pathlib import Path
 
-import matplotlib
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from ulysses.cli import run_as
+from ulysses.imports import explained_imports
 
-from ulysses.config.section import existing
+run_as("report", __name__)
+
+with explained_imports():
+    import matplotlib
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ulysses.config.section import existing
 
 SMOOTHED = 60  # curves of at least this many points get a running mean on top
 COLUMNS = 3
@@ -178,7 +184,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"wrote {page} and {picture}")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -260,6 +260,9 @@ def test_wrong_inputs_are_refused():
         (rf"{shapes}: .*, and one length S, which is \[6, 5, 5\] here", q, k[:5], k[:5], whole),
         (r"and one length S, which is \[6, 6, 7\] here", q, k, torch.ones(7, 2, E), whole),
         ("cu_seqlens ends at 5 but the 1 ranks hold 6 tokens", q, k, k, short),
+        ("cu_seqlens ends at 0 but the 1 ranks hold 6 tokens", q, k, k, torch.tensor([])),
+        ("must describe .* and rise from 0, here 2", q, k, k, torch.tensor([2, 6])),
+        ("must describe .* and rise from 0, here 0", q, k, k, torch.tensor([0, 5, 3, 6])),
     ):
         with pytest.raises(ValueError, match=message):
             attention(*given)
@@ -271,6 +274,12 @@ def test_wrong_inputs_are_refused():
         ValueError, match="window is 0 but a token sees at least itself; set it"
     ):
         UlyssesAttention(None, 4, 2, E, window=0)
+    for none in (0, -1):
+        with pytest.raises(ValueError, match=f"window is {none} but a token sees at least"):
+            attention(q, k, k, whole, window=none)
+    for heads in ((-4, 2), (0, 0), (0, 2)):
+        with pytest.raises(ValueError, match="must divide the .* query heads"):
+            UlyssesAttention(None, *heads, E)
     with pytest.raises(ValueError, match="num_kv_heads is 3 but must divide the 4 query heads"):
         UlyssesAttention(None, 4, 3, E)
     with pytest.raises(ValueError, match="kernel 'flash' is unknown; set auto, flash4, cudnn"):

@@ -19,7 +19,7 @@ from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny
 from tests.harness import STUCK, full
 from tests.model_folder import demo_model
 from ulysses.check.preflight import prepare
-from ulysses.check.run_folder import write_run_state
+from ulysses.check.run_folder import FIELDS, write_run_state
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.run.build import open_data
@@ -37,7 +37,8 @@ def place(tmp_path_factory):
     for run, step in (("held", 3), ("later", 2), ("later", 4)):
         checkpoint = folder / f"{run}/checkpoints/step-{step}"
         checkpoint.mkdir(parents=True)
-        write_run_state(checkpoint, {"step": step, "files": {"policy": ""}})
+        state = {key: {} for key in FIELDS} | {"step": step, "files": {"policy": ""}}
+        write_run_state(checkpoint, state)
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     for name in "model lacking nan".split():
         demo_model(folder / name, vocab_size=704, **size)

@@ -152,7 +152,8 @@ def test_merged_adapters_over_a_random_base_are_refused(tmp_path):
     config = check(given).model_dump(mode="json")
     write_json(tmp_path / "other.json", {})
     files = {"other.json": digest_of(tmp_path / "other.json")}
-    write_run_state(tmp_path, {"config": config, "shape": LARGE, "step": 1, "files": files})
+    held = {"config": config, "shape": LARGE, "step": 1, "files": files}
+    write_run_state(tmp_path, held | {"policies": {}, "inputs": {}})
     with pytest.raises(ValueError, match="drawn at random and is in no file"):
         export_checkpoint(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,8 @@
 """Whole runs of DPO, RM, KTO and adapters: training, evaluation, checkpoints, references, exports read by others."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from models.folders import read_config
 from models.initial_weights import InitialWeights
 from models.lora import is_adapter
 from models.scored import RewardModel
-from tests.e2e.launch import metrics, rows, tiny
+from tests.e2e.launch import ROOT, environment, metrics, rows, tiny
 from tests.harness import run_distributed
 from tests.zero_case import filled
 from ulysses.check.preflight import prepare
@@ -179,6 +181,13 @@ def test_adapters_load_with_peft(base, tmp_path, stage):
     line = on_ranks(2, with_adapters(base, stage, tmp_path / "run"))[-1]
     plain, merged = tmp_path / "run/export", tmp_path / "merged"
     assert main(["--merge", str(plain), str(merged)]) == 0
+    [checkpoint] = (tmp_path / "run/checkpoints").iterdir()
+    command = [sys.executable, "-m", "ulysses.export", checkpoint, tmp_path / "again"]
+    said = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
+    assert (said.stdout, said.stderr) == (
+        f"exported {tmp_path / 'again'}\n",
+        "loading the libraries ...\n",
+    )
     assert not list(plain.glob("model*.safetensors"))
     assert json.loads((plain / "adapter_config.json").read_text())["r"] == 4
     tokens = torch.arange(3, 60)[None]

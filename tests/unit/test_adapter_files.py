@@ -155,6 +155,10 @@ def test_merging_keeps_the_precision_of_the_adapters_and_says_what_rounding_take
     (folder / "README.md").write_text("eval_loss 0.123")
     before, files = WeightFiles(base), WeightFiles(folder)
     exact = {name: files.read(name).float() for name in whole}
+    for size in ("-1", "nan", "inf"):
+        assert f"--shard-gib is {float(size)} but must be" in merge(
+            folder, 2, "--shard-gib", size
+        )
     said, out = merge(folder, 0), WeightFiles(tmp_path / "out")
     assert {t.dtype for t in out.tensors.values()} == {trained}
     assert read_config(tmp_path / "out") == SHAPE

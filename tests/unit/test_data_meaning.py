@@ -256,6 +256,36 @@ def test_a_label_of_another_kind_is_not_ours_in_sft(open_rows, label):
     assert report.kept == 1 and not report.dropped and report.notes == OTHER
 
 
+UNREAD = """
+instruction output context | sequence | context
+question answer context enable_thinking | prompt | context enable_thinking
+prompt completion reasoning thinking | sequence | reasoning thinking
+prompt chosen rejected input | pair | input
+prompt completion tool_calls function_call date | sequence | function_call tool_calls
+messages system_message documents history enable_thinking | sequence | \
+    documents enable_thinking history system_message
+prompt completion label reasoning_content | unpaired | reasoning_content
+text documents enable_thinking | text | documents
+instruction input output history users is_tool | sequence |
+prompt completion id tools | sequence |
+"""
+
+
+@pytest.mark.parametrize("words", UNREAD.strip().splitlines())
+def test_a_column_that_means_something_elsewhere_is_counted(open_rows, words):
+    keys, kind, unread = (part.split() for part in words.split("|"))
+    values = {"messages": [ASK, said("a")], "history": [["q", "a"]], "label": True, "tools": []}
+    values |= {"enable_thinking": False, "rejected": "b"}
+    row = {key: values.get(key, "a") for key in keys}
+    rows = [row, row, row | dict.fromkeys(unread), row | dict.fromkeys(unread, "")]
+    notes = open_rows(rows, *kind, template="qwen3").report.notes
+    said_of = {f"the column {name!r} was not read": 2 for name in unread}
+    assert {name: count for name, count in notes.items() if "column" in name} == said_of
+    read = {"columns": {f"other{i}": name for i, name in enumerate(unread)}}
+    notes = open_rows([row], *kind, template="qwen3", source=read, cache="other").report.notes
+    assert not any("column" in name for name in notes)
+
+
 # ------------------------------------------------------------------------------------------------------------- calls
 
 

@@ -20,6 +20,7 @@ from tests import rows_of
 from tests.model_folder import demo_model
 from ulysses.check.preflight import prepare
 from ulysses.check.run_folder import (
+    FIELDS,
     digests_of_inputs,
     resume_point,
     saved_checkpoints,
@@ -30,6 +31,7 @@ from ulysses.config.section import ConfigError
 from ulysses.data.cache import build_once
 from ulysses.disk import check_replaceable, whole_folder, write_json
 from ulysses.export import main
+from ulysses.rl.rewards import load_function
 
 DEMO = os.path.abspath("configs/demo")
 
@@ -316,6 +318,24 @@ def test_weights_that_no_checkpoint_holds_are_told_by_their_content(typed, keys,
         path.write_bytes(whole)
 
 
+def test_the_code_of_a_reward_function_is_told_by_its_content(folder, monkeypatch):
+    base, module = demo_model(folder / "base"), folder / "own_reward.py"
+    monkeypatch.syspath_prepend(folder)
+    module.write_text("def score(prompt, completion, row):\n    return 1.0\n")
+    typed = (
+        '--stage ppo --ppo.reward ["own_reward:score","http://localhost:9/score","math:fsum"]'
+    )
+    load_function("own_reward:score")  # as the checks of a run do
+    first = digests(folder, base, typed)
+    assert "the lines of own_reward:score" in first and not any("http" in x for x in first)
+    assert digests(folder, base, typed) == first
+    module.write_text("def score(prompt, completion, row):\n    return 2.0\n")
+    again = digests(folder, base, typed)
+    assert {key for key in first if again[key] != first[key]} == {
+        "the lines of own_reward:score"
+    }
+
+
 def write_score(folder):
     """Give a language model the score of a reward model, too."""
     tensors = load_file(folder / "model.safetensors")
@@ -336,7 +356,8 @@ def checkpoints(tmp_path):
     folder = tmp_path / "run/checkpoints"
     for name in ("step-2", "step-4", "step-6"):
         (folder / name).mkdir(parents=True)
-        write_run_state(folder / name, {"files": {"a": ""}, "step": int(name[5:])})
+        held = {"files": {"a": ""}, "step": int(name[5:])}
+        write_run_state(folder / name, {key: {} for key in FIELDS} | held)
         (folder / name / "a").touch()
     return folder
 

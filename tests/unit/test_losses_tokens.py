@@ -173,6 +173,9 @@ def test_packed_gae_refuses():
         packed_gae(zeros, zeros, ends, gamma=1.5)
     with pytest.raises(ValueError, match="cu_seqlens ends at 3 but there are 2"):
         packed_gae(zeros, zeros, torch.tensor([0, 3]))
+    for bounds, said in (([], "0, here 0"), ([1, 2], "0, here 1"), ([0, 3, 1, 2], "0, here 0")):
+        with pytest.raises(ValueError, match=f"must rise from {said}, to the token count"):
+            packed_gae(zeros, zeros, torch.tensor(bounds))
 
 
 def policy_literal(logp, old, a, low, high, dual, kind):

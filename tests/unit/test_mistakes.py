@@ -248,6 +248,12 @@ SFT --data.chat_template absent.jinja => absent.jinja' is neither
 SFT --run.trackers wanbd => run.trackers has 'wanbd', which cannot be imported (
 SFT --run.trackers tests.own_tracker:Gone => has 'tests.own_tracker:Gone', which cannot be imported (module
 SFT --run.trackers= => run.trackers has ''
+SFT --run.trackers broken_exit:Own => 'broken_exit:Own', which cannot be imported (set MY_KEY); name
+SFT --run.trackers broken_syntax:Own => 'broken_syntax:Own', which cannot be imported (
+SFT --run.trackers broken_value:Own => which cannot be imported (first\nsecond); name
+PPO --ppo.reward broken_exit:own => 'broken_exit:own' but it cannot be imported (set MY_KEY); name
+PPO --ppo.reward broken_syntax:own => 'broken_syntax:own' but it cannot be imported (
+PPO --ppo.reward broken_value:own => but it cannot be imported (first\nsecond); name
 PPO --run.timeout 1e300 => run.timeout is '1e300': input should be less than or equal to 1000000
 PPO --run.stall_warning 1e300 => run.stall_warning is '1e300': no number can be meant that is beyond 2^53
 PPO --ppo.reward_timeout 1e7 => ppo.reward_timeout is '1e7': input should be less than or equal to 1000000
@@ -269,11 +275,21 @@ WRONG_FILES = {
 }
 
 
+# modules of the user's own
+BROKEN = {
+    "broken_exit": "raise SystemExit('set MY_KEY')",
+    "broken_syntax": "def own(",
+    "broken_value": "raise ValueError('first\\nsecond')",
+}
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     for name, text in WRONG_FILES.items():
         (folder / f"{name}.toml").write_text(text, encoding="latin-1")
+    for name, text in BROKEN.items():
+        (folder / f"{name}.py").write_text(text)
     turns = [{"role": role, "content": "hello"} for role in ("user", "assistant")]
     write_rows(folder / "chats.jsonl", [{"conv": {"messages": turns}, "messages": turns}])
     return folder
@@ -292,6 +308,7 @@ def typed(line, place):
 @pytest.mark.parametrize("line, wanted", rows_of(MISTAKES))
 def test_one_sentence(line, wanted, place, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.syspath_prepend(place)
     with pytest.raises(ConfigError) as caught:
         open_data(prepare(parse_command_line(typed(line, place)).config))
     sentence = str(caught.value)

@@ -71,11 +71,19 @@ def test_other_bars_write_lines_now_and_then(screen, total):
     assert all(re.match(rf"reading: \d/{total or '[?]'} rows, 00:00<", line) for line in lines)
 
 
-@pytest.mark.parametrize(
-    "line", ["ulysses.train --config configs/demo/sft.toml", "ulysses.cli export a b"]
-)
+COMMANDS = """
+ulysses.train --config configs/demo/sft.toml | ulysses.cli export a b | ulysses.export a b | ulysses.report a
+"""
+
+
+@pytest.mark.parametrize("line", COMMANDS.strip().split(" | "))
 def test_a_command_speaks_at_once_and_ends_in_one_line(line, tmp_path):
-    (tmp_path / "torch.py").write_text("import time\ntime.sleep(60)\n")
+    """Also while a library is imported that takes the interrupt for an error of its own."""
+    swallowing = (
+        "import time\ntry:\n    time.sleep(60)\nexcept BaseException:\n    time.sleep(60)\n"
+    )
+    for name in ("torch", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text(swallowing)
     command, path = [sys.executable, "-m", *line.split()], f"{tmp_path}:{ROOT}"
     process = subprocess.Popen(
         command,

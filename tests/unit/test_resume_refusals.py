@@ -9,6 +9,7 @@ from ulysses.check.preflight import prepare
 from ulysses.check.run_folder import FORMAT, write_run_state
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
+from ulysses.data.cache import digest_of_value
 from ulysses.disk import digest_of, write_json
 from ulysses.registry import gradient_policies
 
@@ -32,6 +33,7 @@ def checkpoint(tmp_path):
         "config": own.model_dump(mode="json"),
         "shape": ARCHITECTURES["llama3-8b"].to_hf(),
         "policies": gradient_policies(own.gradients).state_dict(),
+        "inputs": {},
     }
     write_run_state(folder, state)
     return folder
@@ -75,6 +77,16 @@ def change(**values):
     return edited
 
 
+def forged(key, value):
+    """Change run.json so, and sign it as a run does."""
+
+    def edited(state):
+        state = change(**{key: value}, digest=None)(state)
+        return state | {"digest": digest_of_value(state)}
+
+    return edited
+
+
 # What run.json becomes.
 CHANGED = {
     "another step": change(step=4),
@@ -83,6 +95,8 @@ CHANGED = {
     "other settings": change(best=[1, 0.5]),
     "no digest": change(digest=None),
     "an older format": change(format=1),
+    "no step, and a digest of that": forged("step", None),
+    "no digests of inputs": forged("inputs", None),
 }
 OLDER = "has checkpoint format 1, but this version reads format 6; continue it with the version"
 NONE = {"a list": [], "pairs": [["format", FORMAT]], "a number": 5, "nothing": {}}

@@ -29,10 +29,10 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
     adapted = "model.quantize", "model.lora.rank", "model.lora.targets", "model.lora.train"
     for name in (*ALLOWED_ANYWAY, *fixed, *adapted):
         anyway = name in ALLOWED_ANYWAY
-        if own[name] != theirs[name] and not (anyway and config.run.resume_anyway):
+        if own[name] != theirs.get(name) and not (anyway and config.run.resume_anyway):
             more = ", or run.resume_anyway = true" if anyway else ""
             raise ConfigError(
-                f"the run that wrote {checkpoint} had {name} {theirs[name]!r} but this run has {own[name]!r}; "
+                f"the run that wrote {checkpoint} had {name} {theirs.get(name)!r} but this run has {own[name]!r}; "
                 f"set the same, or another run.output{more}",
                 "run.resume",
             )

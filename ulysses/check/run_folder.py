@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from ulysses import environment
 from ulysses.check.preflight import RunInputs
 from ulysses.config.schema import Config, RunSection
 from ulysses.config.section import AbsentError, ConfigError, error_context
+from ulysses.config.stage_sections import is_function
 from ulysses.data.cache import content_digest, digest_of_value
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
@@ -32,6 +34,7 @@ from ulysses.disk import (
     DiskError,
     check_apart,
     check_replaceable,
+    digest_of,
     held,
     write_json,
 )
@@ -40,6 +43,7 @@ from ulysses.parallel.mesh import gather
 from ulysses.plan.memory_choice import planner_model
 
 FORMAT = 6
+FIELDS = {"step", "files", "config", "shape", "policies", "inputs"}  # of run.json, at least
 CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
 TRAINED_ON, HELD_OUT = "the training data or how they are tokenised", "the held-out data"
 OWN = "model.path"  # the setting of the trained model
@@ -240,7 +244,7 @@ def read_run_state(path: Path) -> RunState:
             f"{path} has checkpoint format {number}, but this version reads format {FORMAT}; continue it with the "
             "version that wrote it"
         )
-    if state.pop("digest", "") != digest_of_value(state):
+    if state.pop("digest", "") != digest_of_value(state) or FIELDS - state.keys():
         wrong = "does not hold what was written there: it was cut or changed"
     elif unnamed := {f.name for f in path.glob("rank-*")} - state["files"].keys():
         wrong = f"does not name {min(unnamed)} among its files"
@@ -304,7 +308,8 @@ def digests_of_inputs(
     """Return digests of what a run's numbers depend on and its checkpoints do not hold, by words that name it.
 
     Weights are told by whole files: a part would not show an edited layer, or a row of an embedding. What config.json
-    says of the trained model is compared key by key, and is not in its digest; weights drawn at random have none.
+    says of the trained model is compared key by key, and is not in its digest; weights drawn at random have none. The
+    code of a reward function is its module's file; the checks have imported it.
     """
     found = {TRAINED_ON: train.folder.name, HELD_OUT: str(held_out and held_out.folder.name)}
     config, frozen = inputs.config, inputs.others
@@ -316,4 +321,8 @@ def digests_of_inputs(
             shape = "" if setting == OWN else str(weights.shape)
             content = content_digest(weights.paths, Path(config.data.cache))
             found[f"the weights of {setting}"] = digest_of_value([shape, content])
+    for reward in filter(is_function, config.ppo.reward):
+        module = sys.modules.get(reward.partition(":")[0])
+        if "//" not in reward and (file := getattr(module, "__file__", None)):
+            found[f"the lines of {reward}"] = digest_of(Path(file))
     return found

@@ -12,7 +12,7 @@ import torch
 from models.arch import ModelConfig
 from ulysses import environment
 from ulysses.config.schema import RULE_TARGETS, Config
-from ulysses.config.section import CREDENTIALS
+from ulysses.config.section import CREDENTIALS, visible
 from ulysses.parallel.mesh import divisors
 from ulysses.registry import STAGES, TRACKERS, gradient_policies, load, stage_of
 from ulysses.zero.settings import check_raw
@@ -56,10 +56,10 @@ def check_packages(config: Config) -> Iterator[str]:
     for name in sorted({*config.run.trackers} - {*TRACKERS}):
         try:
             load(name)
-        except (ImportError, AttributeError, ValueError) as error:
+        except (Exception, SystemExit) as error:  # the module is the user's code
             yield (
-                f"run.trackers has {name!r}, which cannot be imported ({error}); name {', '.join(TRACKERS)}, or a "
-                "class as module:Class, with the module's folder on PYTHONPATH"
+                f"run.trackers has {name!r}, which cannot be imported ({visible(str(error))}); name "
+                f"{', '.join(TRACKERS)}, or a class as module:Class, with the module's folder on PYTHONPATH"
             )
     if importlib.util.find_spec("deepspeed") is None:
         yield f"the package deepspeed is not installed; install deepspeed {TESTED}"

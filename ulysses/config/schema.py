@@ -275,7 +275,7 @@ class RunSection(Section):
     """Delete what an earlier run left in output or, when resuming from a folder, the checkpoints that came after it."""
     resume_anyway: bool = False
     """Continue a checkpoint although the training data, the weights of frozen models (with LoRA, of the base),
-    batch.examples, run.seed or the stage have changed since."""
+    the file of a reward function, batch.examples, run.seed or the stage have changed since."""
     export: bool = True
     """Write the trained model in Hugging Face format at the end."""
     timeout: float = Field(600.0, ge=5, le=1e6)

@@ -66,11 +66,7 @@ class UlyssesAttention(nn.Module):
     ):
         super().__init__()
         check_name(kernel)
-        if window is not None and window < 1:
-            raise ValueError(
-                f"window is {window} but a token sees at least itself; set it to 1 or more, or to None"
-            )
-        self.window = window
+        self.window = _checked_window(window)
         self.softmax_scale = softmax_scale or 1 / math.sqrt(head_dim)
         self.mesh = mesh or ParallelMesh()
         self.num_heads = num_heads
@@ -104,7 +100,7 @@ class UlyssesAttention(nn.Module):
         its gradient is that of the rank's heads and rows, zero elsewhere.
         """
         self._check_shapes(query, key, value)
-        window = window or self.window
+        window = _checked_window(self.window if window is None else window)
         if window and not causal:
             raise ValueError(
                 f"window is {window} but causal is False; a window is for causal attention, leave one of them out"
@@ -136,10 +132,11 @@ class UlyssesAttention(nn.Module):
     def _make_plan(self, cu_seqlens: Any, query: Tensor) -> AttentionPlan:
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
         total, bounds = len(query) * ranks, cu_seqlens.cpu()
-        if int(bounds[-1]) != total:
+        listed = bounds.tolist() or [0]
+        if (listed[0], listed[-1]) != (0, total) or listed != sorted(listed):
             raise ValueError(
-                f"cu_seqlens ends at {int(bounds[-1])} but the {ranks} ranks hold {total} tokens; "
-                "it must describe the whole pack, with an entry for padding"
+                f"cu_seqlens ends at {listed[-1]} but the {ranks} ranks hold {total} tokens; it must describe the "
+                f"whole pack, with an entry for padding, and rise from 0, here {listed[0]}"
             )
         sets = row_sets(bounds, mesh.row_parallel_size, windows=mesh.windows)
         return packed_plan(bounds, sets, mesh, query.device)
@@ -285,6 +282,14 @@ class UlyssesAttention(nn.Module):
             )
 
 
+def _checked_window(window: int | None) -> int | None:
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window is {window} but a token sees at least itself; set it to 1 or more, or to None"
+        )
+    return window
+
+
 class _Attend(torch.autograd.Function):
     """Exchange, attend and exchange; keeps q', k', v', out' and lse."""
 
@@ -359,7 +364,7 @@ def prove_kernel(
             out = attention(*inputs.split(widths, 1), cu_seqlens)
             # of a scalar: for other gradients torch imports sympy, which takes seconds
             (grad,) = torch.autograd.grad((out * upstream.to(precision)).sum(), inputs)
-            results.append((out, *grad.split(widths, 1)))
+            results.append((out.detach(), *grad.split(widths, 1)))
         for tensor, got, wanted in zip(what, *results):
             error = float((got.double() - wanted).norm() / wanted.norm())
             if not error < PROOF_ERROR:

@@ -107,7 +107,7 @@ def head_layout(num_heads: int, num_kv_heads: int, head_parallel_size: int) -> H
 
     Raises ValueError if the kv heads do not divide the query heads, or if the blocks would be unequal.
     """
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+    if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"num_kv_heads is {num_kv_heads} but must divide the {num_heads} query heads; "
             "set it to the model's number of key-value heads"

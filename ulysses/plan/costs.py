@@ -26,13 +26,9 @@ from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
 from ulysses.memory.levels import computed_again, kept_bytes
 from ulysses.memory.size import LayerSize
 from ulysses.memory.tiling import TILE_ROWS, tile_rows
-<<<<<<< HEAD:ulysses/plan/costs.py
 from ulysses.parallel.layout import squares
 from ulysses.plan.case import LAUNCH_RESIDENT, MATRICES, Model, Plan
-=======
-from ulysses.plan.case import Model, Plan
 from ulysses.stages.base import PlannedRollout
->>>>>>> room-asked:ulysses/plan/footprint.py
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 # offloaded layers whose tensors are on the GPU nevertheless: one in use, one being copied

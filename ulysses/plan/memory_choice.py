@@ -78,6 +78,14 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     if rollout:
         prompts = -(-facts.examples_per_load // machine.gpus)
         rollout = rollout._replace(answers=prompts * rollout.answers)
+    wanted = config.run.samples
+    samples = PlannedRollout(
+        wanted if isinstance(wanted, int) else len(wanted),  # every process answers all of them
+        config.ppo.planned_batch,
+        config.data.max_length,
+        config.ppo.max_new_tokens,
+        merged=config.model.lora.rank > 0,
+    )
     case = Case(
         planner_model(config, shape),
         machine,
@@ -86,6 +94,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         forwards=sum(passes, start=facts.extra_forwards),
         logit_bytes=facts.logit_bytes,
         rollout=rollout,
+        samples=samples if wanted else None,
         element_size=getattr(torch, config.model.dtype).itemsize,
         moment_bytes=MOMENT_BYTES[config.optimizer.moments],
         others=tuple(frozen for model, frozen in auxiliary if not model.shares_weights),

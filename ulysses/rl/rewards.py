@@ -52,10 +52,10 @@ def load_function(reward: str, timeout: float = 60.0) -> Reward:
         found = pkgutil.resolve_name(reward)
         if not callable(found):
             raise AttributeError("it is not a function")
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # the module is the user's code
         raise ConfigError(
-            f"ppo.reward is {reward!r} but it cannot be imported ({error}); name a function as module:function, with "
-            "the module's folder on PYTHONPATH"
+            f"ppo.reward is {reward!r} but it cannot be imported ({visible(str(error))}); name a function as "
+            "module:function, with the module's folder on PYTHONPATH"
         ) from None
     return found
 

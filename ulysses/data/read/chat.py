@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, TemplateError, meta, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -64,6 +64,9 @@ class ChatTemplate:
         template: "tokenizer" (its own), one of NAMED_TEMPLATES, or the path of a .jinja file.
         variables: what else the template reads, such as enable_thinking, where a row says nothing.
 
+    Attributes:
+        variables: the names of all that it reads so.
+
     Raises DataError: there is no such template, it does not read one of the variables, or it writes special tokens that
     the tokenizer does not have.
     """
@@ -104,7 +107,7 @@ class ChatTemplate:
         tree = environment.parse(marked)
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
-        self._variables = {node.name for node in tree.find_all(nodes.Name)} - OURS
+        self.variables = meta.find_undeclared_variables(tree) - OURS
         self.check_variables(variables, "data.chat_template_kwargs")
         # Mistral's and Llama-2's write nothing there
         is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
@@ -143,7 +146,7 @@ class ChatTemplate:
 
     def check_variables(self, variables: Mapping[str, object], setting: str) -> None:
         """Raise DataError if a setting names a variable that the template does not read, or that is not the user's."""
-        if unread := variables.keys() - self._variables:
+        if unread := variables.keys() - self.variables:
             raise DataError(
                 f"{setting} sets {min(unread)!r}, which the chat template does not read; remove it"
             )
@@ -189,7 +192,7 @@ class ChatTemplate:
                 )
         plain = [self._plain(message) for message in messages]
         given = dict(variables or {})
-        if unread := given.keys() - self._variables:
+        if unread := given.keys() - self.variables:
             raise BadRowError(
                 f"sets {min(unread)!r} in chat_template_kwargs, which its template does not read, or no row may set; "
                 'remove it, or set columns = {unused = "chat_template_kwargs"}'

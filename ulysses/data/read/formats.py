@@ -6,7 +6,7 @@ their own keys.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +38,9 @@ ALIASES = {"functions": "tools", "system_prompt": "system"}
 LABEL_KEYS = ("label", "kto_tag")
 OUR_LABELS = ("true", "false", "none")  # in sft, where another task may label the rows
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
+# what is not read, though it means something elsewhere
+UNREAD = {"context", "documents", "reasoning", "reasoning_content", "thinking"}
+UNREAD |= {"available_tools", "function_call", "system_message", "tool_calls"}
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 
@@ -83,7 +86,11 @@ def dropping(events: list[Event], bad_rows: str, where: str) -> Iterator[None]:
 
 
 def read_row(
-    found: object, source: Source, kind: str, note: Callable[[str], None]
+    found: object,
+    source: Source,
+    kind: str,
+    note: Callable[[str], None],
+    variables: Iterable[str] = (),
 ) -> list[Record]:
     """Read one row as records: several for ranked lists, and for unpaired answers from preference data.
 
@@ -91,6 +98,7 @@ def read_row(
         found: the row, a line of JSON, or the error that was found in its place.
         kind: text, sequence, pair, ranked, unpaired or prompt: what the stage needs.
         note: is told what is to be counted.
+        variables: of the chat template, which are no columns.
 
     Raises BadRowError: the row breaks its format. Raises DropRowError: it cannot be trained on.
     """
@@ -99,6 +107,10 @@ def read_row(
     if kind == "sequence" and str(given.get("label")).lower() not in OUR_LABELS:
         del given["label"]
         note("'label' is neither true nor false, and was not read")
+    only_alpaca = () if first_key(given, FORMATS["alpaca"]) else ("input", "history")
+    for name in sorted(UNREAD.union(variables, only_alpaca) & given.keys()):
+        if given[name] not in ("", []):
+            note(f"the column {name!r} was not read")
     records = _records(given, source, kind)
     if len(records) > 1:
         note("rows that gave several examples")

@@ -198,12 +198,13 @@ class Tokenising:
     def encode(self, rows: list[FoundRow]) -> tuple[Any, list[Event]]:
         """Return the columns of the rows' examples end to end, or the parts of their documents; and what to count."""
         self.events, rendered = [], []
+        variables = self.template.variables if self.template else ()
         use = partial(dropping, self.events, self.settings.bad_rows)
         with bounded_time():
             for row in rows:
                 source, note = self.sources[row.source], partial(self._note, row.where)
                 with use(row.where):
-                    for record in read_row(row.found, source, self.kind, note):
+                    for record in read_row(row.found, source, self.kind, note, variables):
                         with use(row.where):
                             rendered.append((row, record, self._render(record)))
         if self.template is None:
