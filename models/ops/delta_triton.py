@@ -210,6 +210,6 @@ def step(
         _step_kernel[(n, heads)](
             inputs, memory, qkv, b, a, filters, log_rates, bias, out, columns, EPSILON,
             GROUP=H // heads, E=E, V=V, E_BLOCK=triton.next_power_of_2(E), V_BLOCK=triton.next_power_of_2(V),
-            TAPS=filters.shape[1], num_warps=8,
+            TAPS=filters.shape[1], num_warps=4,
         )  # fmt: skip
     return out
