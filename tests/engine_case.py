@@ -304,7 +304,11 @@ def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:
     chain = CaptureChain()
     stage, steps = case.make_stage(engine, mesh), max(2, case.steps)
     trainer = Trainer(
-        stage=stage, loader=stage.loader(loader), total_steps=steps, policies=chain
+        stage=stage,
+        loader=stage.loader(loader),
+        total_steps=steps,
+        policies=chain,
+        description=dict.fromkeys(("config", "shape", "inputs"), {}),
     )
     return trainer, chain
 
