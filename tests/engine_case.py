@@ -308,7 +308,7 @@ def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:
         loader=stage.loader(loader),
         total_steps=steps,
         policies=chain,
-        description=dict.fromkeys(("config", "shape", "inputs"), {}),
+        description={key: {} for key in ("config", "shape", "inputs")},
     )
     return trainer, chain
 
