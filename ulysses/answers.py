@@ -7,7 +7,7 @@ first. The model runs in transformers, and a prompt has the tokens that it has i
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -107,14 +107,19 @@ def read(rows: str, kind: str, report: Report) -> Iterator[Record]:
         report.count(*event)
 
 
-def write(trained: Trained, rows: str, out: Path, *, reward: bool) -> None:
-    """Write the rows with the responses that were generated, or with the scores of their answers."""
+def write(load: Callable[[], Trained], rows: str, out: Path, *, reward: bool) -> None:
+    """Write the rows with the responses that were generated, or with the scores of their answers.
+
+    Rows that are missing are told before the model is loaded, and leave no file.
+    """
     if out.exists():
         raise ValueError(f"{out.absolute()} exists already; name another file")
     report = Report()
     records = read(rows, "ranked" if reward else "prompt", report)
+    batch = [*islice(records, BATCH)]
+    trained = load()
     with out.open("x", encoding="utf-8") as file:
-        while batch := list(islice(records, BATCH)):
+        while batch:
             found = map(trained.scores, batch) if reward else trained.answers(*batch)
             for record, value in zip(batch, found):
                 name = "scores" if reward else "response"
@@ -122,6 +127,7 @@ def write(trained: Trained, rows: str, out: Path, *, reward: bool) -> None:
                 line = json.dumps(record.row | named, ensure_ascii=False, default=str)
                 print(line, file=file, flush=True)
                 report.kept += 1
+            batch = [*islice(records, BATCH)]
     print(report)
 
 
@@ -164,16 +170,21 @@ def main(arguments: Sequence[str]) -> int:
         )
     try:
         with TemporaryDirectory() as temporary, torch.inference_mode():
-            trained = Trained(whole_model(given.folder, Path(temporary, "export")), **options)
-            if trained.model.can_generate() == reward:
-                raise ValueError(
-                    f"{given.folder} is a {type(trained.model).__name__}; ulysses score takes a reward model, chat and "
-                    "generate any other"
-                )
+
+            def load() -> Trained:
+                place = Path(temporary, "export")
+                trained = Trained(whole_model(given.folder, place), **options)
+                if trained.model.can_generate() == reward:
+                    raise ValueError(
+                        f"{given.folder} is a {type(trained.model).__name__}; ulysses score takes a reward model, chat "
+                        "and generate any other"
+                    )
+                return trained
+
             if command == "chat":
-                chat(trained)
+                chat(load())
             else:
-                write(trained, given.rows, given.out, reward=reward)
+                write(load, given.rows, given.out, reward=reward)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {ConfigError(error)}", file=sys.stderr)
         return 2
