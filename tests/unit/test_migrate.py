@@ -369,7 +369,7 @@ TRANSLATED = {
 "optimizer.min_lr" = 0.1
 "optimizer.warmup" = 20
 "optimizer.betas" = [0.9, 0.95]
-""", KNOWN),
+""", KNOWN, "balance loss of experts, by config.json's router_aux_loss_coef"),
     "several losses": (TRL_DPO.replace("[sigmoid]", MORE_LOSSES), "--stage dpo", """
 "dpo.loss_type" = ["sigmoid", "bco_pair"]
 "dpo.loss_weights" = [0.8, 0.2]
