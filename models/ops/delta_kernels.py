@@ -57,11 +57,11 @@ def convolve(
     return tuple(out[kept] for out in outs)
 
 
-def mix_step(_: Delta, *given: Tensor) -> Tensor:
+def mix_step(shape: Delta, *given: Tensor) -> Tensor:
     """Do models/ops/delta_rule.py's `mix_step`."""
     from models.ops import delta_triton
 
-    return delta_triton.step(*given)
+    return delta_triton.step(shape, *given)
 
 
 # Lengths of prove_rule's documents, some of which end inside a chunk, and the rows that the last two share

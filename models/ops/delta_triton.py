@@ -13,27 +13,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from models.families import Delta
 from models.ops.delta_rule import EPSILON
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from models.ops.passes_triton import triton
 
 TAPS = 4  # of the models that exist; the kernels of the convolution hold the rows before one in registers
 ROWS, BLOCK = 128, 128  # of a program, which goes through its rows one after the other
 
 
 if triton is not None:
+    import triton.language as tl
 
-    @triton.jit
-    def _load(pointer, mask):
-        return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
-
-    @triton.jit
-    def _store(pointer, value, mask):
-        tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
+    from models.ops.passes_triton import load, store
 
     @triton.jit
     def _convolve_kernel(
@@ -45,29 +36,29 @@ if triton is not None:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = column < columns
         # of the row itself, and of those one, two and three before it
-        w0 = _load(weight + column * 4 + 3, mask)
-        w1 = _load(weight + column * 4 + 2, mask)
-        w2 = _load(weight + column * 4 + 1, mask)
-        w3 = _load(weight + column * 4, mask)
+        w0 = load(weight + column * 4 + 3, mask)
+        w1 = load(weight + column * 4 + 2, mask)
+        w2 = load(weight + column * 4 + 1, mask)
+        w3 = load(weight + column * 4, mask)
         begin = tl.program_id(0).to(tl.int64) * ROWS
         x += column
-        x1 = _load(x + (begin - 1) * x_row, mask & (begin >= 1))
-        x2 = _load(x + (begin - 2) * x_row, mask & (begin >= 2))
-        x3 = _load(x + (begin - 3) * x_row, mask & (begin >= 3))
+        x1 = load(x + (begin - 1) * x_row, mask & (begin >= 1))
+        x2 = load(x + (begin - 2) * x_row, mask & (begin >= 2))
+        x3 = load(x + (begin - 3) * x_row, mask & (begin >= 3))
         # what is complete of the gradients of the three rows before; sums over rows for the weights
         d1 = tl.zeros((BLOCK,), dtype=tl.float32)
         d2, d3, s0, s1, s2, s3 = d1, d1, d1, d1, d1, d1
         # the next row is loaded while one is computed
-        after = _load(x + begin * x_row, mask)
+        after = load(x + begin * x_row, mask)
         slope = d1
         if grad is not None:
             grad += column
-            slope = _load(grad + begin * columns, mask)
+            slope = load(grad + begin * columns, mask)
         # of a gradient, three rows more, which these are among the taps of
         for i in range(ROWS if grad is None else ROWS + 3):
             row = begin + i
             now, g, more = after, slope, mask & (row + 1 < rows)
-            after = _load(x + (row + 1) * x_row, more)
+            after = load(x + (row + 1) * x_row, more)
             age = row - tl.load(first + row, mask=row < rows, other=row)
             y1 = tl.where(age >= 1, x1, 0.0)
             y2 = tl.where(age >= 2, x2, 0.0)
@@ -75,14 +66,14 @@ if triton is not None:
             total = w0 * now + w1 * y1 + w2 * y2 + w3 * y3
             part = tl.sigmoid(total)
             if grad is None:
-                _store(out + row * columns + column, total * part, mask & (row < rows))
+                store(out + row * columns + column, total * part, mask & (row < rows))
             else:
-                slope = _load(grad + (row + 1) * columns, more)
+                slope = load(grad + (row + 1) * columns, more)
                 g *= part * (1 + total * (1 - part))
                 d1 += tl.where(age >= 1, w1 * g, 0.0)
                 d2 += tl.where(age >= 2, w2 * g, 0.0)
                 d3 += tl.where(age >= 3, w3 * g, 0.0)
-                _store(out + (row - 3) * x_row + column, d3, mask & (i >= 3) & (row - 3 < rows))
+                store(out + (row - 3) * x_row + column, d3, mask & (i >= 3) & (row - 3 < rows))
                 d3, d2, d1 = d2, d1, w0 * g
                 own = tl.where(i < ROWS, g, 0.0)
                 s0, s1, s2, s3 = s0 + own * now, s1 + own * y1, s2 + own * y2, s3 + own * y3
@@ -97,17 +88,17 @@ if triton is not None:
     @triton.jit
     def _next_input(inputs, new, weight, column, mask, columns, TAPS: tl.constexpr):
         """Convolve columns of a token with those of the tokens before it, and move these up by one."""
-        value = _load(new + column, mask)
-        total = value * _load(weight + column * TAPS + TAPS - 1, mask)
+        value = load(new + column, mask)
+        total = value * load(weight + column * TAPS + TAPS - 1, mask)
         for i in tl.static_range(TAPS - 1):
             place = inputs + i * columns + column
-            old = _load(place, mask)
-            total += old * _load(weight + column * TAPS + i, mask)
+            old = load(place, mask)
+            total += old * load(weight + column * TAPS + i, mask)
             # with fewer columns than threads several hold the same one: all have read before any writes
             tl.debug_barrier()
             if i > 0:
-                _store(place - columns, old, mask)
-        _store(inputs + (TAPS - 2) * columns + column, value, mask)
+                store(place - columns, old, mask)
+        store(inputs + (TAPS - 2) * columns + column, value, mask)
         return (total * tl.sigmoid(total)).to(new.dtype.element_ty).to(tl.float32)
 
     @triton.jit
@@ -146,7 +137,7 @@ if triton is not None:
             state += k[:, None] * new[None, :]
             tl.debug_barrier()
             tl.store(place, state, mask=mask)
-            _store(out + at * V + v, tl.sum(q[:, None] * state, axis=0), v < V)
+            store(out + at * V + v, tl.sum(q[:, None] * state, axis=0), v < V)
 
 
 class Convolve(torch.autograd.Function):
@@ -192,24 +183,14 @@ def _convolve(x: Tensor, first: Tensor, weight: Tensor, out: Tensor, *back: Tens
         )  # fmt: skip
 
 
-def step(
-    inputs: Tensor,
-    memory: Tensor,
-    qkv: Tensor,
-    b: Tensor,
-    a: Tensor,
-    filters: Tensor,
-    log_rates: Tensor,
-    bias: Tensor,
-) -> Tensor:
+def step(shape: Delta, inputs: Tensor, memory: Tensor, qkv: Tensor, *others: Tensor) -> Tensor:
     """Do models/ops/delta_rule.py's `mix_step`; all tensors are dense."""
-    (n, H, E, V), columns = memory.shape, qkv.shape[1]
-    heads = (columns - H * V) // (2 * E)
-    out = qkv.new_empty(n, H, V)
+    n, H, E, V = memory.shape
+    heads, out = shape.linear_num_key_heads, qkv.new_empty(n, H, V)
     with torch.cuda.device(qkv.device):
         _step_kernel[(n, heads)](
-            inputs, memory, qkv, b, a, filters, log_rates, bias, out, columns, EPSILON,
+            inputs, memory, qkv, *others, out, qkv.shape[1], EPSILON,
             GROUP=H // heads, E=E, V=V, E_BLOCK=triton.next_power_of_2(E), V_BLOCK=triton.next_power_of_2(V),
-            TAPS=filters.shape[1], num_warps=4,
+            TAPS=inputs.shape[1] + 1, num_warps=4,
         )  # fmt: skip
     return out

@@ -24,11 +24,11 @@ _BLOCK = 1024
 if triton is not None:
 
     @triton.jit
-    def _load(pointer, mask):
+    def load(pointer, mask):
         return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
     @triton.jit
-    def _store(pointer, value, mask):
+    def store(pointer, value, mask):
         tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
 
     @triton.jit
@@ -53,16 +53,16 @@ if triton is not None:
         column = tl.arange(0, BLOCK)[None, :]
         mask = (head < heads) & (column < HALF)
         source = x + row * x_row + head * x_head + column
-        first = _load(source, mask)
-        second = _load(source + HALF, mask)
+        first = load(source, mask)
+        second = load(source + HALF, mask)
         if weight is not None:  # each head's RMSNorm
             squares = tl.sum(first * first + second * second, axis=1)[:, None]
             scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
-            first *= scale * _load(weight + column, column < HALF)
-            second *= scale * _load(weight + HALF + column, column < HALF)
+            first *= scale * load(weight + column, column < HALF)
+            second *= scale * load(weight + HALF + column, column < HALF)
         target = out + row * out_row + head * out_head + column
-        _store(target, first * cos - second * sin, mask)
-        _store(target + HALF, second * cos + first * sin, mask)
+        store(target, first * cos - second * sin, mask)
+        store(target + HALF, second * cos + first * sin, mask)
 
     @triton.jit
     def _rotate_kernel(
@@ -94,8 +94,8 @@ if triton is not None:
         row = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         mask = column < HALF
-        cos = _load(cos_table + row * HALF + column, mask)[None, :]
-        sin = _load(sin_table + row * HALF + column, mask)[None, :] * sign
+        cos = load(cos_table + row * HALF + column, mask)[None, :]
+        sin = load(sin_table + row * HALF + column, mask)[None, :] * sign
         _rotate_heads(
             q,
             q_out,
@@ -150,15 +150,15 @@ if triton is not None:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row = at // WIDTH
         mask = at < count
-        g = _load(gate + at + row * gap, mask)
-        u = _load(up + at + row * gap, mask)
+        g = load(gate + at + row * gap, mask)
+        u = load(up + at + row * gap, mask)
         value, slope = _value_and_slope(g, GELU)
         if grad is not None:
-            d = _load(grad + at, mask)
+            d = load(grad + at, mask)
             target = both + at + row * WIDTH
-            _store(target, d * u * slope, mask)
-            _store(target + WIDTH, d * value, mask)
-        _store(out + at, value * u, mask)
+            store(target, d * u * slope, mask)
+            store(target + WIDTH, d * value, mask)
+        store(out + at, value * u, mask)
 
     @triton.jit
     def _weighted_swiglu_kernel(
@@ -180,8 +180,8 @@ if triton is not None:
         step: tl.constexpr = 2 if CLAMPED else 1
         between: tl.constexpr = 1 if CLAMPED else WIDTH
         at, place = row * WIDTH + column, row * 2 * WIDTH + column * step
-        g = _load(both + place, mask)
-        u = _load(both + place + between, mask)
+        g = load(both + place, mask)
+        u = load(both + place + between, mask)
         w = tl.load(weights + row, mask=row < rows, other=0.0)
         value, slope = _value_and_slope(g, False)
         inner = 1.0
@@ -192,13 +192,13 @@ if triton is not None:
             inner = tl.where(tl.abs(u) <= 7.0, 1.0, 0.0)
             u = tl.minimum(tl.maximum(u, -7.0), 7.0) + 1
         if grad is not None:
-            d = _load(grad + at, mask)
+            d = load(grad + at, mask)
             sums = tl.sum(d * value * u, axis=1)[:, None]
             tl.store(to_weights + row, sums, mask=row < rows)
             d *= w
-            _store(to_both + place, d * u * slope, mask)
-            _store(to_both + place + between, d * value * inner, mask)
-        _store(out + at, value * u * w, mask)
+            store(to_both + place, d * u * slope, mask)
+            store(to_both + place + between, d * value * inner, mask)
+        store(out + at, value * u * w, mask)
 
     @triton.jit
     def _sum_parts_kernel(
@@ -210,8 +210,8 @@ if triton is not None:
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for i in tl.static_range(COUNT):
             place = tl.load(places + row * COUNT + i)
-            total += _load(parts + place * WIDTH + column, mask)
-        _store(out + row * WIDTH + column, total, mask)
+            total += load(parts + place * WIDTH + column, mask)
+        store(out + row * WIDTH + column, total, mask)
 
     @triton.jit
     def _rms_norm_kernel(
@@ -233,7 +233,7 @@ if triton is not None:
     ):
         program = tl.program_id(0)
         column = tl.arange(0, BLOCK)[None, :]
-        w = _load(weight + column, column < WIDTH)
+        w = load(weight + column, column < WIDTH)
         grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
             row = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
@@ -241,10 +241,10 @@ if triton is not None:
             head = row % HEADS
             mask = (row < rows) & (column < WIDTH)
             target = out + token * out_row + head * out_head + column
-            v = _load(x + token * x_row + head * x_head + column, mask)
+            v = load(x + token * x_row + head * x_head + column, mask)
             # every load comes before the first reduction, which would wait for each in turn
-            d = _load(target, mask) if partial is not None else w
-            more = _load(residual + row * WIDTH + column, mask) if residual is not None else 0.0
+            d = load(target, mask) if partial is not None else w
+            more = load(residual + row * WIDTH + column, mask) if residual is not None else 0.0
             scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=1)[:, None] / WIDTH + eps)
             v *= scale
             if partial is None:
@@ -253,10 +253,10 @@ if triton is not None:
                 grad_weight += d * v
                 d *= w
                 d = (d - v * (tl.sum(d * v, axis=1)[:, None] / WIDTH)) * scale + more
-            _store(target, d, mask)
+            store(target, d, mask)
         if partial is not None:
             sums = tl.sum(grad_weight, axis=0)[None, :]
-            _store(partial + program * WIDTH + column, sums, column < WIDTH)
+            store(partial + program * WIDTH + column, sums, column < WIDTH)
 
     @triton.jit
     def _quantize_kernel(
@@ -265,11 +265,11 @@ if triton is not None:
         row = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         mask = column < WIDTH
-        v = _load(x + row * x_row + column, mask)
+        v = load(x + row * x_row + column, mask)
         if before is not None:
-            v *= _load(before + column, mask)
+            v *= load(before + column, mask)
         s = tl.maximum(tl.max(tl.abs(v), axis=0), 1e-12) / most
-        _store(out + row * WIDTH + column, v / s, mask)
+        store(out + row * WIDTH + column, v / s, mask)
         tl.store(scale + row, s)
 
 

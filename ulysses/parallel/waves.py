@@ -82,7 +82,8 @@ class Recurrence:
         are no copies.
         """
         if not self.prefixes:
-            return _first_rows(self.waves[0].bounds).to(self.device), slice(None), slice(None)
+            first = _first_rows(self.waves[0].cu_seqlens, self.documents[-1][1])
+            return first, slice(None), slice(None)
         bounds, rows, originals = [0], [], []
         for i, (start, end) in enumerate(self.documents):
             first, last = self.prefixes.get(i, (0, 0))
@@ -90,10 +91,12 @@ class Recurrence:
             rows += [torch.arange(last - copies, last), torch.arange(start, end)]
             bounds.append(bounds[-1] + copies + end - start)
             originals.append(torch.arange(bounds[-1] - (end - start), bounds[-1]))
-        found = _first_rows(bounds), torch.cat(rows), torch.cat(originals)
-        return tuple(x.to(self.device) for x in found)
+        found = torch.tensor(bounds), torch.cat(rows), torch.cat(originals)
+        cu_seqlens, *places = (x.to(self.device) for x in found)
+        return _first_rows(cu_seqlens, bounds[-1]), *places
 
 
-def _first_rows(bounds: Sequence[int]) -> Tensor:
-    begins = torch.tensor(bounds, dtype=torch.int32)
-    return begins[:-1].repeat_interleave(begins.diff())
+def _first_rows(cu_seqlens: Tensor, count: int) -> Tensor:
+    """Return the first row of each row's document, without a wait for the device."""
+    lengths = cu_seqlens.diff()
+    return cu_seqlens[:-1].int().repeat_interleave(lengths, output_size=count)
