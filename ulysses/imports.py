@@ -75,9 +75,8 @@ def interruptible() -> Iterator[None]:
             leave()
         raise KeyboardInterrupt
 
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # and not ignored, as in the background
+    # in the background it is ignored, and stays so
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, stop)
     try:
         yield
