@@ -82,8 +82,8 @@ class Recurrence:
         are no copies.
         """
         if not self.prefixes:
-            first = _first_rows(self.waves[0].cu_seqlens, self.documents[-1][1])
-            return first, slice(None), slice(None)
+            count = self.documents[-1][1]
+            return _first_rows(self.waves[0].cu_seqlens, count), slice(None), slice(None)
         bounds, rows, originals = [0], [], []
         for i, (start, end) in enumerate(self.documents):
             first, last = self.prefixes.get(i, (0, 0))
