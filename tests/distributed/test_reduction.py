@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from tests.engine_case import SHAPE, Case, sequences, zero_engine
 from tests.harness import device, full, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.zero_case import filled, whole_gradients
+from ulysses.gradients.policy import StepContext
+from ulysses.gradients.ulysses_pro import GradientNoise
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.run.optim import parameter_groups
 from ulysses.zero.across_ranks import ranks_of_a_node
 from ulysses.zero.construct import initialize_distributed
 
@@ -56,6 +60,41 @@ def reduced(node_size: int, bucket: int) -> None:
 )
 def test_every_slice_is_the_mean_of_all_ranks(node_size, bucket):
     run_distributed(reduced, WORLD, node_size, bucket, deterministic=True)
+
+
+def of_one_micro_batch(eight_bit: bool) -> None:
+    """Take steps with and without sums, and compare the master weights bit by bit.
+
+    The third step has two micro-batches, the fourth one again, and a policy writes to the slices of the second.
+    """
+    groups = partial(parameter_groups, weight_decay=0.1, eight_bit=eight_bit)
+    engines = [zero_engine(CASE, groups=groups)[0] for _ in range(2)]
+    noise = GradientNoise(ratio=0.1)
+    for step, micro_batches in enumerate((1, 1, 2, 1)):
+        for engine, keeps in zip(engines, (True, False)):
+            for micro in range(micro_batches):
+                given = batch(10 * step + micro)
+                loss = (engine(given).logps * given.loss_weights).sum()
+                engine.backward(loss, alone=keeps and micro_batches == 1)
+            gradients = engine.gradients()
+            # several micro-batches make sums, which stay
+            apart = keeps and step < 2
+            own = {e.grad.dtype for e in gradients.entries}
+            assert own == {torch.bfloat16 if apart else torch.float32}
+            assert all((one.master.grad is None) == apart for one in engine.sub_groups)
+            gradients.scale(0.5)
+            if step == 1:
+                noise.apply(gradients, StepContext(step=step, total_steps=4))
+                assert {e.grad.dtype for e in gradients.entries} == {torch.float32}
+            engine.step(gradients, 1e-2)
+        for s, t in zip(engines[0].slices, engines[1].slices, strict=True):
+            assert torch.equal(s.state("master"), t.state("master")), (step, s.name)
+            assert torch.equal(s.parameter, t.parameter), (step, s.name)
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_gradients_of_a_single_micro_batch_need_no_sums(eight_bit):
+    run_distributed(of_one_micro_batch, 1, eight_bit, deterministic=True)
 
 
 def without_one_gradient() -> str:

@@ -8,8 +8,12 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("lengths", [(4096, 64, 5008), (4099, 1, 777)], ids=["even", "odd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_update_equals_torchs_adamw(lengths, dtype):
-    """Weights lie apart from each other, as those that stay whole do; what lies between them is not touched."""
+@pytest.mark.parametrize("apart", [True, False], ids=["gradients-apart", "sums"])
+def test_update_equals_torchs_adamw(lengths, dtype, apart):
+    """Weights lie apart from each other, as those that stay whole do; what lies between them is not touched.
+
+    Gradients are in the sums, or of one micro-batch in the weights' dtype, wherever they are.
+    """
     from ulysses.zero.gpu_kernels import OnePassSubGroup, one_pass_does
     from ulysses.zero.update import ParameterGroup
 
@@ -22,13 +26,17 @@ def test_update_equals_torchs_adamw(lengths, dtype):
     memory = torch.full((len(lengths), 8192), 7.0, dtype=dtype, device="cuda")
     weights = [row[:length] for row, length in zip(memory, lengths)]
     assert one_pass_does(ours)
-    few = OnePassSubGroup(ParameterGroup([]), [], weights, flat, ours)
+    few = OnePassSubGroup(ParameterGroup([]), [], weights, [*lengths], flat, ours)
     for step in range(4):
-        theirs.grad = torch.randn_like(theirs) * 10.0 ** (step - 2)
-        flat.grad = theirs.grad.clone()
+        theirs.grad = (torch.randn_like(theirs) * 10.0 ** (step - 2)).to(dtype).float()
+        if apart:
+            grads = [part.to(dtype, copy=True) for part in theirs.grad.split(lengths)]
+        else:
+            few.sums.copy_(theirs.grad)
+            grads = [*few.sums.split(lengths)]
         theirs.grad *= 0.25
         lr = plain.param_groups[0]["lr"] = 0.1 / (step + 1)
-        few.update(lr, 0.25)
+        few.update(grads, lr, 0.25)
         plain.step()
         torch.testing.assert_close(flat, theirs.detach(), rtol=2e-6, atol=2e-6)
     for name, want in plain.state[theirs].items():

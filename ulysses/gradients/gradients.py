@@ -91,8 +91,13 @@ class Gradients:
         grads = [e.grad for e in self.entries]
         order = 2.0 if statistic == "norm" else 1.0
         if grads[0].is_cuda:
-            # a few kernels for all slices; CUDA's reductions add in trees, so float32 is enough
-            norms = torch._foreach_norm(grads, order, dtype=self.wide)
+            # a few kernels for all slices of a dtype; CUDA's reductions add in trees, so float32 is enough
+            found: dict[int, Tensor] = {}
+            for dtype in {grad.dtype for grad in grads}:
+                places = [i for i, grad in enumerate(grads) if grad.dtype == dtype]
+                chosen = [grads[i] for i in places]
+                found |= zip(places, torch._foreach_norm(chosen, order, dtype=self.wide))
+            norms = tuple(found[i] for i in range(len(grads)))
         else:
             # torch's CPU norm adds float32 numbers one after the other (on 10^8 elements the L2 norm comes out 1% and
             # the L1 norm 46% too small). Chunks of this size, copied to float64, fit into the processor's cache.

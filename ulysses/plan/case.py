@@ -210,6 +210,7 @@ class Case(NamedTuple):
     squares: twice the pairs of a query and a key that an average micro-batch sees, shared prompts included; 0: those of
         equal documents.
     shares: sequences of a typical step share their prompts.
+    whole_steps: no step has more than one micro-batch for each group.
     forwards: passes without gradient over the same tokens (live reference, KTO's baseline), counted in passes of the
         trained model.
     logit_bytes: see ulysses.stages.base.Requirements.
@@ -233,6 +234,7 @@ class Case(NamedTuple):
     documents: int = 1
     squares: float = 0.0
     shares: bool = False
+    whole_steps: bool = False
     forwards: float = 0.0
     logit_bytes: int = 0
     rollout: PlannedRollout | None = None
@@ -296,6 +298,12 @@ class Plan(NamedTuple):
     def launch(self) -> float:
         """Seconds in which the host launches one layer, forward and backward."""
         return LAUNCH_RESIDENT if self.resident else LAUNCH
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay as the backward pass leaves them until the update (zero/reduce.py)."""
+        case = self.case
+        return case.whole_steps and case.machine.gpus == 1 and not case.offload_optimizer
 
     @property
     def graphs(self) -> bool:

@@ -12,7 +12,8 @@
 
 ZeRO-3 states of a trained parameter: 2 (weight) + 4 (master) + 8 (moments; 2 in 8 bits) + 4 (accumulated gradient) = 18
 bytes over all ranks in bfloat16; a frozen one costs its weight. Resident weights take their 2 bytes on every rank, and
-nothing is gathered. Measured steps judge all this (tests/unit/test_measured_steps.py).
+nothing is gathered. Where a step is one micro-batch on one process the gradient is not accumulated: its 2 bytes come
+while the backward pass frees what the layers kept. Measured steps judge all this (tests/unit/test_measured_steps.py).
 
 The planner counts the FLOPs that are executed: recomputation, passes without gradient, every product of the logits. MFU
 counts what the model asks for. Both take those of a layer from its parts (memory/size.py).
@@ -54,7 +55,8 @@ LOGIT_BYTES = 12
 # in which the host lays out, packs and takes in an answer of a rollout, while the GPU waits
 ANSWER_SECONDS = 8e-4
 STEP_SECONDS = 0.007  # per micro-batch: metadata, the first gather, the last reduction, metrics
-# read and written per trained parameter: by norm and zero/update.py, and where a micro-batch adds its gradient
+# read and written per trained parameter: by norm and zero/update.py, 8 of them the float32 gradient's, and where a
+# micro-batch adds its gradient
 UPDATE_BYTES, ADDITION_BYTES = 34, 10
 ADAPTER_SECONDS = 6e-4  # of the many small kernels for a layer's adapters, forward and backward
 ENOUGH = 4  # times the launches of a pass without gradient, its computation takes: more tokens gain nothing
@@ -91,7 +93,8 @@ def predict(plan: Plan) -> Prediction:
     held = sum(m.weight_bytes(size) for m in (model, *case.others))
     weights = held / (1 if plan.resident else world)
     # float32 weights have a separate master too
-    trained = (8 + case.moment_bytes) * model.trained / world
+    sums = 4 * (not plan.keeps_gradients)
+    trained = (4 + sums + case.moment_bytes) * model.trained / world
     states = weights * (not case.offload_parameters) + trained * (not case.offload_optimizer)
     first, last = plan.levels[0], plan.levels[-1]
     first_layers, in_pairs = plan.levels.count(first), first == "pair"
@@ -107,8 +110,12 @@ def predict(plan: Plan) -> Prediction:
     layer = _layer_moment(plan, largest, first) - kept_by_last
     layer = max(layer, _layer_moment(plan, largest, last))
     working = max(head, layer)
+    of_graphs = size * model.layers * mean.parameters * plan.graphs
     if plan.graphs:
-        working = head + layer + size * model.layers * mean.parameters
+        working = head + layer + of_graphs
+    if plan.keeps_gradients:  # the head's comes first
+        words = size * model.vocabulary_parameters * model.is_full
+        kept = max(kept + words, size * model.trained - of_graphs)
     passes = pass_bytes(plan, plan.pass_tokens or case.tokens)
     allocated = states + max(kept + working, _decoding_bytes(plan), passes)
     # each of gloo's two threads copies the tensor that it gathers
@@ -321,9 +328,12 @@ def step_seconds(plan: Plan) -> float:
     moved += 2 * plan.offloaded_layers * kept
     together = seconds + later * captured, traffic, moved / HOST_LINK, launches
     seconds = max(together) if machine.is_gpu else seconds + launches
-    seconds += STEP_SECONDS + ADDITION_BYTES * model.trained / rate
+    added, of_update = ADDITION_BYTES, UPDATE_BYTES
+    if plan.keeps_gradients:
+        added, of_update = 0, UPDATE_BYTES - 8 + 2 * size
+    seconds += STEP_SECONDS + added * model.trained / rate
     seconds += ADAPTER_SECONDS * model.layers * (not model.is_full and machine.is_gpu)
-    update = UPDATE_BYTES * model.trained / W / (HOST_LINK if case.offload_optimizer else rate)
+    update = of_update * model.trained / W / (HOST_LINK if case.offload_optimizer else rate)
     if case.rollout:
         update += ANSWER_SECONDS * case.rollout.answers / case.rollout.steps
     return case.micro_batches * seconds + update

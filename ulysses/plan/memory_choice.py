@@ -228,6 +228,7 @@ def cut_steps(case: Case, typical: PlannedStep, largest: PlannedStep, auto: bool
             tokens=budget,
             documents=max(1, case.documents * budget // case.tokens),
             micro_batches=count,
+            whole_steps=groups * budget >= sum(largest.tokens) and count == 1,
             mean_tokens=tokens / count,
             squares=pairs / count,
             shares=typical.shares,

@@ -182,7 +182,8 @@ class Trainer:
             loss = self._loss(terms, normalisers, metrics)
             self._count(batch, metrics)
             self.watch.phase("backward")
-            self.engine.backward(loss * float(self.mesh.world_size))
+            alone = len(read.batches) == 1
+            self.engine.backward(loss * float(self.mesh.world_size), alone=alone)
         # Host work while the device still computes.
         ahead = step + 1 < self.total_steps and self.stage.may_prepare(step + 1)
         self._next = self.stage.read(self.loader, step + 1) if ahead else None

@@ -1,11 +1,11 @@
-"""Average gradients over all ranks into each rank's float32 slices, while the backward pass goes on.
+"""Average gradients over all ranks into each rank's float32 sums, while the backward pass goes on.
 
     a unit's backward ends    its gradients are whole, in the weights' dtype (reduce.py)
       inside a node           all-to-all: each rank receives every peer's copy of the slices it is responsible for,
                               and adds these copies in float32, in the order of the ranks
       between nodes           reduce-scatter of the sums among the ranks that have the same place in their nodes
     small gradients           are collected and travel in one float32 all-reduce
-    result                    divided by the world size, written to the slice (first micro-batch) or added to it
+    result                    divided by the world size, written to the sum (first micro-batch) or added to it
 
 In bfloat16 this sends half the bytes of a float32 reduce-scatter and needs no float32 copy of every gradient.
 It rounds nothing that a float32 sum would not round, while a bfloat16 reduce-scatter rounds at every hop.
@@ -43,11 +43,12 @@ class AveragedReduction(GradientReduction):
         **options: Any,
     ) -> None:
         super().__init__(*given, bucket=bucket, **options)
+        self._adds = True  # means are float32 numbers, of which the sums hold as many as there are
         self._between, self._bucket = between, bucket
         self._world = dist.get_world_size()
         self._make_groups(ranks_of_a_node())
-        self._kernel: Any = None  # which also adds to the slice
-        if self._slices[0].grad.is_cuda:
+        self._kernel: Any = None  # which also adds to the sum
+        if self._slices[0].home.master.is_cuda:
             from ulysses.zero import gpu_kernels
 
             if gpu_kernels.AVAILABLE:
@@ -85,7 +86,7 @@ class AveragedReduction(GradientReduction):
 
     def _reduce(self, s: ParameterSlice, flat: Tensor) -> None:
         """Average a whole gradient over all ranks in float32, and store this rank's slice."""
-        W, size, length = self._world, s.size, len(s.grad)
+        W, size, length = self._world, s.size, s.length
         if self._nodes > 1:
             padded = F.pad(flat, (0, W * size - s.numel))
             by_place = padded.view(self._nodes, -1, size).transpose(0, 1).contiguous()
@@ -100,8 +101,8 @@ class AveragedReduction(GradientReduction):
         copies = flat.new_empty(W, length)
         dist.all_to_all_single(copies.view(-1), flat, [length] * W, sizes, group=self._inside)
         if self._kernel:
-            self._kernel(copies, s.grad, add=s.name in self._written)
-            self._written.add(s.name)
+            self._kernel(copies, s.sum, add=s.name in self._values)
+            self._values[s.name] = s.sum
         else:
             self._store([(s, copies.mean(0, dtype=torch.float32))])
 
@@ -112,7 +113,7 @@ class AveragedReduction(GradientReduction):
         flat = torch.cat(grads).float().mul_(1 / self._world)
         dist.all_reduce(flat, group=self._all)
         wholes = zip(slices, flat.split([len(grad) for grad in grads]))
-        self._store([(s, whole.narrow(0, s.start, len(s.grad))) for s, whole in wholes])
+        self._store([(s, whole.narrow(0, s.start, s.length)) for s, whole in wholes])
 
 
 def ranks_of_a_node() -> int:

@@ -9,6 +9,7 @@ bitsandbytes has -0.993: so a block's largest element is exact whatever its sign
 restore codes and absmax bit by bit. Source: Dettmers et al. 2021 (2110.02861).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -34,14 +35,24 @@ class EightBitSubGroup(SubGroup):
         names = "lr", "betas", "eps", "weight_decay"
         lengths = [len(own) for own in self.weights]
         parts = self.master.split(lengths)
-        for part, grad in zip(parts, self.master.grad.split(lengths)):  # type: ignore[union-attr]
-            part.grad = grad
         self.optimizer = made = AdamW8bit(parts, **{name: settings[name] for name in names})
         made.name2qmap["dynamic"][0] = -1.0
         for place, part in enumerate(parts):
             made.init_state(made.param_groups[0], part, 0, place)
         starts = accumulate(lengths, initial=0)
         self._moments: dict[int, Any] = {i: made.state[part] for i, part in zip(starts, parts)}
+
+    def update(self, grads: Sequence[Tensor], lr: float, factor: float) -> None:
+        """Do the same slice by slice, so that no more than one gradient has a float32 copy."""
+        (settings,) = self.optimizer.param_groups
+        settings["lr"] = lr
+        if self.master.grad is not None:  # with padding
+            grads = self.sums.split([len(own) for own in self.weights])
+        for place, (part, grad) in enumerate(zip(settings["params"], grads)):
+            part.grad = grad.float().mul_(factor)
+            self.optimizer.update_step(settings, part, 0, place)  # type: ignore[attr-defined]
+            part.grad = None
+        self.write()
 
     @property
     def updates(self) -> int:

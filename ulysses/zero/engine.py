@@ -9,7 +9,8 @@ or kept (resident.py). DeepSpeed knows nothing of sequence parallelism, and the 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from dataclasses import replace
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -111,8 +112,13 @@ class TrainedEngine(ZeroEngine):
 
             self.reduction = AveragedReduction(*given, between=reduce_between, **options)
 
-    def backward(self, loss: Tensor) -> None:
-        """Back-propagate an already scaled loss."""
+    def backward(self, loss: Tensor, *, alone: bool = False) -> None:
+        """Back-propagate an already scaled loss.
+
+        Args:
+            alone: it is the only one of its step, so that its gradients need no sum.
+        """
+        self.reduction.begin(alone=alone)
         loss.backward()
         self.weights.backward_done()
         self.reduction.finish()
@@ -120,13 +126,12 @@ class TrainedEngine(ZeroEngine):
     def gradients(self) -> Gradients:
         """Return a view of the whole step's reduced gradient, valid between the last backward and `step`.
 
-        It shows this rank's float32 slices. What is written to them is what the optimizer reads.
+        It shows this rank's slices. What is written to those that `slices` returns is what the optimizer reads.
 
         Raises:
             RuntimeError: if a trained parameter received no gradient in this step, naming it.
         """
-        self.reduction.wait()
-        return Gradients(self.slices, self._all_reduce)
+        return StepGradients(self.reduction.gradients(), self._all_reduce)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         moved = tensor.to(self.device)
@@ -136,10 +141,12 @@ class TrainedEngine(ZeroEngine):
     @torch.no_grad()
     def step(self, gradients: Gradients, lr: float) -> None:
         """Update the weights by the slices times the factors of `gradients`; `lr` is the schedule's learning rate."""
+        entries = iter(gradients.entries)
         with self.weights.rewritten():
             for sub_group in self.sub_groups:
                 group = sub_group.group
-                sub_group.update(lr * group.lr_factor, gradients.factors[group.scope])
+                grads = [e.grad for e in islice(entries, len(sub_group.parameters))]
+                sub_group.update(grads, lr * group.lr_factor, gradients.factors[group.scope])
                 self.weights.written(sub_group.parameters)
         self.skip_step()
 
@@ -160,6 +167,15 @@ class TrainedEngine(ZeroEngine):
         self.reduction.close()
         super().destroy()
         empty([[one.master, *one.optimizer.state.values()] for one in self.sub_groups])
+
+
+class StepGradients(Gradients):
+    """A step's gradient, part of which may still be in the weights' dtype."""
+
+    def slices(self) -> list[Tensor]:
+        """Return every slice in float32, which does not round what a policy writes."""
+        self.entries = [replace(e, grad=e.grad.to(self.wide)) for e in self.entries]
+        return super().slices()
 
 
 def empty(tensors: Any) -> None:

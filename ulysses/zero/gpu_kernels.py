@@ -2,15 +2,17 @@
 """The engine's two kernels for GPUs: the mean of all ranks' gradients, and AdamW's update in one pass over memory.
 
 The update
-    reads    gradient (times the factor that clipping left to do), master weight, both moments
+    reads    gradient (wherever it is, times the factor that clipping left to do), master weight, both moments
     writes   master weight, both moments, and the weight in the model's dtype where the model has it
 
 torch's fused AdamW, the copy to the model and the clipping before it take three passes: 46 bytes for each weight of a
-bfloat16 model, here 30. The arithmetic is torch's.
+bfloat16 model, here 30, or 28 where the gradient was kept in bfloat16. The arithmetic is torch's.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +48,7 @@ if AVAILABLE:
     @triton.jit
     def _adamw_kernel(
         master,
-        grad,
+        grads,
         mean,
         square,
         places,
@@ -60,17 +62,22 @@ if AVAILABLE:
         root_correction,
         eps,
         DTYPE: tl.constexpr,
+        OF_GRADIENT: tl.constexpr,
         ALIGNED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        place = places + 3 * tl.program_id(0).to(tl.int64)
+        place = places + 5 * tl.program_id(0).to(tl.int64)
         start, count, address = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+        address_of_gradient = tl.load(grads + tl.load(place + 3)) + tl.load(place + 4) * (
+            OF_GRADIENT.primitive_bitwidth // 8
+        )
         # where all numbers are multiples of 16, loads and stores of 16 bytes do
         start, count = tl.multiple_of(start, ALIGNED), tl.multiple_of(count, ALIGNED)
         weights = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNED)
+        grad = tl.multiple_of(address_of_gradient.to(tl.pointer_type(OF_GRADIENT)), ALIGNED)
         within = tl.arange(0, BLOCK)
         at, mask = start + within, within < count
-        g = tl.load(grad + at, mask) * factor
+        g = tl.load(grad + within, mask).to(tl.float32) * factor
         m = beta1 * tl.load(mean + at, mask) + one_minus_beta1 * g
         v = beta2 * tl.load(square + at, mask) + one_minus_beta2 * g * g
         p = tl.load(master + at, mask) * kept
@@ -89,6 +96,11 @@ def average(copies: Tensor, target: Tensor, *, add: bool) -> None:
         )
 
 
+def _in_triton(tensor: Tensor) -> Any:
+    """Return the tensor's dtype in Triton's words."""
+    return getattr(tl, str(tensor.dtype).removeprefix("torch."))
+
+
 def one_pass_does(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether OnePassSubGroup does what the optimizer would."""
     usual = not any(optimizer.defaults.get(name) for name in ("amsgrad", "maximize"))
@@ -101,25 +113,29 @@ class OnePassSubGroup(SubGroup):
 
     def __post_init__(self) -> None:
         blocks, numbers, start = [], [_ALIGNED], 0
-        for own in self.weights:
-            at = torch.arange(0, len(own), _BLOCK)
-            left, address = (len(own) - at).clamp(max=_BLOCK), own.data_ptr()
-            blocks.append(torch.stack((start + at, left, address + at * own.element_size()), 1))
-            numbers += start, len(own), address
+        for index, (own, length) in enumerate(zip(self.weights, self.lengths)):
+            address = own.data_ptr()
+            at = torch.arange(0, length, _BLOCK)
+            left, places = (length - at).clamp(max=_BLOCK), address + at * own.element_size()
+            blocks.append(torch.stack((start + at, left, places, 0 * at + index, at), 1))
+            numbers += start, length, address
             start += len(own)
         self._places = torch.cat(blocks).to(self.master.device)
         self._aligned = math.gcd(*numbers)
 
-    def update(self, lr: float, factor: float) -> None:
+    def update(self, grads: Sequence[Tensor], lr: float, factor: float) -> None:
         """Do the same in one pass over memory."""
         (settings,), state = self.optimizer.param_groups, self.moments
         beta1, beta2 = settings["betas"]
         state["step"] += 1
         updates = int(state["step"])
+        addresses = [grad.data_ptr() for grad in grads]
+        # pinned, so that the host does not wait
+        of_grads = torch.tensor(addresses, pin_memory=True).to(self.master.device, non_blocking=True)
         with torch.cuda.device(self.master.device):
             _adamw_kernel[(len(self._places),)](
                 self.master,
-                self.master.grad,
+                of_grads,
                 state["exp_avg"],
                 state["exp_avg_sq"],
                 self._places,
@@ -132,7 +148,8 @@ class OnePassSubGroup(SubGroup):
                 1 - beta2,
                 math.sqrt(1 - beta2**updates),
                 settings["eps"],
-                DTYPE=getattr(tl, str(self.weights[0].dtype).removeprefix("torch.")),
-                ALIGNED=self._aligned,
+                DTYPE=_in_triton(self.weights[0]),
+                OF_GRADIENT=_in_triton(grads[0]),
+                ALIGNED=math.gcd(self._aligned, *addresses),
                 BLOCK=_BLOCK,
             )

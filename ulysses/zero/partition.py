@@ -50,7 +50,7 @@ def sub_groups(
 
     Args:
         optimizer: makes an optimizer of tables of parameters, as torch's take them.
-        device: of master weights, gradients and state; pinned memory if it is the host of a GPU.
+        device: of master weights, sums of gradients and state; pinned memory if it is the host of a GPU.
     """
     for group in groups:
         few: list[nn.Parameter] = []
@@ -64,7 +64,6 @@ def sub_groups(
             pinned = device.type == "cpu" and torch.cuda.is_available()
             if pinned:
                 master = master.pin_memory()
-            master.grad = torch.zeros_like(master, pin_memory=pinned)
             made = optimizer([{"params": [master], "weight_decay": group.weight_decay}])
             kind = SubGroup
             if group.eight_bit:
@@ -76,24 +75,26 @@ def sub_groups(
 
                 if gpu_kernels.one_pass_does(made):
                     kind = gpu_kernels.OnePassSubGroup
-            yield kind(group, few, weights, master, made)
+            lengths = [shard_of(p).length for p in few]
+            yield kind(group, few, weights, lengths, master, made)
             few, weights = [], []
 
 
 def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[ParameterSlice]:
     """Yield this rank's parts of a sub-group's parameters."""
     names = {p: name for name, p in model.named_parameters()}
-    whole: Any = sub_group.master.grad
-    sizes = [len(own) for own in sub_group.weights]
-    for p, size, grad in zip(sub_group.parameters, sizes, whole.split(sizes)):
+    offset = 0
+    for p in sub_group.parameters:
         shard = shard_of(p)
+        size = len(shard.own)
         yield ParameterSlice(
-            names[p],
-            shard.shape,
-            grad[: shard.length],
-            shard.start,
-            sub_group.group.scope,
-            parameter=p,
+            name=names[p],
+            shape=shard.shape,
+            start=shard.start,
+            length=shard.length,
             size=size,
+            offset=offset,
+            parameter=p,
             home=sub_group,
         )
+        offset += size

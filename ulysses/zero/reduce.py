@@ -1,8 +1,9 @@
-"""Take gradients into this rank's float32 slices, while the backward pass goes on.
+"""Take gradients, while the backward pass goes on, for this rank's slices.
 
 a unit's backward ends    its gradients are whole, in the weights' dtype
-one process               they are written to the slice (first micro-batch) or added to it
-several                   they are averaged before (across_ranks.py)
+one process               those of a step's only micro-batch stay as they are until the update; those of several are
+                          written to float32 sums (first micro-batch) or added to them
+several                   they are averaged before, in float32 (across_ranks.py)
 """
 
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ulysses.gradients.gradients import GradientSlice
 from ulysses.zero.update import ParameterSlice
 
 # Units whose gradients wait for their reduction, and take memory, before the host waits too.
@@ -24,7 +26,7 @@ class GradientReduction:
     """Take every gradient as soon as it is complete; one object per trained engine.
 
     Args:
-        slices: of all trained parameters, their gradients on the GPU or in (pinned) host memory.
+        slices: of all trained parameters, their sums on the GPU or in (pinned) host memory.
         units: modules whose parameters' gradients are complete when the module's backward is.
         device: of the model.
         lent: gradients lie in memory that the next backward pass writes again (memory/graphs.py).
@@ -41,13 +43,16 @@ class GradientReduction:
         bucket: int,
     ) -> None:
         self._slices, self._lent = list(slices), lent
-        self._on_host = self._slices[0].grad.device.type != device.type
+        self._on_host = self._slices[0].home.master.device.type != device.type
+        # Gradients are added to sums from the first step on whose micro-batch is not alone: then there is memory for
+        # them, and there would have to be more for what is kept beside.
+        self._adds = self._on_host
         # At high priority a reduction starts at the next kernel boundary instead of behind all queued matrix
         # products.
         self._backend = torch.get_device_module(device)
         self._stream = self._backend.Stream(priority=-1)
         self._events: deque[Any] = deque()
-        self._written: set[str] = set()
+        self._values: dict[str, Tensor] = {}  # of the step, by the parameters' names
         self._hooks: list[Any] = []
         alone = {s.parameter: s for s in self._slices}
         for unit in units:
@@ -58,20 +63,24 @@ class GradientReduction:
                 hook = p.register_post_accumulate_grad_hook(partial(self._take, [s]))
                 self._hooks.append(hook)
 
+    def begin(self, *, alone: bool) -> None:
+        """Begin a backward pass; `alone`: of the step's only micro-batch."""
+        self._adds |= not alone
+
     def finish(self) -> None:
         """Take what no hook has taken, and send what is still collected; call it after each backward pass."""
         self._take(self._slices, last=True)
         if self._lent:
             self._backend.current_stream().wait_stream(self._stream)
 
-    def wait(self) -> None:
-        """Let the current stream (for host memory: the host) wait for all sums of the step.
+    def gradients(self) -> list[GradientSlice]:
+        """Let the current stream (for host memory: the host) wait for the whole step's gradient, and return it.
 
         Raises:
             RuntimeError: if a parameter received no gradient since the last `forget`, naming it. Every stage gives
                 every trained parameter a gradient in every micro-batch, so something else must have taken it.
         """
-        missing = [s.name for s in self._slices if s.name not in self._written]
+        missing = [s.name for s in self._slices if s.name not in self._values]
         if missing:
             raise RuntimeError(
                 f"{len(missing)} of {len(self._slices)} trained parameters received no gradient in this step, the "
@@ -80,16 +89,18 @@ class GradientReduction:
         self._backend.current_stream().wait_stream(self._stream)
         if self._on_host:
             self._events[-1].synchronize()
+        return [s.gradient(self._values[s.name]) for s in self._slices]
 
     def forget(self) -> None:
-        """Begin a new step: the next gradients replace what the slices hold."""
-        self._written.clear()
+        """Begin a new step: the next gradients replace what the sums hold."""
+        self._values.clear()
 
     def close(self) -> None:
         """Remove the hooks and forget the slices."""
         for hook in self._hooks:
             hook.remove()
         self._slices = []
+        self.forget()
 
     @torch.no_grad()
     def _take(self, slices: Iterable[ParameterSlice], *_: Any, last: bool = False) -> None:
@@ -124,18 +135,23 @@ class GradientReduction:
             self._events[-1].record()
 
     def _store(self, means: list[tuple[ParameterSlice, Tensor]]) -> None:
-        """Write this rank's means to their slices, or add them to what earlier micro-batches wrote."""
+        """Keep this rank's means, or write them to their sums, or add them to what earlier micro-batches wrote."""
+        if not self._adds:
+            for s, mean in means:  # one that comes in two parts is added as autograd adds it
+                first = self._values.get(s.name)
+                self._values[s.name] = mean if first is None else first + mean
+            return
         if self._on_host:
             for s, mean in means:
                 total = mean.float()
-                if s.name in self._written:  # the GPU adds
-                    total = s.grad.to(mean.device, non_blocking=True).add_(total)
-                s.grad.copy_(total, non_blocking=True)
+                if s.name in self._values:  # the GPU adds
+                    total = s.sum.to(mean.device, non_blocking=True).add_(total)
+                s.sum.copy_(total, non_blocking=True)
         else:  # in a few kernels for all of them
             for again in (False, True):
                 chosen = [
-                    (s.grad, mean) for s, mean in means if (s.name in self._written) == again
+                    (s.sum, mean) for s, mean in means if (s.name in self._values) == again
                 ]
                 if chosen:
                     (torch._foreach_add_ if again else torch._foreach_copy_)(*zip(*chosen))
-        self._written.update(s.name for s, _ in means)
+        self._values |= {s.name: s.sum for s, _ in means}

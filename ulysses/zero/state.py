@@ -28,8 +28,8 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
     of the run, and the step.
     """
     stem = f"rank-{dist.get_rank():05d}"
-    slices = [s for s in engine.slices if len(s.grad)]
-    *starts, count = accumulate((len(s.grad) for s in slices), initial=0)
+    slices = [s for s in engine.slices if s.length]
+    *starts, count = accumulate((s.length for s in slices), initial=0)
     digests: dict[str, str] = {}
     data = {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}
     header = json.dumps({"data": data}).encode()
@@ -44,7 +44,7 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
     record |= {
         "updates": engine.sub_groups[0].updates,
         "digests": digests,
-        "pieces": [[s.name, s.start, len(s.grad), at] for s, at in zip(slices, starts)],
+        "pieces": [[s.name, s.start, s.length, at] for s, at in zip(slices, starts)],
     }
     name = f"{stem}.json"
     return digests | {name: write_digested(folder / name, [json.dumps(record).encode()])}

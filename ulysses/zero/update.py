@@ -6,6 +6,8 @@
 Each sub-group has a torch optimizer of its own. On a GPU gpu_kernels.py does AdamW's part.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,22 +36,41 @@ class ParameterGroup:
 class SubGroup:
     """Parameters of a group that are updated together.
 
-    weights: this rank's flat slices in the model, padding included. master: the same in float32 [N], one after the
-    other; `master.grad` is their gradient. optimizer: for `master` alone.
+    weights: this rank's flat slices in the model, padding included, without which they have these lengths. master: the
+    same in float32 [N], one after the other. optimizer: for `master` alone.
     """
 
     group: ParameterGroup
     parameters: list[nn.Parameter]
     weights: list[Tensor]
+    lengths: list[int]
     master: Tensor
     optimizer: torch.optim.Optimizer
 
-    def update(self, lr: float, factor: float) -> None:
-        """Take one step with `factor` times the gradient, and give the result to the model."""
+    @property
+    def sums(self) -> Tensor:
+        """The float32 memory [N] in which several gradients of a step are added; it is made when it is asked for."""
+        if self.master.grad is None:
+            pinned = self.master.is_pinned()
+            self.master.grad = torch.zeros_like(self.master, pin_memory=pinned)
+        return self.master.grad
+
+    def update(self, grads: Sequence[Tensor], lr: float, factor: float) -> None:
+        """Take one step with `factor` times the gradients, and give the result to the model.
+
+        Args:
+            grads: of the parameters' slices without padding, in their order: parts of `sums` once there are sums; on
+                one process, which pads nothing, tensors of their own before.
+        """
+        apart = self.master.grad is None
+        if apart:
+            self.master.grad = torch.cat([grad.float() for grad in grads])
         if factor != 1:
-            self.master.grad.mul_(factor)  # type: ignore[union-attr]
+            self.sums.mul_(factor)
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
+        if apart:
+            self.master.grad = None
         self.write()
 
     def write(self) -> None:
@@ -86,21 +107,38 @@ class SubGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterSlice(GradientSlice):
-    """This rank's part of one trained parameter; `grad` is what the optimizer reads."""
+class ParameterSlice:
+    """This rank's part of one trained parameter.
 
+    shape: of the whole parameter; the slice has `length` of its elements from `start` on, and with padding `size` on
+    every rank. It lies in its home's master weights from `offset` on.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    length: int
+    size: int
+    offset: int
     parameter: nn.Parameter
-    size: int  # elements of every rank's slice, padding included
     home: SubGroup
 
     @property
-    def offset(self) -> int:
-        """Where the slice lies in the master weights, as its gradient does in theirs."""
-        return self.grad.storage_offset()
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def sum(self) -> Tensor:
+        """The memory in which its gradients are added, float32 [length]."""
+        return self.home.sums.narrow(0, self.offset, self.length)
+
+    def gradient(self, value: Tensor) -> GradientSlice:
+        """Return the slice of the step's gradient that has this value."""
+        return GradientSlice(self.name, self.shape, value, self.start, self.home.group.scope)
 
     def state(self, kind: str) -> Tensor:
         """Return the float32 "master" weights, or one of AdamW's moments."""
-        return self.home.state(kind, self.offset, len(self.grad))
+        return self.home.state(kind, self.offset, self.length)
 
     def restore(self, kind: str, values: Tensor) -> None:
         """Take what `state` returned and was written to since."""
