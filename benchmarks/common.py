@@ -101,7 +101,9 @@ def changed(config: Config, section: str, **values: Any) -> Config:
     )
 
 
-def build(config: Config, device: torch.device, tokens: int, documents: int = 1) -> Bench:
+def build(
+    config: Config, device: torch.device, tokens: int, documents: int = 1, micro_batches: int = 1
+) -> Bench:
     """Create mesh and engine as a run does for its longest packs, which have `tokens`; all ranks call it together.
 
     Raises ConfigError where a run would refuse.
@@ -109,7 +111,7 @@ def build(config: Config, device: torch.device, tokens: int, documents: int = 1)
     shape, _ = read_shape(config)
     degree = config.parallel.sequence_parallel_size
     mesh = ParallelMesh(degree, num_heads=shape.num_attention_heads, windows=shape.windows)
-    choice = planned(config, shape, device, tokens, documents)
+    choice = planned(config, shape, device, tokens, documents, micro_batches)
     engine = trained_engine(
         config, InitialWeights(shape, 0, quantize=config.model.quantize), mesh, choice
     )
@@ -119,20 +121,27 @@ def build(config: Config, device: torch.device, tokens: int, documents: int = 1)
 
 
 def planned(
-    config: Config, shape: ModelConfig, device: torch.device, tokens: int, documents: int
+    config: Config,
+    shape: ModelConfig,
+    device: torch.device,
+    tokens: int,
+    documents: int,
+    micro_batches: int,
 ) -> Plan:
-    """Return the planner's choice for packs of so many tokens and documents; all ranks call it together."""
+    """Return the planner's choice for steps of such packs; all ranks call it together."""
     config = changed(config, "data", max_length=max(8, tokens // documents))
     machine = this_machine(device, config.memory.host_memory)
-    return choose_memory(planner_case(config, shape, machine, tokens))
+    case = planner_case(config, shape, machine, tokens)
+    return choose_memory(case._replace(whole_steps=micro_batches == 1))
 
 
-def remember(bench: Bench, tokens: int, documents: int = 1) -> Plan:
+def remember(bench: Bench, tokens: int, documents: int = 1, micro_batches: int = 1) -> Plan:
     """Let the planner choose what the layers keep for such packs, as a run does; all ranks call it together.
 
     Raises ConfigError where a run would refuse.
     """
-    choice = planned(bench.config, bench.shape, bench.engine.device, tokens, documents)
+    given = bench.config, bench.shape, bench.engine.device
+    choice = planned(*given, tokens, documents, micro_batches)
     decoder: Any = bench.engine.module.model
     decoder.set_memory(layer_memory(choice))
     return choice
@@ -154,7 +163,8 @@ def take_step(
     engine = bench.engine
     for _ in range(micro_batches):
         loss = engine(batch, nll=True).nll
-        engine.backward(loss * (bench.mesh.world_size / count / micro_batches))
+        scale = bench.mesh.world_size / count / micro_batches
+        engine.backward(loss * scale, alone=micro_batches == 1)
     gradients = engine.gradients()
     gradient_policies(bench.config.gradients).apply(
         gradients, StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)

@@ -62,7 +62,7 @@ def search(a: Any, rest: list[str], degree: int) -> dict[str, Any]:
     host = config.memory.host_memory * GIB or free_host_bytes()
     machine, (shape, _) = Machine(a.gpus, a.gpu_memory * GIB, host), read_shape(config)
     case = planner_case(config, shape, machine, BLOCK)
-    tokens = longest_sequence(case._replace(documents=1))
+    tokens = longest_sequence(case._replace(documents=1, whole_steps=True))
     print(f"degree {degree}: {tokens:,} tokens planned", flush=True)
     rows: list[dict[str, Any]] = []
     fits = fails = 0

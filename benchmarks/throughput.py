@@ -113,15 +113,17 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
             if bench is None:
                 # with the host memory that the first case may use
                 first = changed(config, "memory", offload=offload)
-                bench = build(first, device, max(a.seq) * a.documents, a.documents)
+                longest = max(a.seq) * a.documents
+                bench = build(first, device, longest, a.documents, a.micro_batches)
                 if a.skip_attention:
                     skip_attention(bench)
                 if a.warm:
-                    measure(bench, a.warm, remember(bench, a.warm), steps=0)
+                    warm = {"micro_batches": a.micro_batches}
+                    measure(bench, a.warm, remember(bench, a.warm, **warm), **warm, steps=0)
             memory = changed(bench.config, "memory", recompute=level, offload=offload)
             here = bench._replace(config=memory)
-            choice = remember(here, seq * a.documents, a.documents)
             several = {"documents": a.documents, "micro_batches": a.micro_batches}
+            choice = remember(here, seq * a.documents, **several)
             row = measure(here, seq, choice, **several, steps=a.steps)
         except ConfigError as error:
             rows.append(
