@@ -19,7 +19,7 @@ from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 from ulysses.zero.settings import derive
-from ulysses.zero.update import ParameterGroup
+from ulysses.zero.update import ParameterGroup, ParameterSlice
 
 
 class HostWeights(InitialWeights):
@@ -79,7 +79,7 @@ def frozen_engine(create: Callable[[], nn.Module], source: Any) -> ZeroEngine:
     return ZeroEngine(model.eval(), config, (DecoderLayer,))
 
 
-def whole(entry: GradientSlice, piece: torch.Tensor) -> torch.Tensor:
+def whole(entry: GradientSlice | ParameterSlice, piece: torch.Tensor) -> torch.Tensor:
     """Put all ranks' pieces of one flattened parameter together, on every rank; all ranks call it together."""
     flat = torch.zeros(entry.numel, device=device())
     flat[entry.start : entry.start + len(piece)] = piece

@@ -66,7 +66,7 @@ def groups(model: Any) -> list[ParameterGroup]:
 def as_one_process(engine: Any) -> tuple[Gradients, dict[str, torch.Tensor]]:
     """Return the step's gradient and weights, whole on every rank and on the same device (noise differs elsewhere)."""
     entries = engine.gradients().entries
-    weights = {e.name: whole(e, e.state("master")) for e in entries}
+    weights = {s.name: whole(s, s.state("master")) for s in engine.slices}
     return Gradients([replace(e, grad=whole(e, e.grad), start=0) for e in entries]), weights
 
 
