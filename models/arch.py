@@ -187,6 +187,10 @@ class ModelConfig:
         multipliers = {name: number(known, name, float) for name in family.multipliers}
         if family.scaled_embeddings:
             multipliers["embedding_multiplier"] = known["hidden_size"] ** 0.5
+        if family.scaled_window and "factor" in table:
+            most = number(known, "max_position_embeddings", int)
+            original = int(most / number(known, "factor", float))
+            known.setdefault("original_max_position_embeddings", original)
         scaling = read_scaling(known, rope)
         eos = known.get("eos_token_id", [])
         return cls(
@@ -260,21 +264,22 @@ class ModelConfig:
             del written["attention_bias"]
         if reward:
             written |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
-        others = {other: written[name] for other, name in family.aliases.items()}
-        written |= others | family.fixed
+        aliases = family.aliases.items()
+        written |= {other: written[name] for other, name in aliases if name in written}
+        written |= family.fixed
         if not self.around or reward:
             return written
         from models.multimodal import around_text
 
         return around_text(written, self.around)
 
-    def stored_name(self, name: str) -> str:
-        """Return the name that a parameter has in files of the whole model."""
+    def stored_name(self, name: str, *, of_adapter: bool = False) -> str:
+        """Return the name that a parameter has in files of the whole model, or in those of its adapters."""
         if not self.around:
             return name
         from models.multimodal import outside
 
-        return outside(name)
+        return outside(name, "" if of_adapter else self.around)
 
     def describe_window(self) -> str:
         """Return a line about the longest sequence that the positions were made for."""

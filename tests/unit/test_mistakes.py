@@ -118,7 +118,7 @@ SFT --model.config.model_type gemma3_text => hidden_act = 'silu'
 SFT --model.config.model_type gemma3_text --model.config.hidden_act null --model.config.final_logit_softcapping 30 \
 => final_logit_softcapping = 30
 SFT --model.config.model_type granite --model.config.residual_multiplier x => residual_multiplier = 'x' but it
-SFT --model.config.model_type gemma3 => model_type 'gemma3' but only
+SFT --model.config.model_type gemma2 => model_type 'gemma2' but only
 SFT --model.config.model_type gemma3_text --model.config.rope_parameters \
 {"full_attention":{"rope_theta":1e4},"sliding_attention":{"rope_type":"yarn","rope_theta":1e4}} \
 => local_rope_type = 'yarn'

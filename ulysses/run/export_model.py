@@ -181,7 +181,10 @@ def export_model(
 
     with whole_folder(out, f" after step {step}") as new:
         if not whole:
-            adapters = {shape.stored_name(n): x.to(rounded.dtype) for n, x in adapters.items()}
+            adapters = {
+                shape.stored_name(n, of_adapter=True): x.to(rounded.dtype)
+                for n, x in adapters.items()
+            }
             save_adapters(new, adapters, config.model, reward=stage.reward)
         else:
             together = shape.family.clamped_experts
