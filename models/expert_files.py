@@ -121,8 +121,8 @@ def join_experts(found: dict[str, Any]) -> None:
             if len(shapes) == 1 and None not in shapes:
                 if any(found[name].state for name in wanted):
                     raise ValueError(
-                        f"{found[wanted[0]].file.absolute()} holds {wanted[0]} quantised apart from other experts'; use "
-                        "the model that they were made from, with model.quantize"
+                        f"{found[wanted[0]].file.absolute()} holds {wanted[0]} quantised apart from other experts'; "
+                        "use the model that they were made from, with model.quantize"
                     )
                 rows, width = found[wanted[0]].shape
                 shape = torch.Size([count, rows * len(matrices), width])
