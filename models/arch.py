@@ -273,13 +273,13 @@ class ModelConfig:
 
         return around_text(written, self.around)
 
-    def stored_name(self, name: str, *, of_adapter: bool = False) -> str:
-        """Return the name that a parameter has in files of the whole model, or in those of its adapters."""
+    def stored_name(self, name: str) -> str:
+        """Return the name that a parameter has in the whole model, and its adapters in files."""
         if not self.around:
             return name
         from models.multimodal import outside
 
-        return outside(name, "" if of_adapter else self.around)
+        return outside(name)
 
     def describe_window(self) -> str:
         """Return a line about the longest sequence that the positions were made for."""

@@ -55,7 +55,7 @@ def split_text(found: Fields) -> tuple[Fields, Fields]:
 
 
 def outside(name: str, around: str = "") -> str:
-    """Return the name that a parameter has in the whole model's modules or, with its config.json, in its files."""
+    """Return the name that a parameter has in the whole model or, if this one's config.json is given, in its files."""
     kind = json.loads(around)["model_type"] if around else ""
     if prefix := MULTIMODAL.get(kind, {}).get("prefix"):
         return prefix + name
