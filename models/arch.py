@@ -338,7 +338,8 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
         interval = number(known, "no_rope_layer_interval", int)
         every = [(i + 1) % interval for i in range(count)]
         rotated = of_layers("no_rope_layers", int, every)
-    dense, step = known.get("mlp_only_layers") or [], known.get("decoder_sparse_step", 1)
+    step = number({"decoder_sparse_step": 1} | known, "decoder_sparse_step", int)
+    dense = known.get("mlp_only_layers") or []
     if strange := {*mixers} - {*family.mixers}:
         raise ValueError(
             f"config.json has layer_types of {', '.join(sorted(strange))} but {known['model_type']} has layers of "
