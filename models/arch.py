@@ -192,16 +192,18 @@ class ModelConfig:
             original = int(most / number(known, "factor", float))
             known.setdefault("original_max_position_embeddings", original)
         scaling = read_scaling(known, rope)
-        eos = known.get("eos_token_id", [])
+        # null is no token, whatever the default is
+        bos, eos, pad = (stated.get(f"{name}_token_id") for name in ("bos", "eos", "pad"))
+        eos = [] if eos is None else eos
         return cls(
             model_type=model_type,
             **numbers(cls, known),
             rope_scaling=scaling,
             tie_word_embeddings=bool(known["tie_word_embeddings"]),
             attention_bias=family.qkv_bias or bool(known.get("attention_bias")),
-            bos_token_id=known.get("bos_token_id"),
+            bos_token_id=bos,
             eos_token_id=tuple(eos) if isinstance(eos, list) else (eos,),
-            pad_token_id=known.get("pad_token_id"),
+            pad_token_id=pad,
             pattern=pattern,
             rope_local_theta=local_theta,
             sliding_window=window,

@@ -95,3 +95,11 @@ def test_gemma3s_window_counts_its_scaling():
     assert config.max_position_embeddings == config.to_hf()["max_position_embeddings"] == 131072
     assert ModelConfig.from_hf(raw, rope_type="yarn", factor=16.0).max_position_embeddings == 262144
     assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+def test_no_token_stays_none_beside_a_default():
+    """SmolLM3's config.json has "bos_token_id": null, where transformers' default is a token."""
+    raw = LLAMA | {"model_type": "smollm3", "bos_token_id": None, "eos_token_id": None}
+    config = ModelConfig.from_hf(raw)
+    assert config.bos_token_id is None and config.eos_token_id == ()
+    assert config.pad_token_id == 128004 and ModelConfig.from_hf(config.to_hf()) == config
