@@ -187,17 +187,23 @@ class ModelConfig:
         multipliers = {name: number(known, name, float) for name in family.multipliers}
         if family.scaled_embeddings:
             multipliers["embedding_multiplier"] = known["hidden_size"] ** 0.5
+        if family.scaled_window and "factor" in table:
+            most = number(known, "max_position_embeddings", int)
+            original = int(most / number(known, "factor", float))
+            known.setdefault("original_max_position_embeddings", original)
         scaling = read_scaling(known, rope)
-        eos = known.get("eos_token_id", [])
+        # null is no token, whatever the default is
+        bos, eos, pad = (stated.get(f"{name}_token_id") for name in ("bos", "eos", "pad"))
+        eos = [] if eos is None else eos
         return cls(
             model_type=model_type,
             **numbers(cls, known),
             rope_scaling=scaling,
             tie_word_embeddings=bool(known["tie_word_embeddings"]),
             attention_bias=family.qkv_bias or bool(known.get("attention_bias")),
-            bos_token_id=known.get("bos_token_id"),
+            bos_token_id=bos,
             eos_token_id=tuple(eos) if isinstance(eos, list) else (eos,),
-            pad_token_id=known.get("pad_token_id"),
+            pad_token_id=pad,
             pattern=pattern,
             rope_local_theta=local_theta,
             sliding_window=window,
@@ -260,8 +266,9 @@ class ModelConfig:
             del written["attention_bias"]
         if reward:
             written |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
-        others = {other: written[name] for other, name in family.aliases.items()}
-        written |= others | family.fixed
+        aliases = family.aliases.items()
+        written |= {other: written[name] for other, name in aliases if name in written}
+        written |= family.fixed
         if not self.around or reward:
             return written
         from models.multimodal import around_text
@@ -269,7 +276,7 @@ class ModelConfig:
         return around_text(written, self.around)
 
     def stored_name(self, name: str) -> str:
-        """Return the name that a parameter has in files of the whole model."""
+        """Return the name that a parameter has in the whole model, and its adapters in files."""
         if not self.around:
             return name
         from models.multimodal import outside
@@ -333,7 +340,8 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
         interval = number(known, "no_rope_layer_interval", int)
         every = [(i + 1) % interval for i in range(count)]
         rotated = of_layers("no_rope_layers", int, every)
-    dense, step = known.get("mlp_only_layers") or [], known.get("decoder_sparse_step", 1)
+    step = number({"decoder_sparse_step": 1} | known, "decoder_sparse_step", int)
+    dense = known.get("mlp_only_layers") or []
     if strange := {*mixers} - {*family.mixers}:
         raise ValueError(
             f"config.json has layer_types of {', '.join(sorted(strange))} but {known['model_type']} has layers of "

@@ -203,12 +203,13 @@ class CausalLM(HeadedDecoder):
         Positions of weight 0 cost no vocabulary projection. `nll` asks for this rank's sum of loss weights * -logps,
         which then has the only gradient and costs one projection less. `options` are those of linear_logprobs:
         `entropy`, `lse` and `mean_logit` ask for those of the same positions, `temperature` divides the logits,
-        `tile_loss` is a loss of all of them. Without `project` the vocabulary's inputs are returned, [M, D] of the
-        positions whose weight is not 0. All ranks of the sequence-parallel group call together.
+        `tile_loss` is a loss of all of them. Without `project` what the vocabulary's matrix makes logits of is
+        returned, [M, D] of the positions whose weight is not 0. All ranks of the sequence-parallel group call together.
         """
         rows = self.rows(batch)
         if not project:
-            return rows
+            scaling = self.config.multipliers.logits_scaling
+            return rows if scaling == 1 else rows / scaling
         if nll:
             options["loss_weights"] = batch.loss_weights.index_select(0, batch.valid_index)
         return self.log_probs(rows, batch, options)
@@ -220,7 +221,10 @@ class CausalLM(HeadedDecoder):
     def log_probs(self, rows: Tensor, batch: ShardedBatch, options: dict[str, Any]) -> LogProbs:
         """Return the log-probabilities [S] of the batch's targets from those hidden states."""
         if (scaling := self.config.multipliers.logits_scaling) != 1:
-            options["temperature"] = options.get("temperature", 1.0) * scaling
+            if "tile_loss" in options:  # which reads logits of temperature 1
+                rows = rows / scaling
+            else:
+                options["temperature"] = options.get("temperature", 1.0) * scaling
         out = self.lm_head(rows, batch.targets.index_select(0, batch.valid_index), **options)
         return LogProbs._make(None if x is None else placed(x, batch) for x in out)
 

@@ -104,7 +104,10 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def join_experts(found: dict[str, Any]) -> None:
-    """Make one tensor of the matrices of a layer's experts, where files hold them one by one and all of them."""
+    """Make one tensor of the matrices of a layer's experts, where files hold them one by one and all of them.
+
+    Raises ValueError if they are quantised, each with scales of its own.
+    """
     each: dict[str, dict[tuple[int, str], str]] = {}
     for name in found:
         if match := _EXPERT.fullmatch(name):
@@ -116,6 +119,11 @@ def join_experts(found: dict[str, Any]) -> None:
             wanted = [names.get((i, matrix), "") for i in range(count) for matrix in matrices]
             shapes = {found[name].shape if name else None for name in wanted}
             if len(shapes) == 1 and None not in shapes:
+                if any(found[name].state for name in wanted):
+                    raise ValueError(
+                        f"{found[wanted[0]].file.absolute()} holds {wanted[0]} quantised apart from other experts'; "
+                        "use the model that they were made from, with model.quantize"
+                    )
                 rows, width = found[wanted[0]].shape
                 shape = torch.Size([count, rows * len(matrices), width])
                 parts = [found.pop(name) for name in wanted]

@@ -50,6 +50,7 @@ class Family:
         rope_scaling: what transformers assumes if config.json has neither rope_scaling nor rope_parameters.
         multipliers: the fields of Multipliers that config.json has.
         scaled_embeddings: embeddings are multiplied by the square root of their width.
+        scaled_window: max_position_embeddings counts what the file's rotary scaling adds, whatever its type.
     """
 
     class_name: str
@@ -72,13 +73,15 @@ class Family:
     rope_scaling: Fields = field(default_factory=dict)
     multipliers: tuple[str, ...] = ()
     scaled_embeddings: bool = False
+    scaled_window: bool = False
     classifier: str = ""
 
 
 TABLES: Fields = json.loads(Path(__file__).with_name("families.json").read_text())
 FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in TABLES["families"].items()}
-# The class of a multimodal model by its model_type; the type of the text model in it is the same with "_text".
-MULTIMODAL: Mapping[str, str] = TABLES["multimodal"]
+# Multimodal models by model_type; that of the text model is the same with "_text". class_name: transformers' class.
+# prefix: what files have before the text model's names, if they are not those of modules.
+MULTIMODAL: Mapping[str, dict[str, str]] = TABLES["multimodal"]
 
 
 @dataclass(frozen=True)

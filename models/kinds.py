@@ -25,10 +25,12 @@ def model_class(*, reward: bool = False, value: bool = False) -> "type[HeadedDec
     return CausalLM
 
 
-def empty_model(config: ModelConfig, *, reward: bool = False) -> "HeadedDecoder":
+def empty_model(
+    config: ModelConfig, *, reward: bool = False, quantize: str = "none"
+) -> "HeadedDecoder":
     """Build a model on torch's meta device, which has no memory: for its parameters' names and shapes."""
     with torch.device("meta"):
-        return model_class(reward=reward)(config)
+        return model_class(reward=reward)(config, quantize=quantize)
 
 
 @functools.cache

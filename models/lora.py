@@ -18,6 +18,7 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from models.arch import ModelConfig
 from models.expert_files import MLP_TARGETS, adapted_experts, is_of_experts, peft_tensor
 from models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, VOCABULARY
 from models.hf_format import lora_scale
@@ -97,14 +98,13 @@ def merged(
     weights: Iterable[tuple[str, Tensor]],
     adapters: Mapping[str, Tensor],
     config: Any,
+    shape: ModelConfig,
     rounded: Callable[[Tensor, Tensor], Tensor] = lambda exact, base: exact.to(base.dtype),
-    *,
-    transposed: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under the base model's names with the scaled B A added, in float32, where it belongs.
 
     The adapters among `weights` are left out; the adapted matrices are copies, `rounded` then, by default to their own
-    dtype. `transposed` experts' matrices are [inputs, outputs].
+    dtype.
     """
     scale = lora_scale(config.rank, config.alpha, config.rslora)
     for name, weight in weights:
@@ -115,7 +115,7 @@ def merged(
         if is_of_all or stem != name:
             of = (owner, last) if is_of_all else (stem, f"{ADAPTER}.weight")
             a, b = (adapters[f"{of[0]}.lora_{k}.{of[1]}"].float() for k in "AB")
-            update = (b @ a).mT if is_of_all and transposed else b @ a
+            update = (b @ a).mT if is_of_all and shape.family.clamped_experts else b @ a
             flat = (weight.float() + scale * update).view(-1)
             weight = rounded(flat, weight.view(-1)).view_as(weight)
         yield base_name(name), weight

@@ -98,9 +98,13 @@ Norm = RMSNorm | NoNorm
 
 
 class MLP(nn.Module):
-    """Compute down(act(gate(x)) * up(x)) for rows [S, D]."""
+    """Compute down(act(gate(x)) * up(x)) for rows [S, D].
 
-    tile_factor, is_capturable = 1, True
+    tile_factor: a tile has so many times as many rows as usual. is_capturable, fits_graphs: CUDA graphs may run it in
+    sampling, and in training.
+    """
+
+    tile_factor, is_capturable, fits_graphs = 1, True, True
 
     def __init__(
         self, config: ModelConfig, linear: MakeLinear, width: int | None = None

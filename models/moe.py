@@ -195,7 +195,7 @@ class ExpertMatrices(nn.Module):
 class MoE(nn.Module):
     """Compute the sum of the MLPs that a router chooses for each of rows [S, D], times its weights."""
 
-    tile_factor = EXPERT_TILES
+    tile_factor, fits_graphs = EXPERT_TILES, False  # graphs would not note what routers choose
 
     def __init__(
         self,

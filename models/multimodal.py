@@ -3,13 +3,15 @@
 config.json        {"model_type": "qwen3_5", "text_config": {...}, "vision_config": {...}, ...}
 weights            model.language_model.*  lm_head.*        trained, here as model.* and lm_head.*
                    model.visual.*  mtp.*                    carried along
+
+Gemma-3's files, but not its modules and adapters, have other names: language_model.model.* and vision_tower.*
 """
 
 import json
 
-from models.families import MULTIMODAL, Fields
+from models.families import MULTIMODAL, TABLES, Fields
 
-CARRIED = ("model.visual.", "mtp.")
+CARRIED: tuple[str, ...] = tuple(TABLES["carried"])
 OUTSIDE, INSIDE = "model.language_model.", "model."
 # What config.json may say for the whole model and the text model means too.
 _OF_BOTH = ("tie_word_embeddings", "quantization_config")
@@ -38,7 +40,7 @@ def around_text(written: Fields, around: str) -> Fields:
     own = {name: x for name, x in written.items() if name != "architectures"}
     dtypes = {"torch_dtype": written["torch_dtype"], "dtype": written["torch_dtype"]}
     return whole | {
-        "architectures": [MULTIMODAL[whole["model_type"]]],
+        "architectures": [MULTIMODAL[whole["model_type"]]["class_name"]],
         "text_config": text | own | dtypes | {"rope_parameters": rope},
         "tie_word_embeddings": written["tie_word_embeddings"],
         **dtypes,
@@ -52,11 +54,16 @@ def split_text(found: Fields) -> tuple[Fields, Fields]:
     return text, carried
 
 
-def outside(name: str) -> str:
-    """Return the name that a parameter has in files of the whole model."""
+def outside(name: str, around: str = "") -> str:
+    """Return the name that a parameter has in the whole model or, if this one's config.json is given, in its files."""
+    kind = json.loads(around)["model_type"] if around else ""
+    if prefix := MULTIMODAL.get(kind, {}).get("prefix"):
+        return prefix + name
     return OUTSIDE + name.removeprefix(INSIDE) if name.startswith(INSIDE) else name
 
 
 def inside(name: str) -> str:
     """Return the name that a tensor has here."""
+    for kind in MULTIMODAL.values():
+        name = name.removeprefix(kind.get("prefix", ""))
     return INSIDE + name.removeprefix(OUTSIDE) if name.startswith(OUTSIDE) else name

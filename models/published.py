@@ -1,8 +1,10 @@
 """The shapes of published models by name; imported when a configuration names one."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from models.arch import ModelConfig
@@ -23,3 +25,14 @@ def architecture(name: str) -> ModelConfig:
     raise ValueError(
         f"model.arch is {name!r} but must be one of {', '.join(ARCHITECTURES)}; nearest: {near[0]}"
     )
+
+
+def recognised(name: str) -> ModelConfig | None:
+    """Return the shape that a model's own name, such as "Meta-Llama-3-8B-Instruct", contains the name of, or None."""
+    name = name.lower()
+    names = name + " " + re.sub(r"^([a-z-]+)-(\d)", r"\1\2", name)
+    shape = next((shape for key, shape in ARCHITECTURES.items() if key in names), None)
+    for variant in _PUBLISHED["variants"]:
+        if shape and all(word in name for word in variant["words"]):
+            shape = replace(shape, **variant["changes"])
+    return shape

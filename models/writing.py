@@ -14,6 +14,7 @@ from models.folders import INDEX, WEIGHTS
 from ulysses.disk import write_json, write_tensors
 
 if TYPE_CHECKING:
+    from models.arch import ModelConfig
     from models.hf_format import StoredTensor
 
 GENERATION = "generation_config.json"
@@ -68,16 +69,17 @@ def write_weights(
     tensors: Iterable[tuple[str, Tensor]],
     max_shard_bytes: int = int(SHARD_GIB * 2**30),
     *,
-    whole_experts: bool = False,
+    config: "ModelConfig | None" = None,
+    reward: bool = False,
     carried: "Mapping[str, StoredTensor] | None" = None,
 ) -> None:
     """Write named tensors as transformers does, holding one shard in host memory.
 
     Args:
         folder: an empty folder; the caller moves it into place when all is written.
+        config: of the model, whose files have names of their own and perhaps each expert's matrices for itself.
+        reward: it gives scores, and there is nothing around it.
         carried: StoredTensors of other files (models/hf_format.py), which are written as they are.
-        whole_experts: all experts' matrices of a layer stay one tensor, if there are any, as the family's
-            clamped_experts says.
         max_shard_bytes: bounds a file; a larger tensor has a file of its own.
     """
     files: list[list[str]] = []  # the names in each
@@ -91,7 +93,12 @@ def write_weights(
         shard.clear()
 
     others = ((name, stored.whole()) for name, stored in (carried or {}).items())
-    if not whole_experts:
+    if config and config.around and not reward:
+        from models.multimodal import outside
+
+        around = config.around
+        tensors = ((outside(name, around), tensor) for name, tensor in tensors)
+    if config and config.moe and not config.family.clamped_experts:
         from models.expert_files import as_stored
 
         tensors = as_stored(tensors)

@@ -46,7 +46,7 @@ CHANGES = """{
         "num_hidden_layers": 7},
     "gemma3 with linear": {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 18, "query_pre_attn_scalar": 8,
         "rope_local_base_freq": 3e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window_pattern": 2},
     "qwen3_5": {"model_type": "qwen3_5_text", "num_hidden_layers": 4},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", "full_attention_interval": 2},
     "qwen3_next": {"model_type": "qwen3_next", "mlp_only_layers": [1],

@@ -40,8 +40,7 @@ def write_model(
     model = CausalLM(config, attention="reference").to(dtype)
     init_weights(model, seed=1)
     folder.mkdir(parents=True, exist_ok=True)
-    whole = config.family.clamped_experts
-    write_weights(folder, model.named_parameters(), whole_experts=whole, **options)
+    write_weights(folder, model.named_parameters(), config=config, **options)
     write_json(folder / CONFIG, config.to_hf(dtype=str(dtype).removeprefix("torch.")))
     return model
 

@@ -180,15 +180,13 @@ def merge_adapter(
         return rounded(exact, files.base(name), trained).view(sizes[name])
 
     with whole_folder(out) as new:
-        named = ((n if reward else shape.stored_name(n), weight(n)) for n in sizes)
-        others = {} if reward else files.carried
-        together = shape.family.clamped_experts
         write_weights(
             new,
-            named,
+            ((name, weight(name)) for name in sizes),
             int(shard_gib * 2**30),
-            whole_experts=together or shape.moe is None,
-            carried=others,
+            config=shape,
+            reward=reward,
+            carried={} if reward else files.carried,
         )
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
         for pattern in (GENERATION, "tokenizer*"):

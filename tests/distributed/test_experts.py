@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from models.arch import ModelConfig
+from models.hf_format import WeightFiles
+from tests.e2e.launch import ranks, tiny
 from tests.engine_case import MOE, Case, trained
 from tests.family_case import FAMILIES
 from tests.harness import full
 from tests.memory_case import assert_same_gradients
+from tests.model_folder import demo_model
 from tests.stage_case import Formula, compared
 
 SMALL = replace(MOE, moe=replace(MOE.moe, num_experts=6, num_experts_per_tok=2))
@@ -99,3 +102,18 @@ def test_adapters_of_experts(stage, world, sp, more):
     every = ("o_proj", "gate_proj", "up_proj", "down_proj")
     how = {"shape": MOE, "lora_rank": 3, "lora_targets": every, **more}
     compared(Case(stage, sp=sp, **how), world)
+
+
+@pytest.mark.parametrize("frozen", ["true", "false"])
+def test_a_frozen_router_is_exported_as_it_was(tmp_path, frozen):
+    """Everything else is trained, in the sparse layer and in the dense one."""
+    shape = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    demo_model(tmp_path / "base", **shape, moe_intermediate_size=16, mlp_only_layers=[0])
+    settings = f"--model.path {tmp_path}/base --model.init pretrained --model.freeze_router {frozen}"
+    ranks(tiny("sft", tmp_path / "run", f"{settings} --run.steps 1 --optimizer.lr 0.01"), 2)
+    before, after = (WeightFiles(tmp_path / name) for name in ("base", "run/export"))
+    kept = {
+        name for name in before.tensors if torch.equal(before.read(name), after.read(name))
+    }
+    routers = {name for name in before.tensors if name.endswith("mlp.gate.weight")}
+    assert routers and kept == (routers if frozen == "true" else set())

@@ -13,6 +13,7 @@ from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
+from models.multimodal import CARRIED
 from tests.e2e.launch import ROOT, ranks, tiny
 from tests.family_case import EXPERTS, LINEAR
 from tests.memory_case import packed
@@ -31,30 +32,48 @@ TEXT = LINEAR | json.loads("""{
 }""")
 
 
-def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
-    """Save transformers' own tiny model in bfloat16, with tensors of MTP and a processor, as on the hub."""
+SHARED = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"
+IDS = "num_key_value_heads", "bos_token_id", "eos_token_id", "pad_token_id"
+# Gemma-3's folders say little of the text model, whose window counts the scaling
+GEMMA = {name: TEXT[name] for name in (*SHARED, *IDS)} | json.loads("""{
+    "num_hidden_layers": 7, "head_dim": 12, "sliding_window": 9, "query_pre_attn_scalar": 20,
+    "max_position_embeddings": 2048, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}
+}""")
+SIGLIP = json.loads("""{
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14
+}""")
+
+
+def saved(model_type: str, folder: Path, text: dict[str, Any], vision: dict[str, Any]) -> Path:
+    """Save transformers' own tiny model in bfloat16, with a processor, as on the hub."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).bfloat16().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"size": 5}')
+    return shutil.copytree(ROOT / "configs/demo/data/tokenizer", folder, dirs_exist_ok=True)
+
+
+def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
+    """Save a tiny model with tensors of MTP."""
     text = TEXT | changes
     text["rope_parameters"] = LINEAR["rope_parameters"] | {
         "mrope_section": [1, 1, 0],
         "mrope_interleaved": True,
     }
-    config = AutoConfig.for_model(model_type, text_config=text, vision_config=VISION)
-    model = AutoModelForImageTextToText.from_config(config).bfloat16()
-    model.save_pretrained(folder)
+    saved(model_type, folder, text, VISION)
     weights = load_file(folder / "model.safetensors")
     weights["mtp.layers.0.mlp.gate_proj.weight"] = torch.randn(3, 5).bfloat16()
     weights["mtp.layers.0.mlp.experts.0.gate_proj.weight"] = torch.randn(3, 5).bfloat16()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "preprocessor_config.json").write_text('{"size": 5}')
-    return shutil.copytree(ROOT / "configs/demo/data/tokenizer", folder, dirs_exist_ok=True)
+    return folder
 
 
 def carried(folder: Path) -> dict[str, torch.Tensor]:
     found = load_file(folder / "model.safetensors")
-    return {n: x for n, x in found.items() if n.startswith(("model.visual.", "mtp."))}
+    return {n: x for n, x in found.items() if n.startswith(CARRIED)}
 
 
 def logps_here(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -141,3 +160,40 @@ def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path) -> None:
     before, after = carried(base), carried(tmp_path / "merged")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_gemma3_trains_in_its_multimodal_folder(tmp_path) -> None:
+    """Files keep their names, which are not those of the modules that adapters belong to."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    base = saved("gemma3", tmp_path / "base", GEMMA, SIGLIP)
+    raw = json.loads((base / "config.json").read_text())
+    assert read_config(base).max_position_embeddings == 2048
+    line = f"--model.path {base} --model.init pretrained --run.steps 1 --optimizer.lr 0.01"
+    ranks(tiny("sft", tmp_path / "whole", line), 2)
+    ranks(tiny("sft", tmp_path / "run", f"{line} --model.lora.rank 3"), 1)
+    checkpoint = str(tmp_path / "run/checkpoints/step-1")
+    assert main([checkpoint, str(tmp_path / "merged"), "--merge"]) == 0
+    adapters = tmp_path / "run/export"
+    assert main(["--merge", str(adapters), str(tmp_path / "again")]) == 0
+    before, plain = load_file(base / "model.safetensors"), None
+    for out in (base, tmp_path / "whole/export", tmp_path / "merged", tmp_path / "again"):
+        assert {*load_file(out / "model.safetensors")} == {*before}
+        assert len(carried(out)) > 10
+        assert all(torch.equal(before[name], tensor) for name, tensor in carried(out).items())
+        written = json.loads((out / "config.json").read_text())
+        assert written["architectures"] == raw["architectures"]
+        assert written["text_config"]["max_position_embeddings"] == 2048
+        twin, report = AutoModelForImageTextToText.from_pretrained(
+            out, output_loading_info=True, dtype=torch.float32
+        )
+        assert not any(report.values()), report
+        theirs = logps_there(twin, TOKENS)
+        torch.testing.assert_close(logps_here(out, TOKENS), theirs, rtol=1e-5, atol=1e-5)
+        assert plain is None or not torch.allclose(plain, theirs, atol=1e-3)
+        plain = theirs if plain is None else plain
+    whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    found = logps_there(PeftModel.from_pretrained(whole, adapters).float(), TOKENS)
+    torch.testing.assert_close(logps_here(adapters, TOKENS), found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(theirs, found, rtol=1e-4, atol=1e-4)

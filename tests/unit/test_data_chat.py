@@ -5,6 +5,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from typing import NamedTuple
 from unittest import mock
@@ -445,6 +446,18 @@ def test_template_mistakes_are_one_sentence(tokenizers, templated):
                                      (conversation("q\ufdd0"), (), r"noncharacters")):  # fmt: skip
         with pytest.raises(DropRowError, match=message):
             encode(template, messages, tools)
+
+
+def test_dates_do_not_change_by_the_day(tokenizers):
+    """Llama's template asks for strftime_now and has a date of its own; those of gpt-oss and Granite call it."""
+    call = "{{ strftime_now('%d %B %Y') }}"
+    asks = f"{{% if strftime_now is defined %}}{call}{{% else %}}26 Jul 2024{{% endif %}}"
+    make = partial(ChatTemplate, tokenizers["chatml"])
+    for text, fixed in ((asks, "26 Jul 2024"), (call, "01 January 2025")):
+        for given, day in (({}, fixed), ({"strftime_now": "2025-06-28"}, "28 June 2025")):
+            assert encode(make(text + PLAIN_CHATML, given), CHAT).text.startswith(day)
+    with pytest.raises(DataError, match="refuses it: Invalid isoformat string: '28 June'"):
+        make(call + PLAIN_CHATML, {"strftime_now": "28 June"})
 
 
 def test_load_tokenizer(tmp_path):

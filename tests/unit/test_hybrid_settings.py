@@ -80,7 +80,7 @@ def test_targets_that_the_model_lacks_are_refused(family, targets, complaint) ->
     )
     shape = ModelConfig.from_hf(FAMILIES[family])
     assert choose_targets(config, shape) is config
-    found = [*check_adapters(config.model.lora, shape)]
+    found = [*check_adapters(config.model.lora, shape, config)]
     assert bool(found) == bool(complaint) and complaint in "".join(found)
 
 

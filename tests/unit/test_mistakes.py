@@ -118,7 +118,7 @@ SFT --model.config.model_type gemma3_text => hidden_act = 'silu'
 SFT --model.config.model_type gemma3_text --model.config.hidden_act null --model.config.final_logit_softcapping 30 \
 => final_logit_softcapping = 30
 SFT --model.config.model_type granite --model.config.residual_multiplier x => residual_multiplier = 'x' but it
-SFT --model.config.model_type gemma3 => model_type 'gemma3' but only
+SFT --model.config.model_type gemma2 => model_type 'gemma2' but only
 SFT --model.config.model_type gemma3_text --model.config.rope_parameters \
 {"full_attention":{"rope_theta":1e4},"sliding_attention":{"rope_type":"yarn","rope_theta":1e4}} \
 => local_rope_type = 'yarn'
@@ -138,6 +138,12 @@ MOE --model.lora.rank 4 --model.lora.targets ["q_proj","gate_proj"] \
 MOE --model.lora.rank 4 --model.lora.dropout 0.1 => model.lora.dropout is 0.1 but adapters of experts have none
 MOE --model.lora.rank 4 --model.config.mlp_only_layers [1] \
 => PEFT loads no adapters of the MLP in layer 1 beside those of experts in others
+MOE --model.lora.rank 4 --model.lora.targets ["q_proj"] --model.quantize fp8 --model.config.hidden_size 36 \
+--model.config.moe_intermediate_size 7 \
+=> model.quantize is "fp8" but a matrix 56 x 36 is no whole number of blocks of 64; set it to "none"
+MOE --model.config.decoder_sparse_step 0 => decoder_sparse_step = 0 but it must be a whole number above 0
+MOE --model.config.mlp_only_layers 1 => mlp_only_layers = 1 but it must be a list of layers
+MOE --model.config.norm_topk_prob 7 => norm_topk_prob = 7 but it must be true or false
 MOE --model.config.num_experts_per_tok 9 => num_experts_per_tok is 9 but there are only num_experts = 4
 SFT --sft.neftune_alpha 5 => sft.neftune_alpha: not supported; NEFTune's noise is not drawn here; leave it out
 SFT --model.config.layer_types ["full_attention","full_attention","sliding_attention"] \

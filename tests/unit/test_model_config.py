@@ -74,3 +74,32 @@ def test_the_window_of_chunked_attention_is_the_one_that_was_trained():
     }""")
     raw = QWEN | {"max_position_embeddings": 1010000, "dual_chunk_attention_config": chunks}
     assert ModelConfig.from_hf(raw).max_position_embeddings == 262144
+
+
+def test_gemma3s_pattern_is_that_of_transformers():
+    """Also beside layer_types, which decide."""
+    from transformers import Gemma3TextConfig
+
+    given = {"sliding_window_pattern": 3, "num_hidden_layers": 7}
+    theirs = Gemma3TextConfig(**given).layer_types
+    assert theirs.count("full_attention") == 2
+    for more in ({}, {"layer_types": theirs}):
+        config = ModelConfig.from_hf(LLAMA | {"model_type": "gemma3_text"} | given | more)
+        assert [kind.mixer for kind in config.layers] == theirs == config.to_hf()["layer_types"]
+
+
+def test_gemma3s_window_counts_its_scaling():
+    """The files of 4B to 27B have a factor of 8 and 131,072 tokens, by default; a setting stretches the 16,384."""
+    raw = LLAMA | {"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8}}
+    config = ModelConfig.from_hf(raw)
+    assert config.max_position_embeddings == config.to_hf()["max_position_embeddings"] == 131072
+    assert ModelConfig.from_hf(raw, rope_type="yarn", factor=16.0).max_position_embeddings == 262144
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+def test_no_token_stays_none_beside_a_default():
+    """SmolLM3's config.json has "bos_token_id": null, where transformers' default is a token."""
+    raw = LLAMA | {"model_type": "smollm3", "bos_token_id": None, "eos_token_id": None}
+    config = ModelConfig.from_hf(raw)
+    assert config.bos_token_id is None and config.eos_token_id == ()
+    assert config.pad_token_id == 128004 and ModelConfig.from_hf(config.to_hf()) == config

@@ -56,7 +56,12 @@ def test_fp8_has_a_scale_for_each_row():
 @pytest.fixture
 def packed_folder(tmp_path):
     """Return a model whose layers' matrices bitsandbytes has quantised, with the original beside it."""
-    write_model(tmp_path / "original", SHAPE)
+    return write_packed(tmp_path)
+
+
+def write_packed(tmp_path, **changes):
+    raw = tiny_config(**changes)
+    write_model(tmp_path / "original", ModelConfig.from_hf(raw))
     weights = {}
     for name, weight in load_file(tmp_path / "original/model.safetensors").items():
         if name.endswith("_proj.weight"):
@@ -69,7 +74,7 @@ def packed_folder(tmp_path):
     method = (
         '{"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4"}'
     )
-    write_json(folder / "config.json", tiny_config(quantization_config=json.loads(method)))
+    write_json(folder / "config.json", raw | {"quantization_config": json.loads(method)})
     return folder
 
 
@@ -156,6 +161,14 @@ def plan(folder, options):
 def test_what_cannot_be_quantised_is_one_sentence(name, options, sentence, packed_folder):
     with pytest.raises(ConfigError, match=sentence):
         plan(packed_folder.parent / name, options)
+
+
+def test_experts_that_were_quantised_one_by_one_are_refused(tmp_path):
+    """As transformers 4 writes Qwen3-MoE: all experts of a layer are one matrix here, whose scales are other ones."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    folder = write_packed(tmp_path, model_type="qwen3_moe", head_dim=16, **experts)
+    with pytest.raises(ConfigError, match=r"experts\.0\.gate_proj\.weight quantised apart from"):
+        plan(folder, "--model.lora.rank 2 --model.lora.targets q_proj --model.quantize nf4")
 
 
 def test_bitsandbytes_is_asked_for(packed_folder, monkeypatch):

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 from models.arch import ModelConfig
+from models.kinds import empty_model
 from ulysses.check.setting_checks import rule_targets
-from ulysses.config.schema import RULE_TARGETS, LoraSection
+from ulysses.config.schema import RULE_TARGETS, Config, LoraSection
 
 
-def check_adapters(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:
-    """Yield why adapters cannot be trained as asked."""
+def check_adapters(lora: LoraSection, shape: ModelConfig, config: Config) -> Iterator[str]:
+    """Yield why adapters cannot be trained as asked, or their base cannot be quantised."""
     if lora.rank > shape.hidden_size:
         yield (
             f"model.lora.rank: is {lora.rank} but the model's matrices are {shape.hidden_size} wide; set a "
@@ -17,6 +18,11 @@ def check_adapters(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:
     yield from _missing_targets(lora, shape)
     if shape.moe:
         yield from _errors_of_experts(lora, shape)
+    if (kind := config.model.quantize) != "none":
+        try:
+            empty_model(shape, quantize=kind)
+        except ValueError as error:
+            yield f'model.quantize is "{kind}" but {error}; set it to "none"'
 
 
 def _missing_targets(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:

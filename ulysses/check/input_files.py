@@ -1,6 +1,5 @@
 """What a run reads besides the rows of its data: the model's shape and weights, and the tokenizer."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, zip_longest
@@ -98,16 +97,10 @@ def published_shape(config: Config) -> ModelConfig | None:
     model = config.model
     if not model.path or Path(model.path).is_dir():
         return None
-    from models.published import ARCHITECTURES
+    from models.published import recognised
 
-    name = Path(model.path).name.lower()
-    names = name + " " + re.sub(r"^([a-z-]+)-(\d)", r"\1\2", name)
-    shape = next((shape for key, shape in ARCHITECTURES.items() if key in names), None)
-    if shape is None:
-        return None
-    if "qwen2.5" in name and "instruct" in name:
-        shape = replace(shape, max_position_embeddings=32768)
-    return ModelConfig.from_hf(shape.to_hf(), **model.rope.changes())
+    shape = recognised(Path(model.path).name)
+    return shape and ModelConfig.from_hf(shape.to_hf(), **model.rope.changes())
 
 
 def fit_window(

@@ -48,7 +48,7 @@ files      input_files:read_shape              config strict                    
 files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
 files      setting_checks:check_routers        config shape
-files      adapter_settings:check_adapters     adapters shape
+files      adapter_settings:check_adapters     adapters shape config
 files      setting_checks:choose_targets       config shape                                    config
 files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template
 files      other_models:read_others            config models strict others

@@ -91,11 +91,10 @@ class LayerGraphs:
         return _Replay.apply(hidden, ropes, segments.cu_q, self._recorded[size], owner)
 
     def _fits(self, hidden: Tensor) -> bool:
-        """Tell whether a graph may run every layer's mixer for other documents."""
+        """Tell whether a graph may run every layer for other documents."""
         case = hidden.device, hidden.dtype
-        experts = any(layer.kind.feed_forward == "experts" for layer in self.layers)
-        fit = (layer.mixer.fits_graphs(*case) for layer in self.layers)
-        return hidden.is_cuda and not experts and all(fit)
+        fit = (x.mlp.fits_graphs and x.mixer.fits_graphs(*case) for x in self.layers)
+        return hidden.is_cuda and all(fit)
 
 
 @contextmanager

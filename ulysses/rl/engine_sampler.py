@@ -58,8 +58,7 @@ class EngineSampler:
                 from models.lora import merged  # peft is an optional dependency
 
                 bases = dense(model, weights.items())
-                transposed = model.config.family.clamped_experts
-                weights = dict(merged(bases, weights, self.lora, transposed=transposed))
+                weights = dict(merged(bases, weights, self.lora, model.config))
             if device.type == "cuda":
                 free, dtype = free_bytes(device), next(model.parameters()).dtype
                 longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens

@@ -184,17 +184,14 @@ def export_model(
             adapters = {shape.stored_name(n): x.to(rounded.dtype) for n, x in adapters.items()}
             save_adapters(new, adapters, config.model, reward=stage.reward)
         else:
-            together = shape.family.clamped_experts
             if lora.rank:
-                weights = merged(weights, adapters, lora, rounded, transposed=together)
-            named = (
-                (n if stage.reward else shape.stored_name(n), written(n, x)) for n, x in weights
-            )
+                weights = merged(weights, adapters, lora, shape, rounded)
             write_weights(
                 new,
-                named,
+                ((name, written(name, tensor)) for name, tensor in weights),
                 int(config.export.shard_gib * 2**30),
-                whole_experts=together or shape.moe is None,
+                config=shape,
+                reward=stage.reward,
                 carried=carried,
             )
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=stage.reward))

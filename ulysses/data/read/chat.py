@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import date
 from functools import partial
 from itertools import accumulate, chain
 from os.path import expanduser
@@ -45,6 +46,10 @@ THINK_TAG = re.compile(f"</?think{GUARD}?>")
 # keys of what the assistant wrote
 SAID = ("content", "reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+# What strftime_now writes, so that tokens do not change by the day; templates that ask whether it is there have a date
+# of their own. The variable of that name is another date.
+DATE = "2025-01-01"
+HAS_DATE = re.compile(r"\bstrftime_now\s+is\b")
 RENDER_SECONDS = 60.0  # the sandbox of jinja2 bounds one loop, but not loops in loops
 RENDER_CHARACTERS = 1 << 30
 TURN_ENDS = (
@@ -83,7 +88,6 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        # There is no strftime_now: templates then write their fixed date, and tokens do not change by the day.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         # the tags of generation print marks around what the assistant wrote
@@ -344,7 +348,10 @@ class ChatTemplate:
     ) -> str:
         texts, size = [], 0
         given = {**given, **self._special_names, "add_generation_prompt": generation_prompt}
+        day = given.get("strftime_now") or (None if HAS_DATE.search(self.text) else DATE)
         try:
+            if day:
+                given["strftime_now"] = date.fromisoformat(day).strftime
             for part in self._compiled.generate(given, messages=messages):
                 texts.append(part)
                 size += len(part)
