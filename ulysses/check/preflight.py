@@ -49,7 +49,7 @@ files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
 files      setting_checks:check_routers        config shape
 files      adapter_settings:check_adapters     adapters shape
-files      setting_checks:choose_targets       config shape                                    config
+files      adapter_settings:choose_targets     config adapters shape                           config
 files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template
 files      other_models:read_others            config models strict others
 files      kernel_proof:choose_kernel          config stage shape strict                       attention kernel

@@ -11,7 +11,7 @@ import torch
 
 from models.arch import ModelConfig
 from ulysses import environment
-from ulysses.config.schema import RULE_TARGETS, Config
+from ulysses.config.schema import Config
 from ulysses.config.section import CREDENTIALS, visible
 from ulysses.parallel.mesh import divisors
 from ulysses.registry import STAGES, TRACKERS, gradient_policies, load, stage_of
@@ -97,25 +97,6 @@ def check_routers(config: Config, shape: ModelConfig) -> Iterator[str]:
         elif key != "freeze_router" and (model.freeze_router or model.lora.rank):
             why = "model.freeze_router" if model.freeze_router else "model.lora.rank"
             yield f"model.{key} is {value:g} but {why} is set, which trains no router; set it to 0"
-
-
-def rule_targets(shape: ModelConfig) -> tuple[str, ...]:
-    """Return which modules of linear attention may have an adapter."""
-    if not shape.delta:
-        return ()
-    if shape.family.fused_projections:
-        return RULE_TARGETS[4:]
-    return *RULE_TARGETS[:4], RULE_TARGETS[-1]
-
-
-def choose_targets(config: Config, shape: ModelConfig) -> Config:
-    """Add the modules of linear attention to the adapters' targets where nobody has set these."""
-    model, lora = config.model, config.model.lora
-    if "targets" in lora.model_fields_set:
-        return config
-    targets = [*lora.targets, *rule_targets(shape)]
-    chosen = model.model_copy(update={"lora": lora.model_copy(update={"targets": targets})})
-    return config.model_copy(update={"model": chosen})
 
 
 def contradictions(config: Config) -> Iterator[str]:
