@@ -1,7 +1,6 @@
 """What a run reads besides the rows of its data: the model's shape and weights, and the tokenizer."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -193,16 +192,6 @@ def initial_weights(
         rows = dict(zip_longest(numbers, pieces, fillvalue=pieces[-1]))
     given = config.run.seed, found, config.model.quantize
     return shape, InitialWeights(shape, *given, new_rows=rows)
-
-
-def check_models(
-    stage: Stage,
-    shape: ModelConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    others: dict[str, InitialWeights],
-) -> Iterator[str]:
-    """Return what the stage objects to in the models and the tokenizer."""
-    return stage.check_models(shape, tokenizer, others)
 
 
 # ---------------------------------------------------------------- tokenizer

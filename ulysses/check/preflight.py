@@ -56,7 +56,7 @@ files      kernel_proof:choose_kernel          config stage shape strict        
 files      other_models:check_rewards          rewards strict
 files      run_folder:find_checkpoint          config strict                                   resume_from
 files      resuming:check_same_run             config shape resume_from
-all files  input_files:check_models            stage shape tokenizer others
+all files  other_models:check_vocabularies     stage shape tokenizer models others
 all files  input_files:initial_weights         config stage shape tokenizer template? folder? place?  shape weights
 all files  run_folder:check_folders            config folder? place? weights others
 all files  run_folder:check_disk               config shape resume_from?                       disk_warning
@@ -156,8 +156,10 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
         yield inputs.disk_warning
     config, total = inputs.config, inputs.stage.total_steps(loader)
     data = config.data
-    if both := repeated_data(parse_sources(data.train), parse_sources(data.eval)):
-        yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
+    if data.eval:
+        both = repeated_data(parse_sources(data.train), parse_sources(data.eval))
+        if both:
+            yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
     rate, warmup = config.optimizer.lr, config.optimizer.warmup
     if not rate:
         yield "optimizer.lr is 0: no weight will change"
