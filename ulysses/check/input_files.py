@@ -1,6 +1,5 @@
 """What a run reads besides the rows of its data: the model's shape and weights, and the tokenizer."""
 
-import re
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -87,26 +86,6 @@ def check_model(config: Config, stage: Stage, shape: ModelConfig, folder: Path |
     if folder and config.model.init == "pretrained":
         with error_context("model.path"):
             check_weights(shape, folder, reward=stage.reward, quantize=config.model.quantize)
-
-
-def published_shape(config: Config) -> ModelConfig | None:
-    """Return the shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None.
-
-    A dry run plans with it if the model is not on this machine.
-    """
-    model = config.model
-    if not model.path or Path(model.path).is_dir():
-        return None
-    from models.published import ARCHITECTURES
-
-    name = Path(model.path).name.lower()
-    names = name + " " + re.sub(r"^([a-z-]+)-(\d)", r"\1\2", name)
-    shape = next((shape for key, shape in ARCHITECTURES.items() if key in names), None)
-    if shape is None:
-        return None
-    if "qwen2.5" in name and "instruct" in name:
-        shape = replace(shape, max_position_embeddings=32768)
-    return ModelConfig.from_hf(shape.to_hf(), **model.rope.changes())
 
 
 def fit_window(

@@ -43,7 +43,7 @@ settings   setting_checks:contradictions       config
 settings   setting_checks:check_packages       config
 settings   setting_checks:check_tables         config
 files      input_files:check_sources           config
-files      input_files:published_shape         config                                          shape
+files      plan.inquiry:published_shape        config absent                                   shape
 files      input_files:read_shape              config strict                                   shape folder
 files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
@@ -135,12 +135,13 @@ def prepare(
     Raises ConfigError: all errors about settings or, if there are none, about what they name.
     """
     known = make_checks("settings", findings, config=config, world_size=world_size)
-    stage = stage_of(config)
+    stage, model = stage_of(config), config.model
     known |= {
         "stage": stage,
         "strict": findings is None,
-        "adapters": config.model.lora if config.model.lora.rank else None,
-        "models": [model for model in stage.requirements.models if model.path] or None,
+        "absent": model.path if model.path and not Path(model.path).is_dir() else None,
+        "adapters": model.lora if model.lora.rank else None,
+        "models": [other for other in stage.requirements.models if other.path] or None,
         "rewards": config.ppo.reward or None,
         "others": {},
     }

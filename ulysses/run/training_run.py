@@ -270,6 +270,8 @@ class TrainingRun:
                 lambda name: wanted(name) and not name.startswith(VALUE),
                 exact=dtype > config.model.dtype,
             )
+            if config.model.quantize == "none":
+                return found
             return self.inputs.weights.originals(found, self.engine.module, for_servers)
 
         merge = for_servers or config.model.lora.merge

@@ -125,7 +125,7 @@ class Tokenising:
         settings: DataSection,
         held_out: bool,
     ) -> None:
-        self.sources = [pinned(source) for source in sources]
+        self.sources = [pinned(each) if each.is_on_hub else each for each in sources]
         self.kind, self.settings, self.held_out = kind, settings, held_out
         self.cache = Path(settings.cache)
         self.template = None
