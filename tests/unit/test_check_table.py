@@ -13,7 +13,7 @@ from ulysses.registry import load
 # what is known before the first check, and what a run adds before those of later moments
 FIRST = {
     *("config", "world_size", "stage", "strict"),
-    *("absent", "adapters", "models", "rewards", "others"),
+    *("model", "absent", "routers", "adapters", "models", "rewards", "others"),
 }
 LATER = {
     "data": {"train", "held_out"},

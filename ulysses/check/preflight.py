@@ -30,6 +30,7 @@ from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.registry import load, stage_of
 from ulysses.stages.base import Stage
 
+ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
 LEAST_KNOWN = 0.9
 
@@ -47,7 +48,7 @@ files      plan.inquiry:published_shape        config absent                    
 files      input_files:read_shape              config strict                                   shape folder
 files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
-files      setting_checks:check_routers        config shape
+files      setting_checks:check_routers        model shape routers
 files      adapter_settings:check_adapters     adapters shape
 files      adapter_settings:choose_targets     config adapters shape                           config
 files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template
@@ -140,6 +141,8 @@ def prepare(
         "stage": stage,
         "strict": findings is None,
         "absent": model.path if model.path and not Path(model.path).is_dir() else None,
+        "model": model,
+        "routers": model.model_dump(include=ROUTERS, exclude_defaults=True) or None,
         "adapters": model.lora if model.lora.rank else None,
         "models": [other for other in stage.requirements.models if other.path] or None,
         "rewards": config.ppo.reward or None,
