@@ -208,7 +208,10 @@ class Tokenising:
                         with use(row.where):
                             rendered.append((row, record, self._render(record)))
         if self.template is None:
-            return [self._part(row, record.text) for row, record, _ in rendered], self.events
+            from ulysses.data.serve.documents import document_part
+
+            parts = [document_part(row, each.text, self.encoder) for row, each, _ in rendered]
+            return parts, self.events
         encode = partial(self.encoder.encode_batch, as_whole=self.kind == "sequence")
         try:
             encoded = iter(encode([text for *_, texts in rendered for text in texts]))
@@ -225,15 +228,6 @@ class Tokenising:
 
     def _note(self, where: str, what: str) -> None:
         self.events.append(("notes", what, where))
-
-    def _part(self, row: FoundRow, text: str) -> tuple[str, int, np.ndarray]:
-        """Return a part of a document: its row, source and tokens."""
-        try:
-            begun = text if row.continues else self.encoder.begin(text)
-            (tokens,) = self.encoder.encode_texts([begun])
-        except BadRowError as error:
-            raise DataError(f"{row.where} {error}") from None
-        return row.where, row.source, np.asarray(tokens, np.int32)
 
     def _render(self, record: Record) -> list[Rendered]:
         """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
