@@ -12,7 +12,7 @@ from ulysses.registry import load
 
 # what is known before the first check, and what a run adds before those of later moments
 FIRST = {
-    *("config", "world_size", "stage", "strict"),
+    *("config", "world_size", "stage", "strict", "run"),
     *("model", "absent", "routers", "adapters", "models", "rewards", "others"),
 }
 LATER = {

@@ -55,7 +55,7 @@ files      input_files:read_tokenizer          config stage shape folder?  shape
 files      other_models:read_others            config models strict others
 files      kernel_proof:choose_kernel          config stage shape strict                       attention kernel
 files      other_models:check_rewards          rewards strict
-files      run_folder:find_checkpoint          config strict                                   resume_from
+files      run_folder:resume_point             run                                             resume_from
 files      resuming:check_same_run             config shape resume_from
 all files  other_models:check_vocabularies     stage shape tokenizer models others
 all files  input_files:initial_weights         config stage shape tokenizer template? folder? place?  shape weights
@@ -140,6 +140,8 @@ def prepare(
     known |= {
         "stage": stage,
         "strict": findings is None,
+        # a dry run that continues no checkpoint says itself that the folder is taken
+        "run": config.run if findings is None or config.run.resume != "never" else None,
         "absent": model.path if model.path and not Path(model.path).is_dir() else None,
         "model": model,
         "routers": model.model_dump(include=ROUTERS, exclude_defaults=True) or None,
