@@ -42,6 +42,7 @@ losses.dpo losses.logprobs_triton models.delta models.expert_files models.lora m
 models.ops.passes_triton models.quantized models.rope_scaling models.scored
 ulysses.check.adapter_settings ulysses.check.agreement ulysses.check.other_models ulysses.check.resuming
 ulysses.config.explanations ulysses.config.foreign_names ulysses.config.help_text
+ulysses.data.read.columns ulysses.data.read.library ulysses.data.read.preferences ulysses.data.serve.documents
 ulysses.gradients.skipping ulysses.gradients.ulysses_pro ulysses.memory.graphs ulysses.memory.layer_node
 ulysses.memory.offload ulysses.parallel.dense ulysses.parallel.kernels.short ulysses.parallel.kernels.varlen
 ulysses.parallel.sums ulysses.parallel.waves ulysses.parallel.whole_rows ulysses.plan.inquiry ulysses.report

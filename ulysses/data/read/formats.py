@@ -1,7 +1,7 @@
 """Turn rows into records: a conversation, several answers to one prompt, a prompt alone, or a document.
 
 The format of a row, which its keys tell, says how the prompt is written; how the answers are written follows from
-their own keys.
+their own keys. What is no list of messages is read by columns.py.
 """
 
 import json
