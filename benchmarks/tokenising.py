@@ -26,6 +26,7 @@ from common import add_options, plain_parser, say, table
 
 from examples.demo_data import COLOURS, MATERIALS, OWNERS, ROOMS, THINGS, write_demo
 from ulysses.config.schema import DataSection
+from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.data.serve.tokenise import open_dataset
@@ -80,7 +81,8 @@ def cpu_seconds() -> float:
 def ours(tokenizer: Any, data: Path, workers: int, scratch: Path) -> int:
     """Read and tokenise the rows into a new cache; return the number of tokens."""
     settings = DataSection(max_length=1 << 20, cache=str(scratch), workers=workers)
-    dataset = open_dataset(parse_sources(str(data)), "sequence", tokenizer, settings)
+    read, template = parse_sources(str(data)), ChatTemplate(tokenizer)
+    dataset = open_dataset(read, "sequence", tokenizer, template, settings)
     return dataset.report.tokens
 
 

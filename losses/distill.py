@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .logprobs import Tile, TileLoss, one_hot_difference, operand, tile_logits
-from .shapes import check_shapes
+from .precision import check_shapes
 
 
 def divergence(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,7 @@ all micro-batches and ranks needs.
 
 from torch import Tensor
 
-from .precision import at_least_float32
-from .shapes import check_shapes
+from .precision import at_least_float32, check_shapes
 
 
 def token_nll(logps: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

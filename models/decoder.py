@@ -18,7 +18,7 @@ from models.arch import ModelConfig
 from models.layers import DecoderLayer
 from models.modules import Embedding, RMSNorm
 from models.ops.norm import NormRule
-from models.rope import rotary_tables
+from models.ops.rotary import rotary_tables
 from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch

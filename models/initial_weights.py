@@ -106,17 +106,17 @@ class InitialWeights:
     def originals(
         self, weights: Iterable[tuple[str, Tensor]], model: nn.Module, trained_on: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights with matrices in place of quantised ones: those that the files hold.
+        """Yield whole weights of a quantised model with matrices in place of quantised ones: those that the files hold.
 
         Without files, or if it is to be what was `trained_on`, they are dequantised.
         """
-        if self.quantize != "none" and (trained_on or not self.files):
+        if trained_on or not self.files:
             from models.quantized import dense
 
             yield from dense(model, weights)
             return
         for name, weight in weights:
-            if self.files and weight is not None and weight.dtype == torch.uint8:
+            if weight is not None and weight.dtype == torch.uint8:
                 plain = name.replace(".base_layer.", ".")
                 weight = self.files.read(plain).view(self.stored[plain].shape)
             yield name, weight

@@ -8,6 +8,7 @@ import numpy as np
 
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
+from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import Source
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.tokenise import TOKENS, common_prefix, open_dataset
@@ -27,6 +28,16 @@ def sharing(sequences: list[Sequence], prompt: int = 0) -> list[Sequence]:
     return [replace(s, prompt=prompt, prompt_length=n) for s, n in zip(sequences, heads)]
 
 
+def open_data(
+    sources: list[Source], kind: str, tokenizer: Any, data: DataSection, **more: bool
+) -> TokenizedDataset:
+    """Open the sources with the template that the table names."""
+    template = None
+    if kind != "text":
+        template = ChatTemplate(tokenizer, data.chat_template, data.chat_template_kwargs)
+    return open_dataset(sources, kind, tokenizer, template, data, **more)
+
+
 def open_rows(
     rows: list | str, kind: str = "sequence", length: int = 512, *, folder: Path, tokenizer: Any,
     name: str = "rows.jsonl", cache: str = "cache", template: str = "chatml", share_prompts: bool = False,
@@ -36,6 +47,6 @@ def open_rows(
     read = Source(write_rows(folder / name, rows), **(source or {}))
     given = {"workers": 1, "cache": str(folder / cache), "chat_template": template, **settings}
     data = DataSection.model_construct(max_length=length, **given)
-    return open_dataset(
+    return open_data(
         [read], kind, tokenizer, data, held_out=held_out, share_prompts=share_prompts
     )

@@ -1,10 +1,16 @@
-"""Rotary positions of queries and keys, with the norms before them, in one pass over memory in each direction.
+"""Rotary positions, exact to millions of tokens: their tables, and queries and keys that are turned by them.
 
+Angles in float32 are off by 0.03 rad at one million tokens. The frequencies are therefore the float32 values that
+transformers computes (a trained model has seen those), and angle, cosine and sine are taken in float64 once per batch.
+All scaling to longer windows happens in the table of cosines and sines, so that whoever rotates by it has it.
+
+Queries and keys are turned in one pass over memory in each direction, with the norms before it.
 ProjectNode is all that a layer does to its input before attention: hidden -> norm -> q, k, v -> rotate, as one node.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +19,69 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
+from models.arch import ModelConfig
 from models.ops.linear import column_sums, products, products_backward
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.parallel.layout import copy
 
 NO_NORM = NormRule(0.0)
+
+
+# ---------------------------------------------------------------- the tables
+
+
+@functools.cache
+def rope_parameters(
+    config: ModelConfig, device: torch.device | str = "cpu", kind: str = "main"
+) -> tuple[Tensor, float]:
+    """Return transformers' float32 inverse frequencies [E/2], scaling included, and the factor of cosine and sine.
+
+    `kind` is the rotary kind of a layer.
+
+    Computed on the CPU whatever `device` is, so that every device rotates by the same values, and moved once: a copy
+    makes the host wait.
+    """
+    dim = int(config.head_dim * config.partial_rotary_factor)  # the columns that turn
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    theta: float = config.rope_theta
+    s: Any = config.rope_scaling
+    if kind == "local":
+        theta, s = config.rope_local_theta or theta, None
+    periods = theta**exponents
+    frequencies, factor = 1.0 / periods, 1.0
+    if s is not None:
+        from models.rope_scaling import scaled
+
+        frequencies, factor = scaled(periods, s, theta)
+    return frequencies.to(device), factor
+
+
+def rotary_table(
+    positions: Tensor, config: ModelConfig, kind: str = "main"
+) -> tuple[Tensor, Tensor]:
+    """Return (cos, sin), each [S, E/2] float32, for integer positions [S], for the layers of one rotary kind.
+
+    Both carry YaRN's attention factor, so that queries and keys do.
+    """
+    frequencies, factor = rope_parameters(config, positions.device, kind)
+    if kind == "none":
+        nothing = frequencies.new_zeros(len(positions), len(frequencies))
+        return nothing + 1, nothing
+    angles = positions.to(torch.float64)[:, None] * frequencies.to(torch.float64)[None, :]
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1.0:
+        cos *= factor
+        sin *= factor
+    return cos.float(), sin.float()
+
+
+def rotary_tables(positions: Tensor, config: ModelConfig) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the table of every rotary kind of the model's layers; once per batch, shared by all layers of a kind."""
+    kinds = dict.fromkeys(kind.rotary for kind in config.layers)
+    return {kind: rotary_table(positions, config, kind) for kind in kinds}
+
+
+# ---------------------------------------------------------------- the rotation
 
 
 def rotate_pair(

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 
+from tests.data_case import open_data
 from tests.harness import run_distributed, until
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.config.schema import DataSection
@@ -13,7 +14,6 @@ from ulysses.data import DataError
 from ulysses.data.cache import build_once
 from ulysses.data.read.sources import Source
 from ulysses.data.read.tokenizer import load_tokenizer
-from ulysses.data.serve.tokenise import open_dataset
 from ulysses.disk import file_system, lock_file
 
 
@@ -21,7 +21,7 @@ def refusal(tokenizer_folder, source, cache):
     tokenizer = load_tokenizer(tokenizer_folder, eos_token="<|im_end|>")
     data = DataSection(max_length=256, cache=str(cache), chat_template="chatml")
     with pytest.raises(DataError) as error:
-        open_dataset([Source(source)], "sequence", tokenizer, data)
+        open_data([Source(source)], "sequence", tokenizer, data)
     return str(error.value)
 
 

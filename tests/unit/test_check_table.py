@@ -11,7 +11,10 @@ from ulysses.config.section import AbsentError, ConfigError
 from ulysses.registry import load
 
 # what is known before the first check, and what a run adds before those of later moments
-FIRST = {"config", "stage", "adapters", "models", "rewards", "world_size", "strict", "others"}
+FIRST = {
+    *("config", "world_size", "stage", "strict", "run"),
+    *("model", "absent", "routers", "adapters", "models", "rewards", "others"),
+}
 LATER = {
     "data": {"train", "held_out"},
     "resuming": {"digests"},

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from examples.demo_data import write_demo
+from tests.data_case import open_data
 from ulysses.config.schema import DataSection
 from ulysses.data.read.sources import Source
 from ulysses.data.read.tokenizer import load_tokenizer
-from ulysses.data.serve.tokenise import open_dataset
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def test_chosen_and_rejected_have_the_same_lengths(demo, split):
     tokenizer = load_tokenizer(demo / "a/tokenizer")
     source = Source(str(demo / f"a/dpo_{split}.jsonl"))
     data = DataSection(max_length=128, cache=str(demo / "c"))
-    dataset = open_dataset([source], "pair", tokenizer, data)
+    dataset = open_data([source], "pair", tokenizer, data)
     chosen, rejected = np.sort(dataset.sequence_lengths, axis=0).T
     assert (chosen == rejected).all() and len(set(chosen)) > 3 and len(dataset) >= 200
     assert dataset.report.dropped == {} and dataset.report.notes == {}

@@ -8,20 +8,21 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from tests.data_case import open_data
 from tests.tiny_tokenizer import write_rows
 from tests.unit.test_data_formats import load, refused, texts
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read import sources
 from ulysses.data.read.sources import Source, missing_sources, parse_sources, source_digest
-from ulysses.data.serve.tokenise import Tokenising, open_dataset
+from ulysses.data.serve.tokenise import Tokenising
 
 
 @pytest.fixture
 def opened(tmp_path, tokenizer):
     """A function from a path to its tokenised documents."""
     data = DataSection(cache=str(tmp_path / "cache"), workers=1)
-    return lambda path: open_dataset([Source(str(path))], "text", tokenizer, data)
+    return lambda path: open_data([Source(str(path))], "text", tokenizer, data)
 
 
 ODD = ["set[1]", "set*", "q?", "{a,b}", "50%20#", "hf:", "~", "a b", "[!a]"]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
+from tests.data_case import open_data
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
@@ -24,7 +25,6 @@ from ulysses.data.read.sources import (
     repeated_data,
     source_digest,
 )
-from ulysses.data.serve.tokenise import open_dataset
 
 # The messages of the rows below; $human and so on are ShareGPT's.
 MESSAGES = {
@@ -528,7 +528,7 @@ def test_hub_data_are_those_of_the_commit_that_was_asked_for(
     def opened(path="org/data"):
         source = Source(path, split="test", revision="v1")
         data = DataSection(max_length=100, cache=str(tmp_path / "cache"))
-        return open_dataset([source], "text", tokenizer, data)
+        return open_data([source], "text", tokenizer, data)
 
     found = [opened(), opened()]
     commit = "2" * 40

@@ -8,13 +8,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from tests.data_case import content
+from tests.data_case import content, open_data
 from tests.unit.test_data_chat import PLAIN_CHATML, TOOLS
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import Source
-from ulysses.data.serve.tokenise import open_dataset
 
 ASK = {"role": "user", "content": "q"}
 
@@ -364,7 +363,7 @@ def test_rows_of_parquet_are_the_rows_of_jsonl(tmp_path, tokenizer, open_rows, w
             kept = datasets.Features({name: datasets.List(datasets.Json()) for name in WIDE[0]})
             datasets.Dataset.from_list(WIDE, features=kept).to_parquet(place)
     data = DataSection(cache=str(tmp_path / "cache"), chat_template="chatml", workers=1)
-    found = open_dataset([Source(str(place))], "sequence", tokenizer, data)
+    found = open_data([Source(str(place))], "sequence", tokenizer, data)
     wanted = open_rows(WIDE, length=4096)
     assert [content(*example.sequences) for example in found] == [
         content(*e.sequences) for e in wanted

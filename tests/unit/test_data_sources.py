@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests import rows_of
+from tests.data_case import open_data
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.command_line import check
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.steps import StepLoader
-from ulysses.data.serve.tokenise import open_dataset
 from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
 
 SIZES = {"a": 40, "b": 10, "c": 0}
@@ -33,7 +33,7 @@ def opened(tmp_path, tokenizer):
         given = {"cache": str(tmp_path / "cache"), "chat_template": "chatml", "workers": 1}
         data = DataSection(**{**given, **settings})
         found = [{**table, "path": f"{tmp_path / table['path']}.jsonl"} for table in tables]
-        return open_dataset(parse_sources(found), kind, tokenizer, data)
+        return open_data(parse_sources(found), kind, tokenizer, data)
 
     return opened
 

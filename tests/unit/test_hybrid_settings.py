@@ -10,8 +10,8 @@ from models.decoder import CausalLM
 from models.lora import add_adapters
 from tests import rows_of
 from tests.family_case import FAMILIES, raw
-from ulysses.check.adapter_settings import check_adapters
-from ulysses.check.setting_checks import choose_targets
+from ulysses.check.adapter_settings import check_adapters, choose_targets
+from ulysses.check.preflight import make_checks
 from ulysses.config.command_line import check
 
 
@@ -79,7 +79,7 @@ def test_targets_that_the_model_lacks_are_refused(family, targets, complaint) ->
         {"stage": "sft", "data": {"train": ["x"]}, "run": {"output": "y"}} | settings
     )
     shape = ModelConfig.from_hf(FAMILIES[family])
-    assert choose_targets(config, shape) is config
+    assert choose_targets(config, config.model.lora, shape) is config
     found = [*check_adapters(config.model.lora, shape, config)]
     assert bool(found) == bool(complaint) and complaint in "".join(found)
 
@@ -90,7 +90,7 @@ def test_every_projection_has_an_adapter_by_default(family) -> None:
     shape = ModelConfig.from_hf(FAMILIES[family] | {"mlp_only_layers": []})
     settings = {"path": "x", "lora": {"rank": 2}}
     config = check({"stage": "sft", "data": {"train": ["x"]}, "model": settings})
-    chosen = choose_targets(config, shape)
+    chosen = choose_targets(config, config.model.lora, shape)
     model = add_adapters(CausalLM(shape), chosen.model.lora)
     lacking = [
         name
@@ -102,4 +102,12 @@ def test_every_projection_has_an_adapter_by_default(family) -> None:
     assert not lacking
     # a resumed run reads what was chosen, and changes nothing
     again = check(json.loads(chosen.model_dump_json()))
-    assert choose_targets(again, shape) == chosen
+    assert choose_targets(again, again.model.lora, shape) == chosen
+
+
+def test_a_run_without_adapters_writes_a_configuration_that_is_accepted_again() -> None:
+    model = {"config": raw("qwen3_5"), "init": "random"}
+    config = check({"stage": "sft", "data": {"train": [__file__]}, "model": model})
+    shape = ModelConfig.from_hf(FAMILIES["qwen3_5"])
+    found = make_checks("files", config=config, shape=shape)["config"]
+    assert not found.model.lora.model_dump(exclude_defaults=True)

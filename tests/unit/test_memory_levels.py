@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.families import LayerKind
 from models.layers import layer_sizes
 from models.lora import add_adapters
-from models.rope import rotary_table
+from models.ops.rotary import rotary_table
 from tests.memory_case import (
     CONFIG,
     MOE,

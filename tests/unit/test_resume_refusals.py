@@ -87,6 +87,14 @@ def forged(key, value):
     return edited
 
 
+def test_targets_of_adapters_that_neither_run_has_may_differ(checkpoint, tmp_path):
+    path = checkpoint / "run.json"
+    state = json.loads(path.read_text())
+    state["config"]["model"]["lora"]["targets"] += ["in_proj_qkv"]
+    write_json(path, forged("config", state["config"])(state))
+    assert prepare(config(tmp_path), 1, []).resume_from == checkpoint
+
+
 # What run.json becomes.
 CHANGED = {
     "another step": change(step=4),

@@ -11,8 +11,8 @@ import torch
 
 from models.arch import ModelConfig
 from models.families import RopeScaling
+from models.ops.rotary import rope_parameters, rotary_table
 from models.published import ARCHITECTURES
-from models.rope import rope_parameters, rotary_table
 
 PI = Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
 SMALL = json.loads("""{

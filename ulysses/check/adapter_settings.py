@@ -1,10 +1,9 @@
-"""What is wrong with settings of adapters, once the model's shape is known; imported where there are adapters."""
+"""Settings of adapters, once the model's shape is known: what is wrong with them, and the targets by default."""
 
 from collections.abc import Iterator
 
 from models.arch import ModelConfig
 from models.kinds import empty_model
-from ulysses.check.setting_checks import rule_targets
 from ulysses.config.schema import RULE_TARGETS, Config, LoraSection
 
 
@@ -63,3 +62,21 @@ def _errors_of_experts(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:
             f"model.lora.dropout is {lora.dropout:g} but adapters of experts have none; set it to 0, or take "
             f"{', '.join(of_mlp)} out of model.lora.targets"
         )
+
+
+def choose_targets(config: Config, lora: LoraSection, shape: ModelConfig) -> Config:
+    """Add the modules of linear attention to the adapters' targets where nobody has set these."""
+    if "targets" in lora.model_fields_set:
+        return config
+    targets = [*lora.targets, *rule_targets(shape)]
+    model = {"lora": lora.model_copy(update={"targets": targets})}
+    return config.model_copy(update={"model": config.model.model_copy(update=model)})
+
+
+def rule_targets(shape: ModelConfig) -> tuple[str, ...]:
+    """Return which modules of linear attention may have an adapter."""
+    if not shape.delta:
+        return ()
+    if shape.family.fused_projections:
+        return RULE_TARGETS[4:]
+    return *RULE_TARGETS[:4], RULE_TARGETS[-1]

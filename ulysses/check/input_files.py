@@ -1,6 +1,5 @@
 """What a run reads besides the rows of its data: the model's shape and weights, and the tokenizer."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -89,20 +88,6 @@ def check_model(config: Config, stage: Stage, shape: ModelConfig, folder: Path |
             check_weights(shape, folder, reward=stage.reward, quantize=config.model.quantize)
 
 
-def published_shape(config: Config) -> ModelConfig | None:
-    """Return the shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None.
-
-    A dry run plans with it if the model is not on this machine.
-    """
-    model = config.model
-    if not model.path or Path(model.path).is_dir():
-        return None
-    from models.published import recognised
-
-    shape = recognised(Path(model.path).name)
-    return shape and ModelConfig.from_hf(shape.to_hf(), **model.rope.changes())
-
-
 def fit_window(
     config: Config, shape: ModelConfig, setting: str = "data.max_length"
 ) -> ModelConfig:
@@ -186,16 +171,6 @@ def initial_weights(
         rows = dict(zip_longest(numbers, pieces, fillvalue=pieces[-1]))
     given = config.run.seed, found, config.model.quantize
     return shape, InitialWeights(shape, *given, new_rows=rows)
-
-
-def check_models(
-    stage: Stage,
-    shape: ModelConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    others: dict[str, InitialWeights],
-) -> Iterator[str]:
-    """Return what the stage objects to in the models and the tokenizer."""
-    return stage.check_models(shape, tokenizer, others)
 
 
 # ---------------------------------------------------------------- tokenizer

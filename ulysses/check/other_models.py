@@ -1,16 +1,18 @@
 """What a run reads besides the trained model: frozen models and rewards; imported where a stage has them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 
+from models.arch import ModelConfig
 from models.folders import read_config, resolve_model
 from models.initial_weights import InitialWeights
 from ulysses.check.input_files import check_weights, fit_window
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, error_context
 from ulysses.config.stage_sections import is_function
-from ulysses.stages.base import AuxiliaryModel
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
+from ulysses.stages.base import AuxiliaryModel, Stage
 
 
 def read_others(
@@ -40,6 +42,31 @@ def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWe
                 "function as module:function"
             )
         return weights
+
+
+def check_vocabularies(
+    stage: Stage,
+    shape: ModelConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    models: list[AuxiliaryModel],
+    others: dict[str, InitialWeights],
+) -> Iterator[str]:
+    """Yield which models do not read the trained one's tokens, and what the stage objects to in its tokenizer."""
+    # a policy that is sampled may say any token of its vocabulary
+    needed = shape.vocab_size if stage.dataset_type == "prompt" else len(tokenizer)
+    for model in models:
+        own = others[model.setting].shape.vocab_size
+        if model.is_reward and own != needed:
+            yield (
+                f"{model.setting} {model.path} has {own} tokens and the policy {needed}, but it must read the "
+                "policy's tokens; train the reward model from the same base model"
+            )
+        elif own < needed:
+            yield (
+                f"{model.setting} {model.path} has {own} tokens but the policy {needed}; use a model with the "
+                "policy's tokenizer"
+            )
+    yield from stage.check_tokenizer(tokenizer)
 
 
 def check_rewards(rewards: Iterable[str], strict: bool) -> list[object]:

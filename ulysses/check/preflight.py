@@ -30,6 +30,7 @@ from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.registry import load, stage_of
 from ulysses.stages.base import Stage
 
+ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
 LEAST_KNOWN = 0.9
 
@@ -43,20 +44,20 @@ settings   setting_checks:contradictions       config
 settings   setting_checks:check_packages       config
 settings   setting_checks:check_tables         config
 files      input_files:check_sources           config
-files      input_files:published_shape         config                                          shape
+files      plan.inquiry:published_shape        config absent                                   shape
 files      input_files:read_shape              config strict                                   shape folder
 files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
-files      setting_checks:check_routers        config shape
+files      setting_checks:check_routers        model shape routers
 files      adapter_settings:check_adapters     adapters shape config
-files      setting_checks:choose_targets       config shape                                    config
+files      adapter_settings:choose_targets     config adapters shape                           config
 files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template
 files      other_models:read_others            config models strict others
 files      kernel_proof:choose_kernel          config stage shape strict                       attention kernel
 files      other_models:check_rewards          rewards strict
-files      run_folder:find_checkpoint          config strict                                   resume_from
+files      run_folder:resume_point             run                                             resume_from
 files      resuming:check_same_run             config shape resume_from
-all files  input_files:check_models            stage shape tokenizer others
+all files  other_models:check_vocabularies     stage shape tokenizer models others
 all files  input_files:initial_weights         config stage shape tokenizer template? folder? place?  shape weights
 all files  run_folder:check_folders            config folder? place? weights others
 all files  run_folder:check_disk               config shape resume_from?                       disk_warning
@@ -135,12 +136,17 @@ def prepare(
     Raises ConfigError: all errors about settings or, if there are none, about what they name.
     """
     known = make_checks("settings", findings, config=config, world_size=world_size)
-    stage = stage_of(config)
+    stage, model = stage_of(config), config.model
     known |= {
         "stage": stage,
         "strict": findings is None,
-        "adapters": config.model.lora if config.model.lora.rank else None,
-        "models": [model for model in stage.requirements.models if model.path] or None,
+        # a dry run that continues no checkpoint says itself that the folder is taken
+        "run": config.run if findings is None or config.run.resume != "never" else None,
+        "absent": model.path if model.path and not Path(model.path).is_dir() else None,
+        "model": model,
+        "routers": model.model_dump(include=ROUTERS, exclude_defaults=True) or None,
+        "adapters": model.lora if model.lora.rank else None,
+        "models": [other for other in stage.requirements.models if other.path] or None,
         "rewards": config.ppo.reward or None,
         "others": {},
     }
@@ -156,8 +162,10 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
         yield inputs.disk_warning
     config, total = inputs.config, inputs.stage.total_steps(loader)
     data = config.data
-    if both := repeated_data(parse_sources(data.train), parse_sources(data.eval)):
-        yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
+    if data.eval:
+        both = repeated_data(parse_sources(data.train), parse_sources(data.eval))
+        if both:
+            yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
     rate, warmup = config.optimizer.lr, config.optimizer.warmup
     if not rate:
         yield "optimizer.lr is 0: no weight will change"

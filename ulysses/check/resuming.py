@@ -26,7 +26,9 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
         **ModelConfig.from_hf(state["shape"]).to_hf(),
     }
     fixed = [key for key in shape.to_hf() if key not in FREE_KEYS]
-    adapted = "model.quantize", "model.lora.rank", "model.lora.targets", "model.lora.train"
+    adapted = ["model.quantize", "model.lora.rank"]
+    if config.model.lora.rank:
+        adapted += ["model.lora.targets", "model.lora.train"]
     for name in (*ALLOWED_ANYWAY, *fixed, *adapted):
         anyway = name in ALLOWED_ANYWAY
         if own[name] != theirs.get(name) and not (anyway and config.run.resume_anyway):

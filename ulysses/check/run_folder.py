@@ -266,11 +266,6 @@ def restarts(run: RunSection) -> bool:
     return run.resume == "never" and environment.may_restart()
 
 
-def find_checkpoint(config: Config, strict: bool) -> Path | None:
-    """Return the checkpoint that a run continues; a dry run that continues none only says that the folder is taken."""
-    return resume_point(config.run) if strict or config.run.resume != "never" else None
-
-
 def resume_point(run: RunSection) -> Path | None:
     """Return the checkpoint that a run continues; None starts afresh.
 

@@ -11,7 +11,7 @@ import torch
 
 from models.arch import ModelConfig
 from ulysses import environment
-from ulysses.config.schema import RULE_TARGETS, Config
+from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import CREDENTIALS, visible
 from ulysses.parallel.mesh import divisors
 from ulysses.registry import STAGES, TRACKERS, gradient_policies, load, stage_of
@@ -72,7 +72,8 @@ def check_packages(config: Config) -> Iterator[str]:
 
 def check_tables(config: Config) -> None:
     """Refuse what the tables of DeepSpeed and of the gradient policies hold; ValueError names the key."""
-    check_raw(config.deepspeed.zero_optimization)
+    if raw := config.deepspeed.zero_optimization:
+        check_raw(raw)
     gradient_policies(config.gradients)
 
 
@@ -87,35 +88,16 @@ def require_determinism() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def check_routers(config: Config, shape: ModelConfig) -> Iterator[str]:
-    """Yield which settings of experts have no effect."""
-    model = config.model
-    routers = {"router_aux_loss_coefficient", "freeze_router"}
-    for key, value in model.model_dump(include=routers, exclude_defaults=True).items():
+def check_routers(
+    model: ModelSection, shape: ModelConfig, routers: dict[str, float]
+) -> Iterator[str]:
+    """Yield which settings of experts have no effect; `routers` are those that somebody made."""
+    for key, value in routers.items():
         if not shape.moe:
             yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"
         elif key != "freeze_router" and (model.freeze_router or model.lora.rank):
             why = "model.freeze_router" if model.freeze_router else "model.lora.rank"
             yield f"model.{key} is {value:g} but {why} is set, which trains no router; set it to 0"
-
-
-def rule_targets(shape: ModelConfig) -> tuple[str, ...]:
-    """Return which modules of linear attention may have an adapter."""
-    if not shape.delta:
-        return ()
-    if shape.family.fused_projections:
-        return RULE_TARGETS[4:]
-    return *RULE_TARGETS[:4], RULE_TARGETS[-1]
-
-
-def choose_targets(config: Config, shape: ModelConfig) -> Config:
-    """Add the modules of linear attention to the adapters' targets where nobody has set these."""
-    model, lora = config.model, config.model.lora
-    if "targets" in lora.model_fields_set:
-        return config
-    targets = [*lora.targets, *rule_targets(shape)]
-    chosen = model.model_copy(update={"lora": lora.model_copy(update={"targets": targets})})
-    return config.model_copy(update={"model": chosen})
 
 
 def contradictions(config: Config) -> Iterator[str]:

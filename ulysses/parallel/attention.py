@@ -255,8 +255,9 @@ class UlyssesAttention(nn.Module):
     ) -> tuple[AttentionPlan, Kernel, Callable[[VarlenCall], Inputs]]:
         """Return the plan under the window, the kernel for it, and what the kernel gets for one of its calls."""
         query, key, value = shards
-        # what cuts nothing is no window
-        window = self.window if plan.longest > (self.window or plan.longest) else None
+        window = self.window
+        if window and plan.longest <= window:
+            window = None  # it cuts nothing
         case = query.device, query.dtype, self.head_dim
         name = resolve_kernel(self.kernel, *case, documents=plan.documents, window=window).name
 
@@ -266,7 +267,7 @@ class UlyssesAttention(nn.Module):
                 query[rows], key[keys], value[keys], causal, self.softmax_scale, window
             )
 
-        return plan.windowed(window), KERNELS[name], inputs
+        return plan.windowed(window) if window else plan, KERNELS[name], inputs
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         given = query, key, value

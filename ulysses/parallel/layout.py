@@ -312,13 +312,13 @@ class AttentionPlan:
         bounds = enumerate(pairwise(self.cu_seqlens))
         return max(b - a + count_rows([self.prefixes.get(i, (0, 0))]) for i, (a, b) in bounds)
 
-    def windowed(self, window: int | None) -> "AttentionPlan":
+    def windowed(self, window: int) -> "AttentionPlan":
         """Return the plan of layers whose window cuts documents; another one if there are shared prefixes.
 
         There a branch's rows see the end of the prefix and their own document's rows in one call, because the window
         reaches further back from an early row than from a late one.
         """
-        if not (self.prefixes and window):
+        if not self.prefixes:
             return self
         if window not in self._windowed:
             arcs = sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
@@ -379,7 +379,7 @@ def packed_plan(
         documents=len(documents) - 1,
         pieces=sets,
         calls=_causal_calls(arcs, {}, cu[-1], device),
-        prefix_calls=_prefix_calls(list(chain(*arcs)), prefixes, device),
+        prefix_calls=_prefix_calls(list(chain(*arcs)), prefixes, device) if prefixes else [],
         prefixes=prefixes,
     )
 

@@ -310,10 +310,10 @@ class Plan(NamedTuple):
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
         case = self.case
         alone = self.resident and case.sp == 1 and {*self.levels} == {"none"}
-        if not (alone and case.model.layer.is_captured):
+        fits = case.machine.is_gpu and case.element_size == 2
+        if not (alone and fits and case.model.layer.is_captured):
             return False
-        is_short = case.local < GRAPH_SECONDS * self._layer_rate
-        return is_short and case.element_size == 2 and case.machine.is_gpu
+        return case.local < GRAPH_SECONDS * self._layer_rate
 
     @property
     def _layer_rate(self) -> float:
@@ -326,7 +326,7 @@ class Plan(NamedTuple):
 
         With shared prompts, which the graphs do not know, a layer has twice the launches.
         """
-        return self.graphs * 2 * LAUNCH_RESIDENT * self._layer_rate
+        return 2 * LAUNCH_RESIDENT * self._layer_rate if self.graphs else 0.0
 
     @property
     def name(self) -> str:

@@ -78,14 +78,16 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     if rollout:
         prompts = -(-facts.examples_per_load // machine.gpus)
         rollout = rollout._replace(answers=prompts * rollout.answers)
-    wanted = config.run.samples
-    samples = PlannedRollout(
-        wanted if isinstance(wanted, int) else len(wanted),  # every process answers all of them
-        config.ppo.planned_batch,
-        config.data.max_length,
-        config.ppo.max_new_tokens,
-        merged=config.model.lora.rank > 0,
-    )
+    samples = None
+    if wanted := config.run.samples:
+        samples = PlannedRollout(
+            # every process answers all of them
+            wanted if isinstance(wanted, int) else len(wanted),
+            config.ppo.planned_batch,
+            config.data.max_length,
+            config.ppo.max_new_tokens,
+            merged=config.model.lora.rank > 0,
+        )
     case = Case(
         planner_model(config, shape),
         machine,
@@ -94,7 +96,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         forwards=sum(passes, start=facts.extra_forwards),
         logit_bytes=facts.logit_bytes,
         rollout=rollout,
-        samples=samples if wanted else None,
+        samples=samples,
         element_size=getattr(torch, config.model.dtype).itemsize,
         moment_bytes=MOMENT_BYTES[config.optimizer.moments],
         others=tuple(frozen for model, frozen in auxiliary if not model.shares_weights),

@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from models.arch import ModelConfig
 from models.kinds import empty_model
 from models.layers import layer_sizes
-from models.rope import rotary_tables
+from models.ops.rotary import rotary_tables
 from models.self_attention import SelfAttention
 from ulysses.memory.size import Setting
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped

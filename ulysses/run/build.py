@@ -42,6 +42,7 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
                 sources,
                 inputs.stage.dataset_type,
                 inputs.tokenizer,
+                inputs.template,
                 data,
                 held_out=held_out,
                 share_prompts=config.batch.share_prompts,

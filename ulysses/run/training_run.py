@@ -270,6 +270,8 @@ class TrainingRun:
                 lambda name: wanted(name) and not name.startswith(VALUE),
                 exact=dtype > config.model.dtype,
             )
+            if config.model.quantize == "none":
+                return found
             return self.inputs.weights.originals(found, self.engine.module, for_servers)
 
         merge = for_servers or config.model.lora.merge
@@ -291,9 +293,10 @@ class TrainingRun:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Release files, engines and the process group, which after an error still has to tell the other processes."""
-        self.watch.report_failure(error)  # while the signals of a launcher are still caught
-        if error is not None and self.log is not None:
-            self.log.fail()
+        if error is not None:
+            self.watch.report_failure(error)  # while the signals of a launcher are still caught
+            if self.log is not None:
+                self.log.fail()
         self.resources.close()
         self.trainer = self.engine = self.log = None
         if dist.get_world_size() > 1 and error is not None:

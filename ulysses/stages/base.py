@@ -3,13 +3,13 @@
 A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
 ulysses/config/stage_sections.py. The rest asks ulysses/registry.py and never compares `config.stage` with a name.
 
-before the run     check, check_models, requirements, exported_config
+before the run     check, check_tokenizer, requirements, exported_config
 construction       build, arguments, extend_data, loader, total_steps
 every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step
 now and then       evaluate; save and load, of a stage with a state of its own
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -255,27 +255,9 @@ class Stage:
         """Yield the errors that follow from the configuration alone."""
         yield from ()
 
-    def check_models(
-        self,
-        shape: ModelConfig,
-        tokenizer: PreTrainedTokenizerFast,
-        others: Mapping[str, InitialWeights],
-    ) -> Iterator[str]:
-        """Yield the errors that need the tokenizer or the models, the others by the settings that name them."""
-        # a policy that is sampled may say any token of its vocabulary
-        needed = shape.vocab_size if self.dataset_type == "prompt" else len(tokenizer)
-        for model in self.requirements.models:
-            own = others[model.setting].shape.vocab_size if model.path else needed
-            if model.is_reward and own != needed:
-                yield (
-                    f"{model.setting} {model.path} has {own} tokens and the policy {needed}, but it must read the "
-                    "policy's tokens; train the reward model from the same base model"
-                )
-            elif own < needed:
-                yield (
-                    f"{model.setting} {model.path} has {own} tokens but the policy {needed}; use a model with the "
-                    "policy's tokenizer"
-                )
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
+        """Yield the errors that need the tokenizer of the trained model; asked of a stage that reads another one."""
+        yield from ()
 
     def exported_config(
         self, model_config: ModelConfig, tokenizer: PreTrainedTokenizerFast
@@ -314,24 +296,17 @@ class Stage:
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return what a step reads on this rank."""
-        found = source.step(*divmod(step, source.steps_per_epoch))
-        return StepBatches(
-            [
-                pack_shard(
-                    self.packed(examples), self.mesh, self.model.device, may_be_empty=True
-                )
-                for examples in found
-            ]
-        )
+        batches = []
+        for examples in source.step(*divmod(step, source.steps_per_epoch)):
+            # those of one example one after the other
+            packed = [sequence for example in examples for sequence in self.sequences(example)]
+            batches.append(pack_shard(packed, self.mesh, self.model.device, may_be_empty=True))
+        return StepBatches(batches)
 
     def sequences(self, example: Example) -> list[Sequence]:
         """Return the example's sequences as they are packed, each with the example's numbers."""
         numbers = example.columns
         return [replace(s, columns={**s.columns, **numbers}) for s in example.sequences]
-
-    def packed(self, examples: list[Example]) -> list[Sequence]:
-        """Return the sequences of a micro-batch's examples, those of one example one after the other."""
-        return [sequence for example in examples for sequence in self.sequences(example)]
 
     def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
         """Return for each micro-batch what `losses` must know of the whole optimizer step, found without gradient."""

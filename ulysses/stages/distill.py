@@ -8,14 +8,12 @@ The rows are conversations, or prompts with answers of the student's own: what a
 both models read the same.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from losses.distill import distillation
 from losses.token_nll import weighted_sum
-from models.arch import ModelConfig
 from models.folders import folder_with, resolve_model
-from models.initial_weights import InitialWeights
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term
@@ -38,13 +36,7 @@ class DistillStage(Stage):
         if not self.table.teacher:
             yield "distill.teacher is missing; set it to the folder or hub id of the model to learn from"
 
-    def check_models(
-        self,
-        shape: ModelConfig,
-        tokenizer: PreTrainedTokenizerFast,
-        others: Mapping[str, InitialWeights],
-    ) -> Iterator[str]:
-        yield from super().check_models(shape, tokenizer, others)
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
         path = self.table.teacher
         folder = resolve_model(path, need_weights=False, key="distill.teacher")
         words = load_tokenizer(folder_with(folder, "tokenizer*")).get_vocab()

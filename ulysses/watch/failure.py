@@ -105,7 +105,7 @@ def report_failure(error: Exception, *, debug: bool) -> None:
         tell(store, reason, alone=not breaks_off(error))
 
 
-def breaks_off(error: BaseException | None) -> bool:
+def breaks_off(error: BaseException) -> bool:
     """Whether an error only says that another process does not answer."""
     from torch.distributed import DistError
 

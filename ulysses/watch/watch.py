@@ -144,7 +144,7 @@ class Watch:
         """Note progress within a phase."""
         self.moved = max(self.moved, monotonic())
 
-    def report_failure(self, error: BaseException | None) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """End the process in the name of the rank that is gone, if that explains an error of communication."""
         if breaks_off(error) and self._peers:
             self.hurried = SILENT_SECONDS

@@ -1,7 +1,7 @@
 """Turn rows into records: a conversation, several answers to one prompt, a prompt alone, or a document.
 
 The format of a row, which its keys tell, says how the prompt is written; how the answers are written follows from
-their own keys.
+their own keys. What is no list of messages is read by columns.py.
 """
 
 import json
@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain, cycle
 from math import prod
 
 from ulysses.data import BadRowError, DataError, DropRowError
@@ -24,7 +22,6 @@ from ulysses.data.read.messages import (
     from_json,
     parse_messages,
     parse_tools,
-    parse_transcript,
     role_of,
     string,
     type_name,
@@ -253,7 +250,12 @@ def _check_answer(answer: Messages, kind: str) -> None:
 
 def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
     """Read the prompt and its answers."""
-    prompt = PROMPTS[row_format](row)
+    if row_format == "messages":
+        prompt = parse_messages(_required(row, "messages")[0], row)
+    else:
+        from ulysses.data.read.columns import PROMPTS
+
+        prompt = PROMPTS[row_format](row)
     if row.get("system") and role_of(prompt, 0) != "system":
         prompt.insert(0, Message("system", string(row["system"], "system")))
     ends_with_answer = role_of(prompt, -1) == "assistant"
@@ -263,7 +265,11 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     if kind != "prompt" or not asks or row_format == "preference":
         values = _answer_values(row)
     may_hold_prompt = len(values) > 1 or not asks
-    answers = [_answer(key, value, may_hold_prompt) for key, value in values]
+    answers: list[Messages] = []
+    if values:
+        from ulysses.data.read.columns import parse_answer
+
+        answers = [parse_answer(key, value, may_hold_prompt) for key, value in values]
     # messages beside a pair may be its prompt, or its prompt and the chosen answer
     if len(answers) > 1 and ends_with_answer and prompt[-1:] == answers[0][-1:]:
         if kind == "sequence":
@@ -283,64 +289,10 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     if not prompt:
         raise _without(row, PROMPT_KEYS)
     if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
-        return _continued(prompt, answers, kind)
+        from ulysses.data.read.columns import continued
+
+        return continued(prompt, answers, kind)
     return prompt, answers
-
-
-def _continued(
-    prompt: Messages, answers: list[Messages], kind: str
-) -> tuple[Messages, list[Messages]]:
-    """Let the answers continue the one that ends the prompt, which is their beginning and is not trained."""
-    *prompt, begun = prompt
-    begun = replace(begun, begun=len(begun.content))
-    for answer in answers:
-        text, more = begun.content + answer[0].content, {**begun.more, **answer[0].more}
-        answer[0] = replace(answer[0], content=text, more=more, begun=begun.begun)
-    return prompt + [begun] * (kind == "prompt"), answers
-
-
-def _conversation(row: Row) -> Messages:
-    return parse_messages(_required(row, "messages")[0], row)
-
-
-def _instruction(row: Row, between: str = "\n") -> Messages:
-    """Read an alpaca row; as LLaMA-Factory v1 does, with nothing between instruction and input, without its history."""
-    asked = [string(row.get(name, ""), name) for name in ("instruction", "input")]
-    history = (between and row.get("history")) or []
-    if not isinstance(history, list) or not all(
-        isinstance(turn, list) and len(turn) == 2 for turn in history
-    ):
-        raise BadRowError("'history' must be a list of [user, assistant] pairs")
-    said = zip(cycle(("user", "assistant")), chain(*history))
-    before = [Message(role, string(text, "history")) for role, text in said]
-    return before + _user(between.join(filter(None, asked)))
-
-
-def _given_prompt(row: Row) -> Messages:
-    key = first_key(row, PROMPT_KEYS)
-    value = row.get(key, [])
-    if isinstance(value, list):
-        return parse_messages(value)
-    # the text may be a transcript with the assistant's turn opened at its end
-    turns = parse_transcript(string(value, key)) or _user(value)
-    if turns[-1].is_empty:
-        del turns[-1]
-    return turns
-
-
-def _user(text: str) -> Messages:
-    if not text.strip():
-        raise DropRowError("empty prompt")
-    return [Message("user", text)]
-
-
-PROMPTS = {
-    "messages": _conversation,
-    "alpaca": _instruction,
-    "alpaca_v1": partial(_instruction, between=""),
-    "preference": _given_prompt,
-    "prompt_completion": _given_prompt,
-}
 
 
 def _answer_values(row: Row) -> list[tuple[str, object]]:
@@ -358,17 +310,6 @@ def _answer_values(row: Row) -> list[tuple[str, object]]:
         return [(key, value) for value in values]
     key = first_key(row, ANSWER_KEYS)
     return [(key, row[key])] if key else []
-
-
-def _answer(key: str, value: object, may_hold_prompt: bool) -> Messages:
-    """Read an answer; one that may hold its prompt is also read as a transcript."""
-    if isinstance(value, Mapping):
-        value = [value]
-    if isinstance(value, list):
-        return parse_messages(value)
-    text = string(value, key)
-    turns = parse_transcript(text) if may_hold_prompt else []
-    return turns or [Message("assistant", text)]
 
 
 # ------------------------------------------------------------------------------------------------------ small checks

@@ -1,4 +1,4 @@
-"""Read messages as people write them: OpenAI and ShareGPT lists, tool calls, tools, and hh-rlhf transcripts."""
+"""Read messages as people write them: OpenAI and ShareGPT lists, tool calls and tools."""
 
 import json
 import math
@@ -31,7 +31,6 @@ KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call",
 MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
 PAIR_KEYS = {"chosen", "rejected"}
 CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
-TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 Row = Mapping[str, object]  # or another object of JSON
 
 
@@ -167,15 +166,6 @@ def parse_tools(value: object) -> list[Any]:
         if not isinstance(decoded(tool["function"], problem, Mapping).get("name"), str):
             raise BadRowError("has a tool without a name in 'tools'")
     return tools
-
-
-def parse_transcript(text: str) -> Messages:
-    """Split text as in hh-rlhf, "\\n\\nHuman: ...\\n\\nAssistant: ...", into messages; return [] for other text."""
-    start, *turns = TRANSCRIPT_TURN.split(text)
-    if start or "\n\nAssistant:" not in text:
-        return []
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [Message(roles[who], said.strip()) for who, said in zip(turns[::2], turns[1::2])]
 
 
 # ------------------------------------------------------------------------------------------------------ small checks

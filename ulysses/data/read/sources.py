@@ -144,8 +144,6 @@ def pinned(source: Source) -> Source:
 
     Raises DataError: the hub does not answer or has no such dataset, and there is no copy of it in the hub's cache.
     """
-    if not source.is_on_hub:
-        return source
     from ulysses.data.read.library import hub_commit
 
     if not rank():

@@ -7,10 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from ulysses.data import BadRowError, DataError
+from ulysses.data.read.sources import FoundRow
 from ulysses.data.read.tokenizer import TextEncoder
 
 Columns = dict[str, Any]  # of examples, as the files hold them (tokenise.py)
 Part = tuple[str, int, np.ndarray]  # of a document: its row, source and tokens
+
+
+def document_part(row: FoundRow, text: str, encoder: TextEncoder) -> Part:
+    """Tokenise a part of a document; DataError names its row."""
+    try:
+        begun = text if row.continues else encoder.begin(text)
+        (tokens,) = encoder.encode_texts([begun])
+    except BadRowError as error:
+        raise DataError(f"{row.where} {error}") from None
+    return row.where, row.source, np.asarray(tokens, np.int32)
 
 
 def cut_documents(parts: Iterable[Part], encoder: TextEncoder, limit: int) -> Iterator[Columns]:

@@ -75,6 +75,7 @@ def open_dataset(
     sources: list[Source],
     kind: str,
     tokenizer: PreTrainedTokenizerFast,
+    template: ChatTemplate | None,
     settings: DataSection,
     *,
     held_out: bool = False,
@@ -84,13 +85,14 @@ def open_dataset(
 
     Args:
         kind: text, sequence, pair, ranked, unpaired or prompt: what a stage needs.
-        settings: the [data] table, whose own sources are not read here.
+        template: of the conversations; None for text.
+        settings: the [data] table, whose own sources and template are not read here.
         held_out: take the share of the rows that is held out for evaluation, and not the others.
         share_prompts: let the examples say which sequences begin with the same prompt.
 
     Raises DataError: missing or broken data, named by file and row, in every process.
     """
-    data = Tokenising(sources, kind, tokenizer, settings, held_out)
+    data = Tokenising(sources, kind, tokenizer, template, settings, held_out)
     build_once(data.folder, data.build)
     try:
         check_once(data.folder / DIGESTS, data.cache)
@@ -122,25 +124,22 @@ class Tokenising:
         sources: list[Source],
         kind: str,
         tokenizer: PreTrainedTokenizerFast,
+        template: ChatTemplate | None,
         settings: DataSection,
         held_out: bool,
     ) -> None:
-        self.sources = [pinned(source) for source in sources]
+        self.sources = [pinned(each) if each.is_on_hub else each for each in sources]
         self.kind, self.settings, self.held_out = kind, settings, held_out
-        self.cache = Path(settings.cache)
-        self.template = None
-        if kind != "text":
-            given = settings.chat_template, settings.chat_template_kwargs
-            self.template = ChatTemplate(tokenizer, *given)
+        self.cache, self.template = Path(settings.cache), template
         for source in sources:
-            if self.template:
+            if template:
                 setting = f"chat_template_kwargs of {source.path}"
-                self.template.check_variables(source.chat_template_kwargs, setting)
+                template.check_variables(source.chat_template_kwargs, setting)
             elif source.system or source.chat_template_kwargs:
                 raise DataError(
                     f"{source.path} has system or chat_template_kwargs, which documents do not use; remove them"
                 )
-        self.encoder = self.template.encoder if self.template else TextEncoder(tokenizer)
+        self.encoder = template.encoder if template else TextEncoder(tokenizer)
         self._state = self._files()
         content = [
             FORMAT_VERSION,
@@ -148,7 +147,7 @@ class Tokenising:
             {name: getattr(settings, name) for name in DECIDING} | {"held_out": held_out},
             [source_digest(source, self.cache) for source in self.sources],
             tokenizer_digest(tokenizer),
-            self.template.text if self.template else None,
+            template.text if template else None,
             *filter(None, [settings.chat_template_kwargs]),
         ]
         self.folder = self.cache / "tokenized" / digest_of_value(content)[:32]
@@ -208,7 +207,10 @@ class Tokenising:
                         with use(row.where):
                             rendered.append((row, record, self._render(record)))
         if self.template is None:
-            return [self._part(row, record.text) for row, record, _ in rendered], self.events
+            from ulysses.data.serve.documents import document_part
+
+            parts = [document_part(row, each.text, self.encoder) for row, each, _ in rendered]
+            return parts, self.events
         encode = partial(self.encoder.encode_batch, as_whole=self.kind == "sequence")
         try:
             encoded = iter(encode([text for *_, texts in rendered for text in texts]))
@@ -225,15 +227,6 @@ class Tokenising:
 
     def _note(self, where: str, what: str) -> None:
         self.events.append(("notes", what, where))
-
-    def _part(self, row: FoundRow, text: str) -> tuple[str, int, np.ndarray]:
-        """Return a part of a document: its row, source and tokens."""
-        try:
-            begun = text if row.continues else self.encoder.begin(text)
-            (tokens,) = self.encoder.encode_texts([begun])
-        except BadRowError as error:
-            raise DataError(f"{row.where} {error}") from None
-        return row.where, row.source, np.asarray(tokens, np.int32)
 
     def _render(self, record: Record) -> list[Rendered]:
         """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
