@@ -8,12 +8,12 @@ Shapes: S local tokens, M positions with a target, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from losses.logprobs import LogProbs, linear_logprobs
+from losses.logprobs import HeadOptions, LogProbs, linear_logprobs
 from models.arch import ModelConfig
 from models.layers import DecoderLayer
 from models.modules import Embedding, RMSNorm
@@ -151,7 +151,9 @@ class VocabularyHead(nn.Module):
         size = config.vocab_size, config.hidden_size
         self.weight = nn.Parameter(torch.empty(size)) if tied is None else tied
 
-    def forward(self, hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
+    def forward(
+        self, hidden: Tensor, targets: Tensor, **options: Unpack[HeadOptions]
+    ) -> LogProbs:
         return linear_logprobs(hidden, self.weight, targets, **options)
 
 
@@ -196,7 +198,7 @@ class CausalLM(HeadedDecoder):
         *,
         nll: bool = False,
         project: bool = True,
-        **options: Any,
+        **options: Unpack[HeadOptions],
     ) -> LogProbs | Tensor:
         """Return the log-probabilities of the batch's targets, [S] float32, zero where the loss weight is 0.
 
@@ -217,7 +219,7 @@ class CausalLM(HeadedDecoder):
         """Return the final hidden states [M, D] of the positions whose weight is not 0."""
         return self.model.norm(self.model(batch).index_select(0, batch.valid_index))
 
-    def log_probs(self, rows: Tensor, batch: ShardedBatch, options: dict[str, Any]) -> LogProbs:
+    def log_probs(self, rows: Tensor, batch: ShardedBatch, options: HeadOptions) -> LogProbs:
         """Return the log-probabilities [S] of the batch's targets from those hidden states."""
         if (scaling := self.config.multipliers.logits_scaling) != 1:
             options["temperature"] = options.get("temperature", 1.0) * scaling

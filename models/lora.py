@@ -141,7 +141,7 @@ class BasePolicy:
                 for layer in layers:
                     layer.enable_adapters(True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.engine(*args, **kwargs)
 
 

@@ -8,7 +8,6 @@ Shapes: S local tokens, E columns of a head that are rotated.
 """
 
 import functools
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ def rope_parameters(
     dim = int(config.head_dim * config.partial_rotary_factor)  # the columns that turn
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     theta: float = config.rope_theta
-    s: Any = config.rope_scaling
+    s = config.rope_scaling
     if kind == "local":
         theta, s = config.rope_local_theta or theta, None
     periods = theta**exponents

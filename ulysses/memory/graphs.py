@@ -12,7 +12,7 @@ Shapes: S rows, D width, E head dim.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ulysses.memory.levels import HOOKS, Rope
+from ulysses.parallel.context import Context
 from ulysses.parallel.layout import AttentionPlan, Segments, VarlenCall
 
 MOST_SIZES = 24  # recorded; each keeps its inputs and results
@@ -40,7 +41,9 @@ class LayerGraphs:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers: Any = layers
-        self._hooks: list[Any] = []  # of all modules inside, which a graph would not run
+        self._hooks: list[
+            Mapping[int, object]
+        ] = []  # of all modules inside, which a graph would not run
         self._parameters: list[nn.Parameter] = []
         self._fit = False
         self._places: list[int] = []  # of the parameters in memory
@@ -50,7 +53,7 @@ class LayerGraphs:
         self.grads: dict[nn.Parameter, Tensor] = {}
         self.pool = torch.cuda.graph_pool_handle()
         # A forward pass whose backward is still to come owns what all graphs keep in their common memory.
-        self._owner: Any = lambda: None
+        self._owner: Callable[[], _Owner | None] = lambda: None
 
     def __call__(self, hidden: Tensor, ropes: Ropes, plan: AttentionPlan) -> Tensor | None:
         """Return the layers' output [S, D], or None if they must run one by one this time."""
@@ -210,7 +213,7 @@ class _Recorded:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[_Recorded, _Owner, int]],
         hidden: Tensor,
         ropes: Ropes,
         cu: Tensor,
@@ -219,14 +222,16 @@ class _Replay(torch.autograd.Function):
     ) -> Tensor:
         recorded.set(hidden, ropes, cu)
         recorded.forward.replay()
-        ctx.recorded, ctx.owner, ctx.rows = recorded, owner, len(hidden)
+        ctx.rest = recorded, owner, len(hidden)
         return recorded.out[: len(hidden)]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        recorded, rows = ctx.recorded, ctx.rows
-        ctx.recorded = ctx.owner = None
+    def backward(
+        ctx: Context[tuple[_Recorded, _Owner, int]], grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        recorded, owner, rows = ctx.rest
+        del ctx.rest, owner
         recorded.grad[:rows] = grad
         recorded.grad[rows:] = 0
         recorded.save_untaken()

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,12 +63,12 @@ class Offloader:
             raise
         return [self.free.pop() for _ in range(count)]
 
-    def copying(self) -> AbstractContextManager[Any]:
+    def copying(self) -> AbstractContextManager[object]:
         """Return the context in which copies are queued, after the computation queued so far."""
         self.stream.wait_stream(self._backend.current_stream())
         return self._backend.stream(self.stream)
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: torch.Event) -> None:
         """Order the computation after a mark."""
         self._backend.current_stream().wait_event(event)
 
@@ -82,8 +81,10 @@ class Group:
         self._tensors: list[Tensor] = []  # empty while only the host has them
         # of each tensor: what allocates another like it, and its host memory
         self._copies: list[tuple[Callable[[], Tensor], list[Tensor]]] = []
-        self._previous: Any = None  # a weak reference, from `close` until the first `tensors`
-        self._event: Any = None
+        self._previous: Callable[[], Group | None] | None = (
+            None  # a weak reference, from `close` until the first `tensors`
+        )
+        self._event: torch.Event  # after the copies, from `close` on
 
     def keep(self, tensor: Tensor) -> None:
         """Add a tensor, and begin to copy it to the host."""
