@@ -40,6 +40,7 @@ class Decoder(nn.Module):
 
     record: "RouterRecord | None"  # of what routers choose
     graphs: "LayerGraphs | None"
+    layers: Any  # an nn.ModuleList of DecoderLayers
 
     def __init__(
         self,
@@ -87,8 +88,7 @@ class Decoder(nn.Module):
         if self.record is not None:
             self.record.open(batch)
         pair: Pair | None = None  # what two neighbours share
-        layers: Any = self.layers
-        for layer in layers:
+        for layer in self.layers:
             if layer.recompute != "pair":
                 pair = None
             elif pair is None:
@@ -113,8 +113,7 @@ class Decoder(nn.Module):
     @property
     def is_capturable(self) -> bool:
         """Whether a CUDA graph may run the layers' feed-forwards: none makes the host wait."""
-        layers: Any = self.layers
-        return all(layer.mlp.is_capturable for layer in layers)
+        return all(layer.mlp.is_capturable for layer in self.layers)
 
     def set_memory(self, memory: LayerMemory) -> None:
         """Set what the layers keep for backward."""
@@ -126,16 +125,15 @@ class Decoder(nn.Module):
                 f"recompute is {memory.recompute} but must be one of {', '.join(LEVELS)}, or a list of one for each of "
                 f"the {count} layers"
             )
-        layers: Any = self.layers
         away = count if memory.offloaded_layers is None else memory.offloaded_layers
-        for number, (layer, level) in enumerate(zip(layers, levels)):
+        for number, (layer, level) in enumerate(zip(self.layers, levels)):
             offloader = memory.offloader if number < away else None
             layer.set_memory(level, memory.mlp_tile, offloader)
         self.graphs = None
         if memory.graphs:
             from ulysses.memory import graphs
 
-            self.graphs = graphs.LayerGraphs(layers)
+            self.graphs = graphs.LayerGraphs(self.layers)
 
 
 class VocabularyHead(nn.Module):

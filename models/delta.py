@@ -235,7 +235,7 @@ class GatedDelta(nn.Module):
         )
 
 
-Mixed = tuple[GatedDelta, AttentionPlan]
+MixContext = Context[tuple[GatedDelta, AttentionPlan]]
 
 
 class _Mix(torch.autograd.Function):
@@ -243,7 +243,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context[Mixed], mixer: GatedDelta, plan: AttentionPlan, *heads: Tensor
+        ctx: MixContext, mixer: GatedDelta, plan: AttentionPlan, *heads: Tensor
     ) -> Tensor:
         shards = mixer.to_heads(heads[:3], plan)
         ctx.save_for_backward(*shards)
@@ -253,7 +253,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[Mixed], grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: MixContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         mixer, plan = ctx.rest
         grad = mixer.to_tokens_backward(grad, plan)
         grads, of_parameters = mixer.mix_backward(grad, ctx.saved_tensors, (), plan)

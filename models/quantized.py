@@ -119,7 +119,7 @@ class QuantizedLinear(Linear):
         return QuantizedNode.apply(x, self.weight, self.bias, self)
 
 
-Layout = tuple[str, tuple[int, int]]  # kind and shape
+LayoutContext = Context[tuple[str, tuple[int, int]]]  # kind and shape
 
 
 class QuantizedNode(torch.autograd.Function):
@@ -127,7 +127,7 @@ class QuantizedNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context[Layout],
+        ctx: LayoutContext,
         x: Tensor,
         data: Tensor,
         bias: Tensor | None,
@@ -143,7 +143,7 @@ class QuantizedNode(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[Layout], grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: LayoutContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         (data,), (kind, shape) = ctx.saved_tensors, ctx.rest
         if not _multiplies_codes(kind, grad):
             return grad @ unpack(kind, data, shape, grad.dtype), None, None, None

@@ -111,12 +111,12 @@ class GatedMLP(NamedTuple):
         return grad_rows, [g for g in found if g is not None]
 
 
-Rules = tuple[NormRule, str, float]  # the last fields
+RulesContext = Context[tuple[NormRule, str, float]]  # the last fields
 
 
 class _GatedMLPNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context[Rules], rows: Tensor, *weights: object) -> Tensor:
+    def forward(ctx: RulesContext, rows: Tensor, *weights: object) -> Tensor:
         mlp = GatedMLP._make(weights)
         gate, up, product = mlp.parts(rows)
         kept = None if mlp.after is None else product
@@ -126,7 +126,7 @@ class _GatedMLPNode(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[Rules], grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: RulesContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, *kept = ctx.saved_tensors
         mlp = GatedMLP._make((*kept[3:], *ctx.rest))
         return *gradients(mlp, rows, grad, len(rows), kept[:3]), None, None, None

@@ -41,9 +41,7 @@ class LayerGraphs:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers: Any = layers
-        self._hooks: list[
-            Mapping[int, object]
-        ] = []  # of all modules inside, which a graph would not run
+        self._hooks: list[dict] = []  # of all modules inside, which a graph would not run
         self._parameters: list[nn.Parameter] = []
         self._fit = False
         self._places: list[int] = []  # of the parameters in memory
@@ -210,10 +208,13 @@ class _Recorded:
         self.bounds[: len(cu)] = cu
 
 
+ReplayContext = Context[tuple[_Recorded, _Owner, int]]
+
+
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context[tuple[_Recorded, _Owner, int]],
+        ctx: ReplayContext,
         hidden: Tensor,
         ropes: Ropes,
         cu: Tensor,
@@ -227,9 +228,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Context[tuple[_Recorded, _Owner, int]], grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: ReplayContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         recorded, owner, rows = ctx.rest
         del ctx.rest, owner
         recorded.grad[:rows] = grad

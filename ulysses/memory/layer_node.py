@@ -160,7 +160,9 @@ class Pair:
             return self.first(group.tensors()[0].detach(), rope, plan)
 
 
-Call = tuple[Layer, Rope, AttentionPlan, Pair | None, Kept | Group, list[Random]]
+LayerContext = Context[
+    tuple[Layer, Rope, AttentionPlan, Pair | None, "Kept | Group", list[Random]]
+]
 
 
 class LayerNode(torch.autograd.Function):
@@ -173,7 +175,7 @@ class LayerNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context[Call],
+        ctx: LayerContext,
         layer: Layer,
         rope: Rope,
         plan: AttentionPlan,
@@ -211,7 +213,7 @@ class LayerNode(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[Call], grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: LayerContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, rope, plan, pair, group, random = ctx.rest
         del ctx.rest
         kept = group.tensors()

@@ -24,6 +24,8 @@ from ulysses.memory.size import LayerSize
 # a power of two, which torch's allocator of pinned memory does not round up
 CHUNK_BYTES = 32 << 20
 
+Reference = Callable[[], "Group | None"]  # a weak one
+
 
 def pinned_bytes(level: str, layer: LayerSize, kept: float) -> float:
     """Return the most host bytes that what a layer keeps takes: any tensor's last chunk may stay partly empty."""
@@ -41,8 +43,8 @@ class Offloader:
         self.allocated = 0  # bytes of host memory in all chunks
         # One stream orders the copies still queued from a chunk given back before any later one into it.
         self.free: list[Tensor] = []
-        # a weak reference to the group that was closed last
-        self.last: Callable[[], Group | None] = lambda: None
+        # to the group that was closed last
+        self.last: Reference = lambda: None
 
     def group(self) -> "Group":
         """Return a place for another layer's activations."""
@@ -68,7 +70,7 @@ class Offloader:
         self.stream.wait_stream(self._backend.current_stream())
         return self._backend.stream(self.stream)
 
-    def wait(self, event: torch.Event) -> None:
+    def wait(self, event: torch.cuda.Event | None) -> None:
         """Order the computation after a mark."""
         self._backend.current_stream().wait_event(event)
 
@@ -81,10 +83,8 @@ class Group:
         self._tensors: list[Tensor] = []  # empty while only the host has them
         # of each tensor: what allocates another like it, and its host memory
         self._copies: list[tuple[Callable[[], Tensor], list[Tensor]]] = []
-        self._previous: Callable[[], Group | None] | None = (
-            None  # a weak reference, from `close` until the first `tensors`
-        )
-        self._event: torch.Event  # after the copies, from `close` on
+        self._previous: Reference | None = None  # from `close` until the first `tensors`
+        self._event: torch.cuda.Event | None = None  # after the copies; the CPU has none
 
     def keep(self, tensor: Tensor) -> None:
         """Add a tensor, and begin to copy it to the host."""

@@ -291,12 +291,15 @@ def _checked_window(window: int | None) -> int | None:
     return window
 
 
+AttendContext = Context[tuple[UlyssesAttention, AttentionPlan]]
+
+
 class _Attend(torch.autograd.Function):
     """Exchange, attend and exchange; keeps q', k', v', out' and lse."""
 
     @staticmethod
     def forward(
-        ctx: Context[tuple[UlyssesAttention, AttentionPlan]],
+        ctx: AttendContext,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -312,9 +315,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Context[tuple[UlyssesAttention, AttentionPlan]], grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AttendContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         (attention, plan), kept = ctx.rest, ctx.saved_tensors
         dout = attention.to_tokens_backward(grad, plan)
         grads, of_sink = attention.attend_backward(dout, kept[:3], kept[3:5], plan, kept[5])

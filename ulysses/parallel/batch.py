@@ -18,6 +18,7 @@ token, so that every one predicts its own first token and no row has two targets
 Letters: T packed tokens, S tokens on this rank, N sequences, L tokens of one sequence.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -58,7 +59,7 @@ class Sequence:
 
     tokens: Array
     loss_weights: Array
-    token_columns: dict[str, Array] = field(default_factory=dict)
+    token_columns: Mapping[str, Array] = field(default_factory=dict)
     columns: dict[str, float] = field(default_factory=dict)
     prompt: int | None = None
     prompt_length: int = 0

@@ -34,7 +34,8 @@ def attend_dense(
     return torch.stack([attend(*one, plan) for one in zip(query, key, value)])
 
 
-Swap = tuple[dist.ProcessGroup | None, int, int]  # the group, the split and the gathered axis
+# the group, the split and the gathered axis
+SwapContext = Context[tuple[dist.ProcessGroup | None, int, int]]
 
 
 class SeqAllToAll4D(torch.autograd.Function):
@@ -57,7 +58,7 @@ class SeqAllToAll4D(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context[Swap],
+        ctx: SwapContext,
         group: dist.ProcessGroup | None,
         input: Tensor,
         scatter_idx: int,
@@ -67,7 +68,7 @@ class SeqAllToAll4D(torch.autograd.Function):
         return _swap_axes(input, group, scatter_idx, gather_idx)
 
     @staticmethod
-    def backward(ctx: Context[Swap], grad: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: SwapContext, grad: Tensor) -> tuple[None, Tensor, None, None]:
         group, scatter_idx, gather_idx = ctx.rest
         return None, _swap_axes(grad, group, gather_idx, scatter_idx), None, None
 

@@ -47,11 +47,12 @@ def gather_tokens(values: Tensor, batch: ShardedBatch) -> Tensor:
     return packed[: batch.num_tokens]
 
 
+SumContext = Context[tuple[Tensor, torch.dtype]]
+
+
 class _SegmentSums(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Context[tuple[Tensor, torch.dtype]], values: Tensor, batch: ShardedBatch
-    ) -> Tensor:
+    def forward(ctx: SumContext, values: Tensor, batch: ShardedBatch) -> Tensor:
         ctx.rest = batch.sequence_ids, values.dtype
         # column by column: a GPU adds the rows of a vector in parallel, those of a matrix one after the other
         columns = values.double().reshape(len(values), -1).t().contiguous()
@@ -65,7 +66,7 @@ class _SegmentSums(torch.autograd.Function):
         return sums.view(-1, *values.shape[1:]).to(wide)
 
     @staticmethod
-    def backward(ctx: Context[tuple[Tensor, torch.dtype]], grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: SumContext, grad: Tensor) -> tuple[Tensor, None]:
         sequence_ids, dtype = ctx.rest
         padded = torch.cat([grad, grad.new_zeros((1, *grad.shape[1:]))])  # the tail's row
         return padded.index_select(0, sequence_ids).to(dtype), None
