@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def test_three_updates_are_those_of_sharded_weights(away):
     assert_same_gradients(stayed[2], gradients[2], 1e-4)  # after two updates
 
 
-def what_a_step_calls() -> dict[str, Any]:
+def what_a_step_calls():
     """Count the gathers of two steps with several micro-batches, and look at memory and whole weights."""
     trainer, _ = build_trainer(Case("sft", budget=64, lr=1e-3, engine=STAY, shape=BIASED))
     engine, gathers = trainer.engine, []
@@ -104,10 +103,10 @@ def test_a_step_gathers_once_and_nothing_watches_the_modules(world):
     assert sum(one["held"] for one in found) == elements
 
 
-def memory_of_a_gather() -> dict[str, float]:
+def memory_of_a_gather():
     """Return MiB: all weights; the first one's once for each of them; what gathers asked of the system."""
 
-    def asked(of: str) -> float:
+    def asked(of):
         kib = re.search(rf"{of}:\s+(\d+)", Path("/proc/self/status").read_text())
         return int(kib[1]) / 1024  # type: ignore[index]
 

@@ -37,7 +37,7 @@ def run(tmp_path_factory):
     return folder / "sft"
 
 
-def assert_same_folder(found: Path, expected: Path) -> None:
+def assert_same_folder(found, expected):
     ours, theirs = ({p.name: p.read_bytes() for p in f.iterdir()} for f in (found, expected))
     assert ours.keys() == theirs.keys() >= {"config.json", "tokenizer.json"}
     assert not [name for name in theirs if ours[name] != theirs[name]]
@@ -100,14 +100,14 @@ LARGE = {
 }  # fmt: skip
 
 
-def memory() -> list[int]:
+def memory():
     """This process's resident bytes now and at their peak since the last call."""
     text = Path("/proc/self/status").read_text()
     Path("/proc/self/clear_refs").write_text("5")
     return [1024 * int(*re.findall(rf"{n}:\s+(\d+)", text)) for n in ("VmRSS", "VmHWM")]
 
 
-def load_and_export(folder: Path, out: Path) -> tuple[int, int]:
+def load_and_export(folder, out):
     """Bytes of growth at the peak of loading, and at the peak of exporting above what was loaded."""
     initialize_distributed()
     model, run = {"path": str(folder), "dtype": "bfloat16"}, {"steps": 1, "output": str(out)}

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from ulysses.data import DataError
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.steps import StepLoader
 from ulysses.data.serve.tokenise import open_dataset
-from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
+from ulysses.stages.base import Stage, StepBatches, Term
 
 SIZES = {"a": 40, "b": 10, "c": 0}
 
@@ -116,23 +115,23 @@ def test_a_named_set_has_a_loader_of_its_own(opened):
     assert {name: own.order(0).tolist() for name, own in sets.items()} == orders
     assert sets["math"].steps_per_epoch == 13
 
-    read: list[int] = []
+    read = []
 
     class Numbers(Stage):
         """The mean of the examples' numbers."""
 
-        def read(self, source: Any, step: int) -> StepBatches:
+        def read(self, source, step):
             read.extend(found := source.indices(0, step))
             return StepBatches([torch.tensor(found)])
 
-        def normalisers(self, batch: Any) -> Any:
+        def normalisers(self, batch):
             return {"tokens": len(batch)}
 
-        def losses(self, batch: Any, metrics: MetricSums) -> list[Term]:
+        def losses(self, batch, metrics):
             metrics.add("largest", batch.max(), 1)
             return [Term(batch.sum(), "tokens")]
 
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), inference=nullcontext)
+    engine = SimpleNamespace(device=torch.device("cpu"), inference=nullcontext)
     metrics = Numbers(check({"stage": "sft"}), engine).evaluate(whole)
     assert sorted(read) == [*range(60)], "each once"
     mean = sum(orders["math"]) / 50

@@ -108,7 +108,7 @@ def test_a_servers_fault_is_one_sentence(tmp_path, server, line):
     with pytest.raises(ValueError, match=complaint):
         sampler(tmp_path, f"sglang+{server.address}", sampler_timeout=timeout).sample(PROMPTS)
 
-    def asked() -> int:
+    def asked():
         return [body["input_ids"] for _, body in server.asked].count(PROMPTS[0].tolist())
 
     until(

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +38,7 @@ def model(tmp_path_factory):
     return model
 
 
-def refusal(typed: str, folder: Path) -> str:
+def refusal(typed, folder):
     """Return the sentence that refuses a run, or nothing; any other error fails the test."""
     try:
         prepare(parse_command_line(tiny("sft", folder / "run", typed)).config, 1)
@@ -71,7 +69,7 @@ FIELDS = r"""
 def refused_with(model, tmp_path):
     """Return what refuses a run on a model with these fields in one of its files."""
 
-    def refused(file: str, fields: dict[str, Any]) -> str:
+    def refused(file, fields):
         before = (model / file).read_text()
         (model / file).write_text(json.dumps(json.loads(before) | fields))
         try:
@@ -161,7 +159,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("key", NUMBERS)
 def test_every_number_is_bounded_or_refused_in_one_sentence(key):
-    values: dict[str, Any] = {"stage": "sft", "model": {"path": "m"}, "run": {"steps": 3}}
+    values = {"stage": "sft", "model": {"path": "m"}, "run": {"steps": 3}}
     if (table := key.split(".")[0]) in ("pt", "distill", "rm", "dpo", "kto", "ppo"):
         values |= {"stage": table, **{t: dict(v) for t, v in REQUIRED.items() if t == table}}
     for value in (*WRONG[:6], -1e300, -math.inf, 2**53 + 2, "1e999", "nan"):
