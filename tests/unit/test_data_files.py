@@ -14,14 +14,13 @@ from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read import sources
 from ulysses.data.read.sources import Source, missing_sources, parse_sources, source_digest
-from ulysses.data.serve.tokenise import Tokenising, open_dataset
+from ulysses.data.serve.tokenise import Tokenising
 
 
 @pytest.fixture
-def opened(tmp_path, tokenizer):
+def opened(open_sources):
     """A function from a path to its tokenised documents."""
-    data = DataSection(cache=str(tmp_path / "cache"), workers=1)
-    return lambda path: open_dataset([Source(str(path))], "text", tokenizer, data)
+    return lambda path: open_sources(str(path), "text")
 
 
 ODD = ["set[1]", "set*", "q?", "{a,b}", "50%20#", "hf:", "~", "a b", "[!a]"]

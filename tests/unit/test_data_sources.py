@@ -10,29 +10,24 @@ import torch
 from tests import rows_of
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.command_line import check
-from ulysses.config.schema import DataSection
 from ulysses.data import DataError
-from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.steps import StepLoader
-from ulysses.data.serve.tokenise import open_dataset
 from ulysses.stages.base import Stage, StepBatches, Term
 
 SIZES = {"a": 40, "b": 10, "c": 0}
 
 
 @pytest.fixture
-def opened(tmp_path, tokenizer):
+def opened(tmp_path, open_sources):
     """A function from tables of sources, with their file's name as the path, to the data."""
     for name, size in SIZES.items():
         rows = [{"prompt": f"{name}{i}", "completion": "a", "text": "t"} for i in range(size)]
         none = [{"prompt": "", "completion": "a", "text": ""}]
         write_rows(tmp_path / f"{name}.jsonl", rows or none)
 
-    def opened(*tables, kind="sequence", **settings):
-        given = {"cache": str(tmp_path / "cache"), "chat_template": "chatml", "workers": 1}
-        data = DataSection(**{**given, **settings})
+    def opened(*tables, **settings):
         found = [{**table, "path": f"{tmp_path / table['path']}.jsonl"} for table in tables]
-        return open_dataset(parse_sources(found), kind, tokenizer, data)
+        return open_sources(found, **settings)
 
     return opened
 
