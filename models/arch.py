@@ -314,9 +314,9 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
     """Read the kinds of all layers; the shortest pattern that repeats to them."""
     count = number(known, "num_hidden_layers", int)
 
-    def of_layers(name: str, kind: type[T], default: list[T]) -> list[T]:
+    def of_layers(name: str, kind: type, default: list) -> list:
         """Return the entries of a list that has one for every layer."""
-        given: list[T] = known.get(name) or default
+        given = known.get(name) or default
         if type(given) is not list or {*map(type, given)} != {kind} or len(given) < count:
             raise ValueError(
                 f"config.json has {name} = {given!r:.60} but it must be a list of {kind.__name__} with an entry for "

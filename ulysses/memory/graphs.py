@@ -12,7 +12,7 @@ Shapes: S rows, D width, E head dim.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ class LayerGraphs:
         self.grads: dict[nn.Parameter, Tensor] = {}
         self.pool = torch.cuda.graph_pool_handle()
         # A forward pass whose backward is still to come owns what all graphs keep in their common memory.
-        self._owner: Callable[[], _Owner | None] = lambda: None
+        self._owner: Any = lambda: None
 
     def __call__(self, hidden: Tensor, ropes: Ropes, plan: AttentionPlan) -> Tensor | None:
         """Return the layers' output [S, D], or None if they must run one by one this time."""
