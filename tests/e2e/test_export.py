@@ -1,6 +1,5 @@
 """An export loads in transformers, equals what was trained, and is written and loaded without holding the model."""
 
-import re
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from models.initial_weights import InitialWeights
 from models.kinds import empty_model
 from models.writing import write_weights
 from tests.e2e.launch import ranks, tiny
-from tests.harness import run_distributed
+from tests.harness import memory_of, run_distributed
 from ulysses.check.input_files import read_shape
 from ulysses.check.run_folder import write_run_state
 from ulysses.config.command_line import check
@@ -102,9 +101,9 @@ LARGE = {
 
 def memory():
     """This process's resident bytes now and at their peak since the last call."""
-    text = Path("/proc/self/status").read_text()
+    found = memory_of("VmRSS"), memory_of("VmHWM")
     Path("/proc/self/clear_refs").write_text("5")
-    return [1024 * int(*re.findall(rf"{n}:\s+(\d+)", text)) for n in ("VmRSS", "VmHWM")]
+    return found
 
 
 def load_and_export(folder, out):
