@@ -146,7 +146,7 @@ class PpoCase(Case):
                     assert all(w.numel() > 0 for w in weights.values())
                 return fixed_rollout(stage.table, self.budget)
 
-            maker.make = make  # type: ignore[method-assign]
+            maker.make = make
         return replace(stage, maker=maker)
 
 

@@ -34,9 +34,6 @@ def whole_state(engine):
     return {f"{kind} {s.name}": whole(s, s.state(kind)) for s, kind in pieces}
 
 
-Steps = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
-
-
 def whole_run(folder, case=CASE):
     """All steps without a stop, with a checkpoint between them; the metrics and the state it saved."""
     trainer, _ = build_trainer(case)

@@ -44,7 +44,7 @@ def dies_after(step):
         import ulysses.run.metrics as metrics
 
         report = metrics.MetricsLog.report
-        sys.modules["datasets"] = None  # type: ignore[assignment]
+        sys.modules["datasets"] = None
 
         def reported(self, at, *more):
             report(self, at, *more)

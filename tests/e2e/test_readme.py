@@ -78,7 +78,7 @@ def test_library_snippets_run():
     assert len(pieces.splitlines()) == 6
     names = {}
     exec(compile(pieces, "README.md", "exec"), names)
-    assert names["losses"].shape == (8,) and names["out"].shape == (1, 64, 32, 128)  # type: ignore[attr-defined]
+    assert names["losses"].shape == (8,) and names["out"].shape == (1, 64, 32, 128)
     # a type checker reads it of `attention(...)`, which nn.Module would leave open
     hints = get_type_hints(type(names["attention"]))
     assert hints["__call__"] == Callable[..., torch.Tensor]
