@@ -177,8 +177,8 @@ class DecoderLayer(nn.Module):
 
 def _classes(kind: LayerKind) -> tuple[Any, Any]:
     """Return the classes of a layer's mixer and feed-forward; the rarer ones are imported when asked for."""
-    mixer: Any = SelfAttention
-    feed_forward: Any = MLP
+    mixer: type = SelfAttention
+    feed_forward: type = MLP
     if kind.mixer == "linear_attention":
         from models.delta import GatedDelta
 
