@@ -145,6 +145,7 @@ def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(read_flat):
 {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}
 {"instruction": "q", "input": "", "output": ["a", "b"], "rewards": [1, 0]}
 {"prompt": "q", "responses": ["b", "a"], "scores": [0.1, 0.9]}
+{"prompt": "q", "responses": ["b", "a"], "ratings": [0.1, 0.9]}
 {"prompt": "q", "responses": ["b", "a"], "ranks": [2, 1]}
 """)
     .substitute(MESSAGES)

@@ -72,14 +72,6 @@ def test_weights_of_a_list_are_those_of_the_messages(open_rows):
 # ----------------------------------------------------------------------------------------------------- ranks, pairs
 
 
-@pytest.mark.parametrize("ranking", ["scores", "rewards", "ratings", "ranks"])
-def test_only_numbers_rank_answers(shown, ranking):
-    numbers = [2, 1] if ranking.startswith("rank") else [0.1, 0.9]
-    row = {"prompt": "q", "responses": ["London", "Paris"], ranking: numbers}
-    chosen, rejected = shown([row], "pair")
-    assert chosen.endswith("[Paris<|im_end|>]") and rejected.endswith("[London<|im_end|>]")
-
-
 WHOLE = {"prompt": "q", "prompt_id": "1", "chosen": [ASK, said("good")], "rejected": [ASK, said("bad")],
          "messages": [ASK, said("good")], "score_chosen": 9.0, "score_rejected": 2.0}  # fmt: skip
 ANSWERS = {**WHOLE, "chosen": [said("good")], "rejected": [said("bad")]}
