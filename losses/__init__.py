@@ -7,7 +7,7 @@ Every function returns values per token, pair or sequence; divide their sums by 
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .logprobs import LogProbs, linear_logprobs
 
@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a loss's file when it is asked for."""
     if name in __all__:
         for part in ("dpo", "kto", "ppo", "preference", "reward_model"):

@@ -17,7 +17,7 @@ function of one tile instead, which returns its values and their gradient by the
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -66,6 +66,17 @@ class Tile(NamedTuple):
 
 # returns the loss of each row [R], and its gradient by the logits [R, V]
 TileLoss = Callable[[Tile], tuple[Tensor, Tensor]]
+
+
+class HeadOptions(TypedDict, total=False):
+    """What `linear_logprobs` may be asked for by the callers of a model."""
+
+    entropy: bool
+    lse: bool
+    mean_logit: bool
+    temperature: float
+    loss_weights: Tensor
+    tile_loss: TileLoss
 
 
 def linear_logprobs(

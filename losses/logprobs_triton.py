@@ -4,8 +4,6 @@
 Shapes: R rows of the tile, V vocabulary. Row offsets are 64-bit. Without atomics every run gives the same bits.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -53,7 +51,7 @@ if triton is not None:
 
 def log_softmax_at(
     logits: Tensor, targets: Tensor, lse: Tensor, logps: Tensor, dtype: torch.dtype | None
-) -> Any:
+) -> Tensor | None:
     """Write each row's log-sum-exp into lse [R] and its target's log-probability into logps [R].
 
     The logits are float32 [R, V] on a GPU. With a `dtype`, return p - onehot(target) [R, V] in it; float32 overwrites

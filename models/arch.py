@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, TypeVar
 
 from models.families import (
     FAMILIES,
@@ -30,8 +30,9 @@ _ROPE_TYPES: Mapping[str, list[str]] = TABLES["rope_types"]
 # Below which a number is taken for a mistake; others must be below 2^31.
 MOST: Mapping[str, float] = TABLES["most"]
 # What fields that are no plain numbers must be, each with an example.
-KINDS: Mapping[str, tuple[str, Any]] = TABLES["kinds"]
+KINDS: Mapping[str, tuple[str, object]] = TABLES["kinds"]
 
+T = TypeVar("T", int, float, str)  # of a field
 _NO_MULTIPLIERS = Multipliers()
 
 
@@ -104,7 +105,7 @@ class ModelConfig:
         return scalar**-0.5 if scalar else self.multipliers.attention_multiplier
 
     @classmethod
-    def from_hf(cls, raw: Fields, **rope: Any) -> "ModelConfig":
+    def from_hf(cls, raw: Fields, **rope: object) -> "ModelConfig":
         """Read a config.json in transformers' old (rope_theta, rope_scaling) or new (rope_parameters) style.
 
         `rope` changes the rotary settings: rope_type, rope_theta and the other fields of RopeScaling. A factor then
@@ -320,7 +321,7 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
     """Read the kinds of all layers; the shortest pattern that repeats to them."""
     count = number(known, "num_hidden_layers", int)
 
-    def of_layers(name: str, kind: type, default: list[Any]) -> list[Any]:
+    def of_layers(name: str, kind: type, default: list) -> list:
         """Return the entries of a list that has one for every layer."""
         given = known.get(name) or default
         if type(given) is not list or {*map(type, given)} != {kind} or len(given) < count:
@@ -359,7 +360,7 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
     return tuple(next(x for x in shorter if [*islice(cycle(x), count)] == kinds))
 
 
-def number(known: Fields, name: str, kind: Any) -> Any:
+def number(known: Fields, name: str, kind: type[T]) -> T:
     """Return a positive number; ValueError names the field that holds none."""
     value: Any = known.get(name)
     most = MOST.get(name, 1 << 31 if kind is int else math.inf)
@@ -373,7 +374,7 @@ def number(known: Fields, name: str, kind: Any) -> Any:
     return kind(value)
 
 
-def numbers(table: Any, known: Fields) -> Fields:
+def numbers(table: type, known: Fields) -> Fields:
     """Read every number that a dataclass declares."""
     return {
         f.name: number(known, f.name, f.type) for f in fields(table) if f.type in (int, float)
@@ -404,7 +405,7 @@ def read_scaling(known: Fields, changes: Fields) -> RopeScaling | None:
         window = known["original_max_position_embeddings"]
     scaling = None
     if kind != "default":
-        values = {
+        values: Fields = {
             name: known[name] if name == "truncate" else number(known, name, float)
             for name in own[2:]
             if name in known or kind != "yarn"

@@ -8,12 +8,12 @@ Shapes: S local tokens, M positions with a target, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from losses.logprobs import LogProbs, linear_logprobs
+from losses.logprobs import HeadOptions, LogProbs, linear_logprobs
 from models.arch import ModelConfig
 from models.layers import DecoderLayer
 from models.modules import Embedding, RMSNorm
@@ -40,6 +40,7 @@ class Decoder(nn.Module):
 
     record: "RouterRecord | None"  # of what routers choose
     graphs: "LayerGraphs | None"
+    layers: Any  # an nn.ModuleList of DecoderLayers
 
     def __init__(
         self,
@@ -87,8 +88,7 @@ class Decoder(nn.Module):
         if self.record is not None:
             self.record.open(batch)
         pair: Pair | None = None  # what two neighbours share
-        layers: Any = self.layers
-        for layer in layers:
+        for layer in self.layers:
             if layer.recompute != "pair":
                 pair = None
             elif pair is None:
@@ -113,8 +113,7 @@ class Decoder(nn.Module):
     @property
     def is_capturable(self) -> bool:
         """Whether a CUDA graph may run the layers' feed-forwards: none makes the host wait."""
-        layers: Any = self.layers
-        return all(layer.mlp.is_capturable for layer in layers)
+        return all(layer.mlp.is_capturable for layer in self.layers)
 
     def set_memory(self, memory: LayerMemory) -> None:
         """Set what the layers keep for backward."""
@@ -126,16 +125,15 @@ class Decoder(nn.Module):
                 f"recompute is {memory.recompute} but must be one of {', '.join(LEVELS)}, or a list of one for each of "
                 f"the {count} layers"
             )
-        layers: Any = self.layers
         away = count if memory.offloaded_layers is None else memory.offloaded_layers
-        for number, (layer, level) in enumerate(zip(layers, levels)):
+        for number, (layer, level) in enumerate(zip(self.layers, levels)):
             offloader = memory.offloader if number < away else None
             layer.set_memory(level, memory.mlp_tile, offloader)
         self.graphs = None
         if memory.graphs:
             from ulysses.memory import graphs
 
-            self.graphs = graphs.LayerGraphs(layers)
+            self.graphs = graphs.LayerGraphs(self.layers)
 
 
 class VocabularyHead(nn.Module):
@@ -151,7 +149,9 @@ class VocabularyHead(nn.Module):
         size = config.vocab_size, config.hidden_size
         self.weight = nn.Parameter(torch.empty(size)) if tied is None else tied
 
-    def forward(self, hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
+    def forward(
+        self, hidden: Tensor, targets: Tensor, **options: Unpack[HeadOptions]
+    ) -> LogProbs:
         return linear_logprobs(hidden, self.weight, targets, **options)
 
 
@@ -196,7 +196,7 @@ class CausalLM(HeadedDecoder):
         *,
         nll: bool = False,
         project: bool = True,
-        **options: Any,
+        **options: Unpack[HeadOptions],
     ) -> LogProbs | Tensor:
         """Return the log-probabilities of the batch's targets, [S] float32, zero where the loss weight is 0.
 
@@ -218,7 +218,7 @@ class CausalLM(HeadedDecoder):
         """Return the final hidden states [M, D] of the positions whose weight is not 0."""
         return self.model.norm(self.model(batch).index_select(0, batch.valid_index))
 
-    def log_probs(self, rows: Tensor, batch: ShardedBatch, options: dict[str, Any]) -> LogProbs:
+    def log_probs(self, rows: Tensor, batch: ShardedBatch, options: HeadOptions) -> LogProbs:
         """Return the log-probabilities [S] of the batch's targets from those hidden states."""
         if (scaling := self.config.multipliers.logits_scaling) != 1:
             if "tile_loss" in options:  # which reads logits of temperature 1

@@ -11,7 +11,7 @@ Shapes: S local tokens, T packed tokens, D width, K key heads of width E, H valu
 import math
 from collections.abc import Sequence
 from dataclasses import astuple
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from models.ops.norm import NormNode, NormRule
 from ulysses.memory.levels import Rope
 from ulysses.memory.size import MixerSize, Setting
 from ulysses.parallel.attention import UlyssesAttention
+from ulysses.parallel.context import Context
 from ulysses.parallel.layout import AttentionPlan, Tensors, head_layout
 from ulysses.parallel.whole_rows import RowHeads
 
@@ -155,7 +156,7 @@ class GatedDelta(nn.Module):
         given = qkv, b, a, filters, own(self.A_log, -1), own(self.dt_bias, -1)
         return delta_rule.mix_pack(self.shape, plan.recurrence, self.kernels(qkv), *given)
 
-    def kernels(self, rows: Tensor) -> Any:
+    def kernels(self, rows: Tensor) -> ModuleType:
         """Return who runs rule and convolution of such rows: plain torch, or kernels on a GPU in half precision."""
         if not rows.is_cuda or rows.dtype.itemsize > 2 or self.kernel == "reference":
             return delta_rule
@@ -234,21 +235,26 @@ class GatedDelta(nn.Module):
         )
 
 
+MixContext = Context[tuple[GatedDelta, AttentionPlan]]
+
+
 class _Mix(torch.autograd.Function):
     """Exchange, run the rule and exchange; keeps the shards."""
 
     @staticmethod
-    def forward(ctx: Any, mixer: GatedDelta, plan: AttentionPlan, *heads: Tensor) -> Tensor:
+    def forward(
+        ctx: MixContext, mixer: GatedDelta, plan: AttentionPlan, *heads: Tensor
+    ) -> Tensor:
         shards = mixer.to_heads(heads[:3], plan)
         ctx.save_for_backward(*shards)
-        ctx.mixer, ctx.plan = mixer, plan
+        ctx.rest = mixer, plan
         (out,) = mixer.mix_forward(shards, plan)
         return mixer.to_tokens(out, plan)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        mixer, plan = ctx.mixer, ctx.plan
+    def backward(ctx: MixContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mixer, plan = ctx.rest
         grad = mixer.to_tokens_backward(grad, plan)
         grads, of_parameters = mixer.mix_backward(grad, ctx.saved_tensors, (), plan)
         return None, None, *mixer.to_heads_backward(grads, plan), *of_parameters

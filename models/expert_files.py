@@ -24,7 +24,7 @@ class JoinedTensor(NamedTuple):
 
     parts: list[Any]  # StoredTensors of models/hf_format.py
     shape: torch.Size
-    state: Mapping[str, Any] = {}
+    state: Mapping[str, object] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +58,7 @@ class BlockTensor(NamedTuple):
     blocks: Any  # StoredTensors of models/hf_format.py
     scales: Any
     dtype: torch.dtype = torch.bfloat16
-    state: Mapping[str, Any] = {}
+    state: Mapping[str, object] = {}
 
     @property
     def shape(self) -> torch.Size:

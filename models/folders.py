@@ -67,7 +67,7 @@ def resolve_model(
     return Path(fetched)
 
 
-def read_config(folder: Path, **rope: Any) -> ModelConfig:
+def read_config(folder: Path, **rope: object) -> ModelConfig:
     """Read config.json of a model folder; an adapter's folder without one has its base's.
 
     `rope` changes the rotary settings, as in ModelConfig.from_hf.
@@ -97,7 +97,7 @@ def read_json(path: Path) -> Fields:
 
 # Fields of adapter_config.json that change what an adapter computes, and the values of a plain LoRA. Others, such as
 # trained biases, show in the tensors' names.
-_PLAIN_LORA: Mapping[str, list[Any]] = TABLES["plain_lora"]
+_PLAIN_LORA: Mapping[str, list[object]] = TABLES["plain_lora"]
 # What else is read there: the least number, and values of the kinds that it may have.
 _LORA_KINDS: Mapping[str, list[Any]] = TABLES["lora_kinds"]
 

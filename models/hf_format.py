@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from models.families import Fields
 from models.folders import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -45,7 +46,7 @@ class StoredTensor(NamedTuple):
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    state: Mapping[str, Any] = {}
+    state: Mapping[str, object] = {}
 
     def read_packed(self) -> Tensor:
         """Return a quantised matrix as models/quantized.py holds it."""
@@ -72,7 +73,7 @@ class StoredTensor(NamedTuple):
             return self.part(file, start, stop, device)
 
     def part(
-        self, file: Any, start: int, stop: int, device: torch.device | str = "cpu"
+        self, file: safe_open, start: int, stop: int, device: torch.device | str = "cpu"
     ) -> Tensor:
         """Return those elements from its file, which is open, on the CPU as a view of the file's pages."""
         part = file.get_tensor(self.name).view(-1)[start:stop]
@@ -87,7 +88,7 @@ class StoredTensor(NamedTuple):
         return part
 
 
-def _on_gpu(pages: Tensor, device: Any) -> Tensor:
+def _on_gpu(pages: Tensor, device: torch.device | str) -> Tensor:
     """Copy a view of a file's pages through pinned memory, which all of torch's threads fill while the GPU takes more.
 
     CUDA's own copy reads the file by one thread, which waits for the disk at every few pages.
@@ -167,7 +168,7 @@ class WeightFiles:
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
         self.carried: dict[str, StoredTensor] = {}
-        self.adapter: dict[str, Any] | None = None
+        self.adapter: Fields | None = None
         self.dtype: torch.dtype | None = None
         self.quantize = "none"
         # what adapters add to a matrix: scale * B A

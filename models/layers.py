@@ -29,7 +29,8 @@ from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.layout import AttentionPlan
 
 if TYPE_CHECKING:
-    from models.moe import RouterRecord
+    from models.moe import MoE, RouterRecord
+    from models.ops.experts import SparseMLP
     from ulysses.memory.layer_node import Mixer, Pair
     from ulysses.memory.offload import Offloader
 
@@ -65,7 +66,7 @@ class DecoderLayer(nn.Module):
         self.mixer_name = "self_attn" if mixer is SelfAttention else "linear_attn"
         self.register_module(self.mixer_name, mixer(config, attention, linear))
         of_experts = () if feed_forward is MLP else (record, quantize)
-        self.mlp: Any = feed_forward(config, linear, *of_experts)
+        self.mlp: MLP | MoE = feed_forward(config, linear, *of_experts)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, self.rule))
 
@@ -149,9 +150,10 @@ class DecoderLayer(nn.Module):
     def _tile(self, rows: Tensor) -> int:
         return tile_rows(len(rows), self.mlp_tile * self.mlp.tile_factor)
 
-    def _fused(self) -> Any:
+    def _fused(self) -> "GatedMLP | SparseMLP | None":
         """Return the operation that may stand in for the second half's modules, if one may."""
-        return self.mlp.fused(*self.norms[2:], self.rule, self.multiplier)
+        *_, before, after = self.norms
+        return self.mlp.fused(before, after, self.rule, self.multiplier)
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], ...]:
         """Return the trained parameters of project, mix, output and feed_forward, adapters included.
@@ -175,8 +177,8 @@ class DecoderLayer(nn.Module):
 
 def _classes(kind: LayerKind) -> tuple[Any, Any]:
     """Return the classes of a layer's mixer and feed-forward; the rarer ones are imported when asked for."""
-    mixer: Any = SelfAttention
-    feed_forward: Any = MLP
+    mixer: type = SelfAttention
+    feed_forward: type = MLP
     if kind.mixer == "linear_attention":
         from models.delta import GatedDelta
 

@@ -38,7 +38,7 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
     """
     model.requires_grad_(False)
     experts = [m for m in model.modules() if isinstance(m, ExpertMatrices)]
-    if modules := _module_targets(config, bool(experts)):
+    if modules := _module_targets(config.targets, bool(experts)):
         inject_adapter_in_model(_peft_config(config, target_modules=modules), model)
     scale = lora_scale(config.rank, config.alpha, config.rslora)
     for matrices in experts:
@@ -61,9 +61,9 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
     return model
 
 
-def _module_targets(config: Any, has_experts: bool) -> list[str]:
+def _module_targets(targets: Sequence[str], has_experts: bool) -> list[str]:
     """Return the targets that are modules; beside experts, those of the MLP mean the experts' matrices."""
-    return [t for t in config.targets if not (has_experts and t in MLP_TARGETS)]
+    return [t for t in targets if not (has_experts and t in MLP_TARGETS)]
 
 
 def _peft_config(config: Any, **options: Any) -> PeftConfig:
@@ -141,7 +141,7 @@ class BasePolicy:
                 for layer in layers:
                     layer.enable_adapters(True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.engine(*args, **kwargs)
 
 
@@ -175,7 +175,7 @@ def save_adapters(
         base_model_name_or_path=base,
         revision=config.revision,
         inference_mode=True,
-        target_modules=_module_targets(config.lora, bool(experts)) or None,
+        target_modules=_module_targets(config.lora.targets, bool(experts)) or None,
         target_parameters=[f"experts.{name}" for name in experts] or None,
     )
     # PEFT's own writer lists the target modules, a set, in another order each time

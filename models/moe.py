@@ -246,7 +246,7 @@ class MoE(nn.Module):
         fits = after is NO_NORM and factor == 1 and is_plain(norm, router)
         if not fits or is_watched(self) or is_watched(self.experts):
             return None
-        beside: Any = ()
+        beside: tuple = ()
         if self.shared_expert is not None:
             parts = self.shared_expert, self.shared_expert_gate
             beside = self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]

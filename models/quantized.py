@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from models.modules import Linear
 from models.ops import passes_triton
+from ulysses.parallel.context import Context
 
 # bits of an element: its code, and its share of scales and their tables
 BITS = {"nf4": 4 + 8 / 64 + 32 / 64 / 256, "fp8": 8.01}
@@ -118,15 +119,22 @@ class QuantizedLinear(Linear):
         return QuantizedNode.apply(x, self.weight, self.bias, self)
 
 
+LayoutContext = Context[tuple[str, tuple[int, int]]]  # kind and shape
+
+
 class QuantizedNode(torch.autograd.Function):
     """Do `QuantizedLinear`; keeps nothing but the bytes."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, data: Tensor, bias: Tensor | None, matrix: QuantizedLinear
+        ctx: LayoutContext,
+        x: Tensor,
+        data: Tensor,
+        bias: Tensor | None,
+        matrix: QuantizedLinear,
     ) -> Tensor:
         ctx.save_for_backward(data)
-        ctx.layout = kind, shape = matrix.kind, matrix.shape
+        ctx.rest = kind, shape = matrix.kind, matrix.shape
         if not _multiplies_codes(kind, x):
             return F.linear(x, unpack(kind, data, shape, x.dtype), bias)
         codes, _, scales = split_parts(kind, data, shape)
@@ -135,8 +143,8 @@ class QuantizedNode(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (data,), (kind, shape) = ctx.saved_tensors, ctx.layout
+    def backward(ctx: LayoutContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (data,), (kind, shape) = ctx.saved_tensors, ctx.rest
         if not _multiplies_codes(kind, grad):
             return grad @ unpack(kind, data, shape, grad.dtype), None, None, None
         codes, _, scales = split_parts(kind, data, shape)

@@ -7,17 +7,19 @@
 Shapes: S local tokens, D width.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from losses.logprobs import HeadOptions
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.decoder import CausalLM, HeadedDecoder, placed
 from ulysses.memory.tiling import tiles
 from ulysses.parallel.batch import ShardedBatch
+from ulysses.parallel.context import Context
 
 SCORE_ROWS = 8192
 
@@ -37,7 +39,7 @@ class _Score(torch.autograd.Function):
     """Multiply by the score vector in float32, a tile of rows at a time, so that no float32 copy of all rows exists."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Context, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         vector = at_least_float32(weight[0])
         values = vector.new_empty(hidden.shape[0])
@@ -47,7 +49,7 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight = ctx.saved_tensors
         vector = weight[0].to(grad.dtype)
         grad_hidden, grad_vector = torch.empty_like(hidden), torch.zeros_like(vector)
@@ -74,9 +76,9 @@ class PolicyValue(CausalLM):
 
     def add_head(self) -> None:
         super().add_head()
-        self.value: Any = nn.ModuleDict({"score": ScoreHead(self.config)})
+        self.value = nn.ModuleDict({"score": ScoreHead(self.config)})
 
-    def forward(self, batch: ShardedBatch, **options: Any) -> PolicyValueOutput:  # type: ignore[override]
+    def forward(self, batch: ShardedBatch, **options: Unpack[HeadOptions]) -> PolicyValueOutput:  # type: ignore[override]
         """Return log-probabilities and values at the batch's targets; all ranks of the group call together.
 
         `options` are those of linear_logprobs: `entropy` asks for entropies, `temperature` divides the logits.

@@ -62,6 +62,14 @@ def open_rows(tmp_path: Path, tokenizer: Any) -> Any:
     return partial(open_rows, folder=tmp_path, tokenizer=tokenizer)
 
 
+@pytest.fixture
+def open_sources(tmp_path: Path, tokenizer: Any) -> Any:
+    """A function that tokenises sources, with a cache in the test's folder."""
+    from tests.data_case import open_sources
+
+    return partial(open_sources, folder=tmp_path, tokenizer=tokenizer)
+
+
 OLD = "transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.36.2".split()
 # which huggingface_hub 0 needs and 1 does not
 BELOW = "requests urllib3 charset-normalizer".split()

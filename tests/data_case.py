@@ -9,7 +9,7 @@ import numpy as np
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data.read.chat import ChatTemplate
-from ulysses.data.read.sources import Source
+from ulysses.data.read.sources import Source, parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.tokenise import TOKENS, common_prefix, open_dataset
 from ulysses.parallel.batch import Sequence
@@ -38,15 +38,21 @@ def open_data(
     return open_dataset(sources, kind, tokenizer, template, data, **more)
 
 
-def open_rows(
-    rows: list | str, kind: str = "sequence", length: int = 512, *, folder: Path, tokenizer: Any,
-    name: str = "rows.jsonl", cache: str = "cache", template: str = "chatml", share_prompts: bool = False,
-    held_out: bool = False, source: dict[str, Any] | None = None, **settings: Any,
+def open_sources(
+    given: Any, kind: str = "sequence", length: int = 512, *, folder: Path, tokenizer: Any, cache: str = "cache",
+    template: str = "chatml", share_prompts: bool = False, held_out: bool = False, **settings: Any,
 ) -> TokenizedDataset:  # fmt: skip
-    """Write rows to a file of the folder and tokenise it; tests may cut shorter than a run may."""
-    read = Source(write_rows(folder / name, rows), **(source or {}))
-    given = {"workers": 1, "cache": str(folder / cache), "chat_template": template, **settings}
-    data = DataSection.model_construct(max_length=length, **given)
-    return open_data(
-        [read], kind, tokenizer, data, held_out=held_out, share_prompts=share_prompts
-    )
+    """Tokenise what a setting such as data.train names; tests may cut shorter than a run may."""
+    given = parse_sources(given)
+    settings |= {"cache": str(folder / cache), "chat_template": template, "max_length": length}
+    data = DataSection.model_construct(**{"workers": 1, **settings})
+    return open_data(given, kind, tokenizer, data, held_out=held_out, share_prompts=share_prompts)
+
+
+def open_rows(
+    rows: list | str, *how: Any, folder: Path, name: str = "rows.jsonl", source: dict[str, Any] | None = None,
+    **more: Any,
+) -> TokenizedDataset:  # fmt: skip
+    """Write rows to a file of the folder and tokenise it."""
+    given = {"path": write_rows(folder / name, rows), **(source or {})}
+    return open_sources(given, *how, folder=folder, **more)

@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -78,6 +79,12 @@ def until(condition: Callable[[], bool], timeout: float = PATIENCE) -> bool:
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return met
+
+
+def memory_of(kind: str) -> int:
+    """Return bytes of this process by Linux's name of them: VmRSS, VmSize, or VmHWM and VmPeak, the most so far."""
+    [kib] = re.findall(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())
+    return 1024 * int(kib)
 
 
 def need_gpus(count: int) -> None:

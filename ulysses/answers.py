@@ -13,7 +13,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from ulysses.imports import explained_imports
 
@@ -38,7 +37,7 @@ BATCH = 8  # prompts that are answered together
 class Trained:
     """A model with its tokenizer and its chat template; `options` are those of transformers' generate."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, **options: object) -> None:
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
         name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
@@ -56,7 +55,9 @@ class Trained:
         texts = self.template.render(*given, variables=record.variables)
         return self.template.encoder.encode_batch(texts)[0][0]
 
-    def answers(self, *records: Record, streamer: Any = None) -> list[str]:
+    def answers(
+        self, *records: Record, streamer: transformers.TextStreamer | None = None
+    ) -> list[str]:
         """Answer prompts together."""
         prompts = {"input_ids": [*map(self.tokens, records)]}
         padded = self.tokenizer.pad(prompts, padding_side="left", return_tensors="pt")

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from ulysses.cli import run_as
 from ulysses.imports import explained_imports
@@ -94,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False, **asked: Any) -> str:
+def export_checkpoint(
+    checkpoint: Path, out: Path, *, merge: bool = False, **asked: object
+) -> str:
     """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
 
     Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights, as

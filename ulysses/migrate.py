@@ -24,7 +24,7 @@ import ulysses.run  # noqa: F401 - first: it refuses foreign packages named mode
 from ulysses.check.setting_checks import contradictions
 from ulysses.config.command_line import check, known_keys, put
 from ulysses.config.foreign_names import foreign_names
-from ulysses.config.section import ConfigError, existing, flat, refuse
+from ulysses.config.section import ConfigError, Values, existing, flat, refuse
 from ulysses.registry import STAGES
 
 # What the shell would not pass on as it stands: variables anywhere, the rest outside of quotes.
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> Values:
     """Read their settings from YAML, JSON, or the arguments of a command such as `trl dpo --config FILE --beta 0.2`."""
     text = existing(path).read_text(encoding="utf-8-sig")
     if path.suffix == ".toml":
@@ -123,7 +123,7 @@ def _command(text: str) -> tuple[str, str]:
     return (commands | scripts)[start or script], arguments
 
 
-def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
+def translate(given: Values, path: Path, gpus: int | None) -> str:
     """Return our settings as TOML with comments, and what is left to do.
 
     Args:
@@ -134,10 +134,10 @@ def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
     """
     system = _system(given)
     given, method = _complete(given, system, path.parent)
-    settings: dict[str, Any] = {}
+    settings: Values = {}
     comments: dict[str, str] = {}
     remarks: list[str] = []
-    refused: list[tuple[str, Any, str]] = []  # name, value and reason
+    refused: list[tuple[str, object, str]] = []  # name, value and reason
     # other rules depend on the stage
     for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
         for value in [given[name]] if name in NAMES["ours"] else _entries(given[name]):
@@ -187,7 +187,7 @@ def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
     return _toml(settings, comments, remarks)
 
 
-def _toml(settings: dict[str, Any], comments: dict[str, str], remarks: list[str]) -> str:
+def _toml(settings: Values, comments: dict[str, str], remarks: list[str]) -> str:
     """Write settings with their comments, and below them as comments what is left to do or contradicts itself.
 
     Raises ConfigError for a value that is none of ours.
@@ -216,7 +216,7 @@ def _toml(settings: dict[str, Any], comments: dict[str, str], remarks: list[str]
     return "\n".join(lines)
 
 
-def _rule(name: str, value: Any, places: tuple[str, ...], stage: str) -> tuple[str, Any]:
+def _rule(name: str, value: object, places: tuple[str, ...], stage: str) -> tuple[str, Any]:
     """Return the rule that says most about a setting, and the table that it stands in."""
     rules, said, table = NAMES["rules"], f"{name}={value}".lower(), name.partition(".")[0]
     place = next((place for place in (*places, said, name, table) if place in rules), said)
@@ -228,7 +228,7 @@ def _rule(name: str, value: Any, places: tuple[str, ...], stage: str) -> tuple[s
     return kind if value or "=" in place else "not_needed", rule
 
 
-def _ours(value: Any, rule: dict[str, Any], stage: str) -> tuple[str, str, dict[str, Any]]:
+def _ours(value: object, rule: Values, stage: str) -> tuple[str, str, Values]:
     """Apply a rule of `ours`: return which table's the setting is after all, a comment, and our settings."""
     key, choices, keys = rule["key"], rule.get("values"), (f"{key}." for key in known_keys())
     if not f"{key}.".startswith(tuple(keys)) or key.split(".")[0] in {*STAGES} - {stage}:
@@ -257,7 +257,7 @@ def _ours(value: Any, rule: dict[str, Any], stage: str) -> tuple[str, str, dict[
 
 
 def _batch(
-    given: dict[str, Any], groups: int, answers: int, comments: dict[str, str]
+    given: Values, groups: int, answers: int, comments: dict[str, str]
 ) -> dict[str, int]:
     """Return the examples of an optimizer step, or the prompts of a rollout.
 
@@ -290,7 +290,7 @@ def _batch(
     return settings
 
 
-def _refusal(name: str, value: Any, reason: str, text: str) -> str:
+def _refusal(name: str, value: object, reason: str, text: str) -> str:
     """Say what cannot be translated, and on which line of their file it stands."""
     last = re.escape(name.rpartition(".")[2])
     found = re.search(rf"^[^#\n]*(--{last}\b|\b{last}[\"']? *:)", text, re.M)
@@ -298,7 +298,7 @@ def _refusal(name: str, value: Any, reason: str, text: str) -> str:
     return f"{line}{name} = {' '.join(str(value).split())} has no counterpart here; {reason}"
 
 
-def _system(given: dict[str, Any]) -> str:
+def _system(given: Values) -> str:
     """Tell whose settings these are, "" if nothing says it; ConfigError for those that are not translated."""
     for name, marks in NAMES["not_translated"].items():
         if found := sorted(given.keys() & marks):
@@ -308,7 +308,7 @@ def _system(given: dict[str, Any]) -> str:
     return next((name for name, marks in NAMES["marks"].items() if given.keys() & marks), "")
 
 
-def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[str, Any], str]:
+def _complete(given: Values, system: str, folder: Path) -> tuple[Values, str]:
     """Add what their trainer takes where the file says nothing and what other files say; remove what is void.
 
     Returns the settings and the method, which says more than our stage.
@@ -318,7 +318,7 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
     # the older mixture of alignment-handbook, whose splits tell by their names what they are for
     mixer = given.get("dataset_mixer")
-    held_out: Any = []
+    held_out: object = []
     splits = _entries(given.get("dataset_splits", ["train", "test"]))
     if isinstance(mixer, dict) and all(re.search("train|test", split) for split in splits):
         given.pop("dataset_splits", None)
@@ -414,9 +414,11 @@ def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[st
     return given, method
 
 
-def _source(entry: Any, stage: str) -> tuple[Any, list[tuple[str, Any, str]]]:
+def _source(
+    entry: Values | str, stage: str
+) -> tuple[Values | str, list[tuple[str, object, str]]]:
     """Turn one of their data sets, a path or a description, into ours; name what would change its rows."""
-    source: dict[str, Any] = {}
+    source: Values = {}
     wrong, reasons = [], NAMES["row_reasons"]
     for name, value in flat({"path": entry} if isinstance(entry, str) else entry).items():
         name = name.removeprefix("columns.")
@@ -439,12 +441,12 @@ def _source(entry: Any, stage: str) -> tuple[Any, list[tuple[str, Any, str]]]:
     return source["path"] if source.keys() == {"path"} else source, wrong
 
 
-def _entries(value: Any) -> list[Any]:
+def _entries(value: object) -> list:
     """Return a list of their values as it is, and one value alone as a list."""
     return value if isinstance(value, list) else [value]
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list:
     """Return a list of their values, which may be a text with commas."""
     return (
         [each.strip() for each in value.split(",")]

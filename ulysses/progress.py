@@ -2,7 +2,6 @@
 
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 from tqdm import tqdm
 
@@ -13,7 +12,9 @@ def _line(text: str) -> None:
         print(text.strip(), file=sys.stderr, flush=True)
 
 
-def progress(*counted: Any, desc: str = "", seconds: float = 10.0, **options: Any) -> tqdm:
+def progress(
+    *counted: object, desc: str = "", seconds: float = 10.0, **options: object
+) -> tqdm:
     """Return tqdm's bar with these options; in a file it becomes a line every so many seconds.
 
     `refresh` draws the bar, or writes a line, at once.

@@ -7,7 +7,6 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from ulysses.parallel.waves import Recurrence, Wave
 
 
 @functools.cache
-def load() -> Callable[..., Any]:
+def load() -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the rule; ValueError, one sentence, where it cannot be imported."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule

@@ -15,7 +15,7 @@ Shapes: T packed tokens, n chunks of C tokens, K key heads of width E, H value h
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import Any
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -149,7 +149,7 @@ def mix_step(
 def mix_pack(
     shape: Delta,
     recurrence: Recurrence,
-    kernels: Any,
+    kernels: ModuleType,
     qkv: Tensor,
     b: Tensor,
     a: Tensor,
@@ -174,7 +174,7 @@ def mix_pack(
             handed.append(last[wave.hands_on])
     if not handed:
         return out
-    rows: Any = torch.cat([wave.rows for wave in recurrence.waves])  # type: ignore[misc]
+    rows = torch.cat([wave.rows for wave in recurrence.waves])  # type: ignore[misc]
     return torch.cat(done)[rows.argsort()]
 
 

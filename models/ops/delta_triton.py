@@ -7,7 +7,6 @@ Shapes: T rows, F columns of q | k | v, W = 4 taps, n documents, K key heads of 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from models.families import Delta
 from models.ops.delta_rule import EPSILON
 from models.ops.passes_triton import triton
+from ulysses.parallel.context import Context
 
 TAPS = 4  # of the models that exist; the kernels of the convolution hold the rows before one in registers
 ROWS, BLOCK = 128, 128  # of a program, which goes through its rows one after the other
@@ -148,11 +148,15 @@ class Convolve(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, first: Tensor, widths: Sequence[int]
+        ctx: Context[Sequence[int]],
+        x: Tensor,
+        weight: Tensor,
+        first: Tensor,
+        widths: Sequence[int],
     ) -> tuple[Tensor, ...]:
         x, weight = x.contiguous(), weight.contiguous()
         ctx.save_for_backward(x, weight, first)
-        ctx.widths = widths
+        ctx.rest = widths
         outs = [x.new_empty(len(x), width) for width in widths]
         for out, rows, taps in zip(outs, x.split(widths, 1), weight.split(widths)):
             _convolve(rows, first, taps, out)
@@ -160,12 +164,12 @@ class Convolve(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[Sequence[int]], *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, first = ctx.saved_tensors
         found = torch.empty_like(x)
         sums = x.new_empty(triton.cdiv(len(x), ROWS), *weight.shape, dtype=torch.float32)
         parts = (
-            a.split(ctx.widths, dim) for a, dim in ((x, 1), (weight, 0), (found, 1), (sums, 1))
+            a.split(ctx.rest, dim) for a, dim in ((x, 1), (weight, 0), (found, 1), (sums, 1))
         )
         for rows, taps, out, partial, grad in zip(*parts, grads):
             _convolve(rows, first, taps, out, grad.contiguous(), partial)

@@ -22,6 +22,7 @@ from models.ops.gated_mlp import ACTIVATIONS, value_and_slope
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.layer_node import sum_tiles, tile_gradients
 from ulysses.memory.tiling import add_by_tiles
+from ulysses.parallel.context import Context
 
 
 def clamped(both: Tensor) -> Tensor:
@@ -156,7 +157,8 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-Found = dict[Any, Tensor]  # of tensors, those that are trained among them: their gradients
+# of tensors, those that are trained among them: their gradients; None stands for no norm
+Found = dict[Tensor | None, Tensor]
 
 
 class Stack(NamedTuple):
@@ -270,7 +272,7 @@ class ExpertsNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[ExpertStacks],
         x: Tensor,
         weights: Tensor,
         chosen: Tensor,
@@ -280,16 +282,17 @@ class ExpertsNode(torch.autograd.Function):
         order = Order.of(chosen, experts.number)
         both, out = experts.forward(x, weights, order)
         ctx.save_for_backward(x, weights, chosen, both)
-        ctx.experts = experts
+        ctx.rest = experts
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[ExpertStacks], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, chosen, both = ctx.saved_tensors
-        order = Order.of(chosen, ctx.experts.number)
-        to_x, to_weights, found = ctx.experts.backward(grad, x, weights, order, both)
-        return to_x, to_weights, None, None, *(found[p] for p in ctx.experts.trained)
+        experts = ctx.rest
+        order = Order.of(chosen, experts.number)
+        to_x, to_weights, found = experts.backward(grad, x, weights, order, both)
+        return to_x, to_weights, None, None, *(found[p] for p in experts.trained)
 
 
 class SparseMLP(NamedTuple):

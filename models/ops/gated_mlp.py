@@ -17,6 +17,7 @@ from losses.precision import at_least_float32
 from models.ops.linear import add_product, products, products_backward
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.tiling import add_by_tiles, tiles
+from ulysses.parallel.context import Context
 
 # transformers' names
 ACTIVATIONS = {
@@ -61,17 +62,17 @@ class ActivateNode(torch.autograd.Function):
     """Return act(gate) * up; backward keeps the two inputs only."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    def forward(ctx: Context[str], gate: Tensor, up: Tensor, kind: str) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        ctx.kind = kind
+        ctx.rest = kind
         return activate(gate, up, kind)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[str], grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return *activate_backward(grad, gate, up, ctx.kind)[1].chunk(2, 1), None
+        return *activate_backward(grad, gate, up, ctx.rest)[1].chunk(2, 1), None
 
 
 class GatedMLP(NamedTuple):
@@ -110,21 +111,24 @@ class GatedMLP(NamedTuple):
         return grad_rows, [g for g in found if g is not None]
 
 
+RulesContext = Context[tuple[NormRule, str, float]]  # the last fields
+
+
 class _GatedMLPNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *weights: Any) -> Tensor:
-        mlp = GatedMLP(*weights)
+    def forward(ctx: RulesContext, rows: Tensor, *weights: object) -> Tensor:
+        mlp = GatedMLP._make(weights)
         gate, up, product = mlp.parts(rows)
         kept = None if mlp.after is None else product
         ctx.save_for_backward(rows, gate, up, kept, *mlp[:5])
-        ctx.rules = mlp[5:]
+        ctx.rest = mlp[5:]
         return mlp.finished(product).add_(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: RulesContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, *kept = ctx.saved_tensors
-        mlp = GatedMLP(*kept[3:], *ctx.rules)
+        mlp = GatedMLP._make((*kept[3:], *ctx.rest))
         return *gradients(mlp, rows, grad, len(rows), kept[:3]), None, None, None
 
 

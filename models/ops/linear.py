@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import has_wide_products, wide_product
+from ulysses.parallel.context import Context
 
 
 def stacked(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -55,14 +56,14 @@ class LinearNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor | None
+        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, chosen)
         return F.linear(x, weight if chosen is None else weight[chosen], bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, chosen = ctx.saved_tensors
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
         used = weight if chosen is None else weight[chosen]

@@ -7,6 +7,7 @@ nodes, here and in the files beside this one, record a graph; their `apply` take
 Shapes: S local tokens, D width, H heads.
 """
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
+from ulysses.parallel.context import Context
 
 
 class NormRule(NamedTuple):
@@ -65,7 +67,7 @@ def rms_norm_backward(
     return grad.copy_(grad_x), grad_weight
 
 
-def triton_kernels(x: Tensor) -> Any:
+def triton_kernels(x: Tensor) -> ModuleType | None:
     """Return passes_triton.py if its kernels take the tensor, else None; a run without a GPU imports no Triton."""
     if not x.is_cuda:
         return None
@@ -84,16 +86,16 @@ class NormNode(torch.autograd.Function):
     """Normalise x [S, D] or [S, H, D]; keeps x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
+    def forward(ctx: Context[NormRule], x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.rule = rule
+        ctx.rest = rule
         return rms_norm(x, weight, rule)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[NormRule], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         # in the gradient's place, which may be somebody else's
         grad = grad.clone(memory_format=torch.contiguous_format)
         # autograd itself rounds what is wider than its weight
-        return *rms_norm_backward(grad, x, weight, ctx.rule), None
+        return *rms_norm_backward(grad, x, weight, ctx.rest), None

@@ -8,7 +8,6 @@ Shapes: S rows, D width, H query heads, K kv heads, E head dim, F feed-forward w
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -296,7 +295,7 @@ def rotate(
     sin: Tensor,
     sign: float,
     out: Sequence[Tensor],
-    *norms: Any,
+    *norms: float | Tensor | None,
 ) -> None:
     """Rotate query [S, H, E] and key [S, K, E] into `out`, which may be the inputs; the last axis must be dense.
 
@@ -327,7 +326,7 @@ def rotate(
 
 def gated(
     gate: Tensor, up: Tensor, grad: Tensor | None = None, *, gelu: bool = False
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Tensor | None]:
     """Return act(gate) * up of dense rows [S, F], and for a contiguous `grad` the gradients side by side [S, 2F].
 
     act is silu, or gelu's tanh form. gate and up have the same strides.
@@ -345,7 +344,7 @@ def gated(
 
 def weighted_swiglu(
     both: Tensor, weights: Tensor, grad: Tensor | None = None, *, clamped: bool = False
-) -> tuple[Tensor, Any, Any]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return silu(gate) * up * weight of dense rows [M, 2F], and for a contiguous `grad` [M, F] the gradients.
 
     weights [M] are float32, and so is their gradient. `clamped` is the activation of that name in activation.py.
@@ -394,7 +393,7 @@ def rms_norm(
     residual: Tensor | None = None,
     *,
     back: bool = False,
-) -> Any:
+) -> Tensor | None:
     """Write x [S, D] or [S, H, D], its last axis scaled to unit mean square, times weight into `out`.
 
     If `back`, turn `out` from the result's gradient into that of x, `residual` (contiguous) added, and return weight's

@@ -12,7 +12,6 @@ Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.ops.linear import column_sums, products, products_backward
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
+from ulysses.parallel.context import Context
 from ulysses.parallel.layout import copy
 
 NO_NORM = NormRule(0.0)
@@ -44,7 +44,7 @@ def rope_parameters(
     dim = int(config.head_dim * config.partial_rotary_factor)  # the columns that turn
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     theta: float = config.rope_theta
-    s: Any = config.rope_scaling
+    s = config.rope_scaling
     if kind == "local":
         theta, s = config.rope_local_theta or theta, None
     periods = theta**exponents
@@ -159,7 +159,7 @@ class RotateNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[NormRule],
         query: Tensor,
         key: Tensor,
         cos: Tensor,
@@ -168,14 +168,16 @@ class RotateNode(torch.autograd.Function):
         *norms: Tensor,
     ) -> Sequence[Tensor]:
         ctx.save_for_backward(cos, sin, *((query, key, *norms) if norms else ()))
-        ctx.rule = rule
+        ctx.rest = rule
         return rotate_pair(query, key, cos, sin, rule, *norms)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Context[NormRule], query: Tensor, key: Tensor
+    ) -> tuple[Tensor | None, ...]:
         out = [grad.new_empty(grad.shape) for grad in (query, key)]
-        norms = rotate_backward(out, query, key, ctx.rule, *ctx.saved_tensors)
+        norms = rotate_backward(out, query, key, ctx.rest, *ctx.saved_tensors)
         return *out, None, None, None, *norms
 
 
@@ -188,14 +190,14 @@ class ProjectNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[NormRule],
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
         head_dim: int,
         rule: NormRule,
         norm: Tensor | None,
-        *weights: Any,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         matrices, norms = weights[:3], weights[6:]
         x = rms_norm(hidden, norm, rule)
@@ -203,28 +205,28 @@ class ProjectNode(torch.autograd.Function):
         query, key, value = (result.unflatten(1, (-1, head_dim)) for result in results)
         kept = (query, key, *norms) if norms else ()
         ctx.save_for_backward(hidden, norm, *matrices, cos, sin, *kept)
-        ctx.rule = rule
+        ctx.rest = rule
         out = None if norms else (query, key)
         return *rotate_pair(query, key, cos, sin, rule, *norms, out=out), value, hidden
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[NormRule], *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, norm, *kept = ctx.saved_tensors
         matrices, wanted = kept[:3], ctx.needs_input_grad[6:12]
         sizes = [len(m) for m in matrices]
         flat = hidden.new_empty(len(hidden), sum(sizes))
         parts = [part.view_as(grad) for part, grad in zip(flat.split(sizes, 1), grads)]
-        of_norms = rotate_backward(parts[:2], *grads[:2], ctx.rule, *kept[3:])
+        of_norms = rotate_backward(parts[:2], grads[0], grads[1], ctx.rest, *kept[3:])
         copy(parts[2], grads[2])
-        x = rms_norm(hidden, norm, ctx.rule)
+        x = rms_norm(hidden, norm, ctx.rest)
         nothing = None, None, None
         grads_matrices = (flat.t() @ x).split(sizes) if any(wanted[:3]) else nothing
         del x
         biases = column_sums(flat).split(sizes) if any(wanted[3:]) else nothing
         grad_x = products_backward(flat, matrices)
         residual = grads[3].contiguous()
-        grad_hidden, of_norm = rms_norm_backward(grad_x, hidden, norm, ctx.rule, residual)
+        grad_hidden, of_norm = rms_norm_backward(grad_x, hidden, norm, ctx.rest, residual)
         # autograd itself rounds what is wider than its weight
         of_weights = of_norm, *grads_matrices, *biases, *of_norms
         return grad_hidden, None, None, None, None, *of_weights

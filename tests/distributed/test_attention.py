@@ -47,20 +47,31 @@ def packed(lengths, mesh):
 def many_processes(
     sp, cases, lengths, kernel="auto", causal=True, head_dim=E, dtype=torch.float32
 ):
+    """The same of each case on all ranks: heads, a window and whether there is a sink, whose gradient is summed."""
     results = []
-    for heads in cases:
-        mesh = ParallelMesh(sp, num_heads=heads[0])
+    for heads, window, has_sink in cases:
+        windows = (window, None, window) if window else ()
+        mesh = ParallelMesh(sp, num_heads=heads[0], windows=windows)
         batch, indices = packed(lengths, mesh)
         whole = inputs(*heads, sum(lengths), head_dim, dtype)
         *leaves, upstream = (
             torch.cat([x, x.new_ones(sp, *x.shape[1:])])[indices] for x in whole
         )
+        sink = sink_of(heads[0]) if has_sink else None
+        if has_sink:  # to which the tail's rows would add
+            upstream = upstream * (batch.sequence_ids < len(lengths))[:, None, None]
+            leaves.append(sink)
         for leaf in leaves:
             leaf.requires_grad_()
-        attention = UlyssesAttention(mesh, *heads, head_dim, kernel=kernel)
-        out = attention(*leaves, plan=batch.attention_plan, causal=causal)
+        attention = UlyssesAttention(mesh, *heads, head_dim, kernel=kernel, window=window)
+        out = attention(*leaves[:3], plan=batch.attention_plan, causal=causal, sink=sink)
         grads = torch.autograd.grad(out, leaves, upstream)
-        results.append([gather_tokens(x.detach(), batch) for x in (out, *grads)])
+        found = [gather_tokens(x, batch) for x in (out.detach(), *grads[:3])]
+        if has_sink:
+            found.append(grads[3].clone())
+            if mesh.sp_group is not None:
+                dist.all_reduce(found[4], group=mesh.sp_group)
+        results.append(found)
     return results if mesh.sp_rank == 0 else None
 
 
@@ -83,7 +94,8 @@ def compare(got, wanted, tolerance=1e-5):
     ],
 )
 def test_every_head_count_at_every_degree(sp, kernel, causal):
-    results = run_distributed(many_processes, sp, sp, HEADS, RAGGED, kernel, causal)[0]
+    cases = [(heads, None, False) for heads in HEADS]
+    results = run_distributed(many_processes, sp, sp, cases, RAGGED, kernel, causal)[0]
     for heads, got in zip(HEADS, results):
         compare(got, one_process(*heads, RAGGED, causal=causal))
 
@@ -96,44 +108,16 @@ def sink_of(heads):
     return torch.linspace(-2, 2, heads, dtype=torch.float64, device=device())
 
 
-def with_windows(sp, cases):
-    """Windows of an instance, without and with a sink, and the sink's gradient summed over the group."""
-    results = []
-    for heads, window, has_sink in cases:
-        mesh = ParallelMesh(sp, num_heads=heads[0], windows=(window, None, window))
-        batch, indices = packed(RAGGED, mesh)
-        whole = inputs(*heads, sum(RAGGED), dtype=torch.float64)
-        *leaves, upstream = (
-            torch.cat([x, x.new_ones(sp, *x.shape[1:])])[indices] for x in whole
-        )
-        upstream = upstream * (batch.sequence_ids < len(RAGGED))[:, None, None]
-        sink = sink_of(heads[0]) if has_sink else None
-        leaves += [sink] * has_sink
-        for leaf in leaves:
-            leaf.requires_grad_()
-        attention = UlyssesAttention(mesh, *heads, E, window=window)
-        out = attention(*leaves[:3], plan=batch.attention_plan, sink=sink)
-        grads = torch.autograd.grad(out, leaves, upstream)
-        found = [gather_tokens(x.detach(), batch) for x in (out, *grads[:3])]
-        if has_sink:
-            total = grads[3].clone()
-            if mesh.sp_group is not None:
-                dist.all_reduce(total, group=mesh.sp_group)
-            found.append(total)
-        results.append(found)
-    return results
-
-
 @pytest.mark.parametrize("world, sp", [(1, 1), (2, 2), (3, 3), (4, 4), *full((4, 2))])
 def test_windows_and_sinks_at_every_degree(world, sp):
     """Heads that the degree divides, and heads for which rows are split two, three and four ways."""
     cases = list(product([(4, 2), (3, 1), (14, 2)], WINDOWS, [False, True]))
     cases.append(((4, 2), None, True))
-    for (heads, window, has_sink), got in zip(
-        cases, run_distributed(with_windows, world, sp, cases)[0]
-    ):
+    exact = {"dtype": torch.float64}
+    found = run_distributed(many_processes, world, sp, cases, RAGGED, **exact)[0]
+    for (heads, window, has_sink), got in zip(cases, found):
         sink = sink_of(heads[0]).requires_grad_() if has_sink else None
-        more = {"window": window, "sink": sink, "dtype": torch.float64}
+        more = {"window": window, "sink": sink, **exact}
         compare(got, one_process(*heads, RAGGED, **more), 1e-11)
 
 
@@ -153,7 +137,9 @@ def test_a_call_may_have_another_window_and_scale_than_its_module():
 
 def every_kernel(sp, heads, head_dim):
     more = {"head_dim": head_dim, "dtype": torch.bfloat16}
-    return {k: many_processes(sp, [heads], LONG, k, **more) for k in gpu_kernels()}
+    return {
+        k: many_processes(sp, [(heads, None, False)], LONG, k, **more) for k in gpu_kernels()
+    }
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from typing import Any
 
 from tests.e2e.launch import ROOT, environment
 from tests.harness import run_distributed
@@ -24,7 +23,7 @@ OPTIONS = """{"arch": "qwen2.5-0.5b", "layers": 2, "sp": 0, "seq": [48, 48, 48],
 "skip_attention": false, "out": "", "watch": 0, "micro_batches": 2, "gpu_memory": 0}"""
 
 
-def measured() -> list[dict[str, Any]]:
+def measured():
     from throughput import work
 
     options = argparse.Namespace(**json.loads(OPTIONS))

@@ -8,14 +8,13 @@ the outputs of its new weights are compared with those of plain torch. Changes o
 import math
 import re
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload as Offload
-from torch import Tensor, nn
+from torch import nn
 
 from tests.e2e.launch import ROOT
 from tests.harness import run_distributed
@@ -28,7 +27,7 @@ from ulysses.zero.update import ParameterGroup
 
 WIDTH, ROWS, MICRO_BATCHES = 9, 4, 2  # 81 elements do not divide into equal slices
 # So large an eps makes AdamW's first update proportional to the gradient, which it would only take the sign of.
-ADAMW: dict[str, Any] = {"lr": 50.0, "eps": 100.0, "foreach": False}
+ADAMW = {"lr": 50.0, "eps": 100.0, "foreach": False}
 # relative, in float32; after a missing, doubled or badly scaled gradient the outputs are off by far more
 TOLERANCE = 1e-4
 
@@ -36,20 +35,20 @@ TOLERANCE = 1e-4
 class _Unit(nn.Linear):
     """A leaf module, as decoder layers are."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + super().forward(x).tanh()
 
 
-def _tiny() -> nn.Sequential:
+def _tiny():
     return nn.Sequential(_Unit(WIDTH, WIDTH), _Unit(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def _waves(*shape: int) -> Tensor:
+def _waves(*shape):
     """Return values that every rank computes alike."""
     return torch.arange(math.prod(shape), dtype=torch.float32).mul(0.7).sin().div(3).view(shape)
 
 
-def trains_correctly(device: torch.device) -> bool:
+def trains_correctly(device):
     """Take one step and compare the outputs of the new weights with those of plain torch."""
     world, rank = dist.get_world_size(), dist.get_rank()
     inputs = _waves(MICRO_BATCHES, world, ROWS, WIDTH).to(device)
@@ -57,7 +56,7 @@ def trains_correctly(device: torch.device) -> bool:
     for p in plain.parameters():
         p.data = _waves(*p.shape).to(device)
 
-    def fill(_: str, shape: torch.Size, start: int, out: Tensor) -> None:
+    def fill(_, shape, start, out):
         out.copy_(_waves(*shape).flatten()[start : start + len(out)])
 
     small = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": WIDTH * WIDTH}
@@ -78,18 +77,18 @@ def trains_correctly(device: torch.device) -> bool:
     return float((found - wanted).norm() / wanted.norm()) <= TOLERANCE
 
 
-def taken(parameter: torch.nn.Parameter) -> None:
+def taken(parameter):
     parameter.grad = None
 
 
-def halved(parameter: torch.nn.Parameter) -> None:
+def halved(parameter):
     parameter.grad.mul_(0.5)
 
 
-def also(change: Any, own: Any = Offload.setup_zero_stage3_hooks) -> Any:
+def also(change, own=Offload.setup_zero_stage3_hooks):
     """DeepSpeed's own hooks, and one that changes gradients."""
 
-    def hooks(self: Any) -> None:
+    def hooks(self):
         own(self)
         for parameter in self.module.parameters():
             parameter.register_post_accumulate_grad_hook(change)
@@ -98,7 +97,7 @@ def also(change: Any, own: Any = Offload.setup_zero_stage3_hooks) -> Any:
 
 
 # A method of DeepSpeed, what it becomes, or nothing if it is gone, and what is said; None trains on, wrongly.
-CHANGES: list[tuple[str, Any, str | None]] = [
+CHANGES = [
     (
         "setup_zero_stage3_hooks",
         also(taken),
@@ -109,7 +108,7 @@ CHANGES: list[tuple[str, Any, str | None]] = [
 ]
 
 
-def trials() -> list[bool]:
+def trials():
     where, found = initialize_distributed(), []
     for name, replacement, said in CHANGES:
         found.append(trains_correctly(where))

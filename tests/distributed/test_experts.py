@@ -22,7 +22,7 @@ CLAMPED = ModelConfig.from_hf(
 COEFFICIENT = 0.7
 
 
-def of_transformers(case: Case) -> tuple[float, float, dict[str, torch.Tensor]]:
+def of_transformers(case):
     """Loss, balance loss and gradients of transformers' model in float64, over the step's sequences one by one."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func

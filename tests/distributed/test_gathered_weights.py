@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ from tests import engine_case
 from tests.harness import run_distributed
 from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.memory.tiling import TILE_ROWS
-from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.zero.engine import TrainedEngine
 
 LAYERS = 6
 SHAPE = replace(engine_case.SHAPE, num_hidden_layers=LAYERS, vocab_size=300)
@@ -28,27 +26,27 @@ SHAPE = replace(engine_case.SHAPE, num_hidden_layers=LAYERS, vocab_size=300)
 MATRICES = {"layer_matrices": 7680, "vocabulary_matrices": 2 * 300 * 32}
 
 
-def batch() -> ShardedBatch:
+def batch():
     return pack_shard([Sequence(torch.arange(9), torch.ones(9))], ParallelMesh(1))
 
 
-def train(engine: TrainedEngine) -> None:
+def train(engine):
     engine.backward(engine(batch()).logps.sum())
     engine.step(engine.gradients(), 0.0)
 
 
-def evaluate(engine: TrainedEngine) -> None:
+def evaluate(engine):
     with engine.inference():
         engine(batch())
 
 
-def alive_before_backward(rank: int) -> None:
+def alive_before_backward(rank):
     own = F.linear
     case = engine_case.Case("sft", shape=SHAPE, lora_rank=rank)
     engine, _ = engine_case.zero_engine(case, **MATRICES)
-    gathered: list[StorageWeakRef] = []
+    gathered = []
 
-    def watch(layer: torch.nn.Module, _: Any) -> None:
+    def watch(layer, _):
         gathered.extend(StorageWeakRef(p.data.untyped_storage()) for p in layer.parameters())
 
     for layer in engine.module.modules():
@@ -65,14 +63,14 @@ def test_no_gathered_weight_outlives_its_layers_forward(rank):
     run_distributed(alive_before_backward, 2, rank, cpu=True)
 
 
-def gathers(levels: tuple[str, ...]) -> dict[str, dict[str, int]]:
+def gathers(levels):
     """How often each parameter is gathered in a step, by level; the ranks disagree about the number of tiles."""
     engine, _ = engine_case.zero_engine(engine_case.Case("sft", shape=SHAPE), **MATRICES)
-    decoder: Any = engine.module.model
+    decoder = engine.module.model
     names = {p: name for name, p in engine.module.named_parameters()}
-    calls: Counter[str] = Counter()
+    calls = Counter()
 
-    def counted(own: Any, group: Any, *args: Any, **options: Any) -> Any:
+    def counted(own, group, *args, **options):
         calls.update(names[q] for q in group)
         return own(group, *args, **options)
 

@@ -8,7 +8,6 @@ straddle partitions, which end in padding.
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -35,15 +34,13 @@ BETAS, EPS = (0.9, 0.95), 1e-2
 # mean |g|, the last one late in the run; nan: one bad element
 TRIALS = [1.0, 1.2, 1e-5, math.nan, 30.0, 1e-5]
 
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "skip_spike": {"warmup": 2, "window": 4, "sigma": 3.0},
     "gradient_noise": {"ratio": 0.5},
     "scale_small_gradients": {"threshold": 0.5},
     "ulysses_pro": {"max_norm": 0.5},
 }
-CASES: dict[str, Any] = {
-    name: [{"policy": name} | SETTINGS.get(name, {})] for name in GRADIENT_POLICIES
-}
+CASES = {name: [{"policy": name} | SETTINGS.get(name, {})] for name in GRADIENT_POLICIES}
 CASES["default"] = "default"
 CASES["absolute"] = [{"policy": "gradient_noise", "sigma": 1e-6}]
 FOR_GOOD = [  # what the optimizer sees
@@ -55,22 +52,22 @@ FOR_GOOD = [  # what the optimizer sees
 ]
 
 
-def groups(model: Any) -> list[ParameterGroup]:
+def groups(model):
     """Two scopes."""
-    scopes: dict[str, list[nn.Parameter]] = {"policy": [], "value": []}
+    scopes = {"policy": [], "value": []}
     for name, parameter in model.named_parameters():
         scopes["value" if "mlp" in name or "norm" in name else "policy"].append(parameter)
     return [ParameterGroup(members, scope=scope) for scope, members in scopes.items()]
 
 
-def as_one_process(engine: Any) -> tuple[Gradients, dict[str, torch.Tensor]]:
+def as_one_process(engine):
     """Return the step's gradient and weights, whole on every rank and on the same device (noise differs elsewhere)."""
     entries = engine.gradients().entries
     weights = {s.name: whole(s, s.state("master")) for s in engine.slices}
     return Gradients([replace(e, grad=whole(e, e.grad), start=0) for e in entries]), weights
 
 
-def assert_equal(found: torch.Tensor, want: torch.Tensor, where: str, start: int = 0) -> None:
+def assert_equal(found, want, where, start=0):
     """Compare a slice with the whole tensor."""
     atol = 1e-6 * float(want[want.isfinite()].abs().max())
     part = want[start : start + found.numel()]
@@ -81,13 +78,13 @@ def assert_equal(found: torch.Tensor, want: torch.Tensor, where: str, start: int
 class AgainstWholeGradient(GradientPolicyChain):
     """Stands where the run's gradient policies stand."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine):
         super().__init__([])
         self.engine, self.acted = engine, set()
         self.for_good = build_chain(FOR_GOOD), build_chain(FOR_GOOD)
-        self.weights: dict[str, nn.Parameter] = {}
+        self.weights = {}
 
-    def apply(self, gradients: Gradients, context: StepContext) -> dict[str, float]:
+    def apply(self, gradients, context):
         self.saved, masters = as_one_process(self.engine)
         if not self.weights:
             for name, policies in CASES.items():
@@ -112,7 +109,7 @@ class AgainstWholeGradient(GradientPolicyChain):
             self.optimizer.step()
         return report
 
-    def compare(self, name: str, chains: Any, factor: float, context: StepContext) -> Any:
+    def compare(self, name, chains, factor, context):
         """Apply one chain to the partitions and one to the whole gradient; return the report, and the latter."""
         where, bad = f"{name}, step {context.step}", math.isnan(factor)
         theirs = replace(context)
@@ -147,7 +144,7 @@ class AgainstWholeGradient(GradientPolicyChain):
         return report, plain
 
 
-def drive(engines: list[tuple[int, bool, int]]) -> list[set[str]]:
+def drive(engines):
     """Take three steps on this rank with each engine; return which policies acted."""
     acted = []
     for sp, offload, size in engines:

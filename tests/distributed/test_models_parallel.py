@@ -1,7 +1,6 @@
 """Models under real ZeRO-3 at every memory level equal one process."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from tests.memory_case import assert_same_gradients
 from tests.zero_case import filled, whole, whole_gradients
 from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.memory.tiling import TILE_ROWS
-from ulysses.parallel.batch import ShardedBatch, pack_shard
+from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.zero.engine import full_parameters
 
@@ -22,11 +21,11 @@ TIED = replace(SHAPE, model_type="qwen2", attention_bias=True, tie_word_embeddin
 TOKENS = sequences(4, seed=2, longest=25)
 
 
-def loss_of(model: Any, batch: ShardedBatch) -> torch.Tensor:
+def loss_of(model, batch):
     return -(model(batch).logps * batch.loss_weights).sum()
 
 
-def decays_after_an_update(case: Case) -> None:
+def decays_after_an_update(case):
     """The model, the optimizer and an export have the same float32 numbers; everything else is in bfloat16."""
     trainer, _ = build_trainer(case)
     trainer.train_step()
@@ -47,12 +46,12 @@ def decays_after_an_update(case: Case) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"resident": True}, {"offload_optimizer": True}])
-def test_the_decays_of_linear_attention_stay_in_float32(how: dict[str, bool]) -> None:
+def test_the_decays_of_linear_attention_stay_in_float32(how):
     case = Case("sft", sp=2, shape=HYBRID, dtype=torch.bfloat16, lr=1e-3, engine=how)
     run_distributed(decays_after_an_update, 2, case)
 
 
-def under_zero(case: Case, expected: dict[str, torch.Tensor], tolerance: float) -> None:
+def under_zero(case, expected, tolerance):
     """Every level and tiling in the engine against plain torch in one process."""
     (engine, mesh), rank, world = zero_engine(case), dist.get_rank(), dist.get_world_size()
     decoder = next(m for m in engine.module.modules() if isinstance(m, Decoder))

@@ -3,14 +3,12 @@
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
-from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.scored import PolicyValue, RewardModel
 from tests.engine_case import (
@@ -29,11 +27,10 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.engine_sampler import EngineSampler
-from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rollout import Rollout, RolloutMaker
 from ulysses.rl.sampler import Completion, SamplingOptions
 from ulysses.stages.referenced import logps_of
-from ulysses.zero.engine import ZeroEngine, gathered_weights
+from ulysses.zero.engine import gathered_weights
 
 # query rows are split at every degree but 3
 ODD = replace(SHAPE, num_attention_heads=3, num_key_value_heads=1)
@@ -51,13 +48,11 @@ REAL = {
 
 
 class PromptDataset(ListDataset):
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index):
         return {"shift": 0.01 * index}
 
 
-def reward(
-    prompts: Any, answers: list[list[int]], rows: list[Any], indices: Any
-) -> list[dict[str, float]]:
+def reward(prompts, answers, rows, indices):
     """How many tokens are even, within -2 to 2, shifted by the example."""
     return [
         {"a:b": 4 * sum(v % 2 == 0 for v in answer) / len(answer) - 2 + row["shift"]}
@@ -65,14 +60,14 @@ def reward(
     ]
 
 
-def prompts() -> PromptDataset:
+def prompts():
     draw = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 20, (14,), generator=draw).tolist()
     found = [torch.randint(0, 97, (n,), generator=draw) for n in lengths]
     return PromptDataset("prompt", [(Sequence(t, torch.zeros(len(t))),) for t in found])
 
 
-def fixed_rollout(config: PpoSection, budget: int = 0) -> Rollout:
+def fixed_rollout(config, budget=0):
     """Twelve answers with made-up columns: ratios on both sides of the clip range, advantages of both signs.
 
     Without a value they answer three prompts, which they share within the budget.
@@ -113,21 +108,21 @@ class PpoCase(Case):
     fixed: bool = False
 
     @property
-    def config(self) -> PpoSection:
+    def config(self):
         return PpoSection(**self.options)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.config.advantage == "gae":
             self.engine = {"scopes": {"policy": 1.0, "value": 1.0}}
 
-    def data(self) -> PromptDataset:
+    def data(self):
         return prompts()
 
-    def model(self, mesh: Any, attention: str | None = None) -> torch.nn.Module:
+    def model(self, mesh, attention=None):
         kind = PolicyValue if self.config.advantage == "gae" else CausalLM
         return kind(self.shape, mesh, attention=attention or self.attention)
 
-    def make_stage(self, engine: ZeroEngine, mesh: ParallelMesh) -> PpoStage:
+    def make_stage(self, engine, mesh):
         stage, reference = super().make_stage(engine, mesh), None
         if not self.fixed:
             source = HostWeights(self.shape, 1)
@@ -144,18 +139,18 @@ class PpoCase(Case):
         )
         if self.fixed:
 
-            def make(*_: Any) -> Rollout:
+            def make(*_):
                 with gathered_weights(
                     engine
                 ) as weights:  # which leaves the steps after it as they were
                     assert all(w.numel() > 0 for w in weights.values())
                 return fixed_rollout(stage.table, self.budget)
 
-            maker.make = make  # type: ignore[method-assign]
+            maker.make = make
         return replace(stage, maker=maker)
 
 
-def formula(case: PpoCase) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def formula(case):
     """Metrics (the loss among them) and gradients of the first step, one sequence at a time, float64, no ZeRO."""
     config, data = case.config, fixed_rollout(case.config)
     alone, model = config.advantage == "gae", case.model(None, attention="reference")
@@ -170,7 +165,7 @@ def formula(case: PpoCase) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     trained, expected = (c["weights"].roll(-1) != 0).double(), {}
     lengths = data.lengths.tolist()
 
-    def summed(x: torch.Tensor) -> torch.Tensor:
+    def summed(x):
         return torch.stack([part.sum() for part in (x * trained).split(lengths)])
 
     counts = summed(trained)
@@ -252,26 +247,26 @@ def test_loss_metrics_and_gradients(world, sp, budget, seed, options, shape):
         assert metrics["tokens_shared"] >= 3 * 29 * (budget > 100)
 
 
-def run_steps(case: PpoCase) -> tuple[list[dict[str, float]], Rollout, Any]:
+def run_steps(case):
     """Take three real steps on two real rollouts; returns metrics, the last rollout and the gradients."""
     trainer, chain = build_trainer(case)
     metrics = [trainer.train_step() for _ in range(3)]
     return metrics, trainer.stage.maker.rollout, chain.steps if dist.get_rank() == 0 else []
 
 
-def real(advantage: str = "gae", **how: Any) -> PpoCase:
+def real(advantage="gae", **how):
     answers = 1 if advantage == "gae" else 3
     options = REAL | {"advantage": advantage, "answers_per_prompt": answers}
     return PpoCase(lr=1e-3, options=options, **how)
 
 
 @cache
-def alone(shape: ModelConfig = SHAPE, advantage: str = "gae") -> Any:
+def alone(shape=SHAPE, advantage="gae"):
     """Two rollouts and a bit on one process, against another reference so that every term takes part."""
     return run_distributed(run_steps, 1, real(advantage, shape=shape))[0]
 
 
-def column(rollout: Rollout, name: str) -> torch.Tensor:
+def column(rollout, name):
     """A column where answers are trained; how prompts are shared depends on the micro-batches."""
     predicts = rollout.columns["weights"].roll(-1) != 0
     assert name == "weights" or not rollout.columns[name][~predicts].any()
@@ -318,7 +313,7 @@ def test_what_a_run_reports():
     assert 0 < first["val/num_eos_tokens"] < 6
 
 
-def weights_of_steps(case: PpoCase) -> list[torch.Tensor]:
+def weights_of_steps(case):
     """The weights before the steps of the last rollout and after each of them."""
     trainer, _ = build_trainer(case)
     trainer.step, weights = 8, trainer.engine.sub_groups[0].master
@@ -337,7 +332,7 @@ def test_a_step_without_anything_to_train_leaves_the_weights_alone():
         assert changed == [True, True, False, False]
 
 
-def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
+def model_scores():
     """The scores of three answers by the frozen engine, and by the plain model one answer at a time."""
     trainer, _ = build_trainer(PpoCase(sp=2, options=REAL))
     maker, source = trainer.stage.maker, HostWeights(SHAPE, 4)

@@ -14,7 +14,7 @@ from tests.memory_case import assert_same_gradients
 from tests.zero_case import filled, whole_gradients
 from ulysses.gradients.policy import StepContext
 from ulysses.gradients.ulysses_pro import GradientNoise
-from ulysses.parallel.batch import ShardedBatch, pack_shard
+from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.optim import parameter_groups
 from ulysses.zero.across_ranks import ranks_of_a_node
@@ -26,11 +26,11 @@ ODD = replace(SHAPE, hidden_size=27, intermediate_size=45, head_dim=6)
 CASE = Case("sft", shape=ODD, dtype=torch.bfloat16, attention="reference")
 
 
-def batch(seed: int) -> ShardedBatch:
+def batch(seed):
     return pack_shard(sequences(2, seed), ParallelMesh(1), device())
 
 
-def reduced(node_size: int, bucket: int) -> None:
+def reduced(node_size, bucket):
     """Take two steps of three micro-batches, and compare the gradients with the sum of all ranks' own."""
     engine, _ = zero_engine(CASE, node_size=node_size, raw={"reduce_bucket_size": bucket})
     plain = filled(CASE.model(None), CASE.weights()).to(device(), CASE.dtype)
@@ -62,7 +62,7 @@ def test_every_slice_is_the_mean_of_all_ranks(node_size, bucket):
     run_distributed(reduced, WORLD, node_size, bucket, deterministic=True)
 
 
-def of_one_micro_batch(eight_bit: bool) -> None:
+def of_one_micro_batch(eight_bit):
     """Take steps with and without sums, and compare the master weights bit by bit.
 
     The third step has two micro-batches, the fourth one again, and a policy writes to the slices of the second.
@@ -97,7 +97,7 @@ def test_gradients_of_a_single_micro_batch_need_no_sums(eight_bit):
     run_distributed(of_one_micro_batch, 1, eight_bit, deterministic=True)
 
 
-def without_one_gradient() -> str:
+def without_one_gradient():
     """Back-propagate through all but the last norm and the head, as if something else had taken their gradients."""
     engine, _ = zero_engine(CASE)
     engine.backward(engine.module.model(batch(0)).sum())
@@ -113,7 +113,7 @@ def test_a_gradient_that_never_came_is_an_error_with_the_parameters_name():
         assert text.startswith(told), text
 
 
-def nodes(local_size: str | None, place: int | None) -> tuple[str, int]:
+def nodes(local_size, place):
     """Start as deepspeed's launcher does (LOCAL_SIZE) or as one that sets nothing; `place` replaces LOCAL_RANK."""
     del os.environ["LOCAL_WORLD_SIZE"]
     if local_size is not None:

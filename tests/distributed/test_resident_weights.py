@@ -1,17 +1,14 @@
 """Weights that stay whole on every rank: the same numbers, one gather for each update, and no hooks on the way."""
 
-import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from models.ops.linear import stacked
 from tests.engine_case import SHAPE, Case, build_trainer, trained, zero_engine
-from tests.harness import run_distributed
+from tests.harness import memory_of, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import compared
 from ulysses.run.optim import parameter_groups
@@ -46,7 +43,7 @@ def test_three_updates_are_those_of_sharded_weights(away):
     assert_same_gradients(stayed[2], gradients[2], 1e-4)  # after two updates
 
 
-def what_a_step_calls() -> dict[str, Any]:
+def what_a_step_calls():
     """Count the gathers of two steps with several micro-batches, and look at memory and whole weights."""
     trainer, _ = build_trainer(Case("sft", budget=64, lr=1e-3, engine=STAY, shape=BIASED))
     engine, gathers = trainer.engine, []
@@ -104,13 +101,8 @@ def test_a_step_gathers_once_and_nothing_watches_the_modules(world):
     assert sum(one["held"] for one in found) == elements
 
 
-def memory_of_a_gather() -> dict[str, float]:
+def memory_of_a_gather():
     """Return MiB: all weights; the first one's once for each of them; what gathers asked of the system."""
-
-    def asked(of: str) -> float:
-        kib = re.search(rf"{of}:\s+(\d+)", Path("/proc/self/status").read_text())
-        return int(kib[1]) / 1024  # type: ignore[index]
-
     # as in a real small model: a large vocabulary, and many small tensors
     shape = replace(SHAPE, vocab_size=60_000, num_hidden_layers=16)
     case = Case("sft", shape=shape, lora_rank=2)
@@ -118,12 +110,12 @@ def memory_of_a_gather() -> dict[str, float]:
     parameters = list(engine.module.parameters())
     engine.weights.wait(parameters)
     sizes = [4 * p.numel() / 2**20 for p in parameters]
-    before = asked("VmSize")
+    before = memory_of("VmSize")
     engine.weights.written(parameters)
     engine.weights.wait(parameters)
-    asked_for = asked("VmPeak") - before
+    asked = (memory_of("VmPeak") - before) / 2**20
     engine.destroy()
-    return {"weights": sum(sizes), "worst": max(sizes) * len(sizes), "asked": asked_for}
+    return {"weights": sum(sizes), "worst": max(sizes) * len(sizes), "asked": asked}
 
 
 def test_a_gather_takes_no_more_than_the_weights_on_the_cpu():

@@ -6,7 +6,6 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,16 +28,13 @@ LOSSES = {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2]}
 CASE = Case("dpo", sp=2, steps=BEFORE + AFTER, lr=1e-3, options=LOSSES)
 
 
-def whole_state(engine: Any) -> dict[str, torch.Tensor]:
+def whole_state(engine):
     """Master weights and moments of every parameter, put together from all ranks."""
     pieces = ((s, kind) for s in engine.slices for kind in KINDS)
     return {f"{kind} {s.name}": whole(s, s.state(kind)) for s, kind in pieces}
 
 
-Steps = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
-
-
-def whole_run(folder: Path, case: Case = CASE) -> Steps:
+def whole_run(folder, case=CASE):
     """All steps without a stop, with a checkpoint between them; the metrics and the state it saved."""
     trainer, _ = build_trainer(case)
     metrics = [trainer.train_step() for _ in range(BEFORE)]
@@ -50,7 +46,7 @@ def whole_run(folder: Path, case: Case = CASE) -> Steps:
     return metrics, state
 
 
-def resumed_run(folder: Path, case: Case) -> Steps:
+def resumed_run(folder, case):
     trainer, _ = build_trainer(case)
     trainer.resume(saved_checkpoints(folder / "checkpoints")[-1])
     assert trainer.step == BEFORE
@@ -63,17 +59,17 @@ def resumed_run(folder: Path, case: Case) -> Steps:
 MADE = {".step-1.tmp/dpo.json", ".step-1.tmp/run.json"}  # by rank 0 alone
 
 
-def order_of_a_save(folder: Path) -> list[str]:
+def order_of_a_save(folder):
     """What reaches the disk, and the renames, in this rank's order; paths relative to the folder."""
     trainer, _ = build_trainer(CASE)
-    events: list[str] = []
+    events = []
     rename, fsync = os.rename, os.fsync
 
-    def renamed(source: Path, target: Path) -> None:
+    def renamed(source, target):
         events.append(f"rename {Path(target).relative_to(folder)}")
         rename(source, target)
 
-    def synced(number: int) -> None:
+    def synced(number):
         fsync(number)
         events.append(os.path.relpath(os.readlink(f"/proc/self/fd/{number}"), folder))
 
@@ -101,7 +97,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path):
     assert first[at + 1 :] == ["."]
 
 
-def refusal(folder: Path, case: Case) -> str:
+def refusal(folder, case):
     trainer, _ = build_trainer(case)
     try:
         trainer.resume(folder / f"checkpoints/step-{BEFORE}")
@@ -110,7 +106,7 @@ def refusal(folder: Path, case: Case) -> str:
     return ""
 
 
-def damage(kind: str, folder: Path) -> str:
+def damage(kind, folder):
     """Damage a checkpoint of four ranks as `kind` says, and return the name of the file at fault."""
     file = folder / "rank-00002.exp_avg.safetensors"
     content = file.read_bytes()
@@ -130,7 +126,7 @@ def damage(kind: str, folder: Path) -> str:
 DAMAGES = ("zeroed", "another rank's", "missing", "index")
 
 
-def refusals(folder: Path) -> list[str]:
+def refusals(folder):
     """What resuming says on this rank for a checkpoint with each damage."""
     said = []
     for kind in DAMAGES:
@@ -189,7 +185,7 @@ def test_what_host_memory_saved_continues_without(tmp_path):
     assert_continued(found, *before)
 
 
-def assert_continued(found: Any, metrics: Any, state: Any, exact: bool = False) -> None:
+def assert_continued(found, metrics, state, exact=False):
     steps, restored = found
     assert set(restored) == set(state)
     assert all(torch.equal(restored[name], value) for name, value in state.items())

@@ -20,7 +20,7 @@ class TreeCase(Case):
 
     shared: bool = False
 
-    def data(self) -> ListDataset:
+    def data(self):
         if self.stage == "kto":  # which shares where examples meet
             return super().data()
         draw, examples = torch.Generator().manual_seed(0), []
@@ -84,7 +84,7 @@ class LongCase(Case):
 
     shared: bool = False
 
-    def data(self) -> ListDataset:
+    def data(self):
         draw = torch.Generator().manual_seed(1)
         lengths, start = (700, 1025, 2600, 1, 1023), 2040
         texts = [torch.randint(0, SHAPE.vocab_size, (n,), generator=draw) for n in lengths]
@@ -100,7 +100,7 @@ class LongCase(Case):
 def test_held_out_nll_by_position_does_not_depend_on_topology():
     """Means over tokens at places below 1024, 2048, 4096, and their standard errors, as in float64 on whole texts."""
     plain = Formula(LongCase("sft", examples=8), 0)
-    found: dict[str, list[tuple[float, float]]] = {"0-1k": [], "1k-2k": [], "2k-4k": []}
+    found = {"0-1k": [], "1k-2k": [], "2k-4k": []}
     for sequence in (s for example in plain.data.examples for s in example):
         for place, nll in enumerate(-plain.forward(sequence).logps[:-1].detach(), 1):
             octave = "0-1k" if place < 1024 else "1k-2k" if place < 2048 else "2k-4k"

@@ -4,10 +4,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,16 +37,16 @@ KEYS = {
 KILLED = "rm kto ppo grpo".split()
 
 
-def dies_after(step: int) -> Callable[[int], None]:
+def dies_after(step):
     """Plant the death of rank 0 right after it logged `step`, and take the package datasets away: json needs none."""
 
-    def before(_: int) -> None:
+    def before(_):
         import ulysses.run.metrics as metrics
 
         report = metrics.MetricsLog.report
-        sys.modules["datasets"] = None  # type: ignore[assignment]
+        sys.modules["datasets"] = None
 
-        def reported(self: Any, at: int, *more: Any) -> None:
+        def reported(self, at, *more):
             report(self, at, *more)
             if at == step:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -59,9 +56,7 @@ def dies_after(step: int) -> Callable[[int], None]:
     return before
 
 
-def forked(
-    arguments: list[str], processes: int, logs: Path, metrics: Path, kill_after: int
-) -> None:
+def forked(arguments, processes, logs, metrics, kill_after):
     run = Ranks(arguments, processes, logs, before=dies_after(kill_after))
     if kill_after:
         assert not wait_until_dead(run)
@@ -74,7 +69,7 @@ def chain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chain")
     data = folder / "data"
     write_demo(data)
-    changes: dict[str, dict[str, Any]] = {stage: dict(KEYS) for stage in HELD_OUT}
+    changes = {stage: dict(KEYS) for stage in HELD_OUT}
     for stage in ("dpo", "kto"):  # their references are computed for all rows
         rows = {"path": str(data / f"{stage}_train.jsonl"), "max_examples": 256}
         changes[stage]["data.train"] = [rows]

@@ -6,8 +6,6 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -74,7 +72,7 @@ another run's checkpoint => sft --run.output PLACE/held --run.resume PLACE/later
 COMPLAINTS = {name: rest for name, *rest in rows_of(CASES.replace("MODEL", MODEL))}
 
 
-def arguments(place: Path, start: str) -> list[str]:
+def arguments(place, start):
     start = start.replace("PLACE", str(place)).replace("DATA", str(DATA))
     stage, _, typed = start.partition(" ")
     return tiny(stage, place / "run", typed)
@@ -99,10 +97,10 @@ def test_one_sentence(name, place):
 def test_one_sentence_and_exit_code_2_on_every_process(name, place):
     start, pattern = COMPLAINTS[name]
 
-    def before(rank: int) -> None:
+    def before(rank):
         import torch.distributed as dist
 
-        def meet(*_: object, **__: object) -> None:
+        def meet(*_, **__):
             raise AssertionError("the processes met before the complaint")
 
         dist.init_process_group = meet
@@ -139,7 +137,7 @@ WRONG = "sft --optimizer.learning_rate 1e-4"
 def test_the_process_that_tells_leaves_first(place):
     """A launcher ends all processes as soon as one has left; here the one that tells is the last to start."""
 
-    def before(rank: int) -> None:
+    def before(rank):
         os.environ["TORCHELASTIC_RUN_ID"] = "any"  # set by torchrun
         time.sleep(0.0 if rank else 1.0)
 
@@ -172,7 +170,7 @@ def test_what_the_run_holds_already_counts_as_free_disk(place, tmp_path, monkeyp
 
 
 def test_another_node_tells_what_only_it_lacks_and_debug_adds_the_stack_trace(place, tmp_path):
-    def before(rank: int) -> None:
+    def before(rank):
         # the first process of a second node
         os.environ.update(RANK="4", LOCAL_RANK="0", WORLD_SIZE="8")
 
@@ -187,8 +185,8 @@ def test_another_node_tells_what_only_it_lacks_and_debug_adds_the_stack_trace(pl
 def test_an_error_on_one_process_ends_all_and_is_told_once(stuck, place, tmp_path):
     """The other process waits in a collective or, if `stuck`, outside of one."""
 
-    def before(rank: int) -> None:
-        def broken(taken: int, compute: Any) -> Any:
+    def before(rank):
+        def broken(taken, compute):
             if taken == 2 and rank == 1:
                 raise ValueError("planted")
             if taken == 2 and stuck:

@@ -1,6 +1,5 @@
 """An export loads in transformers, equals what was trained, and is written and loaded without holding the model."""
 
-import re
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from models.initial_weights import InitialWeights
 from models.kinds import empty_model
 from models.writing import write_weights
 from tests.e2e.launch import ranks, tiny
-from tests.harness import run_distributed
+from tests.harness import memory_of, run_distributed
 from ulysses.check.input_files import read_shape
 from ulysses.check.run_folder import write_run_state
 from ulysses.config.command_line import check
@@ -37,7 +36,7 @@ def run(tmp_path_factory):
     return folder / "sft"
 
 
-def assert_same_folder(found: Path, expected: Path) -> None:
+def assert_same_folder(found, expected):
     ours, theirs = ({p.name: p.read_bytes() for p in f.iterdir()} for f in (found, expected))
     assert ours.keys() == theirs.keys() >= {"config.json", "tokenizer.json"}
     assert not [name for name in theirs if ours[name] != theirs[name]]
@@ -100,14 +99,14 @@ LARGE = {
 }  # fmt: skip
 
 
-def memory() -> list[int]:
+def memory():
     """This process's resident bytes now and at their peak since the last call."""
-    text = Path("/proc/self/status").read_text()
+    found = memory_of("VmRSS"), memory_of("VmHWM")
     Path("/proc/self/clear_refs").write_text("5")
-    return [1024 * int(*re.findall(rf"{n}:\s+(\d+)", text)) for n in ("VmRSS", "VmHWM")]
+    return found
 
 
-def load_and_export(folder: Path, out: Path) -> tuple[int, int]:
+def load_and_export(folder, out):
     """Bytes of growth at the peak of loading, and at the peak of exporting above what was loaded."""
     initialize_distributed()
     model, run = {"path": str(folder), "dtype": "bfloat16"}, {"steps": 1, "output": str(out)}

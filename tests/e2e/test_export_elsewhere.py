@@ -5,8 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +32,7 @@ def base(tmp_path_factory):
     write_model(folder, SHAPE)
     # stays as it is
     pad = {"__type": "AddedToken", "content": "<|endoftext|>", "special": True}
-    options: Any = {"tokenizer_class": "TokenizersBackend", "pad_token": pad}
+    options = {"tokenizer_class": "TokenizersBackend", "pad_token": pad}
     options["extra_special_tokens"] = ["<|im_start|>"]
     write_tokenizer(folder, CHATML, eos_token="<|endoftext|>", **options)
     generation = {"eos_token_id": 256, "temperature": 0.6, "do_sample": True}
@@ -42,10 +40,10 @@ def base(tmp_path_factory):
     return folder
 
 
-def train(stage: str, base: Path, output: Path, typed: str = "") -> list[dict[str, float]]:
+def train(stage, base, output, typed=""):
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
     pair = {"prompt": "Why?", "chosen": "Because it is.", "rejected": "No."}
-    row: dict[str, Any] = {"messages": turns} if stage == "sft" else pair
+    row = {"messages": turns} if stage == "sft" else pair
     data = write_rows(output.parent / f"{stage}.jsonl", [row] * 4)
     usual = f"""
     --model.path {base} --model.init pretrained --model.tokenizer {base} --data.chat_template chatml
@@ -57,11 +55,11 @@ def train(stage: str, base: Path, output: Path, typed: str = "") -> list[dict[st
     return metrics(output)
 
 
-def read(file: Path) -> dict[str, Any]:
+def read(file):
     return json.loads(file.read_text())
 
 
-def merge(source: Path, out: Path) -> Path:
+def merge(source, out):
     assert main(["--merge", str(source), str(out)]) == 0
     return out
 

@@ -2,14 +2,11 @@
 
 import math
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from torch import Tensor
 
-from tests.e2e.launch import Outcome, metrics, plant_in_losses, ranks, tiny, without_times
+from tests.e2e.launch import metrics, plant_in_losses, ranks, tiny, without_times
 
 CHAIN = (
     '[{"policy":"skip_non_finite"},{"policy":"skip_spike","warmup":2,"window":2,"sigma":1e9},{"policy":"ulysses_pro"},'
@@ -17,23 +14,23 @@ CHAIN = (
 )
 
 
-def nan(value: Tensor) -> Tensor:
+def nan(value):
     return value * math.nan
 
 
-def vanish(value: Tensor) -> Tensor:
+def vanish(value):
     """Return the same value with a gradient that all but vanishes."""
     return value.detach() + 1e-5 * (value - value.detach())
 
 
-def start(folder: Path, faults: dict[int, Any], typed: str = "", code: int = 0) -> Outcome:
+def start(folder, faults, typed="", code=0):
     """Train on two processes; `faults` maps steps, counted from 1, to ranks and what becomes of their loss terms."""
     usual = f"--run.save_every 1 --run.keep 0 --run.export false {typed}"
 
-    def before(rank: int) -> None:
+    def before(rank):
         os.environ["ULYSSES_DEBUG"] = str(rank) if folder.name == "whole" else "0"
 
-        def faulty(taken: int, compute: Any) -> Any:
+        def faulty(taken, compute):
             where, spoil = faults.get(taken + 1, ((), None))
             spoiled = spoil if rank in where else lambda value: value
             return [term._replace(value=spoiled(term.value)) for term in compute()]
@@ -44,7 +41,7 @@ def start(folder: Path, faults: dict[int, Any], typed: str = "", code: int = 0) 
     return ranks(tiny("sft", folder, usual), 2, code=code, logs=logs, before=before)
 
 
-def saved(folder: Path, step: int) -> list[list[float]]:
+def saved(folder, step):
     """Each rank's master weights in a checkpoint."""
     files = sorted(folder.glob(f"checkpoints/step-{step}/*.master.safetensors"))
     return [load_file(f)["data"].tolist() for f in files]

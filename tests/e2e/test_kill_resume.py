@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ from ulysses.zero.state import KINDS
 STEPS, PROCESSES = 8, 2
 
 
-def arguments(output: Path, typed: str = "") -> list[str]:
+def arguments(output, typed=""):
     usual = f"""
     --run.steps {STEPS} --run.save_every 1 --run.keep 2 --run.resume auto --run.eval_every 3 --batch.examples 16
     --data.eval {rows("sft_eval", 40)} --optimizer.lr 1e-2 --parallel.sequence_parallel_size 2
@@ -36,25 +35,25 @@ def uninterrupted(tmp_path_factory):
     return output, time.monotonic() - began
 
 
-def kill_at(place: str, step: int):
+def kill_at(place, step):
     """Plant a kill of rank 0 inside the saving of checkpoint `step` or the export, or let every save take longer."""
 
-    def before(rank: int) -> None:
+    def before(rank):
         import ulysses.zero.state as state
 
-        def die(*_: object, **__: object) -> None:
+        def die(*_, **__):
             os.kill(os.getpid(), signal.SIGKILL)
 
         written, renamed = state.write_digested, os.rename
 
-        def slow(path: Path, parts: object) -> str:
+        def slow(path, parts):
             time.sleep(0.03)  # so that moments at random often lie inside a save
             digest = written(path, parts)
             if place == "files" and rank == 0 and f".step-{step}.tmp" in str(path):
                 die()
             return digest
 
-        def rename(source: object, target: object) -> None:
+        def rename(source, target):
             final, old = f"checkpoints/step-{step}", f"checkpoints/.step-{step - 2}.old.tmp"
             ends = {"rotation": old, "export": "run/export"}.get(place, final)
             mine = rank == 0 and place not in ("", "files") and str(target).endswith(ends)
@@ -70,7 +69,7 @@ def kill_at(place: str, step: int):
     return before
 
 
-def assert_complete(checkpoints: Path) -> None:
+def assert_complete(checkpoints):
     """Whatever looks like a checkpoint holds every element of every parameter."""
     for folder in checkpoints.glob("step-*"):
         state = json.loads((folder / "run.json").read_text())
@@ -81,14 +80,14 @@ def assert_complete(checkpoints: Path) -> None:
         assert len(list(folder.glob("rank-*.safetensors"))) == PROCESSES * len(KINDS)
 
 
-def dies(output: Path, line: list[str], place: str, step: int, *seconds: float) -> None:
+def dies(output, line, place, step, *seconds):
     """Start a run and kill it there, or after some seconds, if it has not ended; its checkpoints are complete."""
     run = Ranks(line, PROCESSES, before=kill_at(place, step))
     assert not (wait_until_dead(run, *seconds) and place), f"nothing died at {place!r}"
     assert_complete(output / "checkpoints")
 
 
-def wait_until_dead(run: Ranks, *seconds: float) -> bool:
+def wait_until_dead(run, *seconds):
     """Wait for the end, and return whether it came by itself; one dead process ends the others, as under a launcher."""
     run.until(lambda: -signal.SIGKILL in run.codes, *seconds)
     failed = {*run.codes} - {0, None, -signal.SIGKILL}
@@ -99,7 +98,7 @@ def wait_until_dead(run: Ranks, *seconds: float) -> bool:
     return finished
 
 
-def assert_same_run(found: Path, whole: Path) -> None:
+def assert_same_run(found, whole):
     """All metrics of every step, the last checkpoint and the export, to the last bit."""
     assert without_times(metrics(found)) == without_times(metrics(whole))
     for part in (f"checkpoints/step-{STEPS}", "export"):
@@ -132,12 +131,12 @@ def test_killed_runs_continue_bit_identically(tmp_path, uninterrupted):
 def test_sigterm_to_one_process_saves_and_ends_all(tmp_path, uninterrupted):
     """It comes just after a step's metrics were reduced: nobody may stop a step before the others."""
 
-    def before(rank: int) -> None:
+    def before(rank):
         from ulysses.stages.base import MetricSums
 
         reduce, steps = MetricSums.reduce, iter(range(1, STEPS))
 
-        def reduced(self: object) -> object:
+        def reduced(self):
             values = reduce(self)
             if next(steps, 0) == 2 and rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -163,7 +162,7 @@ def test_going_back_deletes_what_came_after(tmp_path, uninterrupted):
     shutil.copytree(whole, tmp_path / "run")
     older = tmp_path / f"run/checkpoints/step-{STEPS - 1}"
 
-    def before(rank: int) -> None:
+    def before(rank):
         from ulysses.run.trainer import Trainer
 
         Trainer.train_step = lambda self: os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.launch import ROOT, environment, ranks
 
 
-def forked(example: str, processes: int) -> str:
+def forked(example, processes):
     return ranks([], processes, script=f"examples/{example}").stdout
 
 

@@ -4,7 +4,6 @@ import json
 import math
 import sys
 from importlib.machinery import ModuleSpec
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -19,7 +18,7 @@ from ulysses.config.schema import RunSection
 from ulysses.disk import digest_of
 
 
-def with_stand_in(line: list[str]) -> list[Any]:
+def with_stand_in(line):
     """Run with a W&B that only remembers; returns this rank's calls of it: what was called, with what."""
     stand_in = mock.MagicMock(__spec__=ModuleSpec("wandb", None))
     sys.modules["wandb"] = stand_in
@@ -60,7 +59,7 @@ def test_what_a_run_leaves_behind_that_ends_when_evaluations_stop_improving(tmp_
     assert on_ranks(1, again) == metrics(tmp_path / "run")
 
 
-def evaluated(losses: list[float]) -> tuple[int, list[float]]:
+def evaluated(losses):
     """Train with a patience of two evaluations, which give these losses; return the last step and the best."""
     trainer, _ = build_trainer(Case("sft", steps=len(losses)))
     given = iter(losses)

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +43,7 @@ SIGLIP = json.loads("""{
 }""")
 
 
-def saved(model_type: str, folder: Path, text: dict[str, Any], vision: dict[str, Any]) -> Path:
+def saved(model_type, folder, text, vision):
     """Save transformers' own tiny model in bfloat16, with a processor, as on the hub."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -56,7 +54,7 @@ def saved(model_type: str, folder: Path, text: dict[str, Any], vision: dict[str,
     return shutil.copytree(ROOT / "configs/demo/data/tokenizer", folder, dirs_exist_ok=True)
 
 
-def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
+def folder_of(model_type, folder, **changes):
     """Save a tiny model with tensors of MTP."""
     text = TEXT | changes
     text["rope_parameters"] = LINEAR["rope_parameters"] | {
@@ -71,12 +69,12 @@ def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def carried(folder: Path) -> dict[str, torch.Tensor]:
+def carried(folder):
     found = load_file(folder / "model.safetensors")
     return {n: x for n, x in found.items() if n.startswith(CARRIED)}
 
 
-def logps_here(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+def logps_here(folder, tokens):
     """The log-probabilities of a row's tokens by the model as the engine reads it."""
     config = read_config(folder)
     model = filled(CausalLM(config), InitialWeights(config, 0, folder))
@@ -84,7 +82,7 @@ def logps_here(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
-def base(request, tmp_path_factory) -> Path:
+def base(request, tmp_path_factory):
     changes = EXPERTS if request.param.endswith("moe") else {}
     return folder_of(request.param, tmp_path_factory.mktemp("base") / "model", **changes)
 
@@ -92,7 +90,7 @@ def base(request, tmp_path_factory) -> Path:
 TOKENS = torch.randint(3, 600, (90,), generator=torch.Generator().manual_seed(2))
 
 
-def test_the_text_model_trains_and_the_rest_travels(base, tmp_path) -> None:
+def test_the_text_model_trains_and_the_rest_travels(base, tmp_path):
     from transformers import AutoModelForImageTextToText
 
     out = tmp_path / "run"
@@ -139,7 +137,7 @@ def test_the_text_model_trains_and_the_rest_travels(base, tmp_path) -> None:
     assert read_config(tmp_path / "again") == read_config(out / "export")
 
 
-def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path) -> None:
+def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path):
     """Adapters of every kind of projection give the same logits there, and merged ones carry the rest."""
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText

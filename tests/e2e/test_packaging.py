@@ -36,7 +36,7 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
-def python(cwd: Path, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(cwd, site, *arguments):
     env = environment() | {"PYTHONPATH": str(site)}
     line = [sys.executable, *arguments]
     return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True)

@@ -21,7 +21,7 @@ OURS = re.compile(
 LOUD = "PYTHONWARNINGS DS_ACCELERATOR TOKENIZERS_PARALLELISM".split()
 
 
-def lines(tmp_path: Path, typed: str = "") -> list[str]:
+def lines(tmp_path, typed=""):
     settings = f"--run.steps 2 --run.overwrite true --optimizer.warmup 1 {typed}"
     loud = {name: value for name, value in environment().items() if name not in LOUD}
     line = [sys.executable, "train.py", *tiny("dpo", tmp_path / "run", settings)]
@@ -72,7 +72,7 @@ print(*(f"{c.co_filename}:{c.co_qualname}" for c in found))
 """
 
 
-def tokens_of(path: Path) -> int:
+def tokens_of(path):
     """Count a file's names, numbers, operators and texts, without docstrings."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):

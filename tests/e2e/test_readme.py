@@ -29,15 +29,15 @@ DOCUMENTS, CONFIGS = (
 )
 
 
-def read(document: str) -> str:
+def read(document):
     return (ROOT / document).read_text()
 
 
-def blocks(document: str, language: str) -> list[str]:
+def blocks(document, language):
     return re.findall(rf"(?ms)^```{language}\n(.*?)^```", read(document))
 
 
-def table(document: str, first_cell: str) -> list[list[str]]:
+def table(document, first_cell):
     """Rows below the header that begins with `first_cell`."""
     (text,) = re.findall(rf"(?m)^\| {first_cell}.*\n(?:\|.*\n)+", read(document))
     header, _, *rows = text.splitlines()
@@ -76,9 +76,9 @@ def test_every_shipped_configuration_can_be_planned(path, tmp_path, capsys, monk
 def test_library_snippets_run():
     pieces, _ = blocks("README.md", "python")
     assert len(pieces.splitlines()) == 6
-    names: dict[str, object] = {}
+    names = {}
     exec(compile(pieces, "README.md", "exec"), names)
-    assert names["losses"].shape == (8,) and names["out"].shape == (1, 64, 32, 128)  # type: ignore[attr-defined]
+    assert names["losses"].shape == (8,) and names["out"].shape == (1, 64, 32, 128)
     # a type checker reads it of `attention(...)`, which nn.Module would leave open
     hints = get_type_hints(type(names["attention"]))
     assert hints["__call__"] == Callable[..., torch.Tensor]
@@ -93,7 +93,7 @@ SMALL = {
 }
 
 
-def small(text: str) -> str:
+def small(text):
     for name, ours in SMALL.items():
         text = text.replace(name, ours)
     return text
@@ -146,7 +146,7 @@ def test_settings_and_commands_are_valid(document, reader, monkeypatch):
             parse_command_line([*dry, *map(small, words[words.index("--config") :])])
 
 
-def commands(document: str) -> list[list[str]]:
+def commands(document):
     lines = "\n".join(blocks(document, "bash")).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines]
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ from tests.e2e.launch import (
 )
 
 
-def arguments(folder: Path, typed: str = "") -> list[str]:
+def arguments(folder, typed=""):
     return tiny("sft", folder / "run", f"--run.steps 2 --run.export false {typed}")
 
 
@@ -44,7 +43,7 @@ def test_two_runs_do_not_share_a_folder_and_a_dead_one_is_succeeded(tmp_path):
 def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path):
     """The second node's own disk stands where the first one's folder is."""
 
-    def before(rank: int) -> None:
+    def before(rank):
         import ulysses.check.run_folder as run_folder
 
         if rank:
@@ -67,7 +66,7 @@ FACTS = {
 
 @pytest.mark.parametrize("fact", FACTS)
 def test_what_differs_on_a_node_is_named(tmp_path, fact):
-    def before(rank: int) -> None:
+    def before(rank):
         import ulysses.check.agreement as agreement
 
         facts_of = agreement.facts_of
@@ -106,7 +105,7 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -137,8 +136,8 @@ def test_nothing_is_deleted_before_all_checks_have_passed(tmp_path):
 
 
 def test_code_that_changes_the_current_folder_moves_nothing(tmp_path):
-    def before(rank: int) -> None:
-        def fault(step: int, compute: Any) -> Any:
+    def before(rank):
+        def fault(step, compute):
             os.chdir(tmp_path / "elsewhere")
             return compute()
 
@@ -157,12 +156,12 @@ def test_code_that_changes_the_current_folder_moves_nothing(tmp_path):
 def test_two_runs_may_fill_one_cache_at_once(tmp_path):
     """Both write the reference log-probabilities at the same moment."""
 
-    def before(rank: int) -> None:
+    def before(rank):
         from ulysses.stages import referenced
 
         write = referenced.write_digested
 
-        def together(path: Path, *more: Any) -> str:
+        def together(path, *more):
             (tmp_path / f"writes-{os.getpid()}").touch()
             while len([*tmp_path.glob("writes-*")]) < 2:
                 time.sleep(0.01)
@@ -181,19 +180,19 @@ def test_two_runs_may_fill_one_cache_at_once(tmp_path):
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])
 def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path, file):
-    def before(rank: int) -> None:
+    def before(rank):
         from torch.utils.tensorboard import SummaryWriter
 
         from ulysses.run.metrics import MetricsFile
 
         add_scalar, log = SummaryWriter.add_scalar, MetricsFile.log
 
-        def added(self: SummaryWriter, name: str, value: float, step: int) -> None:
+        def added(self, name, value, step):
             if step >= 3:
                 raise OSError(28, "No space left on device")
             add_scalar(self, name, value, step)
 
-        def logged(self: MetricsFile, step: int, values: Any) -> None:
+        def logged(self, step, values):
             if step == 3:
                 self.file.close()
                 self.file = open("/dev/full", "a")
@@ -217,7 +216,7 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path,
 def test_a_disk_that_fills_while_saving_is_one_sentence(tmp_path, kind):
     """No file may become longer than a slice of the state, which the metrics never do."""
 
-    def before(rank: int) -> None:
+    def before(rank):
         import resource
 
         from ulysses.run import export_model
@@ -229,7 +228,7 @@ def test_a_disk_that_fills_while_saving_is_one_sentence(tmp_path, kind):
         }[kind]
         write, unlimited = getattr(module, name), resource.RLIM_INFINITY
 
-        def limited(*args: Any, **more: Any) -> Any:
+        def limited(*args, **more):
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, unlimited))
             try:
                 return write(*args, **more)

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -15,7 +14,7 @@ from ulysses.report import main
 SHORT = "--run.steps 2 --run.eval_every 1 --run.save_every 1 --run.export false"
 
 
-def lines(folder: Path) -> list[dict[str, object]]:
+def lines(folder):
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 

@@ -3,7 +3,6 @@
 import os
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,11 +13,11 @@ SECRET = "planted-secret"
 VARIABLES = ("ULYSSES_API_KEY", "HF_TOKEN", "WANDB_API_KEY")
 
 
-def with_keys(rank: int) -> None:
+def with_keys(rank):
     os.environ.update({name: f"{SECRET} {name}" for name in VARIABLES})
 
 
-def assert_no_secret(outcome: Any, folder: Path) -> None:
+def assert_no_secret(outcome, folder):
     assert SECRET not in outcome.stdout + outcome.stderr
     for path in filter(Path.is_file, folder.rglob("*")):
         assert SECRET.encode() not in path.read_bytes(), path
@@ -45,7 +44,7 @@ def test_servers_get_the_key_and_the_run_folder_does_not(tmp_path, fault):
 
 
 def test_a_key_that_no_header_takes_is_not_printed(tmp_path):
-    def before(rank: int) -> None:
+    def before(rank):
         os.environ["ULYSSES_API_KEY"] = f"{SECRET}\u00e9"
 
     line = tiny("ppo", tmp_path, "--run.steps 1 --ppo.reward http://127.0.0.1:1/score")

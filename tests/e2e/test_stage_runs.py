@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from tests.harness import run_distributed
 from tests.zero_case import filled
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
-from ulysses.config.schema import Config
 from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -45,22 +43,22 @@ USUAL = """
 """
 
 
-def settings(stage: str, output: Path, typed: str = "") -> list[str]:
+def settings(stage, output, typed=""):
     """A run on a few rows of the demo data; without a model in what is typed it starts from random weights."""
     shape = "" if "--model.path" in typed else SHAPE
     data = f"--data.train {rows(f'{stage}_train', 29)} --data.eval {rows(f'{stage}_eval', 12)}"
     return tiny(stage, output, f"{data} {USUAL} {shape} {typed}")
 
 
-def pretrained(model: Path) -> str:
+def pretrained(model):
     return f"--model.path {model} --model.init pretrained"
 
 
-def configured(line: list[str]) -> Config:
+def configured(line):
     return parse_command_line(line).config
 
 
-def train(line: list[str]) -> list[dict[str, float]]:
+def train(line):
     """Run on this rank; returns the logged lines on rank 0."""
     run = TrainingRun(configured(line))
     run.__enter__()
@@ -69,7 +67,7 @@ def train(line: list[str]) -> list[dict[str, float]]:
     return metrics(Path(run.config.run.output)) if dist.get_rank() == 0 else []
 
 
-def on_ranks(world: int, line: list[str]) -> list[dict[str, float]]:
+def on_ranks(world, line):
     return run_distributed(train, world, line, cpu=True)[0]
 
 
@@ -138,7 +136,7 @@ def test_reward_model_scores_the_same_in_transformers(tmp_path):
         assert line[name] == pytest.approx(last[name], rel=1e-4)
 
 
-def scores(folder: Path, rows: list[list[int]]) -> torch.Tensor:
+def scores(folder, rows):
     mesh, shape = ParallelMesh(2), read_config(folder)
     model = filled(RewardModel(shape, mesh), InitialWeights(shape, 0, folder))
     with torch.no_grad():
@@ -154,13 +152,13 @@ def base(tmp_path_factory):
     return folder / "export"
 
 
-def with_adapters(base: Path, stage: str, output: Path, typed: str = "") -> list[str]:
+def with_adapters(base, stage, output, typed=""):
     adapters = f"{pretrained(base)} --optimizer.lr 2e-2 --model.lora.rank 4 {typed}"
     return settings(stage, output, adapters)
 
 
 @torch.no_grad()
-def logps(model: Any, sequence: Any) -> torch.Tensor:
+def logps(model, sequence):
     """Sum of the trained tokens' log-probabilities, by transformers."""
     tokens = torch.tensor(sequence.tokens[:].astype("int64"))
     weights = torch.tensor(sequence.loss_weights[:].astype("float64"))[1:]
@@ -168,7 +166,7 @@ def logps(model: Any, sequence: Any) -> torch.Tensor:
     return -(F.cross_entropy(logits, tokens[1:], reduction="none") * weights).sum()
 
 
-def held_out(line: list[str]) -> Any:
+def held_out(line):
     return open_data(prepare(configured(line), 2))[1]
 
 
@@ -223,7 +221,7 @@ def test_only_adapters_have_memory_and_reach_the_checkpoint(base, tmp_path):
     assert adapters == planner_model(configured(line), read_config(base)).trained
 
 
-def trained_state(line: list[str]) -> tuple[int, list[str]]:
+def trained_state(line):
     """Elements of master weights on this rank, and the parameters that a run changed."""
     run = TrainingRun(configured(line))
     run.__enter__()

@@ -5,8 +5,6 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +18,7 @@ from ulysses.run.training_run import TrainingRun
 from ulysses.zero.construct import initialize_distributed
 
 
-def changed(place: Path, typed: str = "") -> TrainingRun:
+def changed(place, typed=""):
     """A run of DPO with these changes, without held-out data."""
     usual = f"--run.overwrite true --run.steps 2 --batch.examples 4 {typed}"
     values = configured(settings("dpo", place / "run", usual)).model_dump()
@@ -28,7 +26,7 @@ def changed(place: Path, typed: str = "") -> TrainingRun:
     return TrainingRun(values)
 
 
-def face(place: Path, port: int) -> dict[str, Any]:
+def face(place, port):
     with suppress(ArithmeticError), changed(place):
         raise ArithmeticError  # on every rank, and all go on
     with changed(place, "--parallel.sequence_parallel_size 2") as run:
@@ -57,18 +55,18 @@ def test_settings_metrics_and_export(tmp_path):
     assert elsewhere == exported
 
 
-def live_tensors() -> list[torch.Tensor]:
+def live_tensors():
     """All tensors that this process holds."""
     gc.collect()
     return [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
 
 
-def live_bytes() -> int:
+def live_bytes():
     storages = [x.untyped_storage() for x in live_tensors() if x.device.type != "meta"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def one(place: Path, fault: str = "", typed: str = "") -> tuple[int, int, float | None]:
+def one(place, fault="", typed=""):
     """Train (or fail) and return the tensors' bytes inside and after, and the last loss."""
     run = changed(place, typed)
     inside, loss = 0, None
@@ -84,7 +82,7 @@ def one(place: Path, fault: str = "", typed: str = "") -> tuple[int, int, float 
     return inside, live_bytes(), loss
 
 
-def several_runs(place: Path) -> list[tuple[int, int, float | None]]:
+def several_runs(place):
     dist.destroy_process_group()
     unfreeze()  # what the rank began with counts, too
     # of earlier tests, whose process this one was forked from: none may go meanwhile

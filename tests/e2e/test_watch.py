@@ -13,9 +13,7 @@ import sys
 import termios
 import time
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -34,7 +32,7 @@ IS_GONE = r"rank 1 on \S+ has not moved since {}, \d+ s ago: .* gone"
 ASLEEP = r"rank 1 on \S+ has not moved since {}, \d+ s ago: .* is alive"
 STORE_GONE = r"rank 0 at 127.0.0.1:\d+ is gone, \d+ s ago; rank 1 on \S+ was at step 3"
 THIRD = "step 3, forward"
-FAULTS: dict[str, tuple[int, int, str, str]] = {
+FAULTS = {
     "killed in the third step": (1, signal.SIGKILL, THIRD, IS_GONE),
     "killed with the store": (0, signal.SIGKILL, THIRD, STORE_GONE),
     "stopped in the third step": (1, signal.SIGSTOP, THIRD, IS_GONE + ", stop"),
@@ -44,14 +42,14 @@ FAULTS: dict[str, tuple[int, int, str, str]] = {
 }
 
 
-def plant(name: str, timeout: float = 10) -> Any:
+def plant(name, timeout=10):
     """Until it comes to its fault a run has all the time that a busy machine takes."""
     victim, number, place, _ = FAULTS[name]
 
-    def before(rank: int) -> None:
+    def before(rank):
         phase, alive = Watch.phase, f"ulysses/alive/{rank}"
 
-        def struck(self: Watch, *where: Any) -> None:
+        def struck(self, *where):
             phase(self, *where)
             if self.place != place:
                 return
@@ -70,7 +68,7 @@ def plant(name: str, timeout: float = 10) -> Any:
 @pytest.fixture(scope="module")
 def drills(tmp_path_factory):
     """All faults at once: most of the time these processes wait."""
-    runs: dict[str, Ranks] = {}
+    runs = {}
     # none of them waits for another one's tokenising, which would count
     start(tmp_path_factory.mktemp("cache"), "--run.steps 1", processes=1).wait().check()
     settings = f"--run.timeout {PATIENCE} --run.stall_warning 0 --run.steps 4"
@@ -96,38 +94,38 @@ def test_the_victim_is_named(name, drills):
         assert len(warnings) == 1, "the line comes once, before the end"
 
 
-def start(folder: Path, typed: str = "", before: Any = None, processes: int = 2) -> Ranks:
+def start(folder, typed="", before=None, processes=2):
     line = tiny("sft", folder / "run", f"--run.export false --run.save_last false {typed}")
     return Ranks(line, processes, before=before)
 
 
-def slow_steps(rank: int) -> None:
+def slow_steps(rank):
     from ulysses.run.trainer import Trainer
 
     step = Trainer.train_step
     Trainer.train_step = lambda self: (time.sleep(0.2), step(self))[1]
 
 
-def training(folder: Path, before: Any = slow_steps) -> Ranks:
+def training(folder, before=slow_steps):
     """Start a long run, and wait for its second step."""
     run, file = start(folder, "--run.steps 400", before), folder / "run/metrics.jsonl"
     run.until(lambda: file.exists() and file.read_text().count("\n") > 1)
     return run
 
 
-def saved(folder: Path) -> list[str]:
+def saved(folder):
     return sorted(path.name for path in (folder / "run/checkpoints").glob("step-*"))
 
 
 def test_no_process_group_gives_up_before_the_watch(tmp_path):
     """torch's own limit would end a collective with a trace, and is not changed while collectives run."""
 
-    def before(rank: int) -> None:
+    def before(rank):
         from ulysses.run.trainer import Trainer
 
         save = Trainer.save
 
-        def shown(self: Trainer) -> None:
+        def shown(self):
             groups = dist.distributed_c10d._world.pg_map
             limits = [g._get_backend(torch.device("cpu")).options._timeout for g in groups]
             print("limits", len(limits), {limit.days for limit in limits}, flush=True)
@@ -155,10 +153,10 @@ def test_what_the_watch_reads_itself_is_no_progress():
 def test_a_store_that_does_not_answer_keeps_no_error_from_being_told(alone, capsys):
     """But who only cannot reach another process says nothing."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise dist.DistStoreError
 
-    mute: Any = SimpleNamespace(compare_set=refuse)
+    mute = SimpleNamespace(compare_set=refuse)
     tell(mute, "error: rank 0, full", alone=alone)
     assert capsys.readouterr().err == "\nerror: rank 0, full\n" * alone
 
@@ -172,7 +170,7 @@ def test_an_error_without_a_text_is_told_on_its_own_line(capsys):
 def test_a_run_outside_of_with_ends_no_program(capfd):
     """It does not belong to the run how long a program looks at its data; once it enters, it does."""
 
-    def program(*_: Any) -> None:
+    def program(*_):
         watch = Watch(0, 1)
         watch.pause()
         watch.start(dist.HashStore)
@@ -208,7 +206,7 @@ def test_an_interrupt_saves(tmp_path):
 def test_a_terminal_that_closes_lets_the_run_save(tmp_path):
     """Its end sends SIGHUP, and whatever the run prints afterwards fails."""
 
-    def before(rank: int) -> None:
+    def before(rank):
         os.setsid()
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
         ours, its = pty.openpty()
@@ -216,9 +214,9 @@ def test_a_terminal_that_closes_lets_the_run_save(tmp_path):
         for number in (0, 1, 2):
             os.dup2(its, number)
         os.close(its)
-        closed: list[Any] = []
+        closed = []
 
-        def closes(taken: int, compute: Any) -> Any:
+        def closes(taken, compute):
             if taken == 1 and not closed:
                 closed.append(os.close(ours))
             return compute()
@@ -278,10 +276,10 @@ def test_a_checkpoint_after_some_time_on_one_clock(tmp_path):
 
 
 def test_an_error_while_saving_names_the_step_that_was_saved(tmp_path):
-    def before(rank: int) -> None:
+    def before(rank):
         import ulysses.run.trainer as trainer
 
-        def full(*_: Any, **__: Any) -> None:
+        def full(*_, **__):
             raise OSError(28, "No space left on device")
 
         trainer.save_checkpoint = full
@@ -293,8 +291,8 @@ def test_an_error_while_saving_names_the_step_that_was_saved(tmp_path):
 def test_torchrun_starts_a_run_again_and_it_continues(tmp_path):
     """All attempts share one store."""
 
-    def before(rank: int) -> None:
-        def killed(taken: int, compute: Any) -> Any:
+    def before(rank):
+        def killed(taken, compute):
             if taken == 3 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
             return compute()
@@ -338,7 +336,7 @@ def test_the_witness_speaks_if_nobody_else_can(word, launcher, says):
 def test_ranks_whose_launcher_is_gone_save_and_end(tmp_path):
     """As under deepspeed, whose launcher has another one in front of it, which is what a user kills."""
 
-    def before(rank: int) -> None:
+    def before(rank):
         os.environ["CROSS_SIZE"] = "1"
         slow_steps(rank)
 

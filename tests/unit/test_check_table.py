@@ -66,6 +66,6 @@ def test_all_that_is_wrong_is_told_at_once_and_absence_is_a_finding(monkeypatch,
         make_checks("files", **given)
     with pytest.raises(ConfigError, match="^a://b is an address"):
         make_checks("files", [], **given)
-    findings: list[str] = []
+    findings = []
     assert "there" not in make_checks("files", findings, path=given["path"])
     assert findings == [str(AbsentError(f"there is no {given['path']}; correct the path"))]

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from importlib import import_module
+from operator import attrgetter
 from typing import get_args
 
 import pytest
@@ -52,22 +53,23 @@ def test_data_sources_are_kept_one_by_one_and_replace_the_files(tmp_path, argume
     assert data.train == json.loads(expected) and data.eval == "d"
 
 
-@pytest.mark.parametrize("factor, rate", [("0.5", 1e-5), ("", 2e-5)])
-def test_learning_rate_factor(factor, rate):
-    """With an argument of the launcher, which is accepted."""
-    config = read(f"{BASE} --optimizer.lr 2e-5 --local_rank=1 --adjust-lr {factor}")
-    assert config.optimizer.lr == pytest.approx(rate)
+# tables without fixed keys take dotted ones, and an argument of the launcher is accepted
+TYPED = """
+--optimizer.lr 2e-5 --local_rank=1 --adjust-lr 0.5 => optimizer.lr => 1e-5
+--optimizer.lr 2e-5 --adjust-lr => optimizer.lr => 2e-5
+--model.init random --model.config.hidden_size 64 => model.config => {"hidden_size": 64}
+--model.special_tokens.pad_token x => model.special_tokens => {"pad_token": "x"}
+--deepspeed.zero_optimization.overlap_comm false => deepspeed.zero_optimization => {"overlap_comm": false}
+--run.wandb= => run.wandb => ""
+"""
 
 
-def test_free_tables_take_dotted_keys():
-    config = read(
-        """--stage sft --run.steps 1 --model.init random --model.config.hidden_size 64 --run.wandb=
-        --model.special_tokens.pad_token x --deepspeed.zero_optimization.overlap_comm false"""
+@pytest.mark.parametrize("arguments, key, value", rows_of(TYPED))
+def test_what_is_typed_is_what_a_setting_is(arguments, key, value):
+    found = attrgetter(key)(read(f"{BASE} {arguments}"))
+    assert found == (
+        pytest.approx(json.loads(value)) if key == "optimizer.lr" else json.loads(value)
     )
-    assert config.model.config == {"hidden_size": 64}
-    assert config.model.special_tokens == {"pad_token": "x"}
-    assert config.deepspeed.zero_optimization == {"overlap_comm": False}
-    assert config.run.wandb == ""
 
 
 def test_foreign_names_lead_to_keys_that_exist():

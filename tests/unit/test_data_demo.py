@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from examples.demo_data import write_demo
-from tests.data_case import open_data
-from ulysses.config.schema import DataSection
-from ulysses.data.read.sources import Source
+from tests.data_case import open_sources
 from ulysses.data.read.tokenizer import load_tokenizer
 
 
@@ -22,9 +20,8 @@ def demo(tmp_path_factory):
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_chosen_and_rejected_have_the_same_lengths(demo, split):
     tokenizer = load_tokenizer(demo / "a/tokenizer")
-    source = Source(str(demo / f"a/dpo_{split}.jsonl"))
-    data = DataSection(max_length=128, cache=str(demo / "c"))
-    dataset = open_data([source], "pair", tokenizer, data)
+    rows, how = str(demo / f"a/dpo_{split}.jsonl"), {"template": "tokenizer"}
+    dataset = open_sources(rows, "pair", 128, folder=demo, tokenizer=tokenizer, **how)
     chosen, rejected = np.sort(dataset.sequence_lengths, axis=0).T
     assert (chosen == rejected).all() and len(set(chosen)) > 3 and len(dataset) >= 200
     assert dataset.report.dropped == {} and dataset.report.notes == {}

@@ -8,7 +8,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from tests.data_case import open_data
 from tests.tiny_tokenizer import write_rows
 from tests.unit.test_data_formats import load, refused, texts
 from ulysses.config.schema import DataSection
@@ -19,10 +18,9 @@ from ulysses.data.serve.tokenise import Tokenising
 
 
 @pytest.fixture
-def opened(tmp_path, tokenizer):
+def opened(open_sources):
     """A function from a path to its tokenised documents."""
-    data = DataSection(cache=str(tmp_path / "cache"), workers=1)
-    return lambda path: open_data([Source(str(path))], "text", tokenizer, data)
+    return lambda path: open_sources(str(path), "text")
 
 
 ODD = ["set[1]", "set*", "q?", "{a,b}", "50%20#", "hf:", "~", "a b", "[!a]"]

@@ -10,9 +10,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
-from tests.data_case import open_data
 from tests.tiny_tokenizer import write_rows
-from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read.formats import dropping, read_row
 from ulysses.data.read.sources import (
@@ -147,6 +145,7 @@ def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(read_flat):
 {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}
 {"instruction": "q", "input": "", "output": ["a", "b"], "rewards": [1, 0]}
 {"prompt": "q", "responses": ["b", "a"], "scores": [0.1, 0.9]}
+{"prompt": "q", "responses": ["b", "a"], "ratings": [0.1, 0.9]}
 {"prompt": "q", "responses": ["b", "a"], "ranks": [2, 1]}
 """)
     .substitute(MESSAGES)
@@ -498,7 +497,7 @@ def test_splits_of_a_saved_folder_and_of_a_folder_without_data_for_the_hub(tmp_p
 
 
 def test_hub_data_are_those_of_the_commit_that_was_asked_for(
-    tokenizer, tmp_path, monkeypatch, capsys
+    tokenizer, open_sources, tmp_path, monkeypatch, capsys
 ):
     """A commit later the rows are other data, with a cache of their own; the report names it."""
     asked, commit = [], "1" * 40
@@ -526,9 +525,7 @@ def test_hub_data_are_those_of_the_commit_that_was_asked_for(
     monkeypatch.chdir(tmp_path)
 
     def opened(path="org/data"):
-        source = Source(path, split="test", revision="v1")
-        data = DataSection(max_length=100, cache=str(tmp_path / "cache"))
-        return open_data([source], "text", tokenizer, data)
+        return open_sources({"path": path, "split": "test", "revision": "v1"}, "text")
 
     found = [opened(), opened()]
     commit = "2" * 40

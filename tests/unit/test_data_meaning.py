@@ -8,12 +8,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from tests.data_case import content, open_data
+from tests import rows_of
+from tests.data_case import content
 from tests.unit.test_data_chat import PLAIN_CHATML, TOOLS
-from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read.chat import ChatTemplate
-from ulysses.data.read.sources import Source
 
 ASK = {"role": "user", "content": "q"}
 
@@ -71,14 +70,6 @@ def test_weights_of_a_list_are_those_of_the_messages(open_rows):
 
 
 # ----------------------------------------------------------------------------------------------------- ranks, pairs
-
-
-@pytest.mark.parametrize("ranking", ["scores", "rewards", "ratings", "ranks"])
-def test_only_numbers_rank_answers(shown, ranking):
-    numbers = [2, 1] if ranking.startswith("rank") else [0.1, 0.9]
-    row = {"prompt": "q", "responses": ["London", "Paris"], ranking: numbers}
-    chosen, rejected = shown([row], "pair")
-    assert chosen.endswith("[Paris<|im_end|>]") and rejected.endswith("[London<|im_end|>]")
 
 
 WHOLE = {"prompt": "q", "prompt_id": "1", "chosen": [ASK, said("good")], "rejected": [ASK, said("bad")],
@@ -256,32 +247,32 @@ def test_a_label_of_another_kind_is_not_ours_in_sft(open_rows, label):
 
 
 UNREAD = """
-instruction output context | sequence | context
-question answer context enable_thinking | prompt | context enable_thinking
-prompt completion reasoning thinking | sequence | reasoning thinking
-prompt chosen rejected input | pair | input
-prompt completion tool_calls function_call date | sequence | function_call tool_calls
-messages system_message documents history enable_thinking | sequence | \
-    documents enable_thinking history system_message
-prompt completion label reasoning_content | unpaired | reasoning_content
-text documents enable_thinking | text | documents
-instruction input output history users is_tool | sequence |
-prompt completion id tools | sequence |
+instruction output context => sequence => context
+question answer context enable_thinking => prompt => context enable_thinking
+prompt completion reasoning thinking => sequence => reasoning thinking
+prompt chosen rejected input => pair => input
+prompt completion tool_calls function_call date => sequence => function_call tool_calls
+messages system_message documents history enable_thinking => sequence => \
+documents enable_thinking history system_message
+prompt completion label reasoning_content => unpaired => reasoning_content
+text documents enable_thinking => text => documents
+instruction input output history users is_tool => sequence =>
+prompt completion id tools => sequence =>
 """
 
 
-@pytest.mark.parametrize("words", UNREAD.strip().splitlines())
-def test_a_column_that_means_something_elsewhere_is_counted(open_rows, words):
-    keys, kind, unread = (part.split() for part in words.split("|"))
+@pytest.mark.parametrize("keys, kind, unread", rows_of(UNREAD))
+def test_a_column_that_means_something_elsewhere_is_counted(open_rows, keys, kind, unread):
+    unread = unread.split()
     values = {"messages": [ASK, said("a")], "history": [["q", "a"]], "label": True, "tools": []}
     values |= {"enable_thinking": False, "rejected": "b"}
-    row = {key: values.get(key, "a") for key in keys}
+    row = {key: values.get(key, "a") for key in keys.split()}
     rows = [row, row, row | dict.fromkeys(unread), row | dict.fromkeys(unread, "")]
-    notes = open_rows(rows, *kind, template="qwen3").report.notes
+    notes = open_rows(rows, kind, template="qwen3").report.notes
     said_of = {f"the column {name!r} was not read": 2 for name in unread}
     assert {name: count for name, count in notes.items() if "column" in name} == said_of
     read = {"columns": {f"other{i}": name for i, name in enumerate(unread)}}
-    notes = open_rows([row], *kind, template="qwen3", source=read, cache="other").report.notes
+    notes = open_rows([row], kind, template="qwen3", source=read, cache="other").report.notes
     assert not any("column" in name for name in notes)
 
 
@@ -349,7 +340,9 @@ WIDE = [
 
 
 @pytest.mark.parametrize("way", ["datasets", "pyarrow", "saved", "kept"])
-def test_rows_of_parquet_are_the_rows_of_jsonl(tmp_path, tokenizer, open_rows, way):
+def test_rows_of_parquet_are_the_rows_of_jsonl(
+    tmp_path, tokenizer, open_rows, open_sources, way
+):
     """Without the nulls that other rows forced upon them, and with the null that was written."""
     place, table = tmp_path / "wide.parquet", datasets.Dataset.from_list(WIDE)
     match way:
@@ -362,9 +355,7 @@ def test_rows_of_parquet_are_the_rows_of_jsonl(tmp_path, tokenizer, open_rows, w
         case "kept":  # as JSON, which loses nothing
             kept = datasets.Features({name: datasets.List(datasets.Json()) for name in WIDE[0]})
             datasets.Dataset.from_list(WIDE, features=kept).to_parquet(place)
-    data = DataSection(cache=str(tmp_path / "cache"), chat_template="chatml", workers=1)
-    found = open_data([Source(str(place))], "sequence", tokenizer, data)
-    wanted = open_rows(WIDE, length=4096)
+    found, wanted = open_sources(str(place), length=4096), open_rows(WIDE, length=4096)
     assert [content(*example.sequences) for example in found] == [
         content(*e.sequences) for e in wanted
     ]
@@ -404,20 +395,6 @@ def test_rows_that_say_the_same_are_the_same(shown, rows, shows):
         ("has an answer that is not to be trained, but data.train_on is all", {"weight": 0}, {}),
         ("sets 'a' in chat_template_kwargs, which", {}, {"chat_template_kwargs": {"a": 1}}),
         ("sets 'tools' in chat_template_kwargs, which", {}, {"chat_template_kwargs": {"tools": TOOLS}}),
-    ],
-)  # fmt: skip
-def test_what_a_template_does_not_show_is_refused(open_rows, sentence, more, row):
-    good = {"messages": [ASK, said("a")], "chat_template_kwargs": {"other": None}}
-    with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}"):
-        open_rows(
-            [good, {"messages": [ASK, said("a", **more)], **row}],
-            train_on="all" if "train_on" in sentence else "assistant",
-        )
-
-
-@pytest.mark.parametrize(
-    "sentence, more, row",
-    [
         *(("has a mark for each message in '.*', which is not known here", {}, marks) for marks in (
             {"train_mask": [0, 1]}, {"labels": [None, False]}, {"assistant_masks": [0.0, 1.0]})),
         *(("message 2 has a tool call with the key '.*', which is not read",
@@ -426,9 +403,15 @@ def test_what_a_template_does_not_show_is_refused(open_rows, sentence, more, row
             [{}], {"f": {"parameters": {}}}, [{"name": 1}])),
     ],
 )  # fmt: skip
-def test_what_would_be_trained_otherwise_than_meant_is_refused(open_rows, sentence, more, row):
-    with pytest.raises(DataError, match=f"rows.jsonl row 1 {sentence}"):
-        open_rows([{"messages": [ASK, said("a", **more)], **row}])
+def test_what_is_not_shown_or_would_be_trained_otherwise_is_refused(
+    open_rows, sentence, more, row
+):
+    good = {"messages": [ASK, said("a")], "chat_template_kwargs": {"other": None}}
+    with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}"):
+        open_rows(
+            [good, {"messages": [ASK, said("a", **more)], **row}],
+            train_on="all" if "train_on" in sentence else "assistant",
+        )
 
 
 @pytest.mark.parametrize(

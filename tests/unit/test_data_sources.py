@@ -2,38 +2,32 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests import rows_of
-from tests.data_case import open_data
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.command_line import check
-from ulysses.config.schema import DataSection
 from ulysses.data import DataError
-from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.steps import StepLoader
-from ulysses.stages.base import MetricSums, Stage, StepBatches, Term
+from ulysses.stages.base import Stage, StepBatches, Term
 
 SIZES = {"a": 40, "b": 10, "c": 0}
 
 
 @pytest.fixture
-def opened(tmp_path, tokenizer):
+def opened(tmp_path, open_sources):
     """A function from tables of sources, with their file's name as the path, to the data."""
     for name, size in SIZES.items():
         rows = [{"prompt": f"{name}{i}", "completion": "a", "text": "t"} for i in range(size)]
         none = [{"prompt": "", "completion": "a", "text": ""}]
         write_rows(tmp_path / f"{name}.jsonl", rows or none)
 
-    def opened(*tables, kind="sequence", **settings):
-        given = {"cache": str(tmp_path / "cache"), "chat_template": "chatml", "workers": 1}
-        data = DataSection(**{**given, **settings})
+    def opened(*tables, **settings):
         found = [{**table, "path": f"{tmp_path / table['path']}.jsonl"} for table in tables]
-        return open_data(parse_sources(found), kind, tokenizer, data)
+        return open_sources(found, **settings)
 
     return opened
 
@@ -116,23 +110,23 @@ def test_a_named_set_has_a_loader_of_its_own(opened):
     assert {name: own.order(0).tolist() for name, own in sets.items()} == orders
     assert sets["math"].steps_per_epoch == 13
 
-    read: list[int] = []
+    read = []
 
     class Numbers(Stage):
         """The mean of the examples' numbers."""
 
-        def read(self, source: Any, step: int) -> StepBatches:
+        def read(self, source, step):
             read.extend(found := source.indices(0, step))
             return StepBatches([torch.tensor(found)])
 
-        def normalisers(self, batch: Any) -> Any:
+        def normalisers(self, batch):
             return {"tokens": len(batch)}
 
-        def losses(self, batch: Any, metrics: MetricSums) -> list[Term]:
+        def losses(self, batch, metrics):
             metrics.add("largest", batch.max(), 1)
             return [Term(batch.sum(), "tokens")]
 
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), inference=nullcontext)
+    engine = SimpleNamespace(device=torch.device("cpu"), inference=nullcontext)
     metrics = Numbers(check({"stage": "sft"}), engine).evaluate(whole)
     assert sorted(read) == [*range(60)], "each once"
     mean = sum(orders["math"]) / 50

@@ -10,7 +10,7 @@ from ulysses.parallel.waves import Recurrence
 HEADS = 2, 6, 16, 24, 4  # key and value heads, their widths, and the convolution's
 
 
-def stand_in(wrong: float = 0.0):
+def stand_in(wrong=0.0):
     """Return a rule with fla-core's arguments and shapes, in plain torch; `wrong` is added to what it returns."""
 
     def rule(
@@ -26,7 +26,7 @@ def stand_in(wrong: float = 0.0):
     return rule
 
 
-def test_right_kernels_are_proven_and_wrong_ones_refused(monkeypatch) -> None:
+def test_right_kernels_are_proven_and_wrong_ones_refused(monkeypatch):
     case = "rule", torch.device("cpu"), *HEADS
     monkeypatch.setattr(delta_kernels, "convolve", delta_rule.convolve)
     monkeypatch.setattr(delta_kernels, "load", stand_in)
@@ -39,7 +39,7 @@ def test_right_kernels_are_proven_and_wrong_ones_refused(monkeypatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be kernels")
-def test_what_is_not_installed_is_named() -> None:
+def test_what_is_not_installed_is_named():
     with pytest.raises(ValueError, match=r"install them with pip install -e .\.\[hybrid\]"):
         delta_kernels.load()
 
@@ -48,14 +48,14 @@ def test_what_is_not_installed_is_named() -> None:
 @pytest.mark.parametrize(
     "heads", [(4, 8, 128, 128, 4), (3, 6, 128, 128, 4), (16, 32, 128, 128, 4)]
 )
-def test_the_kernels_are_as_near_to_float64_as_their_dtype(heads) -> None:
+def test_the_kernels_are_as_near_to_float64_as_their_dtype(heads):
     pytest.importorskip("fla")
     delta_kernels.prove_rule("rule", torch.device("cuda"), *heads)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefixes", [{}, {2: (0, 60), 3: (0, 2)}], ids=["whole", "shared"])
-def test_the_convolution_equals_plain_torch(prefixes) -> None:
+def test_the_convolution_equals_plain_torch(prefixes):
     """Documents that end inside a program's rows, and one that goes on in the next program."""
     widths, device = [48, 48, 150], torch.device("cuda")
     recurrence = Recurrence([0, 61, 131, 300, 302], prefixes, device)
@@ -72,7 +72,7 @@ def test_the_convolution_equals_plain_torch(prefixes) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(2, 6, 24, 16, 4), (4, 4, 128, 128, 4), (1, 2, 8, 40, 3)])
-def test_a_step_of_decoding_equals_plain_torch(heads) -> None:
+def test_a_step_of_decoding_equals_plain_torch(heads):
     shape, draw = Delta(*heads), torch.Generator().manual_seed(0)
     _, H, E, V, taps = heads
     columns = sum(shape.widths)

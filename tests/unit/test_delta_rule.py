@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from models.families import Delta
 from models.ops.delta_rule import convolve, decays, delta_rule, mix_pack, unit
@@ -21,11 +20,11 @@ LENGTHS = (1, 300, 63, 64, 65, 2)
 SHARING = {2: (1, 71), 3: (1, 301), 4: (1, 71), 5: (1, 2)}
 
 
-def drawn(total: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def drawn(total, dtype):
     """Decays are those of trained models: from hardly any to all in one token, below float32's smallest number."""
     draw = torch.Generator().manual_seed(0)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
     given = {
@@ -40,11 +39,11 @@ def drawn(total: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: x.to(dtype).requires_grad_() for name, x in given.items()}
 
 
-def bounds_of(lengths) -> list[int]:
+def bounds_of(lengths):
     return [0, *torch.tensor(lengths).cumsum(0).tolist()]
 
 
-def step_by_step(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tensor:
+def step_by_step(given, bounds, prefixes):
     """One token after the other, each document by itself after the whole of what it shares."""
     group, out = H // K, []
     q, k = (unit(given[x]).repeat_interleave(group, 1) for x in ("query", "key"))
@@ -65,7 +64,7 @@ def step_by_step(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tenso
     return torch.stack(out)
 
 
-def in_chunks(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tensor:
+def in_chunks(given, bounds, prefixes):
     kernels = SimpleNamespace(
         convolve=lambda rows, *_, widths=0: rows.split([K * E, K * E, H * V], 1),
         delta_rule=delta_rule,
@@ -77,7 +76,7 @@ def in_chunks(given: dict[str, Tensor], bounds: list[int], prefixes) -> Tensor:
     )
 
 
-def with_gradients(out: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_gradients(out, given):
     weights = torch.randn(
         out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
@@ -87,7 +86,7 @@ def with_gradients(out: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("prefixes", [{}, SHARING], ids=["whole", "shared"])
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 3e-6)])
-def test_chunks_equal_the_recurrence(dtype, bound, prefixes) -> None:
+def test_chunks_equal_the_recurrence(dtype, bound, prefixes):
     bounds = bounds_of(LENGTHS)
     exact, given = drawn(bounds[-1], torch.float64), drawn(bounds[-1], dtype)
     exact = {name: x.detach().to(dtype).double().requires_grad_() for name, x in exact.items()}
@@ -98,7 +97,7 @@ def test_chunks_equal_the_recurrence(dtype, bound, prefixes) -> None:
         assert error < bound, (name, error)
 
 
-def test_the_convolution_sees_its_own_document_and_what_it_shares() -> None:
+def test_the_convolution_sees_its_own_document_and_what_it_shares():
     bounds, F_, W = bounds_of(LENGTHS), 5, 4
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(bounds[-1], F_, generator=draw, dtype=torch.float64)

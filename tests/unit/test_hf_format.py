@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import socket
 import struct
 import subprocess
@@ -23,6 +22,7 @@ from models.hf_format import WeightFiles
 from models.published import ARCHITECTURES
 from models.writing import write_weights
 from tests import ROOT
+from tests.harness import memory_of
 from tests.model_folder import tiny_config, write_model
 
 TINY = tiny_config(
@@ -63,16 +63,10 @@ def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path, limit):
 
 def test_a_slice_reads_only_its_bytes(tmp_path):
     files = write(tmp_path, {"big": torch.arange(10_000_000, dtype=torch.float32)})
-
-    def most_memory():
-        return (
-            int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-        )
-
     Path("/proc/self/clear_refs").write_text("5")
-    before = most_memory()
+    before = memory_of("VmHWM")
     assert files.read("big", 50_000, 50_010).tolist() == [*range(50_000, 50_010)]
-    assert most_memory() - before < 10_000_000
+    assert memory_of("VmHWM") - before < 10_000_000
 
 
 def test_experts_are_read_as_the_model_holds_them_and_one_by_one(tmp_path):

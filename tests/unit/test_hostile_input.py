@@ -53,24 +53,21 @@ WEIGHT = '{"messages": [{"role": "assistant", "content": "a", "weight": %s}]}'
 
 
 @pytest.mark.parametrize(
-    "row, kind, sentence",
+    "row, sentence",
     [
-        (CALL % (r"{\"a\": " * 700 + "1" + "}" * 700), "sequence", "is nested too deeply"),
-        (CALL % ("[" * 700 + "]" * 700), "sequence", "message 1 has a tool call .* JSON of an object but list"),
-        (WEIGHT % "1e999", "sequence", "is not valid JSON: 1e999 is not a finite number"),
-        (CALL % r"{\"a\": NaN}", "sequence", "message 1 has a tool call .*: NaN is not a finite number"),
-        (WEIGHT % f"1{'0' * 400}", "sequence", "'weight' is 1000*, not a finite number"),
-        ('{"prompt": "q", "chosen": "a", "rejected": "b", "margin": -Infinity}', "ranked",
-         "is not valid JSON: -Infinity is not a finite number"),
+        (CALL % (r"{\"a\": " * 700 + "1" + "}" * 700), "is nested too deeply"),
+        (CALL % ("[" * 700 + "]" * 700), "message 1 has a tool call .* JSON of an object but list"),
+        (CALL % r"{\"a\": NaN}", "message 1 has a tool call .*: NaN is not a finite number"),
+        (WEIGHT % f"1{'0' * 400}", "'weight' is 1000*, not a finite number"),
+        (WEIGHT % "-Infinity", "is not valid JSON: -Infinity is not a finite number"),
     ],
 )  # fmt: skip
-def test_rows_that_hurt_are_named(open_rows, row, kind, sentence):
-    good = '{"text": "a", "prompt": "q", "chosen": "a", "rejected": "b"}'
-    rows = f"{json.dumps(GOOD) if kind == 'sequence' else good}\n{row}\n"
+def test_rows_that_hurt_are_named(open_rows, row, sentence):
+    rows = f"{json.dumps(GOOD)}\n{row}\n"
     with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}") as caught:
-        open_rows(rows, kind)
+        open_rows(rows)
     assert len(str(caught.value)) < 500
-    dropped = open_rows(rows, kind, bad_rows="drop").report.dropped
+    dropped = open_rows(rows, bad_rows="drop").report.dropped
     assert sum(dropped.values()) == 1
 
 

@@ -15,7 +15,7 @@ from ulysses.check.preflight import make_checks
 from ulysses.config.command_line import check
 
 
-def test_an_interval_arranges_the_layers_that_no_list_arranges() -> None:
+def test_an_interval_arranges_the_layers_that_no_list_arranges():
     config = raw("qwen3_5_text", num_hidden_layers=7, full_attention_interval=3)
     mixers = [kind.mixer for kind in ModelConfig.from_hf(config).layers]
     assert [i for i, mixer in enumerate(mixers) if mixer == "full_attention"] == [2, 5]
@@ -31,12 +31,12 @@ NOT_COMPUTED = """
 
 
 @pytest.mark.parametrize("changes, complaint", rows_of(NOT_COMPUTED))
-def test_what_is_not_computed_is_refused(changes, complaint) -> None:
+def test_what_is_not_computed_is_refused(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         ModelConfig.from_hf(FAMILIES["qwen3_5"] | json.loads(changes))
 
 
-def test_a_multimodal_config_keeps_what_is_around_the_text_model() -> None:
+def test_a_multimodal_config_keeps_what_is_around_the_text_model():
     text = {k: v for k, v in FAMILIES["qwen3_5"].items() if k != "model_type"}
     rope = text["rope_parameters"] | {"mrope_section": [1, 1, 0]}
     whole = {
@@ -72,7 +72,7 @@ qwen3_5 => in_proj_qkv in_proj_z out_proj q_proj =>
 
 
 @pytest.mark.parametrize("family, targets, complaint", rows_of(TARGETS))
-def test_targets_that_the_model_lacks_are_refused(family, targets, complaint) -> None:
+def test_targets_that_the_model_lacks_are_refused(family, targets, complaint):
     targets = targets.split()
     settings = {"model": {"path": "x", "lora": {"rank": 2, "targets": targets}}}
     config = check(
@@ -85,7 +85,7 @@ def test_targets_that_the_model_lacks_are_refused(family, targets, complaint) ->
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo2"])
-def test_every_projection_has_an_adapter_by_default(family) -> None:
+def test_every_projection_has_an_adapter_by_default(family):
     # dense layers beside those of experts are refused
     shape = ModelConfig.from_hf(FAMILIES[family] | {"mlp_only_layers": []})
     settings = {"path": "x", "lora": {"rank": 2}}

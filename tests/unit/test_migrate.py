@@ -298,6 +298,8 @@ MORE_LOSSES = "[sigmoid, bco_pair]\nloss_weights: [0.8, 0.2]\nearly_stopping_pat
 WRONG = LLAMAFACTORY_DPO.replace("template: llama3", "flash_attn: fa9").replace(
     "pref_beta: 0.2", "loss_type: exo_pair"
 )
+GROWN = "resize_vocab: true\nadd_tokens: <think>,</think>\nadditional_target: lm_head,embed_tokens\n"
+MIXED = "interleave_probs: 0.7,0.3\nmix_strategy: interleave_over\n"
 PACKED = "a packed sequence counts as one example there"
 
 # What is given, with which options; the settings that come out of it; what is said beside them.
@@ -595,6 +597,30 @@ TRANSLATED = {
 "stage" = "sft"
 "optimizer.lr" = 1e-06
 """),
+    "SimPO's own trainer, whose margin is a share of beta": (
+        "gamma_beta_ratio: 0.3\nbeta: 2.5\ndataset_name: d\nmodel_name_or_path: m\nmax_steps: 3\n", "", """
+"stage" = "dpo"
+"dpo.loss_type" = "simpo"
+"dpo.beta" = 2.5
+"dpo.simpo_gamma" = 0.75
+"""),
+    "new tokens, and matrices that are trained whole": (LLAMAFACTORY_KTO + GROWN, "", """
+"model.add_tokens" = ["<think>", "</think>"]
+"model.lora.train" = ["embeddings"]
+""", KNOWN),
+    "new tokens without adapters": (
+        LLAMAFACTORY_KTO.replace("type: lora", "type: full") + GROWN, "", '"model.lora.train" = []'),
+    "sources by probability": (
+        LLAMAFACTORY_KTO.replace(": kto_", ": one,kto_") + MIXED, "", """
+"data.stopping_strategy" = "all_exhausted"
+"data.train" = [
+    {path = "one", probability = 0.7},
+    {path = "FOLDER/data/kto_en_demo.json", probability = 0.3},
+]
+"""),
+    "variables of the template": (
+        f"{LLAMAFACTORY_KTO}chat_template_kwargs: {{reasoning_effort: low}}\nenable_thinking: false\n", "",
+        '"data.chat_template_kwargs" = {reasoning_effort = "low", enable_thinking = false}'),
     "axolotl's module": ("accelerate launch -m axolotl.cli.train axolotl.yaml", "", '"stage" = "sft"'),
 }  # fmt: skip
 
@@ -713,14 +739,6 @@ def test_what_would_train_something_else_is_refused_with_its_line(lines, refusal
     assert REFUSED[lines] in refusal(text, *stage)
 
 
-def test_simpos_own_trainer_has_its_margin_as_a_share_of_beta(migrate):
-    config, _ = migrate(
-        "gamma_beta_ratio: 0.3\nbeta: 2.5\ndataset_name: d\nmodel_name_or_path: m\nmax_steps: 3\n"
-    )
-    assert (config.stage, config.dpo.loss_type, config.dpo.beta) == ("dpo", "simpo", 2.5)
-    assert config.dpo.simpo_gamma == pytest.approx(0.75)
-
-
 INLINE = "{{ bos_token }}{% for m in messages %}\n{{ m.content }}</s>{% endfor %}.jinja"
 
 
@@ -748,31 +766,6 @@ def test_what_the_shell_does_not_expand_stays(migrate, monkeypatch):
     (source,) = parse_sources(config.data.train)
     assert (config.model.path, source.path) == ("./~/m", "/home/me/d")
     assert config.run.output == os.path.abspath("~/out")
-
-
-def test_new_tokens_and_matrices_that_are_trained_whole(migrate):
-    text = "resize_vocab: true\nadd_tokens: <think>,</think>\nadditional_target: lm_head,embed_tokens\n"
-    config, shown = migrate(LLAMAFACTORY_KTO + text)
-    assert config.model.add_tokens == ["<think>", "</think>"]
-    assert config.model.lora.train == ["embeddings"] and "Without a counterpart" not in shown
-    full = LLAMAFACTORY_KTO.replace("finetuning_type: lora", "finetuning_type: full")
-    assert migrate(full + text)[0].model.lora.train == []
-
-
-def test_sources_by_probability(migrate):
-    text = (
-        LLAMAFACTORY_KTO.replace("dataset: ", "dataset: one,") + "interleave_probs: 0.7,0.3\n"
-    )
-    config, _ = migrate(text + "mix_strategy: interleave_over\n")
-    given = [source.probability for source in parse_sources(config.data.train)]
-    assert given == [0.7, 0.3] and config.data.stopping_strategy == "all_exhausted"
-
-
-def test_variables_of_the_template_are_ours(migrate):
-    text = "chat_template_kwargs: {reasoning_effort: low}\nenable_thinking: false\n"
-    config, _ = migrate(LLAMAFACTORY_KTO + text)
-    wanted = {"reasoning_effort": "low", "enable_thinking": False}
-    assert config.data.chat_template_kwargs == wanted
 
 
 def test_all_that_is_refused_is_named_at_once(refusal):

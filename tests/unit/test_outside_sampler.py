@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import ulysses.rl.servers as servers
+from tests import rows_of
 from tests.harness import PATIENCE, until
 from tests.sampling_server import SamplingServer
 from ulysses.config.stage_sections import PpoSection
@@ -82,25 +83,24 @@ def test_weights_go_by_disk_to_every_server(tmp_path, server):
 
 # What goes wrong, how often the first prompt is asked for, and what is said.
 FAULTS = """
-hang: 1: failed .timed out after 0.5 s.; look at its log
-drip: 1: failed .timed out after 0.5 s.; look at its log
-slow head: 1: failed .timed out after 0.5 s.; look at its log
-endless: 3: answered more than 1 MiB
-redirect: 3: HTTP 307
-cut: 3: peer closed connection
-no HTTP: 3: RemoteProtocolError
-refuse: 3: HTTP 503
-garbage: 3: Expecting value
-nan: 1: answered prompt 0 with log-probabilities that are not finite or above 0
-no stop token: 1: an end but without the token that ends it
-gone: 0: refused
-no fields: 1: answered prompt 0 with JSON of another form .KeyError..meta_info
+hang => 1 => failed .timed out after 0.5 s.; look at its log
+drip => 1 => failed .timed out after 0.5 s.; look at its log
+slow head => 1 => failed .timed out after 0.5 s.; look at its log
+endless => 3 => answered more than 1 MiB
+redirect => 3 => HTTP 307
+cut => 3 => peer closed connection
+no HTTP => 3 => RemoteProtocolError
+refuse => 3 => HTTP 503
+garbage => 3 => Expecting value
+nan => 1 => answered prompt 0 with log-probabilities that are not finite or above 0
+no stop token => 1 => an end but without the token that ends it
+gone => 0 => refused
+no fields => 1 => answered prompt 0 with JSON of another form .KeyError..meta_info
 """
 
 
-@pytest.mark.parametrize("line", FAULTS.strip().splitlines())
-def test_a_servers_fault_is_one_sentence(tmp_path, server, line):
-    fault, attempts, complaint = line.split(": ")
+@pytest.mark.parametrize("fault, attempts, complaint", rows_of(FAULTS))
+def test_a_servers_fault_is_one_sentence(tmp_path, server, fault, attempts, complaint):
     server.fault = fault
     if fault == "gone":
         server.close()
@@ -108,7 +108,7 @@ def test_a_servers_fault_is_one_sentence(tmp_path, server, line):
     with pytest.raises(ValueError, match=complaint):
         sampler(tmp_path, f"sglang+{server.address}", sampler_timeout=timeout).sample(PROMPTS)
 
-    def asked() -> int:
+    def asked():
         return [body["input_ids"] for _, body in server.asked].count(PROMPTS[0].tolist())
 
     until(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from models.arch import ModelConfig
 from models.published import architecture
+from tests import rows_of
 from tests.engine_case import SHAPE
 from tests.harness import run_distributed
 from ulysses.config.command_line import check
@@ -280,25 +281,24 @@ PPO = {"reward": "ulysses.rl.rewards:gsm8k_reward", "epochs": 2, "minibatches": 
 MODEL = PPO | {"reward": "some/reward", "kl_coefficient": 0.0}
 # The stage, the rank of its adapters and its table; the model that stands beside, and the passes that are counted.
 STAGE_PASSES = """
-rm | 0 | {} | none | 0
-dpo | 0 | {} | none | 0
-dpo | 0 | {"reference": "live"} | whole | 1
-dpo | 4 | {"reference": "live"} | none | 1
-dpo | 0 | {"reference": "live", "loss_type": "simpo"} | none | 0
-kto | 0 | {} | none | 1
-kto | 0 | {"reference": "live"} | whole | 3
-kto | 0 | {"loss_type": "apo_zero_unpaired"} | none | 0
-ppo | 0 | {"reward": "math:sqrt", "epochs": 2, "minibatches": 3} | whole | 1
-ppo | 4 | {"reward": "some/reward", "epochs": 2, "minibatches": 3, "kl_coefficient": 0} | scores | half
+rm => 0 => {} => none => 0
+dpo => 0 => {} => none => 0
+dpo => 0 => {"reference": "live"} => whole => 1
+dpo => 4 => {"reference": "live"} => none => 1
+dpo => 0 => {"reference": "live", "loss_type": "simpo"} => none => 0
+kto => 0 => {} => none => 1
+kto => 0 => {"reference": "live"} => whole => 3
+kto => 0 => {"loss_type": "apo_zero_unpaired"} => none => 0
+ppo => 0 => {"reward": "math:sqrt", "epochs": 2, "minibatches": 3} => whole => 1
+ppo => 4 => {"reward": "some/reward", "epochs": 2, "minibatches": 3, "kl_coefficient": 0} => scores => half
 """
 BESIDE = {"none": (), "whole": (WHOLE,), "scores": (SCORES,)}
 # the policy's pass and the reward model's, which has no head and so costs less, over two epochs
 HALF = (1 + SCORES.forward_parameters / WHOLE.forward_parameters) / 2
 
 
-@pytest.mark.parametrize("line", STAGE_PASSES.strip().splitlines())
-def test_every_stage_counts_its_own_models_and_passes(line):
-    stage, lora, table, beside, forwards = line.split(" | ")
+@pytest.mark.parametrize("stage, lora, table, beside, forwards", rows_of(STAGE_PASSES))
+def test_every_stage_counts_its_own_models_and_passes(stage, lora, table, beside, forwards):
     case = stage_case(stage, int(lora), **json.loads(table))
     assert case.others == BESIDE[beside]
     assert case.forwards == (HALF if forwards == "half" else int(forwards))

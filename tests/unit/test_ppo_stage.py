@@ -12,6 +12,7 @@ from torch.testing import assert_close
 import ulysses.rl.servers as servers
 from losses.logprobs import LogProbs
 from losses.ppo import group_advantages
+from tests import rows_of
 from tests.e2e.launch import tiny
 from tests.engine_case import ListDataset, sequences
 from tests.harness import PATIENCE, STUCK
@@ -226,15 +227,22 @@ class Letters:
         return "".join(map(chr, tokens))
 
 
-HALF, ALL = (f"tests.reward_functions:{name}" for name in ("half", "all_at_once"))
+HALF, ALL, ANY, FAILS, *SPOILING = (
+    f"tests.reward_functions:{name}"
+    for name in "half all_at_once answers_with fails spoils_all spoils".split()
+)
+
+
+def called(rows, *names, workers=0, timeout=PATIENCE):
+    """What rewards give the prompt "a" with the answer "bc" for every row; the first example is number 4."""
+    count = len(rows)
+    with closing(Rewards(names, Letters(), workers, timeout)) as rewards:
+        return rewards([[97]] * count, [[98, 99]] * count, rows, [*range(4, 4 + count)])
 
 
 def scores(name, *scales, sleep=0, **options):
-    """The scores of the same answer to the same prompt with every scale; the first example is number 4."""
-    count, rows = len(scales), [{"scale": x, "sleep": sleep} for x in scales]
-    with closing(Rewards([name], Letters(), **options)) as rewards:
-        found = rewards([[97]] * count, [[98, 99]] * count, rows, [*range(4, 4 + count)])
-    return [each[name] for each in found]
+    rows = [{"scale": x, "sleep": sleep} for x in scales]
+    return [each[name] for each in called(rows, name, **options)]
 
 
 def test_reward_functions():
@@ -252,94 +260,82 @@ def test_reward_functions():
 
 
 def test_rewards_in_workers():
-    assert scores(HALF, 1, 2, 4, workers=2, timeout=600) == [2.0, 1.0, 0.5]
+    assert scores(HALF, 1, 2, 4, workers=2) == [2.0, 1.0, 0.5]
     sentence = "half on example 4 took longer than ppo.reward_timeout, 0.2 s"
     with pytest.raises(ValueError, match=sentence):
         scores(HALF, 1, sleep=3600, workers=1, timeout=0.2)
 
 
-def called(function, rows, workers=0):
-    """What a function of the tests gives for a prompt "a" with an answer "b" for each row, from number 4 on."""
-    name, count = f"tests.reward_functions:{function}", len(rows)
-    with closing(Rewards([name], Letters(), workers, timeout=PATIENCE)) as rewards:
-        found = rewards([[97]] * count, [[98]] * count, rows, [*range(4, 4 + count)])
-    return [each[name] for each in found]
-
-
-# what a function of all answers returns for two of them | what is said of it
+# what a function of all answers returns for two of them, and what is said of it
 BATCHES = r"""
-[1, 2.0]|
-(True, 2)|
-np.array([1, 2])|
-pd.Series([1.0, 2.0], index=[7, 8])|
-torch.tensor([1, 2])|
-[np.float32(1), torch.tensor(2.0)]|
-{'a': 1, 'b': 2}|returned {.a.: 1, .b.: 2} for 2 answers; return one number for each, in a list, tuple, array or
-{1, 2}|returned {1, 2} for 2 answers
-b'12'|returned b'12' for 2
-bytearray(b'12')|returned bytearray\(b.12.\) for 2
-'12'|returned '12' for 2
-(x for x in [1, 2])|returned <generator .* for 2
-None|returned None for 2
-np.float32(1)|returned 1.0 for 2
-np.ones((2, 1))|TypeError
-[1, '2']|TypeError: must be real number, not str
-[1, None]|TypeError: must be real number, not NoneType
-[1]|returned \[1\] for 2 answers
-np.ones(3)|returned \[1.0, 1.0, 1.0\] for 2 answers
-[1, float('inf')]|on example 5 returned inf; return a finite number
+[1, 2.0] =>
+(True, 2) =>
+np.array([1, 2]) =>
+pd.Series([1.0, 2.0], index=[7, 8]) =>
+torch.tensor([1, 2]) =>
+[np.float32(1), torch.tensor(2.0)] =>
+{'a': 1, 'b': 2} => returned {.a.: 1, .b.: 2} for 2 answers; return one number for each, in a list, tuple, array or
+{1, 2} => returned {1, 2} for 2 answers
+b'12' => returned b'12' for 2
+bytearray(b'12') => returned bytearray\(b.12.\) for 2
+'12' => returned '12' for 2
+(x for x in [1, 2]) => returned <generator .* for 2
+None => returned None for 2
+np.float32(1) => returned 1.0 for 2
+np.ones((2, 1)) => TypeError
+[1, '2'] => TypeError: must be real number, not str
+[1, None] => TypeError: must be real number, not NoneType
+[1] => returned \[1\] for 2 answers
+np.ones(3) => returned \[1.0, 1.0, 1.0\] for 2 answers
+[1, float('inf')] => on example 5 returned inf; return a finite number
 """
 
 
-@pytest.mark.parametrize("line", BATCHES.strip().splitlines())
-def test_a_batch_reward_returns_a_row_of_numbers(line):
-    returned, sentence = line.split("|")
+@pytest.mark.parametrize("returned, sentence", rows_of(BATCHES))
+def test_a_batch_reward_returns_a_row_of_numbers(returned, sentence):
     rows = [{"returns": returned}] * 2
     if not sentence:
-        assert called("answers_with", rows) == [1.0, 2.0]
+        assert called(rows, ANY) == [{ANY: 1.0}, {ANY: 2.0}]
         return
     with pytest.raises(UserCodeError, match=f"the reward .*answers_with.*{sentence}") as caught:
-        called("answers_with", rows)
+        called(rows, ANY)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_every_function_gets_its_own_copy_of_the_row(workers):
-    names = [f"tests.reward_functions:{name}" for name in ("spoils_all", "spoils")]
     row = {"tests": ["one"]}
-    with closing(Rewards(names * 2, Letters(), workers)) as rewards:
-        found = rewards([[97]] * 2, [[98]] * 2, [row, row], [4, 5])
-    assert row == {"tests": ["one"]} and found == [dict(zip(names, (0.0, 4.0)))] * 2
+    found = called([row, row], *SPOILING * 2, workers=workers)
+    assert row == {"tests": ["one"]} and found == [dict(zip(SPOILING, (0.0, 4.0)))] * 2
 
 
-# the way in which a reward goes wrong | what is said of it
+# the way in which a reward goes wrong, and what is said of it
 WAYS = r"""
-leaves|failed: SystemExit: enough
-interrupts|failed: KeyboardInterrupt
-unpicklable|failed: tests.reward_functions.UnpicklableError: this and that \(reward_functions.py, line \d+\)
-rude|failed: tests.reward_functions.RudeError: <exception str
-lambda|failed: TypeError: must be real number, not function
-text|failed: TypeError: must be real number, not str
-exits|has ended its process with exit code 7
-killed|has ended its process with exit code -9
+leaves => failed: SystemExit: enough
+interrupts => failed: KeyboardInterrupt
+unpicklable => failed: tests.reward_functions.UnpicklableError: this and that \(reward_functions.py, line \d+\)
+rude => failed: tests.reward_functions.RudeError: <exception str
+lambda => failed: TypeError: must be real number, not function
+text => failed: TypeError: must be real number, not str
+exits => has ended its process with exit code 7
+killed => has ended its process with exit code -9
 """
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("line", WAYS.strip().splitlines())
-def test_a_reward_that_fails_is_told_at_once_with_what_it_was(line, workers):
-    way, sentence = line.split("|")
+@pytest.mark.parametrize("way, sentence", rows_of(WAYS))
+def test_a_reward_that_fails_is_told_at_once_with_what_it_was(way, sentence, workers):
     if not workers and "ended" in sentence:
         return  # the witness of the run tells of it
     sentence = f"^the reward tests.reward_functions:fails on example 7 {sentence}"
     with pytest.raises(UserCodeError, match=sentence) as caught:
-        called("fails", [{}, {}, {}, {"way": way}, {}], workers)
+        called([{}, {}, {}, {"way": way}, {}], FAILS, workers=workers)
     assert "\n" not in str(caught.value)
 
 
 def test_a_failure_waits_for_no_slower_answer():
     with pytest.raises(UserCodeError, match="on example 5 failed: ZeroDivisionError"):
-        called("half", [{"scale": 1, "sleep": STUCK}, {"scale": 0}], workers=2)
+        called([{"scale": 1, "sleep": STUCK}, {"scale": 0}], HALF, workers=2)
 
 
 def test_rewards_of_a_server(monkeypatch):
@@ -353,7 +349,7 @@ def test_rewards_of_a_server(monkeypatch):
         ([], "hang", "failed: TimeoutError: timed out after 0.4 s"),
     ):
         with pytest.raises(ValueError, match=f"the reward {url} .*{complaint}"):
-            scores(url, 1, 2, timeout=0.2 if server.fault else 600)
+            scores(url, 1, 2, timeout=0.2 if server.fault else PATIENCE)
     server.close()
 
 

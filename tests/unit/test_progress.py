@@ -22,7 +22,7 @@ from ulysses.run.trackers import TrackedRun
 def screen(monkeypatch):
     """Put a terminal, or a file, in the place of standard error."""
 
-    def shown(terminal: bool) -> io.StringIO:
+    def shown(terminal):
         monkeypatch.setattr(sys, "stderr", found := io.StringIO())
         monkeypatch.setattr(found, "isatty", lambda: terminal)
         return found
@@ -34,7 +34,7 @@ def screen(monkeypatch):
 def shown(tmp_path, screen):
     """What six steps show, each with a loss of its own number."""
 
-    def steps(terminal: bool, log_every: int = 1, **more: float) -> str:
+    def steps(terminal, log_every=1, **more):
         written = screen(terminal)
         log = MetricsLog(TrackedRun(tmp_path, "project", "run", 0, {}), [], 6)
         for step in range(1, 7):

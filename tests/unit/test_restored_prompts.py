@@ -1,7 +1,6 @@
 """Steps that are too short for the GPU to wait for their launches are given whole sequences, for CUDA graphs."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ ROWS = [
 
 
 @pytest.fixture
-def pairs(open_rows) -> tuple[TokenizedDataset, TokenizedDataset]:
+def pairs(open_rows):
     """The same pairs with whole and with shared prompts, and a column of their tokens each."""
     whole = open_rows(ROWS, "pair")
     shared = TokenizedDataset(whole.folder, share_prompts=True)
@@ -46,18 +45,18 @@ def pairs(open_rows) -> tuple[TokenizedDataset, TokenizedDataset]:
     )
 
 
-def served(dataset: Any, budget: int = 10_000, **options: Any) -> list[list[Any]]:
+def served(dataset, budget=10_000, **options):
     loader = StepLoader(dataset, 6, tokens_per_microbatch=budget, seed=1, **options)
     return loader.step(0, 0)
 
 
-def shared_tokens(steps: list[list[Any]]) -> int:
+def shared_tokens(steps):
     """The tokens that packs of these micro-batches leave out."""
     packs = ([s for example in few for s in example.sequences] for few in steps)
     return sum(pack_shard(pack, ParallelMesh()).num_tokens_shared for pack in packs)
 
 
-def test_a_short_step_shares_no_prompt(pairs) -> None:
+def test_a_short_step_shares_no_prompt(pairs):
     whole, shared = pairs
     short = served(shared, launched_tokens=1e9)
     found, expected = (
@@ -75,7 +74,7 @@ def test_a_short_step_shares_no_prompt(pairs) -> None:
     {"launched_tokens": 100.0},  # computing the prompts again takes longer than the launches
     {"launched_tokens": 1e9, "budget": "shared"},  # a whole pair does not fit
 ])  # fmt: skip
-def test_other_steps_share_them(pairs, options: dict[str, Any]) -> None:
+def test_other_steps_share_them(pairs, options):
     whole, shared = pairs
     options = options.copy()
     if options.pop("budget", ""):
@@ -85,7 +84,7 @@ def test_other_steps_share_them(pairs, options: dict[str, Any]) -> None:
     assert shared_tokens(found)
 
 
-def test_answers_of_a_rollout_are_restored_too() -> None:
+def test_answers_of_a_rollout_are_restored_too():
     prompts = [torch.arange(5), torch.arange(7)]
     answers = [Completion([n, n + 1], [0.0, 0.0], True) for n in range(4)]
     rollout = Rollout.of(0, prompts, answers, budget=100)
@@ -97,7 +96,7 @@ def test_answers_of_a_rollout_are_restored_too() -> None:
     assert found == [content(whole[n].sequences[0]) for n in range(4)]
 
 
-def test_only_graphs_are_worth_it() -> None:
+def test_only_graphs_are_worth_it():
     gpu = Machine(1, 139.8 * GIB)
     small = plain_model(architecture("qwen2.5-0.5b"))
     plan = choose(Case(small, gpu, 8192))
@@ -107,7 +106,7 @@ def test_only_graphs_are_worth_it() -> None:
     assert choose(Case(large, gpu, 65536)).launched_tokens == 0
 
 
-def test_answers_to_one_prompt_share_it_where_that_pays() -> None:
+def test_answers_to_one_prompt_share_it_where_that_pays():
     """KTO's rows, which meet in a micro-batch by chance, and its mismatched sequences."""
     data = dataset("kto")
     for launched, shares in ((0.0, True), (1e9, False)):

@@ -8,7 +8,7 @@ import pytest
 
 from models.arch import ModelConfig
 from models.families import RopeScaling
-from tests import ROOT
+from tests import ROOT, rows_of
 from tests.model_folder import tiny_config, write_model
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
@@ -115,38 +115,38 @@ def test_random_weights_have_no_window_and_their_export_has_the_trained_one(prep
     assert (shape.max_position_embeddings, shape.rope_theta) == (16384, 1e6)
 
 
-# config.json's rope_scaling | what the configuration sets | the RopeScaling and the window that come out of both
+# config.json's rope_scaling, what the configuration sets, and the RopeScaling and the window that come out of both
 LAID_OVER = """
-{"type": "yarn", "factor": 4.0} | | {"rope_type": "yarn", "factor": 4, "original": 128} | 512
-{"type": "yarn", "factor": 4.0, "original": 32} | | {"rope_type": "yarn", "factor": 4, "original": 32} | 128
-{"type": "linear", "factor": 2.5} | | {"rope_type": "linear", "factor": 2.5, "original": 128} | 320
-LLAMA3 | | LLAMA3 | 128
-null | type=yarn factor=3 beta_fast=16 truncate=false attention_factor=1.5 | {"rope_type": "yarn", "factor": 3, \
-"original": 128, "beta_fast": 16, "truncate": false, "attention_factor": 1.5} | 384
-null | type=yarn factor=2 original_max_position_embeddings=64 | {"rope_type": "yarn", "factor": 2, "original": 64} | 128
-{"type": "yarn", "factor": 4.0, "mscale": 0.5} | factor=8 | {"rope_type": "yarn", "factor": 8, "original": 128, \
-"mscale": 0.5} | 1024
-{"type": "yarn", "factor": 4.0, "mscale": 0.5} | type=linear | {"rope_type": "linear", "factor": 4, "original": 128} \
-| 512
-LLAMA3 | type=yarn factor=32 | {"rope_type": "yarn", "factor": 32, "original": 16} | 512
-LLAMA3 | factor=16 | {"rope_type": "llama3", "factor": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0, \
-"original": 16} | 128
-LLAMA3 | type=default | null | 16
-null | type=llama3 factor=8 low_freq_factor=1 high_freq_factor=4 | {"rope_type": "llama3", "factor": 8, \
-"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 128} | 128
-{"type": "dynamic", "factor": 2.0} | type=yarn | {"rope_type": "yarn", "factor": 2, "original": 128} | 256
-{"type": "yarn", "factor": 4.0} | theta=5000 | {"rope_type": "yarn", "factor": 4, "original": 128} | 512
-""".replace("\\\n", "")
+{"type": "yarn", "factor": 4.0} => => {"rope_type": "yarn", "factor": 4, "original": 128} => 512
+{"type": "yarn", "factor": 4.0, "original": 32} => => {"rope_type": "yarn", "factor": 4, "original": 32} => 128
+{"type": "linear", "factor": 2.5} => => {"rope_type": "linear", "factor": 2.5, "original": 128} => 320
+LLAMA3 => => LLAMA3 => 128
+null => type=yarn factor=3 beta_fast=16 truncate=false attention_factor=1.5 => {"rope_type": "yarn", "factor": 3, \
+"original": 128, "beta_fast": 16, "truncate": false, "attention_factor": 1.5} => 384
+null => type=yarn factor=2 original_max_position_embeddings=64 => {"rope_type": "yarn", "factor": 2, "original": 64} \
+=> 128
+{"type": "yarn", "factor": 4.0, "mscale": 0.5} => factor=8 => {"rope_type": "yarn", "factor": 8, "original": 128, \
+"mscale": 0.5} => 1024
+{"type": "yarn", "factor": 4.0, "mscale": 0.5} => type=linear => \
+{"rope_type": "linear", "factor": 4, "original": 128} => 512
+LLAMA3 => type=yarn factor=32 => {"rope_type": "yarn", "factor": 32, "original": 16} => 512
+LLAMA3 => factor=16 => {"rope_type": "llama3", "factor": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0, \
+"original": 16} => 128
+LLAMA3 => type=default => null => 16
+null => type=llama3 factor=8 low_freq_factor=1 high_freq_factor=4 => {"rope_type": "llama3", "factor": 8, \
+"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 128} => 128
+{"type": "dynamic", "factor": 2.0} => type=yarn => {"rope_type": "yarn", "factor": 2, "original": 128} => 256
+{"type": "yarn", "factor": 4.0} => theta=5000 => {"rope_type": "yarn", "factor": 4, "original": 128} => 512
+"""
 LLAMA3 = """{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 16}"""
 
 
-@pytest.mark.parametrize("line", LAID_OVER.strip().splitlines())
-def test_the_configuration_lies_over_the_file(prepared, line, model):
+@pytest.mark.parametrize("row", rows_of(LAID_OVER))
+def test_the_configuration_lies_over_the_file(prepared, row, model):
     """The files of Qwen2.5 keep max_position_embeddings as it was; a factor in the configuration stretches it first."""
-    written = line.replace("LLAMA3", LLAMA3).replace(
-        '"original"', '"original_max_position_embeddings"'
-    )
-    file, settings, scaling, window = written.split("|")
+    long = '"original_max_position_embeddings"'
+    row = [cell.replace("LLAMA3", LLAMA3).replace('"original"', long) for cell in row]
+    file, settings, scaling, window = row
     edit(model, rope_scaling=json.loads(file))
     shape = prepared(f"--data.max_length 16 {rope(settings)}").shape
     expected = json.loads(scaling)

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from models.arch import ModelConfig
 from models.folders import folder_with
 from models.hf_format import WeightFiles
 from models.writing import write_weights
+from tests import rows_of
 from tests.e2e.launch import tiny
 from tests.model_folder import demo_model, tiny_config, write_model
 from ulysses.check.preflight import make_checks, prepare
@@ -40,7 +39,7 @@ def model(tmp_path_factory):
     return model
 
 
-def refusal(typed: str, folder: Path) -> str:
+def refusal(typed, folder):
     """Return the sentence that refuses a run, or nothing; any other error fails the test."""
     try:
         prepare(parse_command_line(tiny("sft", folder / "run", typed)).config, 1)
@@ -50,20 +49,20 @@ def refusal(typed: str, folder: Path) -> str:
     return ""
 
 
-# what config.json is given | what is said
+# what config.json is given, and what is said
 FIELDS = r"""
-{"eos_token_id": [1, "x"]}|eos_token_id = [1, 'x'] but it must be the number of a token; correct
-{"eos_token_id": 1000000}|eos_token_id 1000000 but vocab_size
-{"pad_token_id": 1000000}|pad_token_id 1000000 but vocab_size
-{"eos_token_id": -1}|eos_token_id -1 but vocab_size
-{"bos_token_id": [1]}|bos_token_id = [1] but it must be the number of a token
-{"rope_theta": 0}|rope_theta = 0 and 10000.0 in rope_parameters or rope_scaling; correct one
-{"rope_theta": Infinity}|rope_theta = inf and 10000.0 in rope_parameters
-{"rope_parameters": {"rope_theta": Infinity}, "rope_theta": null}|rope_theta = inf but it must be a number above 0;
-{"rope_parameters": {"rope_theta": 0}, "rope_theta": null}|rope_theta = 0 but it must be a number above 0
-{"rope_scaling": "x"}|rope_scaling = 'x' but it must be a table
-{"tie_word_embeddings": "no"}|tie_word_embeddings = 'no' but it must be true or false
-{"rms_norm_eps": 1e300}|rms_norm_eps = 1e+300 but it must be a number above 0 and below 1;
+{"eos_token_id": [1, "x"]} => eos_token_id = [1, 'x'] but it must be the number of a token; correct
+{"eos_token_id": 1000000} => eos_token_id 1000000 but vocab_size
+{"pad_token_id": 1000000} => pad_token_id 1000000 but vocab_size
+{"eos_token_id": -1} => eos_token_id -1 but vocab_size
+{"bos_token_id": [1]} => bos_token_id = [1] but it must be the number of a token
+{"rope_theta": 0} => rope_theta = 0 and 10000.0 in rope_parameters or rope_scaling; correct one
+{"rope_theta": Infinity} => rope_theta = inf and 10000.0 in rope_parameters
+{"rope_parameters": {"rope_theta": Infinity}, "rope_theta": null} => rope_theta = inf but it must be a number above 0;
+{"rope_parameters": {"rope_theta": 0}, "rope_theta": null} => rope_theta = 0 but it must be a number above 0
+{"rope_scaling": "x"} => rope_scaling = 'x' but it must be a table
+{"tie_word_embeddings": "no"} => tie_word_embeddings = 'no' but it must be true or false
+{"rms_norm_eps": 1e300} => rms_norm_eps = 1e+300 but it must be a number above 0 and below 1;
 """
 
 
@@ -71,7 +70,7 @@ FIELDS = r"""
 def refused_with(model, tmp_path):
     """Return what refuses a run on a model with these fields in one of its files."""
 
-    def refused(file: str, fields: dict[str, Any]) -> str:
+    def refused(file, fields):
         before = (model / file).read_text()
         (model / file).write_text(json.dumps(json.loads(before) | fields))
         try:
@@ -82,9 +81,8 @@ def refused_with(model, tmp_path):
     return refused
 
 
-@pytest.mark.parametrize("line", FIELDS.strip().splitlines())
-def test_a_wrong_field_of_config_json_is_named(refused_with, line):
-    fields, sentence = line.split("|")
+@pytest.mark.parametrize("fields, sentence", rows_of(FIELDS))
+def test_a_wrong_field_of_config_json_is_named(refused_with, fields, sentence):
     assert sentence in refused_with("config.json", json.loads(fields))
 
 
@@ -101,18 +99,17 @@ ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_pat
 
 
 NO_ADAPTER = """
-r                       | 0 -1 "4" null 1.0 true [4] {} 1000000000000000000000000000000 NaN
-lora_alpha              | -1 "4" true [4] NaN Infinity
-base_model_name_or_path | 5 ["base"] {"a":1} true
-use_rslora              | "no" 1 []
-revision                | 5 []
+r                       => 0 -1 "4" null 1.0 true [4] {} 1000000000000000000000000000000 NaN
+lora_alpha              => -1 "4" true [4] NaN Infinity
+base_model_name_or_path => 5 ["base"] {"a":1} true
+use_rslora              => "no" 1 []
+revision                => 5 []
 """
-PAIRS = [line.split("|") for line in NO_ADAPTER.strip().splitlines()]
 
 
 @pytest.mark.parametrize(
     "field, value",
-    [(field.strip(), value) for field, values in PAIRS for value in values.split()],
+    [(field, value) for field, values in rows_of(NO_ADAPTER) for value in values.split()],
 )
 def test_a_wrong_field_of_an_adapter_is_named(tmp_path, field, value):
     write_weights(tmp_path, [("base_model.model.a.lora_A.weight", torch.ones(2, 2))])
@@ -161,7 +158,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("key", NUMBERS)
 def test_every_number_is_bounded_or_refused_in_one_sentence(key):
-    values: dict[str, Any] = {"stage": "sft", "model": {"path": "m"}, "run": {"steps": 3}}
+    values = {"stage": "sft", "model": {"path": "m"}, "run": {"steps": 3}}
     if (table := key.split(".")[0]) in ("pt", "distill", "rm", "dpo", "kto", "ppo"):
         values |= {"stage": table, **{t: dict(v) for t, v in REQUIRED.items() if t == table}}
     for value in (*WRONG[:6], -1e300, -math.inf, 2**53 + 2, "1e999", "nan"):

@@ -16,12 +16,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
-from ulysses.config.section import error_context, refuse
+from ulysses.config.section import Values, error_context, refuse
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import parse_sources, repeated_data
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
@@ -91,9 +90,7 @@ class RunInputs:
     disk_warning: str
 
 
-def make_checks(
-    moment: str, findings: list[str] | None = None, **known: object
-) -> dict[str, Any]:
+def make_checks(moment: str, findings: list[str] | None = None, **known: object) -> Values:
     """Make a moment's checks in their order, and return `known` with what they found.
 
     Args:

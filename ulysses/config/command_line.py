@@ -8,13 +8,13 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ulysses.config.schema import Config, Options
-from ulysses.config.section import ConfigError, absolute, existing, refuse
+from ulysses.config.section import ConfigError, Values, absolute, existing, refuse
 
 Table = TypeVar("Table", bound=BaseModel)
 
@@ -78,7 +78,7 @@ def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, F
     return keys
 
 
-def _read_arguments(arguments: list[str]) -> dict[str, Any]:
+def _read_arguments(arguments: list[str]) -> Values:
     """Read `--key value`, `--key=value` and bare switches; a list that is given several times collects its values."""
     takes_of = {key: forms(info.annotation) for key, info in everything().items()}
     given, rest = {}, list(arguments)
@@ -124,7 +124,7 @@ def _read_value(key: str, text: str) -> object:
     return text
 
 
-def put(values: dict[str, Any], key: str, value: object) -> None:
+def put(values: Values, key: str, value: object) -> None:
     """Set a dotted key in nested tables, in place of what was there."""
     *tables, name = key.split(".")
     for table in tables:

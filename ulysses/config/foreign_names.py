@@ -7,11 +7,12 @@ import difflib
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from ulysses.config.section import Values
 
 
 @cache
-def foreign_names() -> dict[str, Any]:
+def foreign_names() -> Values:
     """Read the table: names of other trainers' settings, and what to do about each."""
     names = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
     rules = names["ours"].items()

@@ -4,7 +4,7 @@ The text below each field is what `--help` prints; it states units and the meani
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     Field,
@@ -27,6 +27,7 @@ from ulysses.config.section import (
     Section,
     Share,
     TemplateName,
+    Values,
 )
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -40,7 +41,7 @@ RULE_TARGETS = (
     "in_proj_ba",
     "out_proj",
 )
-Sources = Annotated[str | dict[str, Any] | list[str | dict[str, Any]], LOCAL]
+Sources = Annotated[str | Values | list[str | Values], LOCAL]
 
 
 class LoraSection(Section):
@@ -92,7 +93,7 @@ class RopeSection(Section):
     extrapolate: bool = False
     """Train on sequences beyond the model's window all the same."""
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self) -> Values:
         """Return what is set, under the names of config.json."""
         return self.model_dump(by_alias=True, exclude={"extrapolate"}, exclude_none=True)
 
@@ -109,7 +110,7 @@ class ModelSection(Section):
         "qwen3-30b-a3b, qwen3-235b-a22b, gpt-oss-20b, gpt-oss-120b, qwen3.5-0.8b, qwen3.5-2b, qwen3.5-4b, "
         "qwen3.5-9b, qwen3.5-27b, qwen3.5-35b-a3b",
     )
-    config: dict[str, Any] = {}
+    config: Values = {}
     """Keys of a Hugging Face config.json: a whole shape, or changes to that of path or arch; needs init = "random"."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Whether the weights are read from path or drawn at random, which needs no weight files."""
@@ -155,7 +156,7 @@ class DataSection(Section):
     chat_template: TemplateName = "tokenizer"
     """How conversations become text: "tokenizer" (its own way), llama3, llama3.1, qwen2.5, qwen3, chatml, plain, a
     .jinja file or the text of one."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Values = {}
     """What the chat template reads besides the messages, such as enable_thinking or reasoning_effort; those of a source
     and of a row come first."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
@@ -215,7 +216,7 @@ class GradientsSection(Section):
     """Named chain of gradient policies; "default" stops on gradients that are not finite and clips their norm."""
     max_norm: NonNegativeFloat = 1.0
     """Global norm to which the preset clips the gradient; 0 does not clip."""
-    policies: list[dict[str, Any]] = []
+    policies: list[Values] = []
     """The chain written out, as tables {policy = name, ...settings}; it replaces preset and max_norm."""
 
     @field_validator("preset", mode="before")
@@ -303,7 +304,7 @@ class ExportSection(Section):
 
 
 class DeepSpeedSection(Section):
-    zero_optimization: dict[str, Any] = {}
+    zero_optimization: Values = {}
     """DeepSpeed's own keys of ZeRO, laid over those that the engine derives; keys that the engine owns are refused."""
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +25,8 @@ CREDENTIALS = re.compile(
     r"[A-Za-z0-9]{16,}[\w.-]*",
     re.I,
 )
+# by their names, as TOML, YAML or JSON have them; whoever reads them checks them
+Values = dict[str, Any]
 LARGEST = 2**53  # up to which every whole number is a float too
 
 

@@ -1,7 +1,7 @@
 """The tables of the stages: the settings that one training algorithm reads, and its usual learning rate."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -12,7 +12,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from ulysses.config.section import Fraction, PlaceOrName, PlaceOrWord, Section, Share
+from ulysses.config.section import Fraction, PlaceOrName, PlaceOrWord, Section, Share, Values
 
 # Every stage in the order of --help, with its usual learning rate and the reason for it.
 LEARNING_RATES = {
@@ -156,7 +156,7 @@ class PpoSection(Section):
     """Servers that sample instead of this engine: vllm+http://host:port or sglang+http://host:port, or a list."""
     sampler_folder: PlaceOrWord = ""
     """Where the policy is exported for the servers, on a disk that they share with rank 0; default OUTPUT/sampler."""
-    sampler_reload: dict[str, Any] = {}
+    sampler_reload: Values = {}
     """{path = body} of the calls that make a server read that folder (FOLDER in a body); empty takes the dialect's."""
     sampler_sync_every: PositiveInt = 1
     """Rollouts from one export for the servers to the next."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ulysses.memory.levels import HOOKS, Rope
+from ulysses.parallel.context import Context
 from ulysses.parallel.layout import AttentionPlan, Segments, VarlenCall
 
 MOST_SIZES = 24  # recorded; each keeps its inputs and results
@@ -40,7 +41,7 @@ class LayerGraphs:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers: Any = layers
-        self._hooks: list[Any] = []  # of all modules inside, which a graph would not run
+        self._hooks: list[dict] = []  # of all modules inside, which a graph would not run
         self._parameters: list[nn.Parameter] = []
         self._fit = False
         self._places: list[int] = []  # of the parameters in memory
@@ -206,10 +207,13 @@ class _Recorded:
         self.bounds[: len(cu)] = cu
 
 
+ReplayContext = Context[tuple[_Recorded, _Owner, int]]
+
+
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: ReplayContext,
         hidden: Tensor,
         ropes: Ropes,
         cu: Tensor,
@@ -218,14 +222,14 @@ class _Replay(torch.autograd.Function):
     ) -> Tensor:
         recorded.set(hidden, ropes, cu)
         recorded.forward.replay()
-        ctx.recorded, ctx.owner, ctx.rows = recorded, owner, len(hidden)
+        ctx.rest = recorded, owner, len(hidden)
         return recorded.out[: len(hidden)]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        recorded, rows = ctx.recorded, ctx.rows
-        ctx.recorded = ctx.owner = None
+    def backward(ctx: ReplayContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        recorded, owner, rows = ctx.rest
+        del ctx.rest, owner
         recorded.grad[:rows] = grad
         recorded.grad[rows:] = 0
         recorded.save_untaken()

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from losses.precision import at_least_float32
 from ulysses.memory.levels import Rope
 from ulysses.memory.tiling import tiles
+from ulysses.parallel.context import Context
 from ulysses.parallel.layout import AttentionPlan, Tensors
 
 if TYPE_CHECKING:
@@ -159,6 +160,11 @@ class Pair:
             return self.first(group.tensors()[0].detach(), rope, plan)
 
 
+LayerContext = Context[
+    tuple[Layer, Rope, AttentionPlan, Pair | None, "Kept | Group", list[Random]]
+]
+
+
 class LayerNode(torch.autograd.Function):
     """Run a layer, hidden [S, D] -> [S, D], at the level `layer.recompute`, which is not "none".
 
@@ -169,7 +175,7 @@ class LayerNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: LayerContext,
         layer: Layer,
         rope: Rope,
         plan: AttentionPlan,
@@ -202,24 +208,24 @@ class LayerNode(torch.autograd.Function):
         group.close()
         if pair is not None and not is_second:
             pair.kept = group, random[0], rope
-        ctx.call = layer, rope, plan, pair
-        ctx.kept = group, random
+        ctx.rest = layer, rope, plan, pair, group, random
         return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layer, rope, plan, pair = ctx.call
-        group, random = ctx.kept
-        ctx.kept = None
-        hidden, *results = group.tensors() or [pair.second_input(plan)]
+    def backward(ctx: LayerContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        layer, rope, plan, pair, group, random = ctx.rest
+        del ctx.rest
+        kept = group.tensors()
         if pair is not None:
+            kept = kept or [pair.second_input(plan)]
             pair.kept = None
-        del group
+        hidden, *results = kept
+        del group, kept
         mixer = layer.mixer
         in_project, _, in_output, _ = layer.stage_parameters()
 
-        def exchanged() -> tuple[tuple[Tensor, ...], Callable[..., Any]]:
+        def exchanged() -> tuple[Tensors, Callable[..., Any]]:
             (*heads, _), gradients = _again(
                 layer.project, in_project, random[0], [hidden], rope
             )
@@ -228,7 +234,7 @@ class LayerNode(torch.autograd.Function):
         mix_was_kept = bool(results)
         if not mix_was_kept:
             shards, through_project = exchanged()
-            results = mixer.mix_forward(shards, plan)
+            results = [*mixer.mix_forward(shards, plan)]
         inputs = [hidden, mixer.to_tokens(results[0], plan)]
         (middle,), through_output = _again(layer.output, in_output, random[1], inputs)
         del inputs
@@ -250,11 +256,11 @@ class LayerNode(torch.autograd.Function):
 
 
 def _again(
-    function: Any,
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
     parameters: Sequence[nn.Parameter],
     random: Random,
     inputs: list[Tensor],
-    *others: Any,
+    *others: object,
 ) -> tuple[tuple[Tensor, ...], Callable[..., Any]]:
     """Call function(*inputs, *others), one part of a layer, with a graph of its own.
 

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,8 @@ from ulysses.memory.size import LayerSize
 
 # a power of two, which torch's allocator of pinned memory does not round up
 CHUNK_BYTES = 32 << 20
+
+Reference = Callable[[], "Group | None"]  # a weak one
 
 
 def pinned_bytes(level: str, layer: LayerSize, kept: float) -> float:
@@ -42,8 +43,8 @@ class Offloader:
         self.allocated = 0  # bytes of host memory in all chunks
         # One stream orders the copies still queued from a chunk given back before any later one into it.
         self.free: list[Tensor] = []
-        # a weak reference to the group that was closed last
-        self.last: Callable[[], Group | None] = lambda: None
+        # to the group that was closed last
+        self.last: Reference = lambda: None
 
     def group(self) -> "Group":
         """Return a place for another layer's activations."""
@@ -64,12 +65,12 @@ class Offloader:
             raise
         return [self.free.pop() for _ in range(count)]
 
-    def copying(self) -> AbstractContextManager[Any]:
+    def copying(self) -> AbstractContextManager[object]:
         """Return the context in which copies are queued, after the computation queued so far."""
         self.stream.wait_stream(self._backend.current_stream())
         return self._backend.stream(self.stream)
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: torch.cuda.Event | None) -> None:
         """Order the computation after a mark."""
         self._backend.current_stream().wait_event(event)
 
@@ -82,8 +83,8 @@ class Group:
         self._tensors: list[Tensor] = []  # empty while only the host has them
         # of each tensor: what allocates another like it, and its host memory
         self._copies: list[tuple[Callable[[], Tensor], list[Tensor]]] = []
-        self._previous: Any = None  # a weak reference, from `close` until the first `tensors`
-        self._event: Any = None
+        self._previous: Reference | None = None  # from `close` until the first `tensors`
+        self._event: torch.cuda.Event | None = None  # after the copies; the CPU has none
 
     def keep(self, tensor: Tensor) -> None:
         """Add a tensor, and begin to copy it to the host."""

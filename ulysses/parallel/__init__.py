@@ -1,11 +1,11 @@
 """Ulysses sequence parallelism for any model; it needs torch only, and the folder works when copied elsewhere.
 
 Read in this order: mesh, layout, batch, exchange, kernels (choice, document, varlen, short), attention, sums.
-dense is for users of the library alone.
+context is the type of what autograd functions keep; dense is for users of the library alone.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .attention import UlyssesAttention
 from .batch import Sequence, ShardedBatch, pack_shard
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import what not every run needs when it is asked for."""
     if name in __all__:
         part = "dense" if name == "SeqAllToAll4D" else "sums"

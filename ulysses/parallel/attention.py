@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .context import Context
 from .kernels.choice import KERNELS, VARLEN, Kernel, check_name, resolve_kernel
 from .kernels.document import ONE_DOCUMENT, SHORT, Gradients, Inputs, Results, join
 from .layout import (
@@ -291,12 +292,15 @@ def _checked_window(window: int | None) -> int | None:
     return window
 
 
+AttendContext = Context[tuple[UlyssesAttention, AttentionPlan]]
+
+
 class _Attend(torch.autograd.Function):
     """Exchange, attend and exchange; keeps q', k', v', out' and lse."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AttendContext,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -307,16 +311,16 @@ class _Attend(torch.autograd.Function):
         shards = attention.to_heads((query, key, value), plan)
         out, lse = attention.attend_forward(shards, plan, sink)
         ctx.save_for_backward(*shards, out, lse, sink)
-        ctx.attention, ctx.plan = attention, plan
+        ctx.rest = attention, plan
         return attention.to_tokens(out, plan)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        attention, plan, kept = ctx.attention, ctx.plan, ctx.saved_tensors
+    def backward(ctx: AttendContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (attention, plan), kept = ctx.rest, ctx.saved_tensors
         dout = attention.to_tokens_backward(grad, plan)
         grads, of_sink = attention.attend_backward(dout, kept[:3], kept[3:5], plan, kept[5])
-        return *attention.to_heads_backward(grads, plan), *(of_sink or [None]), None, None
+        return *attention.to_heads_backward(grads, plan), *(of_sink or (None,)), None, None
 
 
 def prove_kernel(

@@ -18,9 +18,9 @@ token, so that every one predicts its own first token and no row has two targets
 Letters: T packed tokens, S tokens on this rank, N sequences, L tokens of one sequence.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from .layout import (
 from .mesh import ParallelMesh
 
 IGNORE = -100
+Array = np.ndarray | Tensor | list[float]
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class Sequence:
     Raises ValueError if lengths differ.
     """
 
-    tokens: Any
-    loss_weights: Any
-    token_columns: dict[str, Any] = field(default_factory=dict)
+    tokens: Array
+    loss_weights: Array
+    token_columns: Mapping[str, Array] = field(default_factory=dict)
     columns: dict[str, float] = field(default_factory=dict)
     prompt: int | None = None
     prompt_length: int = 0
@@ -188,7 +189,7 @@ def pack_shard(
         "sequence_starts": torch.searchsorted(ids, torch.arange(num_sequences + 1)),
     }
 
-    def moved(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def moved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: to_device(tensor, device) for name, tensor in tensors.items()}
 
     return ShardedBatch(
@@ -260,7 +261,7 @@ def _read_rows(
     )
 
 
-def _join(pieces: list[Any]) -> Tensor:
+def _join(pieces: list[Array]) -> Tensor:
     """Copy pieces of arrays end to end; memory-mapped ones are read-only, and torch warns of those."""
     if isinstance(pieces[0], np.ndarray):
         return torch.from_numpy(np.concatenate(pieces))

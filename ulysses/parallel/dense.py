@@ -4,12 +4,12 @@ Letters: B sequences, S tokens of each, P sequence-parallel ranks, H heads, E he
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .context import Context
 from .layout import AttentionPlan, dense, packed_plan
 from .mesh import ParallelMesh
 
@@ -34,6 +34,10 @@ def attend_dense(
     return torch.stack([attend(*one, plan) for one in zip(query, key, value)])
 
 
+# the group, the split and the gathered axis
+SwapContext = Context[tuple[dist.ProcessGroup | None, int, int]]
+
+
 class SeqAllToAll4D(torch.autograd.Function):
     """Split one axis over the P ranks of `group` and gather another: `SeqAllToAll4D.apply(group, input)`."""
 
@@ -54,19 +58,19 @@ class SeqAllToAll4D(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: SwapContext,
         group: dist.ProcessGroup | None,
         input: Tensor,
         scatter_idx: int,
         gather_idx: int,
     ) -> Tensor:
-        ctx.group, ctx.axes = group, (scatter_idx, gather_idx)
+        ctx.rest = group, scatter_idx, gather_idx
         return _swap_axes(input, group, scatter_idx, gather_idx)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        scatter_idx, gather_idx = ctx.axes
-        return None, _swap_axes(grad, ctx.group, gather_idx, scatter_idx), None, None
+    def backward(ctx: SwapContext, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        group, scatter_idx, gather_idx = ctx.rest
+        return None, _swap_axes(grad, group, gather_idx, scatter_idx), None, None
 
 
 def _swap_axes(

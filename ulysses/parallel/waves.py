@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class Recurrence:
             given = (x if len(x) else None for x in others)
             self.waves.append(Wave(rows, bounds, cu, *given))
 
-    def _with_copies(self, count: int) -> tuple[Any, ...]:
+    def _with_copies(self, count: int) -> tuple[Tensor, slice | Tensor, slice | Tensor]:
         """Return a pack in which what shares a prompt begins with copies of the prompt's last `count` rows.
 
         That is the first row of every row's document [T] int32, the packed rows that it consists of, and which of them
@@ -92,8 +92,8 @@ class Recurrence:
             bounds.append(bounds[-1] + copies + end - start)
             originals.append(torch.arange(bounds[-1] - (end - start), bounds[-1]))
         found = torch.tensor(bounds), torch.cat(rows), torch.cat(originals)
-        cu_seqlens, *places = (x.to(self.device) for x in found)
-        return _first_rows(cu_seqlens, bounds[-1]), *places
+        cu_seqlens, packed, own = (x.to(self.device) for x in found)
+        return _first_rows(cu_seqlens, bounds[-1]), packed, own
 
 
 def _first_rows(cu_seqlens: Tensor, count: int) -> Tensor:

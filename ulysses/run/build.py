@@ -1,7 +1,6 @@
 """From the inputs of a run to its parts: open data, loaders of steps, and a partitioned model on every rank."""
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from models.kinds import model_class
 from models.layers import DecoderLayer, layer_sizes
 from ulysses.check.preflight import RunInputs, make_checks
 from ulysses.config.schema import Config
-from ulysses.config.section import error_context
+from ulysses.config.section import Values, error_context
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
@@ -35,7 +34,7 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
     """
     config, data = inputs.config, inputs.config.data
 
-    def opened(given: Any, held_out: bool = False) -> TokenizedDataset:
+    def opened(given: object, held_out: bool = False) -> TokenizedDataset:
         sources = parse_sources(given)
         with error_context("data", absent=any(source.is_on_hub for source in sources)):
             return open_dataset(
@@ -59,7 +58,7 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
 
 def step_loader(
     inputs: RunInputs,
-    dataset: Any,
+    dataset: TokenizedDataset,
     tokens: int,
     groups: int,
     group: int = 0,
@@ -154,7 +153,7 @@ def frozen_engine(
     return ZeroEngine(built.eval().requires_grad_(False), settings, (DecoderLayer,))
 
 
-def _zero_settings(config: Config, shape: ModelConfig) -> dict[str, Any]:
+def _zero_settings(config: Config, shape: ModelConfig) -> Values:
     _, largest = layer_sizes(shape, Setting())
     return derive(
         dtype=getattr(torch, config.model.dtype),

@@ -17,13 +17,14 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from models.arch import ModelConfig
+from models.families import Fields
 from models.folders import CONFIG, folder_with, resolve_model
 from models.kinds import empty_model
 from models.modules import Exact
@@ -108,7 +109,7 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
 
 
 @contextmanager
-def _edited(path: Path) -> Iterator[dict[str, Any]]:
+def _edited(path: Path) -> Iterator[Fields]:
     """Yield the content of a JSON file to be changed; a file that says all of it already is left as it is."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     after = dict(before)

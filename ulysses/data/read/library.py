@@ -1,6 +1,6 @@
 """What `datasets` and the Hugging Face hub read for us: parquet, saved folders, splits of folders, hub datasets."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
@@ -58,14 +58,14 @@ def opened(path: Path, subset: str | None, split: str, revision: str | None) -> 
     return datasets.load_dataset(str(path), subset, split=split, revision=revision)
 
 
-def written_rows(rows: Any) -> Iterator[tuple[int, Any]]:
+def written_rows(rows: Iterable[dict[str, object]]) -> Iterator[tuple[int, object]]:
     """Yield the rows, numbered from 1, as they were written."""
     kinds = getattr(rows, "features", None) or {}
     for number, row in enumerate(rows, 1):
         yield number, {name: _as_written(value, kinds.get(name)) for name, value in row.items()}
 
 
-def _as_written(value: Any, kind: Any) -> Any:
+def _as_written(value: object, kind: object) -> object:
     """Return what was written in a column of objects, without the keys that only other rows have.
 
     Arrow gives all objects of a column the same keys, and null to those that an object lacks. A key whose type is null

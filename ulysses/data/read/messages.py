@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any
 
 from ulysses.data import BadRowError
@@ -157,7 +158,7 @@ def _call(call: Any, where: str) -> dict[str, object]:
     return {"type": "function", "function": function, **named}
 
 
-def parse_tools(value: object) -> list[Any]:
+def parse_tools(value: object) -> list[Row]:
     """Read a row's tools: a list of descriptions or one of them, also as JSON text."""
     problem = "'tools' must be a list of tool descriptions"
     tools = [decoded(tool, problem, Mapping) for tool in as_list(decoded(value, problem) or [])]
@@ -231,7 +232,7 @@ from_json = json.JSONDecoder(
 ).decode
 
 
-def decoded(value: Any, problem: str, kinds: Any = object) -> Any:
+def decoded(value: object, problem: str, kinds: type | UnionType = object) -> Any:
     """Return a value that may be written as JSON text, also as the text of a text; BadRowError if it is none."""
     try:
         while isinstance(value, str):

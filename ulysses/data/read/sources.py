@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
+from ulysses.config.section import Values
 from ulysses.data import BadRowError, DataError
 from ulysses.data.cache import content_digest, digest_of_value
 from ulysses.data.read.messages import unique_keys
@@ -89,7 +90,7 @@ class Source:
     max_examples: int = Field(0, ge=0, le=sys.maxsize)
     probability: float | None = Field(None, gt=0, le=1)
     system: str | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Values = field(default_factory=dict)
     name: str = Field("", pattern=r"^[\w.-]*$")
 
     @property
@@ -264,9 +265,9 @@ def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
     yield text[start:]
 
 
-def in_batches(items: Iterable[Any], characters: int) -> Iterator[list[Any]]:
+def in_batches(items: Iterable[tuple], characters: int) -> Iterator[list[tuple]]:
     """Group tuples, at most ITEMS_AT_ONCE and fewer where their last entries are long as text, to bound memory."""
-    batch: list[Any] = []
+    batch: list[tuple] = []
     size = 0
     for item in items:
         batch.append(item)

@@ -166,7 +166,7 @@ class TextEncoder:
                 encoded[i] += result.ids
         return encoded
 
-    def guard(self, value: Any) -> Any:
+    def guard(self, value: object) -> Any:
         """Break strings in data that look like special tokens with a mark that split_special takes out again."""
         if isinstance(value, str):
             if not value.isascii() and any(mark in value for mark in MARKS):
@@ -190,12 +190,12 @@ class TextEncoder:
         """
         parts = {part for rendered in conversations for part, _ in rendered}
         texts = [part for part in parts if isinstance(part, str)]
-        ids: dict[Any, list[int]] = dict(zip(texts, self.encode_texts(texts)))
+        ids: dict[object, list[int]] = dict(zip(texts, self.encode_texts(texts)))
         encoded = []
         for rendered in conversations:
             tokens: list[int] = []
             weights: list[float] = []
-            before: Any = 0
+            before: object = 0
             for part, weight in rendered:
                 own, alone = ids.get(part, [part]), []
                 if as_whole and weight and isinstance(before, str) and NEWLINE.match(str(part)):

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ulysses.data import DataError
+from ulysses.data.read.messages import Row
 from ulysses.data.read.sources import Report, Source
 from ulysses.parallel.batch import Sequence
 
@@ -145,7 +145,7 @@ class TokenizedDataset:
         extended.mismatched = {**self.mismatched, name: mismatched}
         return extended
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> Row:
         """Return the row that a prompt came from; only prompts keep theirs."""
         rows, ends = self._rows
         return json.loads(bytes(rows[ends[index - 1] if index else 0 : ends[index]]))

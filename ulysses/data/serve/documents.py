@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from ulysses.data import BadRowError, DataError
 from ulysses.data.read.sources import FoundRow
 from ulysses.data.read.tokenizer import TextEncoder
 
-Columns = dict[str, Any]  # of examples, as the files hold them (tokenise.py)
+Columns = dict[str, object]  # of examples, as the files hold them: tokens, weights and numbers
 Part = tuple[str, int, np.ndarray]  # of a document: its row, source and tokens
 
 

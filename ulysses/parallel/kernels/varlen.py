@@ -64,7 +64,7 @@ def flash4() -> Any:
         return repr(error).splitlines()[0]
 
 
-def _varlen(segments: Segments) -> dict[str, Any]:
+def _varlen(segments: Segments) -> dict[str, Tensor | int]:
     """Return the arguments that describe the documents to a varlen kernel, in the order of its parameters."""
     return {
         "cu_seqlens_q": segments.cu_q,
@@ -130,7 +130,7 @@ def _flash4_backward(
     return tuple(grads)
 
 
-def _flash4_form(segments: Segments) -> tuple[Any, dict[str, Any]]:
+def _flash4_form(segments: Segments) -> tuple[Any, dict[str, Tensor | int]]:
     """Return the index that turns packed tensors into what flash4 takes, and the arguments for the documents' bounds.
 
     One long document is a batch of one instead: bounds cost up to 7% (H200, one document of 32k tokens, 16 heads).
