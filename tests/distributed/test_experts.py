@@ -16,6 +16,11 @@ SMALL = replace(MOE, moe=replace(MOE.moe, num_experts=6, num_experts_per_tok=2))
 CLAMPED = ModelConfig.from_hf(
     FAMILIES["gpt-oss"] | {"vocab_size": 97, "initializer_range": 0.1}
 )
+# both have a shared expert, and the second one a dense layer
+SHARED, PARTLY_DENSE = (
+    ModelConfig.from_hf(FAMILIES[name] | {"vocab_size": 97, "initializer_range": 0.1})
+    for name in ("qwen3_5_moe", "qwen3_next")
+)
 COEFFICIENT = 0.7
 
 
@@ -92,6 +97,15 @@ def test_metrics_name_the_busiest_expert_and_the_idle_ones():
         ("sft", 4, 2, {"quantize": "nf4"}),
         ("sft", 2, 1, {"quantize": "fp8", "engine": {"resident": True}}),
         ("sft", 2, 2, {"shape": CLAMPED, "recompute": "block"}),
+        ("sft", 1, 1, {"shape": SHARED, "recompute": "keep_attention"}),
+        ("dpo", 2, 2, {"shape": SHARED, "quantize": "nf4", "recompute": "block"}),
+        ("sft", 2, 2, {"shape": PARTLY_DENSE}),
+        (
+            "dpo",
+            3,
+            3,
+            {"shape": PARTLY_DENSE, "quantize": "fp8", "recompute": "keep_attention"},
+        ),
     ],
 )
 def test_adapters_of_experts(stage, world, sp, more):

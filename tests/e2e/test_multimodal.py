@@ -129,7 +129,10 @@ def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path) -> None:
     line = f"--model.path {base} --model.init pretrained --model.lora.rank 3 --run.steps 2 --optimizer.lr 0.01"
     ranks(tiny("sft", out, line), 2)
     adapted = load_file(out / "export/adapter_model.safetensors")
-    for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj"):
+    names = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj"]
+    if read_config(base).moe:
+        names += ["shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"]
+    for name in names:
         assert any(f".{name}.lora_A" in key for key in adapted), name
     whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     plain = logps_there(whole, TOKENS)

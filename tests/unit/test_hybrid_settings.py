@@ -7,12 +7,14 @@ from torch import nn
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
+from models.kinds import count_parameters
 from models.lora import add_adapters
 from tests import rows_of
 from tests.family_case import FAMILIES, raw
 from ulysses.check.adapter_settings import check_adapters
 from ulysses.check.setting_checks import choose_targets
 from ulysses.config.command_line import check
+from ulysses.plan.memory_choice import planner_model
 
 
 def test_an_interval_arranges_the_layers_that_no_list_arranges() -> None:
@@ -84,10 +86,9 @@ def test_targets_that_the_model_lacks_are_refused(family, targets, complaint) ->
     assert bool(found) == bool(complaint) and complaint in "".join(found)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo2"])
 def test_every_projection_has_an_adapter_by_default(family) -> None:
-    # dense layers beside those of experts are refused
-    shape = ModelConfig.from_hf(FAMILIES[family] | {"mlp_only_layers": []})
+    shape = ModelConfig.from_hf(FAMILIES[family])
     settings = {"path": "x", "lora": {"rank": 2}}
     config = check({"stage": "sft", "data": {"train": ["x"]}, "model": settings})
     chosen = choose_targets(config, shape)
@@ -95,11 +96,16 @@ def test_every_projection_has_an_adapter_by_default(family) -> None:
     lacking = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and ".layers." in name and "lora" not in name
-        # routers, and the expert that all tokens go through
-        and not name.endswith(("base_layer", "gate")) and ".shared_expert." not in name
-    ]  # fmt: skip
+        if isinstance(module, nn.Linear)
+        and ".layers." in name
+        and "lora" not in name
+        and not name.endswith(("base_layer", "shared_expert_gate"))
+    ]
     assert not lacking
+    planned = planner_model(chosen, shape)
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert planned.trained == adapters
+    assert planned.parameters == adapters + count_parameters(shape)
     # a resumed run reads what was chosen, and changes nothing
     again = check(json.loads(chosen.model_dump_json()))
     assert choose_targets(again, shape) == chosen

@@ -136,8 +136,6 @@ MOE --model.router_aux_loss_coefficient 0.01 --model.lora.rank 4 => but model.lo
 MOE --model.lora.rank 4 --model.lora.targets ["q_proj","gate_proj"] \
 => has gate_proj, but experts hold gate_proj and up_proj in one matrix; name both or none
 MOE --model.lora.rank 4 --model.lora.dropout 0.1 => model.lora.dropout is 0.1 but adapters of experts have none
-MOE --model.lora.rank 4 --model.config.mlp_only_layers [1] \
-=> PEFT loads no adapters of the MLP in layer 1 beside those of experts in others
 MOE --model.config.num_experts_per_tok 9 => num_experts_per_tok is 9 but there are only num_experts = 4
 SFT --sft.neftune_alpha 5 => sft.neftune_alpha: not supported; NEFTune's noise is not drawn here; leave it out
 SFT --model.config.layer_types ["full_attention","full_attention","sliding_attention"] \

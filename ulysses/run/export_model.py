@@ -182,7 +182,10 @@ def export_model(
     with whole_folder(out, f" after step {step}") as new:
         if not whole:
             adapters = {shape.stored_name(n): x.to(rounded.dtype) for n, x in adapters.items()}
-            save_adapters(new, adapters, config.model, reward=stage.reward)
+            by_parameter = shape.family.mlp_by_parameter
+            save_adapters(
+                new, adapters, config.model, reward=stage.reward, by_parameter=by_parameter
+            )
         else:
             together = shape.family.clamped_experts
             if lora.rank:
