@@ -3,18 +3,21 @@
 import json
 
 import pytest
+import torch
 from torch import nn
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.kinds import count_parameters
 from models.lora import add_adapters
+from models.published import architecture
 from tests import rows_of
 from tests.family_case import FAMILIES, raw
 from ulysses.check.adapter_settings import check_adapters
 from ulysses.check.setting_checks import choose_targets
 from ulysses.config.command_line import check
-from ulysses.plan.memory_choice import planner_model
+from ulysses.plan.case import GIB, Case, Machine
+from ulysses.plan.memory_choice import choose_memory, memory_line, plain_model, planner_model
 
 
 def test_an_interval_arranges_the_layers_that_no_list_arranges() -> None:
@@ -109,3 +112,17 @@ def test_every_projection_has_an_adapter_by_default(family) -> None:
     # a resumed run reads what was chosen, and changes nothing
     again = check(json.loads(chosen.model_dump_json()))
     assert choose_targets(again, shape) == chosen
+
+
+def test_small_hybrids_are_planned_and_run_without_graphs() -> None:
+    """The kernels' launches depend on the chunks of a packing; a small dense model has graphs on the same GPU."""
+    found = {}
+    for name in ("qwen2.5-0.5b", "qwen3.5-0.8b"):
+        case = Case(plain_model(architecture(name)), Machine(1, 80 * GIB), 2048)
+        found[name] = choose_memory(case)
+        assert {*found[name].levels} == {"none"}
+    assert [plan.graphs for plan in found.values()] == [True, False]
+    assert "CUDA graphs" not in memory_line(found["qwen3.5-0.8b"])
+    assert found["qwen3.5-0.8b"].launched_tokens == 0  # so prompts are always shared
+    rule = CausalLM(ModelConfig.from_hf(FAMILIES["qwen3_5"])).model.layers[0].mixer
+    assert not rule.fits_graphs(torch.device("cuda"), torch.bfloat16)
