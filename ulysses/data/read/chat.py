@@ -141,6 +141,13 @@ class ChatTemplate:
                 if "call_1" in text:
                     lengths[content] = len(text)
         self._no_content = min(lengths, key=lengths.__getitem__, default="")
+        # Qwen3.8's reads thinking from a key of its own alone, and writes an empty one before that in the content.
+        thinks = {**answer, "content": "<think>\n1\n</think>\n\n2"}
+        counts = []
+        with suppress(DropRowError):
+            for said in (thinks, {**answer, "reasoning_content": "1"}):
+                counts.append(self._render(given, [question, said]).count("</think>"))
+        self._moves_thinking = counts == [2, 1]
         parts = ([question], True), ([question], False), ([question, answer], False)
         return [self._render(given, *part) for part in parts]
 
@@ -255,6 +262,11 @@ class ChatTemplate:
         if begun:
             content = self.encoder.guard(begun) + BEGUN + content
         plain = {**self.encoder.guard(message.more), "role": message.role, "content": content}
+        if self._moves_thinking and message.role == "assistant":
+            thinking, closed, rest = content.partition("</think>")
+            thinking = thinking.strip().removeprefix("<think>")
+            if closed and "<think>" not in thinking and not plain.get("reasoning_content"):
+                plain |= {"reasoning_content": thinking.strip(), "content": rest.lstrip("\n")}
         if message.tool_calls:
             plain["tool_calls"] = self.encoder.guard(message.tool_calls)
             plain["content"] = content or self._no_content
