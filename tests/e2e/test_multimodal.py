@@ -20,6 +20,11 @@ from tests.model_folder import logps_there
 from tests.zero_case import filled
 from ulysses.export import main
 
+SIDE_FILES = {
+    "preprocessor_config.json": '{"size": 5}',
+    "video_preprocessor_config.json": '{"fps": 2}',
+    "LICENSE": "Do what you like.",
+}
 VISION = json.loads("""{
     "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
     "num_position_embeddings": 16
@@ -48,13 +53,18 @@ def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
     weights["mtp.layers.0.mlp.gate_proj.weight"] = torch.randn(3, 5).bfloat16()
     weights["mtp.layers.0.mlp.experts.0.gate_proj.weight"] = torch.randn(3, 5).bfloat16()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "preprocessor_config.json").write_text('{"size": 5}')
+    for name, text in SIDE_FILES.items():
+        (folder / name).write_text(text)
     return shutil.copytree(ROOT / "configs/demo/data/tokenizer", folder, dirs_exist_ok=True)
 
 
 def carried(folder: Path) -> dict[str, torch.Tensor]:
     found = load_file(folder / "model.safetensors")
     return {n: x for n, x in found.items() if n.startswith(("model.visual.", "mtp."))}
+
+
+def side_files(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text() for name in SIDE_FILES}
 
 
 def logps_here(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -89,7 +99,7 @@ def test_the_text_model_trains_and_the_rest_travels(base, tmp_path) -> None:
     before, after = carried(base), carried(out / "export")
     assert before.keys() == after.keys() and len(before) > 10
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert (out / "export/preprocessor_config.json").read_text() == '{"size": 5}'
+    assert side_files(out / "export") == SIDE_FILES
     twin, report = AutoModelForImageTextToText.from_pretrained(
         out / "export", output_loading_info=True
     )
@@ -141,6 +151,7 @@ def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path) -> None:
     assert not torch.allclose(plain, theirs, atol=1e-3)
     torch.testing.assert_close(logps_here(out / "export", TOKENS), theirs, rtol=1e-4, atol=1e-4)
     assert main([str(out / "checkpoints/step-2"), str(tmp_path / "merged"), "--merge"]) == 0
+    assert side_files(out / "export") == side_files(tmp_path / "merged") == SIDE_FILES
     before, after = carried(base), carried(tmp_path / "merged")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -64,7 +64,7 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
     own_template = chat and inputs.config.data.chat_template != "tokenizer"
     with whole_folder(target) as new:
         if inputs.folder is not None:
-            of_model = GENERATION, "*processor*.json"
+            of_model = GENERATION, "*processor*.json", "LICENSE*"
             copy_side_files(folder_with(inputs.folder, GENERATION), new, of_model)
         if source.is_file():
             shutil.copyfile(source, new / "tokenizer.json")
