@@ -9,14 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from tests.e2e.launch import ROOT, ranks, tiny
-from tests.family_case import EXPERTS, LINEAR
+from tests.family_case import EXPERTS, FAMILIES, LINEAR
 from tests.memory_case import packed
-from tests.model_folder import logps_there
+from tests.model_folder import logps_there, write_model
 from tests.zero_case import filled
 from ulysses.export import main
 
@@ -154,4 +155,23 @@ def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path) -> None:
     assert side_files(out / "export") == side_files(tmp_path / "merged") == SIDE_FILES
     before, after = carried(base), carried(tmp_path / "merged")
     assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_tensors_of_mtp_travel_beside_a_text_model(tmp_path) -> None:
+    """Qwen3-Next's folders have them and no vision."""
+    shape = FAMILIES["qwen3_next"] | {
+        "vocab_size": 704,
+        "bos_token_id": 656,
+        "eos_token_id": 657,
+    }
+    write_model(tmp_path / "base", ModelConfig.from_hf(shape), torch.bfloat16)
+    shutil.copytree(ROOT / "configs/demo/data/tokenizer", tmp_path / "base", dirs_exist_ok=True)
+    weights = load_file(tmp_path / "base/model.safetensors")
+    weights["mtp.layers.0.mlp.experts.0.gate_proj.weight"] = torch.randn(3, 5).bfloat16()
+    save_file(weights, tmp_path / "base/model.safetensors", {"format": "pt"})
+    line = f"--model.path {tmp_path}/base --model.init pretrained --run.steps 1"
+    ranks(tiny("sft", tmp_path / "run", line), 1)
+    before, after = carried(tmp_path / "base"), carried(tmp_path / "run/export")
+    assert before.keys() == after.keys() and len(before) == 1
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -158,10 +158,10 @@ def export_model(
         return ""
     dtype, carried, base = dtype or config.export_dtype, {}, {}
     rounded = Rounding(getattr(torch, dtype))
-    if shape.around and whole and not stage.reward:
-        folder = resolve_model(str(config.model.path), config.model.revision)
-        carried = stored_weights(folder).carried
     source = config.model
+    if shape.delta and source.init == "pretrained" and whole and not stage.reward:
+        folder = resolve_model(str(source.path), source.revision)
+        carried = stored_weights(folder).carried
     known = source.init == "pretrained" and Path(str(source.path)).is_dir()
     if known and dtype < source.dtype and not lora.rank:
         files = stored_weights(Path(str(source.path)))
