@@ -132,7 +132,9 @@ OPENED = """{% set last = namespace(at=0) %}{% set effort = "" %}
 {%- set parts = namespace(think=m.reasoning_content if m.reasoning_content is string else "", text=m.content) %}
 SPLIT
 {%- set block = "<think>\n" + parts.think.strip() + "\n</think>\n\n" %}
-{{- "<|im_start|>assistant\n" + (block if KEPTloop.index0 > last.at else "") + parts.text.strip() + "<|im_end|>\n" }}
+{%- set calls = (m.tool_calls or []) | map(attribute="function.name") | join %}
+{%- set text = parts.text.strip() + calls + "<|im_end|>\n" %}
+{{- "<|im_start|>assistant\n" + (block if KEPTloop.index0 > last.at else "") + text }}
 {%- else %}{{ "<|im_start|>" + m.role + "\n" + (effort if loop.first else "") + m.content + "<|im_end|>\n" }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\n<think>\n" }}
@@ -180,6 +182,26 @@ def test_thinking_is_kept_or_forgotten_as_the_template_says(shown, generation):
             given = {"chat_template_kwargs": {"preserve_thinking": keep}}
             assert shown([row], template=template, **given) == wanted
             assert shown([row | given], template=template) == wanted
+
+
+def test_thinking_beside_a_call(shown, generation):
+    _, template = generation
+    call = said(
+        "<think>\nt\n</think>\n\n", tool_calls=[{"function": {"name": "f", "arguments": {}}}]
+    )
+    (text,) = shown([{"messages": [ASK, call]}], template=template)
+    assert text.endswith("assistant\n<think>\n[t\n</think>\n\nf<|im_end|>]")
+
+
+def test_an_answer_with_thinking_is_dropped_where_the_prompt_has_closed_it(
+    open_rows, generation
+):
+    _, template = generation
+    rows = [{"prompt": "q", "completion": text} for text in ("<think>\nt\n</think>\n\na", "b")]
+    off = {"enable_thinking": False}
+    found = open_rows(rows, length=4096, template=template, chat_template_kwargs=off)
+    assert found.report.kept == 1 and [*found.report.dropped.values()] == [1]
+    assert "where it opens the assistant's turn" in next(iter(found.report.dropped))
 
 
 @pytest.mark.parametrize("kind", ["sequence", "pair", "unpaired", "prompt"])

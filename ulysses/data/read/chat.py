@@ -269,7 +269,7 @@ class ChatTemplate:
                 plain |= {"reasoning_content": thinking.strip(), "content": rest.lstrip("\n")}
         if message.tool_calls:
             plain["tool_calls"] = self.encoder.guard(message.tool_calls)
-            plain["content"] = content or self._no_content
+            plain["content"] = plain["content"] or self._no_content
         return plain
 
     def _up_to(
@@ -288,7 +288,9 @@ class ChatTemplate:
         opened = self._render(given, messages[:last], True)
         # Some templates cut the thinking off every answer, although the model begins its own with it.
         content = (messages[last]["content"] or "").replace("</think>", f"</think{GUARD}>")
-        for message in (messages[last], {**messages[last], "content": content}):
+        ways = [messages[last], {**messages[last], "content": content}]
+        # Where the prompt has closed the thinking, an answer cannot begin with any.
+        for message in ways[: 1 + (not opened.rstrip().endswith("</think>"))]:
             text = self._render(given, [*messages[:last], message])
             if text.startswith(opened) and not is_lost(message, text[len(opened) :]):
                 return text, {last: (len(opened), len(text))}
