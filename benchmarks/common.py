@@ -102,7 +102,11 @@ def changed(config: Config, section: str, **values: Any) -> Config:
 
 
 def build(
-    config: Config, device: torch.device, tokens: int, documents: int = 1, micro_batches: int = 1
+    config: Config,
+    device: torch.device,
+    tokens: int,
+    documents: int = 1,
+    micro_batches: int = 1,
 ) -> Bench:
     """Create mesh and engine as a run does for its longest packs, which have `tokens`; all ranks call it together.
 

@@ -41,6 +41,7 @@ class Family:
         rotary: the kind of rotary positions by mixer, where it is not "main".
         experts: layers may have experts in place of the MLP.
         shared_expert: beside the experts there is one for all rows, times the sigmoid of a gate.
+        mlp_by_parameter: PEFT takes the names of MLPs' modules for the experts', so it is given those of the weights.
         output_gate: attention's output is multiplied by the sigmoid of a gate, whose rows stand in q_proj.
         fused_projections: those of linear attention are two matrices, in which the rows of a key head stand together.
         clamped_experts: these are as gpt-oss has them. They and the router have biases, their matrices are [N, inputs,
@@ -66,6 +67,7 @@ class Family:
     rotary: dict[str, str] = field(default_factory=dict)
     experts: bool = False
     shared_expert: bool = False
+    mlp_by_parameter: bool = False
     output_gate: bool = False
     fused_projections: bool = False
     clamped_experts: bool = False

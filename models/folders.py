@@ -14,7 +14,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"
 # "*.safetensors" comes with them where weights are needed
-DOWNLOADED = ["*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
+DOWNLOADED = ["*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja", "LICENSE*"]
 NOT_DOWNLOADED = ["original/*", "*/*.safetensors", "consolidated*"]
 HUB_SECONDS = 5.0  # that the hub may take to say that it has a model
 

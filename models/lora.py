@@ -6,9 +6,10 @@ The base with its adapters switched off is the reference of DPO and KTO, so that
 Source: Hu et al. 2021 (2106.09685). The exported files have PEFT's format.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.arch import ModelConfig
 from models.expert_files import MLP_TARGETS, adapted_experts, is_of_experts, peft_tensor
@@ -31,15 +32,18 @@ WHOLE = "score.weight", "embed_tokens.weight", "lm_head.weight"
 ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
 
 
-def add_adapters(model: nn.Module, config: Any) -> nn.Module:
+def add_adapters(model: Any, config: Any) -> Any:
     """Add adapters to the target modules, freeze everything else but a score head, and return the model.
 
     Works while the model is created in partitions: no value is drawn here, since InitialWeights provides them.
     """
     model.requires_grad_(False)
     experts = [m for m in model.modules() if isinstance(m, ExpertMatrices)]
-    if modules := _module_targets(config.targets, bool(experts)):
-        inject_adapter_in_model(_peft_config(config, target_modules=modules), model)
+    if modules := _module_targets(config, dict(model.named_parameters())):
+        # by the name of a whole model PEFT would take those of MLPs' modules for the experts'
+        inject_adapter_in_model(
+            _peft_config(config, target_modules=modules), model.model.layers
+        )
     scale = lora_scale(config.rank, config.alpha, config.rslora)
     for matrices in experts:
         matrices.add_adapters(adapted_experts(config.targets), config.rank, scale)
@@ -61,9 +65,17 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
     return model
 
 
-def _module_targets(targets: Sequence[str], has_experts: bool) -> list[str]:
-    """Return the targets that are modules; beside experts, those of the MLP mean the experts' matrices."""
-    return [t for t in targets if not (has_experts and t in MLP_TARGETS)]
+def _module_targets(config: Any, parameters: Collection[str]) -> list[str]:
+    """Return the targets that are modules, by as much of their names as tells them from experts' matrices."""
+    if not any(".experts." in name for name in parameters):
+        return list(config.targets)
+    others = [t for t in config.targets if t not in MLP_TARGETS]
+    of_mlps = product(("mlp", "shared_expert"), {*config.targets} & {*MLP_TARGETS})
+    return others + [
+        module
+        for module in map(".".join, sorted(of_mlps))
+        if any(f".{module}." in n for n in parameters)
+    ]
 
 
 def _peft_config(config: Any, **options: Any) -> PeftConfig:
@@ -146,11 +158,17 @@ class BasePolicy:
 
 
 def save_adapters(
-    folder: Path, tensors: dict[str, Tensor], config: Any, *, reward: bool
+    folder: Path,
+    tensors: dict[str, Tensor],
+    config: Any,
+    *,
+    reward: bool,
+    by_parameter: bool = False,
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json as PEFT reads them.
 
     Args:
+        by_parameter: beside experts, modules of MLPs are named by their weights, as the family's mlp_by_parameter says.
         tensors: adapters (and score head) by our parameter names.
         config: names the base model, which is written as an absolute path or a hub id.
     """
@@ -168,6 +186,10 @@ def save_adapters(
         for name, t in (peft_tensor(*item, experts) for item in tensors.items())
     }
     write_tensors(folder / ADAPTER_WEIGHTS, named, format="pt", quantize=config.quantize)
+    targets = _module_targets(config.lora, tensors)
+    of_mlps = {t for t in targets if by_parameter and "." in t}
+    parameters = [f"experts.{name}" for name in experts]
+    parameters += sorted(f"{module}.weight" for module in of_mlps)
     saved = _peft_config(
         config.lora,
         task_type="SEQ_CLS" if reward else "CAUSAL_LM",
@@ -175,8 +197,8 @@ def save_adapters(
         base_model_name_or_path=base,
         revision=config.revision,
         inference_mode=True,
-        target_modules=_module_targets(config.lora.targets, bool(experts)) or None,
-        target_parameters=[f"experts.{name}" for name in experts] or None,
+        target_modules=[t for t in targets if t not in of_mlps] or None,
+        target_parameters=parameters or None,
     )
     # PEFT's own writer lists the target modules, a set, in another order each time
     plain = {k: sorted(v) if isinstance(v, set) else v for k, v in saved.to_dict().items()}

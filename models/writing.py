@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "*.jinja",
     "*processor*.json",  # of multimodal models
+    "LICENSE*",
 )
 SHARD_GIB = 2.0  # written to one file, and held in host memory meanwhile
 

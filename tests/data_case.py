@@ -46,7 +46,9 @@ def open_sources(
     given = parse_sources(given)
     settings |= {"cache": str(folder / cache), "chat_template": template, "max_length": length}
     data = DataSection.model_construct(**{"workers": 1, **settings})
-    return open_data(given, kind, tokenizer, data, held_out=held_out, share_prompts=share_prompts)
+    return open_data(
+        given, kind, tokenizer, data, held_out=held_out, share_prompts=share_prompts
+    )
 
 
 def open_rows(

@@ -255,7 +255,7 @@ class StartedAdapters(HostWeights):
     """
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:
-        endings = "_proj", "in_proj_qkv", "in_proj_z"
+        endings = "_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"
         matrix = name.removesuffix(".weight").removesuffix(".base_layer").endswith(endings)
         matrix = matrix and ".lora_" not in name
         whole = out.is_floating_point() and out.shape == (shape.numel(),)

@@ -19,6 +19,11 @@ SMALL = replace(MOE, moe=replace(MOE.moe, num_experts=6, num_experts_per_tok=2))
 CLAMPED = ModelConfig.from_hf(
     FAMILIES["gpt-oss"] | {"vocab_size": 97, "initializer_range": 0.1}
 )
+# both have a shared expert, and the second one a dense layer
+SHARED, PARTLY_DENSE = (
+    ModelConfig.from_hf(FAMILIES[name] | {"vocab_size": 97, "initializer_range": 0.1})
+    for name in ("qwen3_5_moe", "qwen3_next")
+)
 COEFFICIENT = 0.7
 
 
@@ -95,6 +100,15 @@ def test_metrics_name_the_busiest_expert_and_the_idle_ones():
         ("sft", 4, 2, {"quantize": "nf4"}),
         ("sft", 2, 1, {"quantize": "fp8", "engine": {"resident": True}}),
         ("sft", 2, 2, {"shape": CLAMPED, "recompute": "block"}),
+        ("sft", 1, 1, {"shape": SHARED, "recompute": "keep_attention"}),
+        ("dpo", 2, 2, {"shape": SHARED, "quantize": "nf4", "recompute": "block"}),
+        ("sft", 2, 2, {"shape": PARTLY_DENSE}),
+        (
+            "dpo",
+            3,
+            3,
+            {"shape": PARTLY_DENSE, "quantize": "fp8", "recompute": "keep_attention"},
+        ),
     ],
 )
 def test_adapters_of_experts(stage, world, sp, more):
@@ -109,11 +123,11 @@ def test_a_frozen_router_is_exported_as_it_was(tmp_path, frozen):
     """Everything else is trained, in the sparse layer and in the dense one."""
     shape = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
     demo_model(tmp_path / "base", **shape, moe_intermediate_size=16, mlp_only_layers=[0])
-    settings = f"--model.path {tmp_path}/base --model.init pretrained --model.freeze_router {frozen}"
+    settings = (
+        f"--model.path {tmp_path}/base --model.init pretrained --model.freeze_router {frozen}"
+    )
     ranks(tiny("sft", tmp_path / "run", f"{settings} --run.steps 1 --optimizer.lr 0.01"), 2)
     before, after = (WeightFiles(tmp_path / name) for name in ("base", "run/export"))
-    kept = {
-        name for name in before.tensors if torch.equal(before.read(name), after.read(name))
-    }
+    kept = {name for name in before.tensors if torch.equal(before.read(name), after.read(name))}
     routers = {name for name in before.tensors if name.endswith("mlp.gate.weight")}
     assert routers and kept == (routers if frozen == "true" else set())

@@ -1,5 +1,7 @@
 """A quantised base: adapters' gradients are those of the matrices that the bytes stand for, on every topology."""
 
+from dataclasses import replace
+
 import pytest
 from safetensors.torch import load_file
 
@@ -8,8 +10,11 @@ from tests.engine_case import HYBRID, Case
 from tests.harness import full
 from tests.stage_case import STAGE_CASES, compared
 
+# Adapters of rank 16 are a third as large beside the weights as those of rank 3, with which states of linear attention
+# magnify float32's rounding to 1e-5 on one process and on four, and in transformers to 1e-4.
 LINEAR = {
     "shape": HYBRID,
+    "lora_rank": 16,
     "lora_targets": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "down_proj"),
 }
 CASES = [
@@ -32,22 +37,9 @@ def test_gradients_are_those_of_the_dequantised_matrices(
     stage, quantize, world, sp, recompute, resident, more
 ):
     """With the base in shards, or with all of it on every rank."""
-    options = STAGE_CASES[stage].options
-    compared(
-        Case(
-            stage,
-            sp=sp,
-            examples=5,
-            seed=2,
-            options=options,
-            lora_rank=3,
-            quantize=quantize,
-            recompute=recompute,
-            engine={"resident": resident},
-            **more,
-        ),
-        world,
-    )
+    case = Case(stage, sp=sp, examples=5, seed=2, lora_rank=3, quantize=quantize)
+    more = {"options": STAGE_CASES[stage].options, "engine": {"resident": resident}, **more}
+    compared(replace(case, recompute=recompute, **more), world)
 
 
 def test_ppo_on_a_quantised_base(tmp_path):

@@ -7,18 +7,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.multimodal import CARRIED
 from tests.e2e.launch import ROOT, ranks, tiny
-from tests.family_case import EXPERTS, LINEAR
+from tests.family_case import EXPERTS, FAMILIES, LINEAR
 from tests.memory_case import packed
-from tests.model_folder import logps_there
+from tests.model_folder import logps_there, write_model
 from tests.zero_case import filled
 from ulysses.export import main
 
+SIDE_FILES = {
+    "preprocessor_config.json": '{"size": 5}',
+    "video_preprocessor_config.json": '{"fps": 2}',
+    "LICENSE": "Do what you like.",
+}
 VISION = json.loads("""{
     "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
     "num_position_embeddings": 16
@@ -50,7 +56,8 @@ def saved(model_type, folder, text, vision):
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
     AutoModelForImageTextToText.from_config(config).bfloat16().save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text('{"size": 5}')
+    for name, text_of_file in SIDE_FILES.items():
+        (folder / name).write_text(text_of_file)
     return shutil.copytree(ROOT / "configs/demo/data/tokenizer", folder, dirs_exist_ok=True)
 
 
@@ -72,6 +79,10 @@ def folder_of(model_type, folder, **changes):
 def carried(folder):
     found = load_file(folder / "model.safetensors")
     return {n: x for n, x in found.items() if n.startswith(CARRIED)}
+
+
+def side_files(folder):
+    return {name: (folder / name).read_text() for name in SIDE_FILES}
 
 
 def logps_here(folder, tokens):
@@ -106,7 +117,7 @@ def test_the_text_model_trains_and_the_rest_travels(base, tmp_path):
     before, after = carried(base), carried(out / "export")
     assert before.keys() == after.keys() and len(before) > 10
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert (out / "export/preprocessor_config.json").read_text() == '{"size": 5}'
+    assert side_files(out / "export") == SIDE_FILES
     twin, report = AutoModelForImageTextToText.from_pretrained(
         out / "export", output_loading_info=True
     )
@@ -146,7 +157,10 @@ def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path):
     line = f"--model.path {base} --model.init pretrained --model.lora.rank 3 --run.steps 2 --optimizer.lr 0.01"
     ranks(tiny("sft", out, line), 2)
     adapted = load_file(out / "export/adapter_model.safetensors")
-    for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj"):
+    names = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj"]
+    if read_config(base).moe:
+        names += ["shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"]
+    for name in names:
         assert any(f".{name}.lora_A" in key for key in adapted), name
     whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     plain = logps_there(whole, TOKENS)
@@ -155,6 +169,7 @@ def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path):
     assert not torch.allclose(plain, theirs, atol=1e-3)
     torch.testing.assert_close(logps_here(out / "export", TOKENS), theirs, rtol=1e-4, atol=1e-4)
     assert main([str(out / "checkpoints/step-2"), str(tmp_path / "merged"), "--merge"]) == 0
+    assert side_files(out / "export") == side_files(tmp_path / "merged") == SIDE_FILES
     before, after = carried(base), carried(tmp_path / "merged")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -195,3 +210,22 @@ def test_gemma3_trains_in_its_multimodal_folder(tmp_path) -> None:
     found = logps_there(PeftModel.from_pretrained(whole, adapters).float(), TOKENS)
     torch.testing.assert_close(logps_here(adapters, TOKENS), found, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(theirs, found, rtol=1e-4, atol=1e-4)
+
+
+def test_tensors_of_mtp_travel_beside_a_text_model(tmp_path) -> None:
+    """Qwen3-Next's folders have them and no vision."""
+    shape = FAMILIES["qwen3_next"] | {
+        "vocab_size": 704,
+        "bos_token_id": 656,
+        "eos_token_id": 657,
+    }
+    write_model(tmp_path / "base", ModelConfig.from_hf(shape), torch.bfloat16)
+    shutil.copytree(ROOT / "configs/demo/data/tokenizer", tmp_path / "base", dirs_exist_ok=True)
+    weights = load_file(tmp_path / "base/model.safetensors")
+    weights["mtp.layers.0.mlp.experts.0.gate_proj.weight"] = torch.randn(3, 5).bfloat16()
+    save_file(weights, tmp_path / "base/model.safetensors", {"format": "pt"})
+    line = f"--model.path {tmp_path}/base --model.init pretrained --run.steps 1"
+    ranks(tiny("sft", tmp_path / "run", line), 1)
+    before, after = carried(tmp_path / "base"), carried(tmp_path / "run/export")
+    assert before.keys() == after.keys() and len(before) == 1
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -18,7 +18,8 @@ from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.lora import add_adapters, base_name, is_adapter, save_adapters
-from models.quantized import dense, pack, unpack
+from models.quantized import dense as unquantised
+from models.quantized import pack, unpack
 from tests.family_case import FAMILIES
 from tests.memory_case import packed
 from tests.model_folder import logps_there, tiny_config, write_model
@@ -58,9 +59,14 @@ def write_adapters(folder, base, model, lora, fill):
     for parameter in adapters.values():
         fill(parameter)
     folder.mkdir()
-    section = ModelSection(path=str(base), lora=lora, quantize="nf4")
-    save_adapters(folder, adapters, section, reward=False)
+    save(folder, adapters, ModelSection(path=str(base), lora=lora, quantize="nf4"), model)
     return folder
+
+
+def save(folder, adapters, section, model):
+    """Save adapters as an export does."""
+    by_parameter = model.config.family.mlp_by_parameter
+    save_adapters(folder, adapters, section, reward=False, by_parameter=by_parameter)
 
 
 @pytest.fixture
@@ -240,12 +246,33 @@ GPT_OSS = ModelConfig.from_hf(
     FAMILIES["gpt-oss"]
     | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
 )
+# with a shared expert, and dense layers beside those of experts
+WIDE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+}
+WIDE |= {
+    "shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+QWEN3_5_MOE, QWEN3_NEXT, PARTLY_DENSE = (
+    ModelConfig.from_hf(FAMILIES[name] | WIDE | {"mlp_only_layers": dense})
+    for name, dense in (("qwen3_5_moe", []), ("qwen3_next", [1]), ("qwen3_moe", [1]))
+)
 EXPERTS = ("gate_proj", "up_proj"), ("down_proj",), ("gate_proj", "up_proj", "down_proj")
 
 
 @pytest.mark.parametrize("targets", EXPERTS, ids=" ".join)
-@pytest.mark.parametrize("kind", ["none", "nf4"])
-@pytest.mark.parametrize("shape", [MOE, GPT_OSS], ids=["qwen3_moe", "gpt-oss"])
+@pytest.mark.parametrize("kind", ["none", "nf4", "fp8"])
+@pytest.mark.parametrize(
+    "shape",
+    [MOE, GPT_OSS, QWEN3_5_MOE, QWEN3_NEXT, PARTLY_DENSE],
+    ids=["qwen3_moe", "gpt-oss", "qwen3_5_moe", "qwen3_next", "partly_dense"],
+)
 def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
     """Logits and gradients equal those of PEFT on the same base, and PEFT loads what is exported."""
     from peft import PeftModel
@@ -253,6 +280,8 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
 
     base = tmp_path / "base"
     write_model(base, shape)
+    kinds = [layer.feed_forward for layer in shape.layers]
+    sparse, dense = kinds.count("experts"), kinds.count("mlp")
     lora = LoraSection(rank=4, alpha=8.0, targets=["q_proj", *targets])
     model, draw = CausalLM(shape, quantize=kind), torch.Generator().manual_seed(0)
     folder = write_adapters(
@@ -271,7 +300,7 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
     theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs.load_state_dict(
         dict(
-            dense(
+            unquantised(
                 CausalLM(shape, quantize=kind),
                 ((base_name(n), p) for n, p in model.named_parameters() if ".lora_" not in n),
             )
@@ -284,13 +313,13 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
     logps.square().sum().backward()
     found = {n: p.grad for n, p in model.named_parameters() if is_adapter(n)}
     (gradients := tmp_path / "gradients").mkdir()
-    save_adapters(
-        gradients,
-        found,
-        ModelSection(path=str(base), lora=lora),
-        reward=False,
-    )
+    save(gradients, found, ModelSection(path=str(base), lora=lora), model)
     found = load_file(gradients / "adapter_model.safetensors")
+    shared = sum(".shared_expert." in name for name in found)
+    assert shared == 2 * len(targets) * sparse * shape.family.shared_expert
+    assert sum(".mlp.down_proj." in name for name in found) == 2 * dense * (
+        "down_proj" in targets
+    )
     wanted = {
         n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if "lora_" in n
     }

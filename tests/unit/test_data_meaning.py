@@ -113,38 +113,45 @@ def test_variables_of_the_template_are_read(shown, kind):
 
 
 # What Qwen3.5's own template does with thinking: it opens a turn with it, and forgets that of earlier questions. Those
-# of 3.6 and 3.8 may or do keep it (KEPT), and the last writes how much to think (EFFORT).
+# of 3.6 and 3.8 may or do keep it (KEPT). The last writes how much to think (EFFORT), and unlike the others (SPLIT) it
+# takes a message's content as it is.
 OPENED = """{% set last = namespace(at=0) %}{% set effort = "" %}
 {%- for m in messages %}{% if m.role == "user" %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}EFFORT
 {%- for m in messages %}
 {%- if m.role == "assistant" %}
 {%- set parts = namespace(think=m.reasoning_content if m.reasoning_content is string else "", text=m.content) %}
-{%- if "</think>" in m.content %}
-{%- set parts.think = m.content.split("</think>")[0].split("<think>")[-1] %}
-{%- set parts.text = m.content.split("</think>")[-1] %}
-{%- endif %}
+SPLIT
 {%- set block = "<think>\n" + parts.think.strip() + "\n</think>\n\n" %}
-{{- "<|im_start|>assistant\n" + (block if KEPTloop.index0 > last.at else "") + parts.text.strip() + "<|im_end|>\n" }}
+{%- set calls = (m.tool_calls or []) | map(attribute="function.name") | join %}
+{%- set text = parts.text.strip() + calls + "<|im_end|>\n" %}
+{{- "<|im_start|>assistant\n" + (block if KEPTloop.index0 > last.at else "") + text }}
 {%- else %}{{ "<|im_start|>" + m.role + "\n" + (effort if loop.first else "") + m.content + "<|im_end|>\n" }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\n<think>\n" }}
 {%- if enable_thinking is defined and enable_thinking is false %}{{ "\n</think>\n\n" }}{% endif %}{% endif %}"""
+SPLIT = """{%- if "</think>" in m.content %}
+{%- set parts.think = m.content.split("</think>")[0].split("<think>")[-1] %}
+{%- set parts.text = m.content.split("</think>")[-1] %}
+{%- endif %}"""
 EFFORT = """{% set level = reasoning_effort | default("high") %}
 {%- if level not in ("high", "low") %}{{ raise_exception("no such effort: " + level) }}{% endif %}
 {%- if enable_thinking is undefined or enable_thinking %}{% set effort = "Think: " + level + ". " %}{% endif %}"""
 TEMPLATES = {
-    "3.5": ("", ""),
-    "3.6": ("(preserve_thinking is defined and preserve_thinking is true) or ", ""),
-    "3.8": ("preserve_thinking is undefined or preserve_thinking is true or ", EFFORT),
+    "3.5": ("", "", SPLIT),
+    "3.6": ("(preserve_thinking is defined and preserve_thinking is true) or ", "", SPLIT),
+    "3.8": ("preserve_thinking is undefined or preserve_thinking is true or ", EFFORT, ""),
 }
+
+
+def written(kept, effort, split):
+    """Return the template with its parts."""
+    return OPENED.replace("KEPT", kept).replace("EFFORT", effort).replace("SPLIT", split)
 
 
 @pytest.fixture(params=TEMPLATES)
 def generation(request, tmp_path):
     """Such a template's name and file."""
-    kept, effort = TEMPLATES[request.param]
-    text = OPENED.replace("KEPT", kept).replace("EFFORT", effort)
-    (tmp_path / "t.jinja").write_text(text)
+    (tmp_path / "t.jinja").write_text(written(*TEMPLATES[request.param]))
     return request.param, str(tmp_path / "t.jinja")
 
 
@@ -165,6 +172,26 @@ def test_thinking_is_kept_or_forgotten_as_the_template_says(shown, generation):
             given = {"chat_template_kwargs": {"preserve_thinking": keep}}
             assert shown([row], template=template, **given) == wanted
             assert shown([row | given], template=template) == wanted
+
+
+def test_thinking_beside_a_call(shown, generation):
+    _, template = generation
+    call = said(
+        "<think>\nt\n</think>\n\n", tool_calls=[{"function": {"name": "f", "arguments": {}}}]
+    )
+    (text,) = shown([{"messages": [ASK, call]}], template=template)
+    assert text.endswith("assistant\n<think>\n[t\n</think>\n\nf<|im_end|>]")
+
+
+def test_an_answer_with_thinking_is_dropped_where_the_prompt_has_closed_it(
+    open_rows, generation
+):
+    _, template = generation
+    rows = [{"prompt": "q", "completion": text} for text in ("<think>\nt\n</think>\n\na", "b")]
+    off = {"enable_thinking": False}
+    found = open_rows(rows, length=4096, template=template, chat_template_kwargs=off)
+    assert found.report.kept == 1 and [*found.report.dropped.values()] == [1]
+    assert "where it opens the assistant's turn" in next(iter(found.report.dropped))
 
 
 @pytest.mark.parametrize("kind", ["sequence", "pair", "unpaired", "prompt"])
@@ -188,7 +215,7 @@ def test_a_rows_variables_come_before_the_settings(shown, kind, generation):
 
 
 def test_variables_that_the_template_does_not_read_or_refuses_stop_the_run(tokenizer, tmp_path):
-    (tmp_path / "t.jinja").write_text(OPENED.replace("KEPT", "").replace("EFFORT", EFFORT))
+    (tmp_path / "t.jinja").write_text(written("", EFFORT, SPLIT))
     for variables, complaint in (
         (
             {"thinking": True},

@@ -51,7 +51,11 @@ def test_update_is_that_of_bitsandbytes_and_restores_every_bit(device):
     start = torch.randn(sum(LENGTHS))
     # their table gives the largest element of a block -0.993 of it, if that is negative: a small part of what eight
     # bits lose of such gradients, which is a third of the change
-    for same_table, apart, most in ((True, True, 1e-6), (True, False, 1e-6), (False, False, 0.1)):
+    for same_table, apart, most in (
+        (True, True, 1e-6),
+        (True, False, 1e-6),
+        (False, False, 0.1),
+    ):
         few, wanted, exact = updated(device, start, same_table=same_table, apart=apart)
         assert (few.master - wanted).norm() <= most * (wanted - exact).norm()
     starts = [sum(LENGTHS[:place]) for place in range(len(LENGTHS))]

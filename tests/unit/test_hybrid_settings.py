@@ -3,16 +3,21 @@
 import json
 
 import pytest
+import torch
 from torch import nn
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
+from models.kinds import count_parameters
 from models.lora import add_adapters
+from models.published import architecture
 from tests import rows_of
 from tests.family_case import FAMILIES, raw
 from ulysses.check.adapter_settings import check_adapters, choose_targets
 from ulysses.check.preflight import make_checks
 from ulysses.config.command_line import check
+from ulysses.plan.case import GIB, Case, Machine
+from ulysses.plan.memory_choice import choose_memory, memory_line, plain_model, planner_model
 
 
 def test_an_interval_arranges_the_layers_that_no_list_arranges():
@@ -84,10 +89,9 @@ def test_targets_that_the_model_lacks_are_refused(family, targets, complaint):
     assert bool(found) == bool(complaint) and complaint in "".join(found)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo2"])
-def test_every_projection_has_an_adapter_by_default(family):
-    # dense layers beside those of experts are refused
-    shape = ModelConfig.from_hf(FAMILIES[family] | {"mlp_only_layers": []})
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo2"])
+def test_every_projection_has_an_adapter_by_default(family) -> None:
+    shape = ModelConfig.from_hf(FAMILIES[family])
     settings = {"path": "x", "lora": {"rank": 2}}
     config = check({"stage": "sft", "data": {"train": ["x"]}, "model": settings})
     chosen = choose_targets(config, config.model.lora, shape)
@@ -95,11 +99,16 @@ def test_every_projection_has_an_adapter_by_default(family):
     lacking = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and ".layers." in name and "lora" not in name
-        # routers, and the expert that all tokens go through
-        and not name.endswith(("base_layer", "gate")) and ".shared_expert." not in name
-    ]  # fmt: skip
+        if isinstance(module, nn.Linear)
+        and ".layers." in name
+        and "lora" not in name
+        and not name.endswith(("base_layer", "shared_expert_gate"))
+    ]
     assert not lacking
+    planned = planner_model(chosen, shape)
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert planned.trained == adapters
+    assert planned.parameters == adapters + count_parameters(shape)
     # a resumed run reads what was chosen, and changes nothing
     again = check(json.loads(chosen.model_dump_json()))
     assert choose_targets(again, again.model.lora, shape) == chosen
@@ -111,3 +120,17 @@ def test_a_run_without_adapters_writes_a_configuration_that_is_accepted_again() 
     shape = ModelConfig.from_hf(FAMILIES["qwen3_5"])
     found = make_checks("files", config=config, shape=shape)["config"]
     assert not found.model.lora.model_dump(exclude_defaults=True)
+
+
+def test_small_hybrids_are_planned_and_run_without_graphs() -> None:
+    """The kernels' launches depend on the chunks of a packing; a small dense model has graphs on the same GPU."""
+    found = {}
+    for name in ("qwen2.5-0.5b", "qwen3.5-0.8b"):
+        case = Case(plain_model(architecture(name)), Machine(1, 80 * GIB), 2048)
+        found[name] = choose_memory(case)
+        assert {*found[name].levels} == {"none"}
+    assert [plan.graphs for plan in found.values()] == [True, False]
+    assert "CUDA graphs" not in memory_line(found["qwen3.5-0.8b"])
+    assert found["qwen3.5-0.8b"].launched_tokens == 0  # so prompts are always shared
+    rule = CausalLM(ModelConfig.from_hf(FAMILIES["qwen3_5"])).model.layers[0].mixer
+    assert not rule.fits_graphs(torch.device("cuda"), torch.bfloat16)

@@ -1,11 +1,19 @@
 """The attention kernel is proven once for each machine, version and shape, and never remembered if it is wrong."""
 
+import sys
 from unittest import mock
 
 import pytest
 import torch
 
-from ulysses.check.kernel_proof import prove_once
+from models.ops import delta_kernels
+from tests.engine_case import HYBRID
+from ulysses.check import kernel_proof
+from ulysses.check.kernel_proof import check_kernel, choose_kernel, prove_once
+from ulysses.config.command_line import check
+from ulysses.parallel.kernels.choice import KernelChoice
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.registry import stage_of
 
 CASE = torch.float32, 4, 2, 16, 64
 
@@ -27,3 +35,32 @@ def test_a_wrong_kernel_is_not_remembered(tmp_path):
         with pytest.raises(FloatingPointError):
             prove_once(tmp_path, "torch", torch.device("cpu"), *CASE, prove=prove)
     assert prove.call_count == 2 and not [*tmp_path.iterdir()]
+
+
+def hybrid_on_a_gpu(monkeypatch, attention: str):
+    """Return the configuration and the stage of a hybrid's run, with proofs that are only counted."""
+    settings = {"path": "x", "attention": attention}
+    config = check(
+        {"stage": "sft", "data": {"train": ["x"]}, "run": {"steps": 1}, "model": settings}
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        kernel_proof, "resolve_kernel", lambda *_, **__: KernelChoice("torch", "")
+    )
+    monkeypatch.setattr(kernel_proof, "prove_once", proofs := mock.Mock())
+    return config, stage_of(config), proofs
+
+
+def test_that_kernels_of_linear_attention_are_absent_is_told_before_data_are_read(monkeypatch):
+    """And plain torch, which model.attention asks for, needs none."""
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
+    delta_kernels.load.cache_clear()
+    config, stage, _ = hybrid_on_a_gpu(monkeypatch, "auto")
+    with pytest.raises(ValueError, match=r"install them with pip install -e .\.\[hybrid\]"):
+        choose_kernel(config, stage, HYBRID, True)
+    for attention, count in (("torch", 2), ("reference", 1)):
+        config, stage, proofs = hybrid_on_a_gpu(monkeypatch, attention)
+        if attention == "reference":
+            assert choose_kernel(config, stage, HYBRID, True)[0] == "reference"
+        check_kernel(config, stage, HYBRID, attention, torch.device("cuda"), ParallelMesh())
+        assert proofs.call_count == count

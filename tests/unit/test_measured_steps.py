@@ -44,7 +44,9 @@ def measured(row):
     for part in row["recompute"].split("+"):
         level, _, count = part.partition("*")
         levels += (level,) * int(count or row["layers"])
-    names = "documents micro_batches whole_steps mean_tokens squares sp tokens moment_bytes".split()
+    names = (
+        "documents micro_batches whole_steps mean_tokens squares sp tokens moment_bytes".split()
+    )
     given = {name: row[name] for name in names if name in row}
     flops, rate = PEAKS[row["gpu"]]
     machine = Machine(row["gpus"], 139.8 * GIB, peak_flops=flops, memory_rate=rate)

@@ -136,8 +136,6 @@ MOE --model.router_aux_loss_coefficient 0.01 --model.lora.rank 4 => but model.lo
 MOE --model.lora.rank 4 --model.lora.targets ["q_proj","gate_proj"] \
 => has gate_proj, but experts hold gate_proj and up_proj in one matrix; name both or none
 MOE --model.lora.rank 4 --model.lora.dropout 0.1 => model.lora.dropout is 0.1 but adapters of experts have none
-MOE --model.lora.rank 4 --model.config.mlp_only_layers [1] \
-=> PEFT loads no adapters of the MLP in layer 1 beside those of experts in others
 MOE --model.lora.rank 4 --model.lora.targets ["q_proj"] --model.quantize fp8 --model.config.hidden_size 36 \
 --model.config.moe_intermediate_size 7 \
 => model.quantize is "fp8" but a matrix 56 x 36 is no whole number of blocks of 64; set it to "none"

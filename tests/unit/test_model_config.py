@@ -93,7 +93,10 @@ def test_gemma3s_window_counts_its_scaling():
     raw = LLAMA | {"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8}}
     config = ModelConfig.from_hf(raw)
     assert config.max_position_embeddings == config.to_hf()["max_position_embeddings"] == 131072
-    assert ModelConfig.from_hf(raw, rope_type="yarn", factor=16.0).max_position_embeddings == 262144
+    assert (
+        ModelConfig.from_hf(raw, rope_type="yarn", factor=16.0).max_position_embeddings
+        == 262144
+    )
     assert ModelConfig.from_hf(config.to_hf()) == config
 
 

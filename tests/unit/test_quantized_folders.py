@@ -167,7 +167,9 @@ def test_experts_that_were_quantised_one_by_one_are_refused(tmp_path):
     """As transformers 4 writes Qwen3-MoE: all experts of a layer are one matrix here, whose scales are other ones."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     folder = write_packed(tmp_path, model_type="qwen3_moe", head_dim=16, **experts)
-    with pytest.raises(ConfigError, match=r"experts\.0\.gate_proj\.weight quantised apart from"):
+    with pytest.raises(
+        ConfigError, match=r"experts\.0\.gate_proj\.weight quantised apart from"
+    ):
         plan(folder, "--model.lora.rank 2 --model.lora.targets q_proj --model.quantize nf4")
 
 

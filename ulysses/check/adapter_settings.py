@@ -51,12 +51,6 @@ def _errors_of_experts(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:
             f"model.lora.targets has {' and '.join(of_mlp)}, but experts hold gate_proj and up_proj in one matrix; "
             "name both or none"
         )
-    dense = [i for i, kind in enumerate(shape.layers) if kind.feed_forward == "mlp"]
-    if dense:
-        yield (
-            f"model.lora.targets has {', '.join(of_mlp)}, but PEFT loads no adapters of the MLP in layer {dense[0]} "
-            "beside those of experts in others; name q_proj, k_proj, v_proj and o_proj only"
-        )
     if lora.dropout:
         yield (
             f"model.lora.dropout is {lora.dropout:g} but adapters of experts have none; set it to 0, or take "

@@ -30,7 +30,8 @@ def choose_kernel(
 
     A dry run, which is not `strict`, may plan for another machine and chooses none.
 
-    Raises ConfigError for a kernel, or a product of 8-bit numbers, that cannot run here.
+    Raises ConfigError for a kernel, or a product of 8-bit numbers, that cannot run here; ValueError if the kernels of
+    linear attention are absent.
     """
     model = config.model
     if not strict:
@@ -49,7 +50,17 @@ def choose_kernel(
     with error_context("model.attention"):
         for window in (*shape.windows, None):  # the whole attention's is the one to report
             found = resolve_kernel(told, *case, window=window)
+    if _needs_rule(config, shape, told, device):
+        from models.ops.delta_kernels import load
+
+        load()
     return told, found
+
+
+def _needs_rule(config: Config, shape: ModelConfig, kernel: str, device: str) -> bool:
+    """Tell whether layers of linear attention run the kernels of other packages."""
+    is_half = device == "cuda" and config.model.dtype == "bfloat16"
+    return shape.delta is not None and is_half and kernel != "reference"
 
 
 def check_kernel(
@@ -75,7 +86,7 @@ def check_kernel(
         stage.requirements.longest_example,
         shape.windows or (None,),
     )
-    if shape.delta and device.type == "cuda" and config.model.dtype == "bfloat16":
+    if shape.delta and _needs_rule(config, shape, kernel, device.type):
         from models.ops.delta_kernels import prove_rule
 
         keys, values, *widths = astuple(shape.delta)

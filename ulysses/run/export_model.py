@@ -65,7 +65,7 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
     own_template = chat and inputs.config.data.chat_template != "tokenizer"
     with whole_folder(target) as new:
         if inputs.folder is not None:
-            of_model = GENERATION, "*processor*.json"
+            of_model = GENERATION, "*processor*.json", "LICENSE*"
             copy_side_files(folder_with(inputs.folder, GENERATION), new, of_model)
         if source.is_file():
             shutil.copyfile(source, new / "tokenizer.json")
@@ -159,10 +159,10 @@ def export_model(
         return ""
     dtype, carried, base = dtype or config.export_dtype, {}, {}
     rounded = Rounding(getattr(torch, dtype))
-    if shape.around and whole and not stage.reward:
-        folder = resolve_model(str(config.model.path), config.model.revision)
-        carried = stored_weights(folder).carried
     source = config.model
+    if shape.delta and source.init == "pretrained" and whole and not stage.reward:
+        folder = resolve_model(str(source.path), source.revision)
+        carried = stored_weights(folder).carried
     known = source.init == "pretrained" and Path(str(source.path)).is_dir()
     if known and dtype < source.dtype and not lora.rank:
         files = stored_weights(Path(str(source.path)))
@@ -183,7 +183,10 @@ def export_model(
     with whole_folder(out, f" after step {step}") as new:
         if not whole:
             adapters = {shape.stored_name(n): x.to(rounded.dtype) for n, x in adapters.items()}
-            save_adapters(new, adapters, config.model, reward=stage.reward)
+            by_parameter = shape.family.mlp_by_parameter
+            save_adapters(
+                new, adapters, config.model, reward=stage.reward, by_parameter=by_parameter
+            )
         else:
             if lora.rank:
                 weights = merged(weights, adapters, lora, shape, rounded)

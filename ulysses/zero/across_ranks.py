@@ -43,7 +43,9 @@ class AveragedReduction(GradientReduction):
         **options: Any,
     ) -> None:
         super().__init__(*given, bucket=bucket, **options)
-        self._adds = True  # means are float32 numbers, of which the sums hold as many as there are
+        self._adds = (
+            True  # means are float32 numbers, of which the sums hold as many as there are
+        )
         self._between, self._bucket = between, bucket
         self._world = dist.get_world_size()
         self._make_groups(ranks_of_a_node())

@@ -131,7 +131,9 @@ class OnePassSubGroup(SubGroup):
         updates = int(state["step"])
         addresses = [grad.data_ptr() for grad in grads]
         # pinned, so that the host does not wait
-        of_grads = torch.tensor(addresses, pin_memory=True).to(self.master.device, non_blocking=True)
+        of_grads = torch.tensor(addresses, pin_memory=True).to(
+            self.master.device, non_blocking=True
+        )
         with torch.cuda.device(self.master.device):
             _adamw_kernel[(len(self._places),)](
                 self.master,

@@ -145,6 +145,13 @@ class ChatTemplate:
                 if "call_1" in text:
                     lengths[content] = len(text)
         self._no_content = min(lengths, key=lengths.__getitem__, default="")
+        # Qwen3.8's reads thinking from a key of its own alone, and writes an empty one before that in the content.
+        thinks = {**answer, "content": "<think>\n1\n</think>\n\n2"}
+        counts = []
+        with suppress(DropRowError):
+            for said in (thinks, {**answer, "reasoning_content": "1"}):
+                counts.append(self._render(given, [question, said]).count("</think>"))
+        self._moves_thinking = counts == [2, 1]
         parts = ([question], True), ([question], False), ([question, answer], False)
         return [self._render(given, *part) for part in parts]
 
@@ -259,9 +266,14 @@ class ChatTemplate:
         if begun:
             content = self.encoder.guard(begun) + BEGUN + content
         plain = {**self.encoder.guard(message.more), "role": message.role, "content": content}
+        if self._moves_thinking and message.role == "assistant":
+            thinking, closed, rest = content.partition("</think>")
+            thinking = thinking.strip().removeprefix("<think>")
+            if closed and "<think>" not in thinking and not plain.get("reasoning_content"):
+                plain |= {"reasoning_content": thinking.strip(), "content": rest.lstrip("\n")}
         if message.tool_calls:
             plain["tool_calls"] = self.encoder.guard(message.tool_calls)
-            plain["content"] = content or self._no_content
+            plain["content"] = plain["content"] or self._no_content
         return plain
 
     def _up_to(
@@ -280,7 +292,9 @@ class ChatTemplate:
         opened = self._render(given, messages[:last], True)
         # Some templates cut the thinking off every answer, although the model begins its own with it.
         content = (messages[last]["content"] or "").replace("</think>", f"</think{GUARD}>")
-        for message in (messages[last], {**messages[last], "content": content}):
+        ways = [messages[last], {**messages[last], "content": content}]
+        # Where the prompt has closed the thinking, an answer cannot begin with any.
+        for message in ways[: 1 + (not opened.rstrip().endswith("</think>"))]:
             text = self._render(given, [*messages[:last], message])
             if text.startswith(opened) and not is_lost(message, text[len(opened) :]):
                 return text, {last: (len(opened), len(text))}
