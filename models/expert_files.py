@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class JoinedTensor(NamedTuple):
@@ -155,16 +155,19 @@ def adapted_experts(targets: Iterable[str]) -> list[str]:
     return [name for name, matrices in EXPERT_PARTS.items() if {*matrices} <= {*targets}]
 
 
-def adapter_parameters(model: nn.Module, targets: Collection[str]) -> int:
-    """Count the parameters that LoRA of rank 1 adds to a model without adapters."""
-    own, count = adapted_experts(targets), 0
+def adapter_parameters(model: Any, targets: Collection[str]) -> tuple[int, int]:
+    """Count the parameters that LoRA of rank 1 adds to a model without adapters, and those that a token meets."""
+    own, count, met = adapted_experts(targets), 0, 0
     for name, matrix in model.named_parameters():
         stem = name.removesuffix(".weight").rpartition(".")[2]
-        if matrix.dim() == 3:  # of all experts
-            count += len(matrix) * sum(matrix.shape[1:]) * (stem in own)
+        if matrix.dim() == 3 and stem in own:  # of all experts
+            each = sum(matrix.shape[1:])
+            count += len(matrix) * each
+            met += model.config.moe.num_experts_per_tok * each
         elif matrix.dim() == 2 and stem in targets:
             count += sum(matrix.shape)
-    return count
+            met += sum(matrix.shape)
+    return count, met
 
 
 def is_of_experts(name: str) -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from models.expert_files import adapter_parameters
 from models.lora import add_adapters
 from tests.engine_case import Case as EngineCase
 from tests.engine_case import build_trainer, dataset
@@ -27,19 +28,29 @@ def products(model):
 
 
 @pytest.mark.parametrize(
-    "config, rank", [(CONFIG, 0), (CONFIG, 2), (QWEN3, 0), (QWEN3, 2), (MOE, 0)]
+    "config, rank", [(CONFIG, 0), (CONFIG, 2), (QWEN3, 0), (QWEN3, 2), (MOE, 0), (MOE, 8)]
 )
 def test_equals_what_torch_counts(config, rank):
     model, planned = build(config=config), plain_model(config)
     # norms and biases, which MFU's formula takes for products
     rest = planned.parameters - planned.vocabulary_parameters
     rest -= planned.layers * planned.layer.parameters
+    again = 0
     if rank:
         add_adapters(model, LoraSection(rank=rank))
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        planned = planned._replace(parameters=planned.parameters + adapters, trained=adapters)
+        added, met = adapter_parameters(build(config=config), LoraSection().targets)
+        assert rank * added == adapters
+        planned = planned._replace(
+            parameters=planned.parameters + adapters,
+            trained=adapters,
+            unmet=rank * (added - met),
+        )
+    if rank and config is MOE:  # what the gradients of experts' adapters compute again
+        moe, widths = config.moe, 2 * config.hidden_size + 3 * config.moe.moe_intermediate_size
+        again = 2 * sum(LENGTHS) * moe.num_experts_per_tok * rank * widths
     found = model_flops(planned, sum(LENGTHS), 0.0, sum(LENGTHS) - len(LENGTHS))
-    assert found - (4 if rank else 6) * sum(LENGTHS) * rest == products(model)
+    assert found - (4 if rank else 6) * sum(LENGTHS) * rest + again == products(model)
 
 
 @pytest.mark.parametrize("windows", [(4, None, None), (4, 10, 4), (24, 25, 99)])

@@ -145,13 +145,17 @@ def free_host_bytes() -> int:
 
 
 class Model(NamedTuple):
-    """A model's shape, how many parameters it has and how many of them are trained, and how its matrices are kept."""
+    """A model's shape, how many parameters it has and how many of them are trained, and how its matrices are kept.
+
+    unmet: of the trained ones, adapters of experts that a token does not go through.
+    """
 
     shape: ModelConfig
     parameters: int
     trained: int
     has_head: bool = True  # False: a score per token instead of the vocabulary
     quantize: str = "none"  # how the layers' matrices are kept (models/quantized.py)
+    unmet: int = 0
 
     @property
     def layers(self) -> int:

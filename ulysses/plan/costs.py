@@ -268,7 +268,7 @@ def step_flops(plan: Plan) -> tuple[float, float]:
         mixes += 1 + layer.mixer.backward + again
     # most losses take the logits once more, nll alone does without
     products += (directions + 0.5) * model.vocabulary_parameters * model.has_head
-    products += 3 * model.trained * (not model.is_full)
+    products += 3 * (model.trained - model.unmet) * (not model.is_full)
     return 2 * S * products, mix * mixes
 
 
@@ -287,7 +287,7 @@ def model_flops(model: Model, tokens: float, squared_lengths: float, projected: 
     # of its layer's experts a token meets a few
     met = model.parameters - adapters - model.layers * (layer.parameters - layer.met)
     weights = (met - head) * tokens + head * projected
-    linear = (6.0 if model.is_full else 4.0) * weights + 6.0 * adapters * tokens
+    linear = (6.0 if model.is_full else 4.0) * weights + 6.0 * (adapters - model.unmet) * tokens
     mix = layer.mixer.pair_flops * squared_lengths + layer.mixer.row_flops * tokens
     return linear + 3.0 * model.layers * mix
 

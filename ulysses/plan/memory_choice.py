@@ -52,7 +52,9 @@ def planner_model(config: Config, shape: ModelConfig) -> Model:
     if lora.rank:
         from models.expert_files import adapter_parameters
 
-        adapters = lora.rank * adapter_parameters(empty_model(shape), lora.targets)
+        added = adapter_parameters(empty_model(shape), lora.targets)
+        adapters, met = (lora.rank * count for count in added)
+        model = model._replace(unmet=adapters - met)
         parameters += adapters
         trained = adapters + (score or shape.hidden_size * stage.reward)
         if lora.train:
