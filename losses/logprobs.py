@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .precision import at_least_float32, has_wide_products, wide_product
+from .shapes import takes_tensors
 from .token_nll import weighted_sum
 
 IGNORE_INDEX = -100
@@ -68,6 +69,7 @@ class Tile(NamedTuple):
 TileLoss = Callable[[Tile], tuple[Tensor, Tensor]]
 
 
+@takes_tensors("hidden", "weight", "targets", "loss_weights")
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
