@@ -23,6 +23,7 @@ recipe.yaml => `ulysses migrate recipe.yaml` translates
 --config llama3_lora_dpo.yaml => `ulysses migrate llama3_lora_dpo.yaml` translates
 --config PLACE/none.toml => --config: there is no PLACE/none.toml; correct the path
 --config PLACE => Is a directory
+--config PLACE/empty.toml => empty.toml is empty; give one with --config FILE.toml
 --config PLACE/quotes.toml => quotes.toml cannot be read as one table of settings:
 --config PLACE/latin1.toml => latin1.toml cannot be read as one table of settings: 'utf-8' codec
 --config PLACE/sections.toml => optimiser.lr: unknown; did you mean optimizer.lr?
@@ -265,6 +266,7 @@ DEMO --model.init pretrained --model.path PLACE/nowhere --model.config {} => the
 
 
 WRONG_FILES = {
+    "empty": "",
     "quotes": "stage = dpo",
     "latin1": 'stage = "dpo"  # f\xfcr',
     "sections": 'stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 3\n[optimiser]\nlr = 1e-5',
