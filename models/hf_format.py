@@ -328,8 +328,8 @@ class WeightFiles:
             and not torch.equal(*map(self.read, VOCABULARY))
         ):
             raise ValueError(
-                f"{self.folder.absolute()} holds another {VOCABULARY[1]} than {VOCABULARY[0]}, but its config.json says "
-                "that they are one matrix; set tie_word_embeddings to false there"
+                f"{self.folder.absolute()} holds another {VOCABULARY[1]} than {VOCABULARY[0]}, but its config.json "
+                "says that they are one matrix; set tie_word_embeddings to false there"
             )
 
 
