@@ -98,6 +98,9 @@ SFT --data.turns separate --data.train_on last => as one sequence; set
 => nearest: llama3-8b
 SFT --model.config.model_type mixtral => model_type 'mixtral'
 SFT --model.config.mlp_bias true => mlp_bias
+SFT --model.config.num_hiden_layers 2 \
+=> model.config: num_hiden_layers is no field of a llama model here, did you mean num_hidden_layers; correct or remove
+SFT --model.config.num_experts 4 => num_experts is no field of a llama model here
 SFT --model.lora.alpha 8 --model.lora.merge true \
 => model.lora.alpha, model.lora.merge: model.lora.rank is 0, which trains all weights
 SFT --model.lora.rank 65536 => model.lora.rank: is 65536 but the model's matrices are

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
 
-from models.arch import ModelConfig
+from models.arch import KINDS, NEUTRAL, ModelConfig
 from models.folders import folder_with, read_config, resolve_model
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
@@ -79,7 +80,16 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
 
             raw = architecture(model.arch).to_hf()
         raw.pop("rope_parameters", None)  # model.config may have either style
-        return ModelConfig.from_hf({**raw, **model.config}, **rope), folder
+        shape = ModelConfig.from_hf({**raw, **model.config}, **rope)
+    family = shape.family
+    known = {*shape.to_hf(), *KINDS, *NEUTRAL, *family.defaults, *family.fixed}
+    for name in sorted(model.config.keys() - known):
+        near = f", did you mean {x[0]}" if (x := get_close_matches(name, known, 1)) else ""
+        raise ConfigError(
+            f"{name} is no field of a {shape.model_type} model here{near}; correct or remove it",
+            "model.config",
+        )
+    return shape, folder
 
 
 def check_model(config: Config, stage: Stage, shape: ModelConfig, folder: Path | None) -> None:
