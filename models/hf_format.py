@@ -335,7 +335,8 @@ class WeightFiles:
 
 def _weight_paths(folder: Path) -> list[Path]:
     names = [WEIGHTS]
-    if (folder / INDEX).is_file():
+    # beside the whole file, which transformers prefers too, an index is left from an earlier save in several files
+    if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         table = read_json(folder / INDEX).get("weight_map")
         names = (
             sorted({str(name) for name in table.values()}) if isinstance(table, dict) else []

@@ -61,6 +61,18 @@ def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path, limit):
             assert torch.equal(files.read(name, start, stop), tensor.reshape(-1)[start:stop])
 
 
+def test_an_index_that_an_earlier_save_left_is_not_read(tmp_path):
+    """transformers leaves it, with or without the files that it names, and reads the whole file."""
+    write(tmp_path, {"a": torch.zeros(100), "b": torch.zeros(100)}, max_shard_bytes=500)
+    save_file({"a": torch.ones(100), "b": torch.ones(100)}, tmp_path / "model.safetensors")
+    for shards in ([], tmp_path.glob("model-*.safetensors")):
+        for shard in shards:
+            shard.unlink()
+        files = WeightFiles(tmp_path)
+        assert (tmp_path / "model.safetensors.index.json").exists()
+        assert files.read("a").sum() + files.read("b").sum() == 200
+
+
 def test_a_slice_reads_only_its_bytes(tmp_path):
     files = write(tmp_path, {"big": torch.arange(10_000_000, dtype=torch.float32)})
 
