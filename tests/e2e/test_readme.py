@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable
@@ -11,11 +12,17 @@ from typing import get_type_hints
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from losses import DPO_LOSS_TYPES
+from models.folders import read_config
+from models.hf_format import WeightFiles
 from tests import ROOT
 from tests.e2e.launch import run_script
+from tests.family_case import FAMILIES
 from tests.model_folder import demo_model
+from ulysses.check.input_files import check_weights
 from ulysses.cli import HELP
 from ulysses.config.command_line import check, known_keys, parse_command_line
 from ulysses.gradients.chain import GRADIENT_POLICIES
@@ -89,6 +96,7 @@ SMALL = {
     "Qwen/Qwen2.5-7B-Instruct": "model",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "model",
     "YOUR_MODEL": "model",
+    "google/gemma-3-4b-it": "gemma",
     "sequence_parallel_size = 8": "sequence_parallel_size = 1",
 }
 
@@ -97,6 +105,19 @@ def small(text: str) -> str:
     for name, ours in SMALL.items():
         text = text.replace(name, ours)
     return text
+
+
+def multimodal_gemma(folder):
+    """Write a tiny Gemma-3 with a vision part, as transformers does, and the demo's tokenizer."""
+    text = FAMILIES["gemma3"] | {
+        "max_position_embeddings": 131_072,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    vision = dict.fromkeys(sizes, 2) | {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    shutil.copytree(ROOT / "configs/demo/data/tokenizer", folder, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +129,7 @@ def reader(tmp_path_factory):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).symlink_to(folder / "model")
     (folder / "configs").symlink_to(ROOT / "configs")
+    multimodal_gemma(folder / "gemma")
     chat, *_ = blocks("docs/quickstart.md", "json")
     (folder / "chats.jsonl").write_text(chat)
     (folder / "long.toml").write_text(small(*blocks("README.md", "toml")))
@@ -128,6 +150,14 @@ def test_python_snippets_run(text, reader):
     said = run_script(text, reader).stdout
     if "TrainingRun" in text:  # which ends with the metrics
         assert "'loss'" in said and (reader / "runs/long/export/config.json").exists()
+    if "Gemma3" in text:
+        folder, whole = reader / "gemma-3-4b-it-text", reader / "gemma/model.safetensors"
+        assert read_config(folder).max_position_embeddings == 131_072
+        check_weights(read_config(folder), folder, reward=False)
+        matrix = load_file(whole)["language_model.model.embed_tokens.weight"].bfloat16()
+        assert torch.equal(
+            WeightFiles(folder).read("model.embed_tokens.weight"), matrix.flatten()
+        )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
