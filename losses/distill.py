@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .logprobs import Tile, TileLoss, one_hot_difference, operand, tile_logits
-from .precision import check_shapes
+from .shapes import check_shapes, takes_tensors
 
 
+@takes_tensors()
 def divergence(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Return the divergence [R] of two log-distributions [R, V], and its gradient [R, V] by the student's logits.
 

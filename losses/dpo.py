@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .precision import check_shapes
 from .preference import aot_margins, divergence_score, preference_loss
+from .shapes import check_shapes, takes_tensors
 
 DPO_LOSS_TYPES = (
     "sigmoid", "robust", "hinge", "ipo", "ipo_sum", "simpo", "sigmoid_norm", "orpo",
@@ -35,6 +35,7 @@ _ELSEWHERE = {
 }
 
 
+@takes_tensors("chosen_lengths", "rejected_lengths")
 def dpo_loss(
     policy_chosen_logps: Tensor,
     policy_rejected_logps: Tensor,
@@ -157,6 +158,7 @@ def dpo_loss(
     return sum(parts[1:], parts[0]), rewards[0], rewards[1]
 
 
+@takes_tensors("token_index", "public_lengths")
 def ld_dpo_weights(token_index: Tensor, public_lengths: Tensor, alpha: float) -> Tensor:
     """Return per-token weights [T], 1 up to the pair's shorter length and alpha beyond it: LD-DPO (2409.06411).
 

@@ -6,11 +6,12 @@ Shapes: Nw desirable and Nl undesirable examples, M mismatched ones; one summed 
 import torch
 from torch import Tensor
 
-from .precision import check_shapes
+from .shapes import check_shapes, takes_tensors
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
 
+@takes_tensors()
 def kto_loss(
     policy_chosen_logps: Tensor,
     policy_rejected_logps: Tensor,

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .precision import at_least_float32, has_wide_products, wide_product
+from .shapes import takes_tensors
 from .token_nll import weighted_sum
 
 IGNORE_INDEX = -100
@@ -79,6 +80,7 @@ class HeadOptions(TypedDict, total=False):
     tile_loss: TileLoss
 
 
+@takes_tensors("hidden", "weight", "targets", "loss_weights")
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .precision import check_shapes
+from .shapes import check_shapes, takes_tensors
 
 # the exponential of more is outside any clip range, and of much more it overflows
 MAX_LOG_RATIO = 20.0
@@ -31,6 +31,7 @@ class ValueLoss(NamedTuple):
     clipped: Tensor
 
 
+@takes_tensors("last_index", "has_eos")
 def token_rewards(
     kl: Tensor,
     scores: Tensor,
@@ -54,6 +55,10 @@ def token_rewards(
         last_index,
         has_eos,
     )
+    # on a GPU reading would make the host wait
+    for last in () if last_index.is_cuda else last_index.tolist():
+        if not 0 <= last < len(kl):
+            raise ValueError(f"last_index holds {last} but must lie in 0..{len(kl) - 1}")
     rewards = -kl_coefficient * kl
     scores = scores.to(rewards.dtype)
     if missing_eos_penalty is not None:
@@ -66,6 +71,7 @@ def token_rewards(
     return rewards.index_add(0, last_index, scores)
 
 
+@takes_tensors("cu_seqlens")
 def packed_gae(
     rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
@@ -103,6 +109,7 @@ def packed_gae(
     return advantages, advantages + values
 
 
+@takes_tensors("mask")
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
@@ -121,6 +128,7 @@ def gae(
     return advantages, returns
 
 
+@takes_tensors()
 def group_advantages(
     scores: Tensor, group_size: int, kind: str = "group", *, scale: bool | str = True
 ) -> Tensor:
@@ -149,6 +157,7 @@ def group_advantages(
     return centred.flatten()
 
 
+@takes_tensors()
 def ppo_policy_loss(
     logps: Tensor,
     old_logps: Tensor,
@@ -196,6 +205,7 @@ def ppo_policy_loss(
     return PolicyLoss(losses, ratio.detach(), clipped.to(losses.dtype))
 
 
+@takes_tensors()
 def ppo_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.2
 ) -> ValueLoss:
@@ -217,6 +227,7 @@ def ppo_value_loss(
     return ValueLoss(0.5 * torch.maximum(plain, cut), (cut > plain).to(plain.dtype))
 
 
+@takes_tensors()
 def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Tensor:
     """Return an estimate of KL(policy || reference) per token from samples of the policy, d = logp - reference logp.
 
@@ -235,6 +246,7 @@ def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Ten
     raise ValueError(f"kind is {kind!r} but must be k1, k2 or k3")
 
 
+@takes_tensors("mask")
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Return (values - mean) / sqrt(variance + 1e-8) where mask is set, 0 elsewhere.
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .precision import check_shapes
+from .shapes import check_shapes, takes_tensors
 
 MAX_EXPONENT = 40.0  # e^40 and its square fit float32, so one extreme pair cannot make the gradient norm infinite
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
@@ -88,6 +88,7 @@ def preference_loss(
     return -(1 - e) * F.logsigmoid(z) - e * F.logsigmoid(-z)
 
 
+@takes_tensors()
 def aot_margins(policy: Tensor, reference: Tensor) -> Tensor:
     """Return, for each of the policy's margins S_w - S_l [N], the reference's margin of the same rank.
 

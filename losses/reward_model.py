@@ -6,9 +6,10 @@ Shapes: N pairs, one scalar score per sequence.
 import torch.nn.functional as F
 from torch import Tensor
 
-from .precision import check_shapes
+from .shapes import check_shapes, takes_tensors
 
 
+@takes_tensors("margin")
 def reward_loss(
     chosen_rewards: Tensor,
     rejected_rewards: Tensor,

@@ -7,9 +7,11 @@ all micro-batches and ranks needs.
 
 from torch import Tensor
 
-from .precision import at_least_float32, check_shapes
+from .precision import at_least_float32
+from .shapes import check_shapes, takes_tensors
 
 
+@takes_tensors("weights")
 def token_nll(logps: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return (sum_t w_t * -logps_t, sum_t w_t), two scalars; add both up over the whole step before dividing.
 
@@ -19,6 +21,7 @@ def token_nll(logps: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return weighted_sum(-logps, weights)
 
 
+@takes_tensors("weights")
 def weighted_sum(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return (sum_t w_t * values_t, sum_t w_t), two scalars, of values and weights of one shape.
 
@@ -31,6 +34,7 @@ def weighted_sum(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return (values.masked_fill(weights == 0, 0) * weights).sum(), weights.sum()
 
 
+@takes_tensors()
 def label_smoothed_nll(
     logps: Tensor, lse: Tensor, mean_logit: Tensor, label_smoothing: float
 ) -> Tensor:
@@ -48,12 +52,14 @@ def label_smoothed_nll(
     return (label_smoothing - 1) * logps + label_smoothing * (lse - mean_logit)
 
 
+@takes_tensors()
 def dft_nll(logps: Tensor) -> Tensor:
     """Return -p_t * log p_t in the shape of logps, with p_t held constant: dynamic fine-tuning (2508.05629)."""
     logps = at_least_float32(logps)
     return -logps.detach().exp() * logps
 
 
+@takes_tensors()
 def z_loss(lse: Tensor, coefficient: float) -> Tensor:
     """Return coefficient * lse^2 per token, in the shape of lse, which keeps the logits' normaliser near 0.
 

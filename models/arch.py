@@ -73,6 +73,12 @@ class ModelConfig:
                 f"num_attention_heads is {self.num_attention_heads} but must be a multiple of "
                 f"num_key_value_heads = {self.num_key_value_heads}; correct the config"
             )
+        turned = int(self.head_dim * self.partial_rotary_factor)
+        if turned % 2 or not 0 < turned <= self.head_dim:
+            raise ValueError(
+                f"head_dim is {self.head_dim} and partial_rotary_factor {self.partial_rotary_factor:g}, so that "
+                f"{turned} columns would turn, but these must be an even number up to head_dim; correct the config"
+            )
 
     @property
     def family(self) -> Family:
@@ -341,12 +347,12 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
         interval = number(known, "no_rope_layer_interval", int)
         every = [(i + 1) % interval for i in range(count)]
         rotated = of_layers("no_rope_layers", int, every)
-    step = number({"decoder_sparse_step": 1} | known, "decoder_sparse_step", int)
     dense = known.get("mlp_only_layers") or []
+    step = number({"decoder_sparse_step": 1} | known, "decoder_sparse_step", int)
     if strange := {*mixers} - {*family.mixers}:
         raise ValueError(
             f"config.json has layer_types of {', '.join(sorted(strange))} but {known['model_type']} has layers of "
-            f"{', '.join(family.mixers)} here; use a model of these"
+            f"{', '.join(dict.fromkeys(family.mixers))} here; use a model of these"
         )
     kinds = [
         LayerKind(
@@ -356,6 +362,11 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
         )
         for i, (mixer, rotates) in enumerate(zip(mixers, rotated))
     ]
+    if family.experts and not any(kind.feed_forward == "experts" for kind in kinds):
+        raise ValueError(
+            f"config.json has mlp_only_layers = {dense!r:.60} and decoder_sparse_step = {step}, which leave no layer "
+            f"with experts; correct the file, or use a dense model"
+        )
     shorter = (kinds[:n] for n in range(1, count + 1))
     return tuple(next(x for x in shorter if [*islice(cycle(x), count)] == kinds))
 

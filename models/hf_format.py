@@ -298,7 +298,8 @@ class WeightFiles:
         """Compare with a model's parameters (name -> shape).
 
         Raises ValueError on a missing parameter that is not in `may_lack` or a different shape. Stored tensors that the
-        model does not have are ignored if they are a head, a tied copy or a cached table, and refused otherwise.
+        model does not have are ignored if they are a reward model's unused head, an equal copy of tied embeddings or a
+        cached table, and refused otherwise.
         """
         unused = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
         found = {
@@ -313,17 +314,30 @@ class WeightFiles:
         ]
         if wrong:
             name = wrong[0]
-            has, wanted = (table.get(name, "no shape") for table in (found, expected))
+            fault = "is missing" if name in expected else "has no place in the model"
+            if name in expected and name in found:
+                fault = f"has the shape {[*found[name]]} instead of {[*expected[name]]}"
             raise ValueError(
-                f"{self.folder.absolute()} does not fit its config.json: {name} has {has} instead of {wanted}, "
-                f"the first of {len(wrong)} differences; merge adapters, or check that config.json belongs to these "
-                "weights"
+                f"{self.folder.absolute()} does not fit its config.json: {name} {fault}, the first of {len(wrong)} "
+                "differences; merge adapters, or check that config.json belongs to these weights"
+            )
+        is_tied = not {VOCABULARY[1], "score.weight"} & expected.keys()
+        # transformers leaves two such matrices untied
+        if (
+            is_tied
+            and {*VOCABULARY} <= self.tensors.keys()
+            and not torch.equal(*map(self.read, VOCABULARY))
+        ):
+            raise ValueError(
+                f"{self.folder.absolute()} holds another {VOCABULARY[1]} than {VOCABULARY[0]}, but its config.json "
+                "says that they are one matrix; set tie_word_embeddings to false there"
             )
 
 
 def _weight_paths(folder: Path) -> list[Path]:
     names = [WEIGHTS]
-    if (folder / INDEX).is_file():
+    # beside the whole file, which transformers prefers too, an index is left from an earlier save in several files
+    if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         table = read_json(folder / INDEX).get("weight_map")
         names = (
             sorted({str(name) for name in table.values()}) if isinstance(table, dict) else []

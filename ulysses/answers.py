@@ -111,7 +111,7 @@ def read(rows: str, kind: str, report: Report) -> Iterator[Record]:
 def write(load: Callable[[], Trained], rows: str, out: Path, *, reward: bool) -> None:
     """Write the rows with the responses that were generated, or with the scores of their answers.
 
-    Rows that are missing are told before the model is loaded, and leave no file.
+    Rows that are missing are told before the model is loaded. What fails before the first answers leaves no file.
     """
     if out.exists():
         raise ValueError(f"{out.absolute()} exists already; name another file")
@@ -119,16 +119,16 @@ def write(load: Callable[[], Trained], rows: str, out: Path, *, reward: bool) ->
     records = read(rows, "ranked" if reward else "prompt", report)
     batch = [*islice(records, BATCH)]
     trained = load()
-    with out.open("x", encoding="utf-8") as file:
-        while batch:
-            found = map(trained.scores, batch) if reward else trained.answers(*batch)
+    while batch:
+        found = [*map(trained.scores, batch)] if reward else trained.answers(*batch)
+        with out.open("a" if report.kept else "x", encoding="utf-8") as file:
             for record, value in zip(batch, found):
                 name = "scores" if reward else "response"
                 named = {f"new_{name}" if name in record.row else name: value}
                 line = json.dumps(record.row | named, ensure_ascii=False, default=str)
-                print(line, file=file, flush=True)
+                print(line, file=file)
                 report.kept += 1
-            batch = [*islice(records, BATCH)]
+        batch = [*islice(records, BATCH)]
     print(report)
 
 
@@ -170,6 +170,8 @@ def main(arguments: Sequence[str]) -> int:
             {"do_sample": False} if given.greedy else {}
         )
     try:
+        if not reward and given.tokens < 1:
+            raise ValueError(f"--tokens is {given.tokens} but must be at least 1")
         with TemporaryDirectory() as temporary, torch.inference_mode():
 
             def load() -> Trained:

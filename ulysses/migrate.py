@@ -22,6 +22,7 @@ import yaml
 
 import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
 from ulysses.check.setting_checks import contradictions
+from ulysses.cli import run_as
 from ulysses.config.command_line import check, known_keys, put
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.section import ConfigError, Values, existing, flat, refuse
@@ -470,3 +471,6 @@ def _find(path: str, folder: Path) -> Path:
     """Return a path as it is, or as seen from `folder` or one above it, wherever the file exists."""
     path, places = expanduser(path), (Path(), folder, *folder.absolute().parents)
     return next((place / path for place in places if (place / path).exists()), Path(path))
+
+
+run_as("migrate", __name__)

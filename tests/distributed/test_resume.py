@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.arch import ModelConfig
 from tests.engine_case import SHAPE, Case, build_trainer
+from tests.family_case import FAMILIES
 from tests.harness import run_distributed
 from tests.zero_case import whole
 from ulysses.check.run_folder import read_run_state, saved_checkpoints
@@ -182,6 +184,14 @@ def test_continues_on_another_topology_and_in_host_memory(world, sp, away, saved
 def test_what_host_memory_saved_continues_without(tmp_path):
     before = run_distributed(whole_run, 2, tmp_path, replace(CASE, engine=AWAY))[0]
     [found] = run_distributed(resumed_run, 1, tmp_path, replace(CASE, sp=1))
+    assert_continued(found, *before)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "qwen3_next"])
+def test_experts_and_linear_attention_continue_at_another_degree(family, tmp_path):
+    case = replace(CASE, shape=ModelConfig.from_hf(FAMILIES[family]))
+    before = run_distributed(whole_run, 2, tmp_path, case)[0]
+    found, *_ = run_distributed(resumed_run, 2, tmp_path, replace(case, sp=1))
     assert_continued(found, *before)
 
 

@@ -30,6 +30,8 @@ def place(tmp_path_factory):
     shape = ModelConfig.from_hf(json.loads((place / "model" / CONFIG).read_text()))
     reward = RewardModel(shape)
     init_weights(reward)
+    shutil.copytree(place / "model", place / "cold")
+    write_json(place / "cold/generation_config.json", {"do_sample": True, "temperature": 0.0})
     shutil.copytree(
         place / "model", place / "reward", ignore=shutil.ignore_patterns("*.safetensors")
     )
@@ -102,6 +104,8 @@ chat reward => is a LlamaForSequenceClassification
 generate model rows.jsonl rows.jsonl => rows.jsonl exists already; name another file
 generate absent/model absent.jsonl out => absent.jsonl does not exist
 generate absent/model rows.jsonl out => there is no folder
+generate model rows.jsonl out --tokens 0 => --tokens is 0 but must be at least 1
+generate cold rows.jsonl out => strictly positive
 """
 
 

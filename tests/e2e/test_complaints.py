@@ -61,7 +61,7 @@ kernel on CPU => sft --model.attention flash4 => model.attention: .*flash4
 full disk => sft =>  has 97.7 KiB free but 1 checkpoint of run.save_last and the export need .* or run.export = f
 held folder => sft --run.output PLACE/held => held already holds checkpoints; set run.resume = "auto"
 lacking weights => MODEL/lacking \
-=> does not fit .*: model.layers.1.mlp.up_proj.weight has no shape .*the first of 1 diff
+=> does not fit .*: model.layers.1.mlp.up_proj.weight is missing, the first of 1 diff
 older checkpoint => sft --run.output PLACE/later --run.resume PLACE/later/checkpoints/step-2 \
 => later already holds checkpoints; set run.resume = \"auto\" .*run.overwrite = true to delete step-4, or
 another run's checkpoint => sft --run.output PLACE/held --run.resume PLACE/later/checkpoints/step-4 \

@@ -82,6 +82,7 @@ def test_a_cache_of_other_values_stops_the_first_step(tmp_path):
     assert on_ranks(1, line)[0]["reference_gap"] < 1e-5
     # only a stop would have saved one
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert not list(cache.rglob("*.lock"))
     caches = list(cache.glob("reference-*.bin"))
     for path in caches:
         np.memmap(path, dtype=np.float32, mode="r+")[:] += 0.01

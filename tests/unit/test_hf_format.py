@@ -61,6 +61,18 @@ def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path, limit):
             assert torch.equal(files.read(name, start, stop), tensor.reshape(-1)[start:stop])
 
 
+def test_an_index_that_an_earlier_save_left_is_not_read(tmp_path):
+    """transformers leaves it, with or without the files that it names, and reads the whole file."""
+    write(tmp_path, {"a": torch.zeros(100), "b": torch.zeros(100)}, max_shard_bytes=500)
+    save_file({"a": torch.ones(100), "b": torch.ones(100)}, tmp_path / "model.safetensors")
+    for shards in ([], tmp_path.glob("model-*.safetensors")):
+        for shard in shards:
+            shard.unlink()
+        files = WeightFiles(tmp_path)
+        assert (tmp_path / "model.safetensors.index.json").exists()
+        assert files.read("a").sum() + files.read("b").sum() == 200
+
+
 def test_a_slice_reads_only_its_bytes(tmp_path):
     files = write(tmp_path, {"big": torch.arange(10_000_000, dtype=torch.float32)})
     Path("/proc/self/clear_refs").write_text("5")
@@ -119,13 +131,35 @@ def test_wrong_folders_are_refused_by_one_sentence(tmp_path):
         sentence = "/model.safetensors is not a whole safetensors file ("
         refused(ValueError, sentence, WeightFiles, tmp_path)
     size, one = torch.Size([100]), torch.Size([1])
-    lacking = "b has no shape instead of torch.Size([1]), the first of 1 differences"
+    lacking = ": b is missing, the first of 1 differences"
     refused(ValueError, lacking, files.check, {"a": size, "b": one})
-    refused(ValueError, "[100]", files.check, {"a": one})
-    refused(ValueError, "a has torch.Size([100]) instead of no shape", files.check, {})
+    refused(ValueError, ": a has the shape [100] instead of [1], the", files.check, {"a": one})
+    refused(ValueError, ": a has no place in the model, the first of 1", files.check, {})
     files.check({"a": size, "score.weight": one}, may_lack=("score.weight",))
     refused(FileNotFoundError, "there is no folder", resolve_model, str(tmp_path / "absent"))
     assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_a_head_beside_tied_embeddings_is_their_copy_or_refused(tmp_path):
+    """transformers unties two that differ, so a run would train another model than the one that was saved."""
+    matrix, norm = torch.randn(4, 3), {"model.norm.weight": torch.ones(3)}
+    expected = {"model.embed_tokens.weight": matrix.shape, "model.norm.weight": torch.Size([3])}
+    for head, said in (
+        (matrix, ""),
+        (matrix + 1, "another lm_head"),
+        (matrix[:3], "another lm"),
+    ):
+        pair = {"model.embed_tokens.weight": matrix, "lm_head.weight": head.clone()}
+        files = write(tmp_path, norm | pair)
+        # a reward model has no use for either, and an untied model has both
+        score = expected | {"score.weight": torch.Size([1, 3])}
+        files.check(score, may_lack=("score.weight",))
+        files.check(expected | {"lm_head.weight": head.shape})
+        if said:
+            with pytest.raises(ValueError, match=f"{said}.*set tie_word_embeddings to false"):
+                files.check(expected)
+        else:
+            files.check(expected)
 
 
 def test_random_start_depends_on_seed_and_name_only():

@@ -30,15 +30,25 @@ NOT_COMPUTED = """
 {"linear_num_value_heads": 4} => linear_num_value_heads is 4 but must be a multiple of
 {"linear_conv_kernel_dim": 0} => linear_conv_kernel_dim = 0 but it must be a whole number
 {"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention"]} \
-=> has layers of linear_attention
+=> has layers of linear_attention, full_attention here
 {"hidden_act": "gelu"} => hidden_act = 'gelu', which these models do not compute
+{"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2}} => partial_rotary_factor 2, so that 32 columns
+{"head_dim": 12} => head_dim is 12 and partial_rotary_factor 0.25, so that 3 columns would turn
+{"model_type": "qwen3", "head_dim": 15} => head_dim is 15 and partial_rotary_factor 1, so that 15 columns would turn
+{"model_type": "qwen3_moe", "mlp_only_layers": "0"} => mlp_only_layers = '0' but it must be a list of
+{"model_type": "qwen3_moe", "decoder_sparse_step": 0} => decoder_sparse_step = 0 but it must be a whole number
+{"model_type": "qwen3_moe", "decoder_sparse_step": 9} => decoder_sparse_step = 9, which leave no layer with experts
+{"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2, 3]} => 2, 3] .* leave no layer with experts
 """
 
 
 @pytest.mark.parametrize("changes, complaint", rows_of(NOT_COMPUTED))
 def test_what_is_not_computed_is_refused(changes, complaint):
+    config = FAMILIES["qwen3_5"] | json.loads(changes)
+    if config["model_type"] != "qwen3_5_text":
+        del config["rope_parameters"]
     with pytest.raises(ValueError, match=complaint):
-        ModelConfig.from_hf(FAMILIES["qwen3_5"] | json.loads(changes))
+        ModelConfig.from_hf(config)
 
 
 def test_a_multimodal_config_keeps_what_is_around_the_text_model():

@@ -11,6 +11,7 @@ from tests.engine_case import HYBRID
 from ulysses.check import kernel_proof
 from ulysses.check.kernel_proof import check_kernel, choose_kernel, prove_once
 from ulysses.config.command_line import check
+from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.registry import stage_of
@@ -27,6 +28,10 @@ def test_a_proof_is_remembered_with_all_that_it_depends_on(tmp_path):
     with mock.patch.object(torch, "__version__", "9.9"):
         prove_once(tmp_path / "cache", "torch", device, *CASE, prove=prove)
     assert prove.call_count == 4
+
+
+def test_a_window_of_one_token_has_no_gradients_to_be_off_by():
+    prove_kernel("torch", torch.device("cpu"), *CASE, (1, None))
 
 
 def test_a_wrong_kernel_is_not_remembered(tmp_path):

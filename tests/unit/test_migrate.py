@@ -673,10 +673,11 @@ def test_dropout_is_off_where_their_trainer_switches_it_off(tmp_path, system, me
 def test_a_redirected_translation_holds_nothing_else(tmp_path):
     (tmp_path / "run.yaml").write_text(LLAMAFACTORY_KTO)
     loud = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    line = [sys.executable, "-m", "ulysses.cli", "migrate", "run.yaml"]
     env = loud | {"PYTHONPATH": str(ROOT)}
-    shown = subprocess.check_output(line, cwd=tmp_path, env=env, text=True)
-    assert tomllib.loads(shown)["stage"] == "kto"
+    for command in ("ulysses.cli migrate", "ulysses.migrate"):
+        line = [sys.executable, "-m", *command.split(), "run.yaml"]
+        shown = subprocess.check_output(line, cwd=tmp_path, env=env, text=True)
+        assert tomllib.loads(shown)["stage"] == "kto"
 
 
 def test_what_cannot_be_read_is_one_sentence(refusal):

@@ -23,6 +23,7 @@ recipe.yaml => `ulysses migrate recipe.yaml` translates
 --config llama3_lora_dpo.yaml => `ulysses migrate llama3_lora_dpo.yaml` translates
 --config PLACE/none.toml => --config: there is no PLACE/none.toml; correct the path
 --config PLACE => Is a directory
+--config PLACE/empty.toml => empty.toml is empty; give one with --config FILE.toml
 --config PLACE/quotes.toml => quotes.toml cannot be read as one table of settings:
 --config PLACE/latin1.toml => latin1.toml cannot be read as one table of settings: 'utf-8' codec
 --config PLACE/sections.toml => optimiser.lr: unknown; did you mean optimizer.lr?
@@ -97,6 +98,9 @@ SFT --data.turns separate --data.train_on last => as one sequence; set
 => nearest: llama3-8b
 SFT --model.config.model_type mixtral => model_type 'mixtral'
 SFT --model.config.mlp_bias true => mlp_bias
+SFT --model.config.num_hiden_layers 2 \
+=> model.config: num_hiden_layers is no field of a llama model here, did you mean num_hidden_layers; correct or remove
+SFT --model.config.num_experts 4 => num_experts is no field of a llama model here
 SFT --model.lora.alpha 8 --model.lora.merge true \
 => model.lora.alpha, model.lora.merge: model.lora.rank is 0, which trains all weights
 SFT --model.lora.rank 65536 => model.lora.rank: is 65536 but the model's matrices are
@@ -269,6 +273,7 @@ DEMO --model.init pretrained --model.path PLACE/nowhere --model.config {} => the
 
 
 WRONG_FILES = {
+    "empty": "",
     "quotes": "stage = dpo",
     "latin1": 'stage = "dpo"  # f\xfcr',
     "sections": 'stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 3\n[optimiser]\nlr = 1e-5',

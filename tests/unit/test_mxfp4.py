@@ -97,7 +97,5 @@ def test_blocks_without_scales_are_refused(tmp_path):
         {"a.experts.down_proj_blocks": torch.zeros(1, 2, 1, 16).to(torch.uint8)},
         tmp_path / "model.safetensors",
     )
-    with pytest.raises(
-        ValueError, match="down_proj_blocks has torch.Size.* instead of no shape"
-    ):
+    with pytest.raises(ValueError, match="down_proj_blocks has no place in the model"):
         WeightFiles(tmp_path).check({})

@@ -1,12 +1,13 @@
 """What a run reads besides the rows of its data: the model's shape and weights, and the tokenizer."""
 
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
 
-from models.arch import ModelConfig
+from models.arch import KINDS, NEUTRAL, ModelConfig
 from models.folders import folder_with, read_config, resolve_model
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
@@ -77,7 +78,16 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
 
             raw = architecture(model.arch).to_hf()
         raw.pop("rope_parameters", None)  # model.config may have either style
-        return ModelConfig.from_hf({**raw, **model.config}, **rope), folder
+        shape = ModelConfig.from_hf({**raw, **model.config}, **rope)
+    family = shape.family
+    known = {*shape.to_hf(), *KINDS, *NEUTRAL, *family.defaults, *family.fixed}
+    for name in sorted(model.config.keys() - known):
+        near = f", did you mean {x[0]}" if (x := get_close_matches(name, known, 1)) else ""
+        raise ConfigError(
+            f"{name} is no field of a {shape.model_type} model here{near}; correct or remove it",
+            "model.config",
+        )
+    return shape, folder
 
 
 def check_model(config: Config, stage: Stage, shape: ModelConfig, folder: Path | None) -> None:
@@ -103,10 +113,11 @@ def fit_window(
     if longest > window and not learns and not config.model.rope.extrapolate:
         original = scaling.original_max_position_embeddings if scaling else window
         table = "model.rope" if is_own else "rope_scaling"
+        sampled = " or ppo.max_new_tokens" if longest > config.data.max_length else ""
         raise ConfigError(
             f"sequences may have {longest} tokens but the window of the model has {window}; set {table}.type = "
-            f'"yarn" and {table}.factor = {-(-longest // original):.1f}, lower data.max_length, or insist with '
-            "model.rope.extrapolate = true",
+            f'"yarn" and {table}.factor = {-(-longest // original):.1f}, lower data.max_length{sampled}, or insist '
+            "with model.rope.extrapolate = true",
             setting,
         )
     return replace(shape, max_position_embeddings=max(longest, window))

@@ -42,8 +42,9 @@ def parse_command_line(arguments: list[str], **overrides: object) -> CommandLine
     for key, value in (given | overrides).items():
         put(values, key, value)
     if not values:
+        found = f"{options.config} is empty" if options.config else "there is no configuration"
         raise ConfigError(
-            "there is no configuration; give one with --config FILE.toml (configs/ has one for every stage), or read "
+            f"{found}; give one with --config FILE.toml (configs/ has one for every stage), or read "
             "ulysses train --help"
         )
     put(values, "optimizer.lr", check(values).optimizer.lr * options.adjust_lr)

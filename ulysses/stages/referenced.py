@@ -310,8 +310,10 @@ def read_reference(
 
 def _keep(path: Path, seal: Path, temporary: Path, digest: str) -> None:
     """Give the complete file its name, unless another run came first, whose file is read then."""
-    with lock_file(path.with_suffix(".lock")):
+    lock = path.with_suffix(".lock")
+    with lock_file(lock):
         if not seal.exists():
             os.replace(temporary, path)
             write_json(seal, {path.name: digest})
+    lock.unlink(missing_ok=True)  # those who wait for it will find the seal
     temporary.unlink(missing_ok=True)

@@ -1,0 +1,70 @@
+"""What the losses take: tensors, and those that belong together have one shape, so that nothing is broadcast."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from .precision import at_least_float32
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_tensors(*of_any_dtype: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a loss: what its signature calls a Tensor must be one, and hold floats.
+
+    Args:
+        of_any_dtype: names of arguments that may hold whole numbers or truth values: masks, lengths, indices.
+
+    The loss then raises TypeError for what is no tensor, and ValueError for one that holds no floats.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        may_be_none = {
+            name: x.annotation != Tensor
+            for name, x in parameters.items()
+            if x.annotation in (Tensor, Tensor | None)
+        }
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name, value in [*zip(parameters, args), *kwargs.items()]:
+                if name not in may_be_none or (value is None and may_be_none[name]):
+                    continue
+                if not isinstance(value, Tensor):
+                    raise TypeError(
+                        f"{name} is of type {type(value).__name__} but {function.__name__} takes torch tensors; "
+                        f"use torch.as_tensor({name})"
+                    )
+                if not value.is_floating_point() and name not in of_any_dtype:
+                    raise ValueError(
+                        f"{name} holds {value.dtype} but {function.__name__} takes floats there; use {name}.float()"
+                    )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def check_shapes(rule: str, axes: int | None, *tensors: Tensor | None) -> list[Any]:
+    """Return the tensors, those of floats as at least float32; None stands for one that is left out.
+
+    Args:
+        rule: "names: what they must be", for the error.
+        axes: of the shape; None is any number.
+
+    Raises ValueError unless they have one shape.
+    """
+    shapes = [list(x.shape) for x in tensors if x is not None]
+    if any(x != shapes[0] or axes not in (None, len(x)) for x in shapes):
+        names, _, must = rule.partition(": ")
+        must = must or "they must have one shape"
+        raise ValueError(f"{names} with shapes {shapes} will not do: {must}")
+    return [
+        at_least_float32(x) if x is not None and x.is_floating_point() else x for x in tensors
+    ]
