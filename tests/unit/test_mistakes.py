@@ -144,7 +144,7 @@ MOE --model.lora.rank 4 --model.lora.targets ["q_proj"] --model.quantize fp8 --m
 --model.config.moe_intermediate_size 7 \
 => model.quantize is "fp8" but a matrix 56 x 36 is no whole number of blocks of 64; set it to "none"
 MOE --model.config.decoder_sparse_step 0 => decoder_sparse_step = 0 but it must be a whole number above 0
-MOE --model.config.mlp_only_layers 1 => mlp_only_layers = 1 but it must be a list of layers
+MOE --model.config.mlp_only_layers 1 => mlp_only_layers = 1 but it must be a list of the numbers of layers
 MOE --model.config.norm_topk_prob 7 => norm_topk_prob = 7 but it must be true or false
 MOE --model.config.num_experts_per_tok 9 => num_experts_per_tok is 9 but there are only num_experts = 4
 SFT --sft.neftune_alpha 5 => sft.neftune_alpha: not supported; NEFTune's noise is not drawn here; leave it out
