@@ -46,7 +46,7 @@ ATTENTION = 0.63  # attention kernels
 EXCHANGE = 0.35  # all-to-alls, which share the links with ZeRO-3's traffic
 GATHER = 0.37  # all-gathers and reduce-scatters
 CONTENTION = 0.2  # of their time is added to that of the kernels beside them
-MEMORY_RATE = 0.6  # GPU memory in the optimizer's update
+MEMORY_RATE = 0.68  # GPU memory in the optimizer's update
 HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at once
 # bytes that a layer's elementwise kernels move, for each token and unit of D + the feed-forward's width
 ELEMENTWISE = 48
