@@ -290,9 +290,12 @@ def choose_memory(case: Case) -> Plan:
             "use more nodes, or set memory.host_memory if the node has more than its kernel reports"
         )
     if p.gpu > machine.gpu_bytes:
+        states, kept = "weights, optimizer and gradients", "activations"
+        if plan.keeps_gradients:
+            states, kept = "weights and optimizer", "activations and then gradients"
         raise ConfigError(
-            f'the run needs {p.gpu / GIB:.1f} GiB on each GPU with memory.recompute = "{plan.name}" (weights, '
-            f"optimizer and gradients {p.states / GIB:.1f}, activations {p.kept / GIB:.1f}, work "
+            f'the run needs {p.gpu / GIB:.1f} GiB on each GPU with memory.recompute = "{plan.name}" '
+            f"({states} {p.states / GIB:.1f}, {kept} {p.kept / GIB:.1f}, work "
             f"{p.working / GIB:.1f}, the rest for CUDA and NCCL) but a GPU has "
             f'{machine.gpu_bytes / GIB:.1f} GiB; set memory.recompute and memory.offload to "auto" and '
             "memory.offload_optimizer = true, use more GPUs with a larger parallel.sequence_parallel_size, lower "
