@@ -35,6 +35,8 @@ class AveragedReduction(GradientReduction):
         between: dtype of the sums that travel between nodes.
     """
 
+    keeps = False  # a mean of float32 numbers is no smaller than a sum
+
     def __init__(
         self,
         *given: Any,
@@ -43,9 +45,6 @@ class AveragedReduction(GradientReduction):
         **options: Any,
     ) -> None:
         super().__init__(*given, bucket=bucket, **options)
-        self._adds = (
-            True  # means are float32 numbers, of which the sums hold as many as there are
-        )
         self._between, self._bucket = between, bucket
         self._world = dist.get_world_size()
         self._make_groups(ranks_of_a_node())

@@ -25,6 +25,8 @@ IN_FLIGHT = 4
 class GradientReduction:
     """Take every gradient as soon as it is complete; one object per trained engine.
 
+    keeps: gradients of a step's only micro-batch may stay as they are, if they are on the model's device.
+
     Args:
         slices: of all trained parameters, their sums on the GPU or in (pinned) host memory.
         units: modules whose parameters' gradients are complete when the module's backward is.
@@ -32,6 +34,8 @@ class GradientReduction:
         lent: gradients lie in memory that the next backward pass writes again (memory/graphs.py).
         bucket: gradients with fewer elements that belong to no unit are taken together.
     """
+
+    keeps = True
 
     def __init__(
         self,
@@ -44,9 +48,9 @@ class GradientReduction:
     ) -> None:
         self._slices, self._lent = list(slices), lent
         self._on_host = self._slices[0].home.master.device.type != device.type
-        # Gradients are added to sums from the first step on whose micro-batch is not alone: then there is memory for
-        # them, and there would have to be more for what is kept beside.
-        self._adds = self._on_host
+        self._adds = False
+        if self._on_host or not self.keeps:
+            self._make_sums()
         # At high priority a reduction starts at the next kernel boundary instead of behind all queued matrix
         # products.
         self._backend = torch.get_device_module(device)
@@ -65,7 +69,14 @@ class GradientReduction:
 
     def begin(self, *, alone: bool) -> None:
         """Begin a backward pass; `alone`: of the step's only micro-batch."""
-        self._adds |= not alone
+        if not (alone or self._adds):
+            self._make_sums()
+
+    def _make_sums(self) -> None:
+        """Take the memory of sums; from then on all gradients go there, since more beside it was not planned."""
+        self._adds = True
+        for s in self._slices:
+            s.sum.zero_()
 
     def finish(self) -> None:
         """Take what no hook has taken, and send what is still collected; call it after each backward pass."""
