@@ -391,6 +391,22 @@ def test_a_long_example_stays_alone_and_what_fits_is_never_refused():
         assert step_products(plan) <= 8 * sum(step_flops(smallest))
 
 
+def test_gradients_stay_where_no_step_has_a_second_micro_batch():
+    found = []
+    for largest in (4, 5):
+        case = planner_case(config(dtype="bfloat16"), SMALL, node(1), 1024)
+        case = cut_steps(case, step(*[256] * 4), step(*[256] * largest), False)
+        assert (case.tokens, case.micro_batches) == (1024, 1)
+        found.append(choose_memory(case))
+    kept, added = found
+    assert kept.keeps_gradients and not added.keeps_gradients
+    assert predict(added).states - predict(kept).states == 4 * kept.case.model.trained
+    assert step_seconds(kept) < step_seconds(added)
+    # means of several processes, and what the host updates, are float32 numbers
+    for change in ({"machine": node(2)}, {"offload_optimizer": True}):
+        assert not kept._replace(case=kept.case._replace(**change)).keeps_gradients
+
+
 def test_a_size_set_by_hand_stays():
     plan = planned(SMALL, step(*[215] * 32), auto=False, tokens=1024)
     assert (plan.case.tokens, plan.case.micro_batches) == (1024, 8)
