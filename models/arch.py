@@ -31,6 +31,8 @@ _ROPE_TYPES: Mapping[str, list[str]] = TABLES["rope_types"]
 MOST: Mapping[str, float] = TABLES["most"]
 # What fields that are no plain numbers must be, each with an example.
 KINDS: Mapping[str, tuple[str, object]] = TABLES["kinds"]
+# Lists with an entry for every layer, by the fields that stand for them where they are absent.
+LISTS: Mapping[str, str] = TABLES["lists"]
 
 T = TypeVar("T", int, float, str)  # of a field
 _NO_MULTIPLIERS = Multipliers()
