@@ -94,7 +94,8 @@ class ChatTemplate:
         marked = GENERATION.sub(
             lambda tag: f'{tag[1]}print "{CLOSE if tag[2] else OPEN}"{tag[3]}', self.text
         )
-        self._given = self.encoder.guard(dict(variables))
+        day = {} if HAS_DATE.search(self.text) else {"strftime_now": DATE}
+        self._given = self.encoder.guard(day | dict(variables))
         sample = partial(self._sample, environment, marked)
         try:
             if not ends(sample):
@@ -292,9 +293,10 @@ class ChatTemplate:
         opened = self._render(given, messages[:last], True)
         # Some templates cut the thinking off every answer, although the model begins its own with it.
         content = (messages[last]["content"] or "").replace("</think>", f"</think{GUARD}>")
-        ways = [messages[last], {**messages[last], "content": content}]
-        # Where the prompt has closed the thinking, an answer cannot begin with any.
-        for message in ways[: 1 + (not opened.rstrip().endswith("</think>"))]:
+        ways = [messages[last]]
+        if not opened.rstrip().endswith("</think>"):  # then an answer cannot begin with any
+            ways.append({**messages[last], "content": content})
+        for message in ways:
             text = self._render(given, [*messages[:last], message])
             if text.startswith(opened) and not is_lost(message, text[len(opened) :]):
                 return text, {last: (len(opened), len(text))}
@@ -362,9 +364,8 @@ class ChatTemplate:
     ) -> str:
         texts, size = [], 0
         given = {**given, **self._special_names, "add_generation_prompt": generation_prompt}
-        day = given.get("strftime_now") or (None if HAS_DATE.search(self.text) else DATE)
         try:
-            if day:
+            if day := given.get("strftime_now"):
                 given["strftime_now"] = date.fromisoformat(day).strftime
             for part in self._compiled.generate(given, messages=messages):
                 texts.append(part)
