@@ -24,23 +24,22 @@ def takes_tensors(*of_any_dtype: str) -> Callable[[Callable[P, R]], Callable[P, 
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
-        may_be_none = {
-            name: x.annotation != Tensor
+        kinds = {
+            name: x.annotation
             for name, x in parameters.items()
             if x.annotation in (Tensor, Tensor | None)
         }
+        floats = kinds.keys() - {*of_any_dtype}
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name, value in [*zip(parameters, args), *kwargs.items()]:
-                if name not in may_be_none or (value is None and may_be_none[name]):
-                    continue
-                if not isinstance(value, Tensor):
+                if not isinstance(value, kinds.get(name, object)):
                     raise TypeError(
                         f"{name} is of type {type(value).__name__} but {function.__name__} takes torch tensors; "
                         f"use torch.as_tensor({name})"
                     )
-                if not value.is_floating_point() and name not in of_any_dtype:
+                if name in floats and value is not None and not value.is_floating_point():
                     raise ValueError(
                         f"{name} holds {value.dtype} but {function.__name__} takes floats there; use {name}.float()"
                     )
