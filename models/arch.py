@@ -367,7 +367,7 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
     if family.experts and not any(kind.feed_forward == "experts" for kind in kinds):
         raise ValueError(
             f"config.json has mlp_only_layers = {dense!r:.60} and decoder_sparse_step = {step}, which leave no layer "
-            f"with experts; correct the file, or use a dense model"
+            "with experts; correct the file, or use a dense model"
         )
     shorter = (kinds[:n] for n in range(1, count + 1))
     return tuple(next(x for x in shorter if [*islice(cycle(x), count)] == kinds))

@@ -24,7 +24,8 @@ NORM_CHUNK = 1 << 18
 class GradientSlice:
     """Hold this rank's piece of one parameter's gradient.
 
-    `shape` and `numel` describe the whole parameter. `grad` is the flat local slice (no padding) that edits write into.
+    `shape` and `numel` describe the whole parameter. `grad` is the flat local slice (no padding); edits go
+    into what `Gradients.slices` returns.
     `start` is the slice's offset in the flattened parameter, `scope` names what is clipped by a norm of its own.
     """
 
@@ -94,9 +95,9 @@ class Gradients:
             # a few kernels for all slices of a dtype; CUDA's reductions add in trees, so float32 is enough
             found: dict[int, Tensor] = {}
             for dtype in {grad.dtype for grad in grads}:
-                places = [i for i, grad in enumerate(grads) if grad.dtype == dtype]
-                chosen = [grads[i] for i in places]
-                found |= zip(places, torch._foreach_norm(chosen, order, dtype=self.wide))
+                own = {i: grad for i, grad in enumerate(grads) if grad.dtype == dtype}
+                norms = torch._foreach_norm([*own.values()], order, dtype=self.wide)
+                found |= zip(own, norms)
             norms = tuple(found[i] for i in range(len(grads)))
         else:
             # torch's CPU norm adds float32 numbers one after the other (on 10^8 elements the L2 norm comes out 1% and

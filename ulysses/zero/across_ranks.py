@@ -43,9 +43,8 @@ class AveragedReduction(GradientReduction):
         **options: Any,
     ) -> None:
         super().__init__(*given, bucket=bucket, **options)
-        self._adds = (
-            True  # means are float32 numbers, of which the sums hold as many as there are
-        )
+        # the means are float32 numbers anyway, and sums have room for them
+        self._adds = True
         self._between, self._bucket = between, bucket
         self._world = dist.get_world_size()
         self._make_groups(ranks_of_a_node())
