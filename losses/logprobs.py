@@ -80,7 +80,7 @@ class HeadOptions(TypedDict, total=False):
     tile_loss: TileLoss
 
 
-@takes_tensors("hidden", "weight", "targets", "loss_weights")
+@takes_tensors("targets", "loss_weights")
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -116,7 +116,7 @@ def linear_logprobs(
             f"targets are {targets.dtype} {list(targets.shape)} "
             f"but must be int64 [{hidden.shape[0]}], one per row of hidden"
         )
-    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+    if hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden is {hidden.dtype} and weight {weight.dtype} but both must have one floating dtype; cast one"
         )

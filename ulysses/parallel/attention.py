@@ -343,7 +343,7 @@ def prove_kernel(
     draw, widths = torch.Generator().manual_seed(0), (heads, kv_heads, kv_heads)
     what = ("output", "query gradient", "key gradient", "value gradient")
     cases: list[tuple[str, tuple[int, ...], int | None]] = []
-    # with a window of one token the gradients of query and key are zero, and nothing is off by a part of them
+    # with a window of one token the gradients of query and key are zero, so that no error can be relative to them
     for window in {size and max(2, min(size, PROOF_WINDOW)) for size in windows}:
         proofs = {}
         for lengths in (PROOF[:1], PROOF):

@@ -44,8 +44,8 @@ class GradientReduction:
     ) -> None:
         self._slices, self._lent = list(slices), lent
         self._on_host = self._slices[0].home.master.device.type != device.type
-        # Gradients are added to sums from the first step on whose micro-batch is not alone: then there is memory for
-        # them, and there would have to be more for what is kept beside.
+        # From the first step of several micro-batches on, gradients are added to sums, also those of a micro-batch that
+        # is alone: the sums then have their memory, and gradients kept beside them would need more.
         self._adds = self._on_host
         # At high priority a reduction starts at the next kernel boundary instead of behind all queued matrix
         # products.

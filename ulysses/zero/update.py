@@ -36,8 +36,8 @@ class ParameterGroup:
 class SubGroup:
     """Parameters of a group that are updated together.
 
-    weights: this rank's flat slices in the model, padding included, without which they have these lengths. master: the
-    same in float32 [N], one after the other. optimizer: for `master` alone.
+    weights: this rank's flat slices in the model, padding included. lengths: theirs without it. master: the same in
+    float32 [N], one after the other, padding included. optimizer: for `master` alone.
     """
 
     group: ParameterGroup
@@ -59,8 +59,8 @@ class SubGroup:
         """Take one step with `factor` times the gradients, and give the result to the model.
 
         Args:
-            grads: of the parameters' slices without padding, in their order: parts of `sums` once there are sums; on
-                one process, which pads nothing, tensors of their own before.
+            grads: of the parameters' slices without padding, in their order: parts of `sums` if there are sums, and
+                otherwise, on one process, which pads nothing, tensors of their own.
         """
         apart = self.master.grad is None
         if apart:

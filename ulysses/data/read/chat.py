@@ -146,7 +146,8 @@ class ChatTemplate:
                 if "call_1" in text:
                     lengths[content] = len(text)
         self._no_content = min(lengths, key=lengths.__getitem__, default="")
-        # Qwen3.8's reads thinking from a key of its own alone, and writes an empty one before that in the content.
+        # Qwen3.8's template reads thinking from a key of its own alone, and writes an empty block before thinking that
+        # stands in the content.
         thinks = {**answer, "content": "<think>\n1\n</think>\n\n2"}
         counts = []
         with suppress(DropRowError):
