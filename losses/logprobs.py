@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .precision import at_least_float32, has_wide_products, wide_product
-from .shapes import takes_tensors
+from .precision import at_least_float32, has_wide_products, takes_tensors, wide_product
 from .token_nll import weighted_sum
 
 IGNORE_INDEX = -100

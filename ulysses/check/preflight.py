@@ -47,7 +47,7 @@ files      plan.inquiry:published_shape        config absent                    
 files      input_files:read_shape              config strict                                   shape folder
 files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
-files      setting_checks:check_routers        model shape routers
+files      adapter_settings:check_routers      model shape routers
 files      adapter_settings:check_adapters     adapters shape config
 files      adapter_settings:choose_targets     config adapters shape                           config
 files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template

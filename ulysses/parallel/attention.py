@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .context import Context
 from .kernels.choice import KERNELS, VARLEN, Kernel, check_name, resolve_kernel
 from .kernels.document import ONE_DOCUMENT, SHORT, Gradients, Inputs, Results, join
 from .layout import (
     AttentionPlan,
+    Context,
     Tensors,
     VarlenCall,
     head_layout,
