@@ -6,7 +6,6 @@
 Each sub-group has a torch optimizer of its own. On a GPU gpu_kernels.py does AdamW's part.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -125,7 +124,7 @@ class ParameterSlice:
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return self.shape.numel()
 
     @property
     def sum(self) -> Tensor:
