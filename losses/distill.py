@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .logprobs import Tile, TileLoss, one_hot_difference, operand, tile_logits
-from .shapes import check_shapes, takes_tensors
+from .precision import check_shapes, takes_tensors
 
 
 @takes_tensors()

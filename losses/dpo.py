@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .precision import check_shapes, takes_tensors
 from .preference import aot_margins, divergence_score, preference_loss
-from .shapes import check_shapes, takes_tensors
 
 DPO_LOSS_TYPES = (
     "sigmoid", "robust", "hinge", "ipo", "ipo_sum", "simpo", "sigmoid_norm", "orpo",

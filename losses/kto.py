@@ -6,7 +6,7 @@ Shapes: Nw desirable and Nl undesirable examples, M mismatched ones; one summed 
 import torch
 from torch import Tensor
 
-from .shapes import check_shapes, takes_tensors
+from .precision import check_shapes, takes_tensors
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .precision import at_least_float32, has_wide_products, wide_product
-from .shapes import takes_tensors
+from .precision import at_least_float32, has_wide_products, takes_tensors, wide_product
 from .token_nll import weighted_sum
 
 IGNORE_INDEX = -100
@@ -80,7 +79,7 @@ class HeadOptions(TypedDict, total=False):
     tile_loss: TileLoss
 
 
-@takes_tensors("hidden", "weight", "targets", "loss_weights")
+@takes_tensors("targets", "loss_weights")
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -116,7 +115,7 @@ def linear_logprobs(
             f"targets are {targets.dtype} {list(targets.shape)} "
             f"but must be int64 [{hidden.shape[0]}], one per row of hidden"
         )
-    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+    if hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden is {hidden.dtype} and weight {weight.dtype} but both must have one floating dtype; cast one"
         )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .shapes import check_shapes, takes_tensors
+from .precision import check_shapes, takes_tensors
 
 # the exponential of more is outside any clip range, and of much more it overflows
 MAX_LOG_RATIO = 20.0

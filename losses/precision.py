@@ -1,7 +1,15 @@
-"""The precision of all losses and of sums of matrix products: float32, or float64 for float64 inputs."""
+"""What all losses take, and in which precision: tensors of one shape, and float32, or float64 for float64 inputs."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def at_least_float32(value: Tensor) -> Tensor:
@@ -27,3 +35,59 @@ def wide_product(
     if total is None:
         return torch.mm(left, right, out_dtype=dtype)
     return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+
+
+def takes_tensors(*of_any_dtype: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a loss: what its signature calls a Tensor must be one, and hold floats.
+
+    Args:
+        of_any_dtype: names of arguments that may hold whole numbers or truth values: masks, lengths, indices.
+
+    The loss then raises TypeError for what is no tensor, and ValueError for one that holds no floats.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        kinds = {
+            name: x.annotation
+            for name, x in parameters.items()
+            if x.annotation in (Tensor, Tensor | None)
+        }
+        floats = kinds.keys() - {*of_any_dtype}
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name, value in [*zip(parameters, args), *kwargs.items()]:
+                if not isinstance(value, kinds.get(name, object)):
+                    raise TypeError(
+                        f"{name} is of type {type(value).__name__} but {function.__name__} takes torch tensors; "
+                        f"use torch.as_tensor({name})"
+                    )
+                if name in floats and value is not None and not value.is_floating_point():
+                    raise ValueError(
+                        f"{name} holds {value.dtype} but {function.__name__} takes floats there; use {name}.float()"
+                    )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def check_shapes(rule: str, axes: int | None, *tensors: Tensor | None) -> list[Any]:
+    """Return the tensors, those of floats as at least float32; None stands for one that is left out.
+
+    Args:
+        rule: "names: what they must be", for the error.
+        axes: of the shape; None is any number.
+
+    Raises ValueError unless they have one shape.
+    """
+    shapes = [list(x.shape) for x in tensors if x is not None]
+    if any(x != shapes[0] or axes not in (None, len(x)) for x in shapes):
+        names, _, must = rule.partition(": ")
+        must = must or "they must have one shape"
+        raise ValueError(f"{names} with shapes {shapes} will not do: {must}")
+    return [
+        at_least_float32(x) if x is not None and x.is_floating_point() else x for x in tensors
+    ]

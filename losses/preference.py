@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .shapes import check_shapes, takes_tensors
+from .precision import check_shapes, takes_tensors
 
 MAX_EXPONENT = 40.0  # e^40 and its square fit float32, so one extreme pair cannot make the gradient norm infinite
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")

@@ -6,7 +6,7 @@ Shapes: N pairs, one scalar score per sequence.
 import torch.nn.functional as F
 from torch import Tensor
 
-from .shapes import check_shapes, takes_tensors
+from .precision import check_shapes, takes_tensors
 
 
 @takes_tensors("margin")

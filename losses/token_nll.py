@@ -7,8 +7,7 @@ all micro-batches and ranks needs.
 
 from torch import Tensor
 
-from .precision import at_least_float32
-from .shapes import check_shapes, takes_tensors
+from .precision import at_least_float32, check_shapes, takes_tensors
 
 
 @takes_tensors("weights")

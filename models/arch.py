@@ -31,6 +31,8 @@ _ROPE_TYPES: Mapping[str, list[str]] = TABLES["rope_types"]
 MOST: Mapping[str, float] = TABLES["most"]
 # What fields that are no plain numbers must be, each with an example.
 KINDS: Mapping[str, tuple[str, object]] = TABLES["kinds"]
+# Lists with an entry for every layer, by the fields that stand for them where they are absent.
+LISTS: Mapping[str, str] = TABLES["lists"]
 
 T = TypeVar("T", int, float, str)  # of a field
 _NO_MULTIPLIERS = Multipliers()
@@ -365,7 +367,7 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
     if family.experts and not any(kind.feed_forward == "experts" for kind in kinds):
         raise ValueError(
             f"config.json has mlp_only_layers = {dense!r:.60} and decoder_sparse_step = {step}, which leave no layer "
-            f"with experts; correct the file, or use a dense model"
+            "with experts; correct the file, or use a dense model"
         )
     shorter = (kinds[:n] for n in range(1, count + 1))
     return tuple(next(x for x in shorter if [*islice(cycle(x), count)] == kinds))

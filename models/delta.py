@@ -36,8 +36,7 @@ from models.ops.norm import NormNode, NormRule
 from ulysses.memory.levels import Rope
 from ulysses.memory.size import MixerSize, Setting
 from ulysses.parallel.attention import UlyssesAttention
-from ulysses.parallel.context import Context
-from ulysses.parallel.layout import AttentionPlan, Tensors, head_layout
+from ulysses.parallel.layout import AttentionPlan, Context, Tensors, head_layout
 from ulysses.parallel.whole_rows import RowHeads
 
 

@@ -156,18 +156,17 @@ def adapted_experts(targets: Iterable[str]) -> list[str]:
 
 
 def adapter_parameters(model: Any, targets: Collection[str]) -> tuple[int, int]:
-    """Count the parameters that LoRA of rank 1 adds to a model without adapters, and those that a token meets."""
-    own, count, met = adapted_experts(targets), 0, 0
+    """Count the parameters that LoRA of rank 1 adds to a model without adapters, and those that a token leaves out."""
+    own, count, unmet = adapted_experts(targets), 0, 0
     for name, matrix in model.named_parameters():
         stem = name.removesuffix(".weight").rpartition(".")[2]
         if matrix.dim() == 3 and stem in own:  # of all experts
             each = sum(matrix.shape[1:])
             count += len(matrix) * each
-            met += model.config.moe.num_experts_per_tok * each
+            unmet += (len(matrix) - model.config.moe.num_experts_per_tok) * each
         elif matrix.dim() == 2 and stem in targets:
             count += sum(matrix.shape)
-            met += sum(matrix.shape)
-    return count, met
+    return count, unmet
 
 
 def is_of_experts(name: str) -> bool:

@@ -1,13 +1,13 @@
 """The weights that training starts from: read from files, or drawn at random."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.arch import ModelConfig
 from models.decoder import VALUE, init_parameter
@@ -102,21 +102,3 @@ class InitialWeights:
     @cached_property
     def _shapes(self) -> dict[str, torch.Size]:
         return {name: p.shape for name, p in empty_model(self.shape).named_parameters()}
-
-    def originals(
-        self, weights: Iterable[tuple[str, Tensor]], model: nn.Module, trained_on: bool
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights of a quantised model with matrices in place of quantised ones: those that the files hold.
-
-        Without files, or if it is to be what was `trained_on`, they are dequantised.
-        """
-        if trained_on or not self.files:
-            from models.quantized import dense
-
-            yield from dense(model, weights)
-            return
-        for name, weight in weights:
-            if weight is not None and weight.dtype == torch.uint8:
-                plain = name.replace(".base_layer.", ".")
-                weight = self.files.read(plain).view(self.stored[plain].shape)
-            yield name, weight

@@ -9,7 +9,6 @@ Source: Hu et al. 2021 (2106.09685). The exported files have PEFT's format.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def add_adapters(model: Any, config: Any) -> Any:
     model.requires_grad_(False)
     experts = [m for m in model.modules() if isinstance(m, ExpertMatrices)]
     if modules := _module_targets(config, dict(model.named_parameters())):
-        # by the name of a whole model PEFT would take those of MLPs' modules for the experts'
+        # given the whole model, PEFT would take the names of MLPs' modules for those of experts
         inject_adapter_in_model(
             _peft_config(config, target_modules=modules), model.model.layers
         )
@@ -70,12 +69,9 @@ def _module_targets(config: Any, parameters: Collection[str]) -> list[str]:
     if not any(".experts." in name for name in parameters):
         return list(config.targets)
     others = [t for t in config.targets if t not in MLP_TARGETS]
-    of_mlps = product(("mlp", "shared_expert"), {*config.targets} & {*MLP_TARGETS})
-    return others + [
-        module
-        for module in map(".".join, sorted(of_mlps))
-        if any(f".{module}." in n for n in parameters)
-    ]
+    of_mlps = [t for t in config.targets if t in MLP_TARGETS]
+    modules = [f"{mlp}.{target}" for mlp in ("mlp", "shared_expert") for target in of_mlps]
+    return others + [m for m in modules if any(f".{m}." in name for name in parameters)]
 
 
 def _peft_config(config: Any, **options: Any) -> PeftConfig:

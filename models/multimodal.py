@@ -54,10 +54,14 @@ def split_text(found: Fields) -> tuple[Fields, Fields]:
     return text, carried
 
 
-def outside(name: str, around: str = "") -> str:
-    """Return the name that a parameter has in the whole model or, if this one's config.json is given, in its files."""
-    kind = json.loads(around)["model_type"] if around else ""
-    if prefix := MULTIMODAL.get(kind, {}).get("prefix"):
+def file_prefix(around: str) -> str:
+    """Return what files of the model with this config.json have before the text model's names, or ""."""
+    return MULTIMODAL[json.loads(around)["model_type"]].get("prefix", "")
+
+
+def outside(name: str, prefix: str = "") -> str:
+    """Return the name that a parameter has in the whole model or, where these have a prefix, in its files."""
+    if prefix:
         return prefix + name
     return OUTSIDE + name.removeprefix(INSIDE) if name.startswith(INSIDE) else name
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from models.modules import Linear
 from models.ops import passes_triton
-from ulysses.parallel.context import Context
+from ulysses.parallel.layout import Context
 
 # bits of an element: its code, and its share of scales and their tables
 BITS = {"nf4": 4 + 8 / 64 + 32 / 64 / 256, "fp8": 8.01}
@@ -182,4 +182,15 @@ def dense(
             module: Any = model.get_submodule(owner)
             shape = module.shape if last == "weight" else module.shapes[last]
             weight = unpack(module.kind, weight, shape, dtype)
+        yield name, weight
+
+
+def originals(
+    weights: Iterable[tuple[str, Tensor]], files: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's weights, or None in their place, with quantised ones as the matrices that WeightFiles hold."""
+    for name, weight in weights:
+        if weight is not None and weight.dtype == torch.uint8:
+            plain = name.replace(".base_layer.", ".")
+            weight = files.read(plain).view(files.tensors[plain].shape)
         yield name, weight

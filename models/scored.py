@@ -19,7 +19,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, HeadedDecoder, placed
 from ulysses.memory.tiling import tiles
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.context import Context
+from ulysses.parallel.layout import Context
 
 SCORE_ROWS = 8192
 

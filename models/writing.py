@@ -95,10 +95,10 @@ def write_weights(
 
     others = ((name, stored.whole()) for name, stored in (carried or {}).items())
     if config and config.around and not reward:
-        from models.multimodal import outside
+        from models.multimodal import file_prefix, outside
 
-        around = config.around
-        tensors = ((outside(name, around), tensor) for name, tensor in tensors)
+        prefix = file_prefix(config.around)
+        tensors = ((outside(name, prefix), tensor) for name, tensor in tensors)
     if config and config.moe and not config.family.clamped_experts:
         from models.expert_files import as_stored
 

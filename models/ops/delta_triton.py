@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from models.families import Delta
 from models.ops.delta_rule import EPSILON
 from models.ops.passes_triton import triton
-from ulysses.parallel.context import Context
+from ulysses.parallel.layout import Context
 
 TAPS = 4  # of the models that exist; the kernels of the convolution hold the rows before one in registers
 ROWS, BLOCK = 128, 128  # of a program, which goes through its rows one after the other

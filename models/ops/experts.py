@@ -22,7 +22,7 @@ from models.ops.gated_mlp import ACTIVATIONS, value_and_slope
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.layer_node import sum_tiles, tile_gradients
 from ulysses.memory.tiling import add_by_tiles
-from ulysses.parallel.context import Context
+from ulysses.parallel.layout import Context
 
 
 def clamped(both: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from losses.precision import at_least_float32
 from models.ops.linear import add_product, products, products_backward
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.tiling import add_by_tiles, tiles
-from ulysses.parallel.context import Context
+from ulysses.parallel.layout import Context
 
 # transformers' names
 ACTIVATIONS = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import has_wide_products, wide_product
-from ulysses.parallel.context import Context
+from ulysses.parallel.layout import Context
 
 
 def stacked(matrices: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from ulysses.parallel.context import Context
+from ulysses.parallel.layout import Context
 
 
 class NormRule(NamedTuple):

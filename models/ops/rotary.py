@@ -21,8 +21,7 @@ from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.ops.linear import column_sums, products, products_backward
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
-from ulysses.parallel.context import Context
-from ulysses.parallel.layout import copy
+from ulysses.parallel.layout import Context, copy
 
 NO_NORM = NormRule(0.0)
 

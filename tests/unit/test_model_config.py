@@ -8,6 +8,8 @@ from models.arch import ModelConfig
 from models.families import RopeScaling
 from models.published import ARCHITECTURES
 from tests.model_folder import tiny_config
+from ulysses.check.input_files import read_shape
+from ulysses.config.command_line import check
 
 LLAMA = tiny_config()
 QWEN = LLAMA | {"model_type": "qwen2"}
@@ -27,6 +29,22 @@ def test_old_and_new_rope_styles_agree():
         config = ModelConfig.from_hf(LLAMA | given)
         assert config.rope_theta == 5e5
         assert config.rope_scaling == RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    "arch, key, value, read",
+    [
+        ("qwen3-30b-a3b", "num_experts", 16, lambda shape: shape.moe.num_experts),
+        ("qwen3-30b-a3b", "num_local_experts", 16, lambda shape: shape.moe.num_experts),
+        ("gemma3-1b", "sliding_window_pattern", 3, lambda shape: len(shape.pattern)),
+        ("smollm3-3b", "no_rope_layer_interval", 2, lambda shape: len(shape.pattern)),
+        ("qwen3.5-0.8b", "full_attention_interval", 2, lambda shape: len(shape.pattern)),
+    ],
+)
+def test_a_changed_key_counts_whatever_else_says_the_same_of_the_shape(arch, key, value, read):
+    model = {"arch": arch, "init": "random", "config": {key: value}}
+    shape, _ = read_shape(check({"stage": "sft", "run": {"steps": 1}, "model": model}))
+    assert read(shape) == value
 
 
 def test_defaults_are_those_of_transformers():

@@ -39,12 +39,12 @@ def test_equals_what_torch_counts(config, rank):
     if rank:
         add_adapters(model, LoraSection(rank=rank))
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        added, met = adapter_parameters(build(config=config), LoraSection().targets)
+        added, unmet = adapter_parameters(build(config=config), LoraSection().targets)
         assert rank * added == adapters
         planned = planned._replace(
             parameters=planned.parameters + adapters,
             trained=adapters,
-            unmet=rank * (added - met),
+            unmet=rank * unmet,
         )
     if rank and config is MOE:  # what the gradients of experts' adapters compute again
         moe, widths = config.moe, 2 * config.hidden_size + 3 * config.moe.moe_intermediate_size

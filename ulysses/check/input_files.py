@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.arch import KINDS, NEUTRAL, ModelConfig
+from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig
 from models.folders import folder_with, read_config, resolve_model
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
@@ -78,9 +78,12 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
 
             raw = architecture(model.arch).to_hf()
         raw.pop("rope_parameters", None)  # model.config may have either style
+        for name in model.config:  # which may say in other words what `raw` says
+            raw.pop(name, None)
+            raw.pop(LISTS.get(name, ""), None)
         shape = ModelConfig.from_hf({**raw, **model.config}, **rope)
     family = shape.family
-    known = {*shape.to_hf(), *KINDS, *NEUTRAL, *family.defaults, *family.fixed}
+    known = {*shape.to_hf(), *KINDS, *NEUTRAL, *family.defaults, *family.fixed, *family.aliases}
     for name in sorted(model.config.keys() - known):
         near = f", did you mean {x[0]}" if (x := get_close_matches(name, known, 1)) else ""
         raise ConfigError(

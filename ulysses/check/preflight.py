@@ -47,7 +47,7 @@ files      plan.inquiry:published_shape        config absent                    
 files      input_files:read_shape              config strict                                   shape folder
 files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
-files      setting_checks:check_routers        model shape routers
+files      adapter_settings:check_routers      model shape routers
 files      adapter_settings:check_adapters     adapters shape config
 files      adapter_settings:choose_targets     config adapters shape                           config
 files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template
@@ -159,10 +159,10 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
         yield inputs.disk_warning
     config, total = inputs.config, inputs.stage.total_steps(loader)
     data = config.data
-    if data.eval:
-        both = repeated_data(parse_sources(data.train), parse_sources(data.eval))
-        if both:
-            yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
+    if data.eval and (
+        both := repeated_data(parse_sources(data.train), parse_sources(data.eval))
+    ):
+        yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
     rate, warmup = config.optimizer.lr, config.optimizer.warmup
     if not rate:
         yield "optimizer.lr is 0: no weight will change"

@@ -9,9 +9,8 @@ from operator import attrgetter
 
 import torch
 
-from models.arch import ModelConfig
 from ulysses import environment
-from ulysses.config.schema import Config, ModelSection
+from ulysses.config.schema import Config
 from ulysses.config.section import CREDENTIALS, visible
 from ulysses.parallel.mesh import divisors
 from ulysses.registry import STAGES, TRACKERS, gradient_policies, load, stage_of
@@ -86,18 +85,6 @@ def require_determinism() -> None:
     """
     environment.preset({CUBLAS: ":4096:8"})
     torch.use_deterministic_algorithms(True)
-
-
-def check_routers(
-    model: ModelSection, shape: ModelConfig, routers: dict[str, float]
-) -> Iterator[str]:
-    """Yield which settings of experts have no effect; `routers` are those that somebody made."""
-    for key, value in routers.items():
-        if not shape.moe:
-            yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"
-        elif key != "freeze_router" and (model.freeze_router or model.lora.rank):
-            why = "model.freeze_router" if model.freeze_router else "model.lora.rank"
-            yield f"model.{key} is {value:g} but {why} is set, which trains no router; set it to 0"
 
 
 def contradictions(config: Config) -> Iterator[str]:

@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ NORM_CHUNK = 1 << 18
 class GradientSlice:
     """Hold this rank's piece of one parameter's gradient.
 
-    `shape` and `numel` describe the whole parameter. `grad` is the flat local slice (no padding) that edits write into.
+    `shape` and `numel` describe the whole parameter. `grad` is the flat local slice (no padding); edits go
+    into what `Gradients.slices` returns.
     `start` is the slice's offset in the flattened parameter, `scope` names what is clipped by a norm of its own.
     """
 
@@ -91,13 +93,10 @@ class Gradients:
         grads = [e.grad for e in self.entries]
         order = 2.0 if statistic == "norm" else 1.0
         if grads[0].is_cuda:
-            # a few kernels for all slices of a dtype; CUDA's reductions add in trees, so float32 is enough
-            found: dict[int, Tensor] = {}
-            for dtype in {grad.dtype for grad in grads}:
-                places = [i for i, grad in enumerate(grads) if grad.dtype == dtype]
-                chosen = [grads[i] for i in places]
-                found |= zip(places, torch._foreach_norm(chosen, order, dtype=self.wide))
-            norms = tuple(found[i] for i in range(len(grads)))
+            # a few kernels for all neighbours of one dtype; CUDA's reductions add in trees, so float32 is enough
+            alike = (list(run) for _, run in groupby(grads, key=lambda grad: grad.dtype))
+            parts = (torch._foreach_norm(run, order, dtype=self.wide) for run in alike)
+            norms = tuple(chain.from_iterable(parts))
         else:
             # torch's CPU norm adds float32 numbers one after the other (on 10^8 elements the L2 norm comes out 1% and
             # the L1 norm 46% too small). Chunks of this size, copied to float64, fit into the processor's cache.

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ulysses.memory.levels import HOOKS, Rope
-from ulysses.parallel.context import Context
-from ulysses.parallel.layout import AttentionPlan, Segments, VarlenCall
+from ulysses.parallel.layout import AttentionPlan, Context, Segments, VarlenCall
 
 MOST_SIZES = 24  # recorded; each keeps its inputs and results
 SMALLEST = 128  # rows, and the length of the longest document

@@ -21,8 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from losses.precision import at_least_float32
 from ulysses.memory.levels import Rope
 from ulysses.memory.tiling import tiles
-from ulysses.parallel.context import Context
-from ulysses.parallel.layout import AttentionPlan, Tensors
+from ulysses.parallel.layout import AttentionPlan, Context, Tensors
 
 if TYPE_CHECKING:
     from ulysses.memory.offload import Group, Offloader

@@ -1,7 +1,7 @@
 """Ulysses sequence parallelism for any model; it needs torch only, and the folder works when copied elsewhere.
 
 Read in this order: mesh, layout, batch, exchange, kernels (choice, document, varlen, short), attention, sums.
-context is the type of what autograd functions keep; dense is for users of the library alone.
+dense is for users of the library alone.
 """
 
 from importlib import import_module

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .context import Context
 from .kernels.choice import KERNELS, VARLEN, Kernel, check_name, resolve_kernel
 from .kernels.document import ONE_DOCUMENT, SHORT, Gradients, Inputs, Results, join
 from .layout import (
     AttentionPlan,
+    Context,
     Tensors,
     VarlenCall,
     head_layout,
@@ -343,7 +343,7 @@ def prove_kernel(
     draw, widths = torch.Generator().manual_seed(0), (heads, kv_heads, kv_heads)
     what = ("output", "query gradient", "key gradient", "value gradient")
     cases: list[tuple[str, tuple[int, ...], int | None]] = []
-    # with a window of one token the gradients of query and key are zero, and nothing is off by a part of them
+    # with a window of one token the gradients of query and key are zero, so that no error can be relative to them
     for window in {size and max(2, min(size, PROOF_WINDOW)) for size in windows}:
         proofs = {}
         for lengths in (PROOF[:1], PROOF):

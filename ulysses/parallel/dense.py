@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .context import Context
-from .layout import AttentionPlan, dense, packed_plan
+from .layout import AttentionPlan, Context, dense, packed_plan
 from .mesh import ParallelMesh
 
 

@@ -35,7 +35,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,7 +48,21 @@ if TYPE_CHECKING:
 Range = tuple[int, int]
 Device = torch.device | str
 Tensors = Sequence[Tensor]
+Rest = TypeVar("Rest")
 _WIDE = 16  # bytes that a GPU's thread moves at once
+
+
+class Context(Protocol[Rest]):
+    """The type of `ctx`, through which an autograd function's forward hands to its backward what that needs.
+
+    Tensors go through save_for_backward, and None stays None in saved_tensors; everything else is `rest`.
+    """
+
+    rest: Rest
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 def to_device(tensor: Tensor, device: Device) -> Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .batch import ShardedBatch
-from .context import Context
+from .layout import Context
 
 
 def segment_sums(values: Tensor, batch: ShardedBatch) -> Tensor:

@@ -1,14 +1,12 @@
 """What a dry run asks besides the plan: an absent model's shape, the machine to plan for, and the longest sequence."""
 
-import re
 from bisect import bisect_left
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from models.arch import ModelConfig
-from models.published import ARCHITECTURES
+from models.published import recognised
 from ulysses.config.schema import Config, Options
 from ulysses.environment import local_world_size
 from ulysses.plan.case import GIB, PEAKS, Case, Machine, device_peaks, free_host_bytes
@@ -23,14 +21,8 @@ def published_shape(config: Config, absent: str) -> ModelConfig | None:
 
     A dry run plans with it if the model is not on this machine.
     """
-    name = Path(absent).name.lower()
-    names = name + " " + re.sub(r"^([a-z-]+)-(\d)", r"\1\2", name)
-    shape = next((shape for key, shape in ARCHITECTURES.items() if key in names), None)
-    if shape is None:
-        return None
-    if "qwen2.5" in name and "instruct" in name:
-        shape = replace(shape, max_position_embeddings=32768)
-    return ModelConfig.from_hf(shape.to_hf(), **config.model.rope.changes())
+    shape = recognised(Path(absent).name)
+    return shape and ModelConfig.from_hf(shape.to_hf(), **config.model.rope.changes())
 
 
 def planned_machine(config: Config, options: Options, world: int) -> Machine:

@@ -53,8 +53,8 @@ def planner_model(config: Config, shape: ModelConfig) -> Model:
         from models.expert_files import adapter_parameters
 
         added = adapter_parameters(empty_model(shape), lora.targets)
-        adapters, met = (lora.rank * count for count in added)
-        model = model._replace(unmet=adapters - met)
+        adapters, unmet = (lora.rank * count for count in added)
+        model = model._replace(unmet=unmet)
         parameters += adapters
         trained = adapters + (score or shape.hidden_size * stage.reward)
         if lora.train:

@@ -160,9 +160,8 @@ def export_model(
     dtype, carried, base = dtype or config.export_dtype, {}, {}
     rounded = Rounding(getattr(torch, dtype))
     source = config.model
-    # of such models alone the files may hold more than was trained
-    beside = (shape.around or shape.delta) and source.init == "pretrained"
-    if beside and whole and not stage.reward:
+    has_others = shape.around or shape.delta  # tensors of vision, or of MTP
+    if has_others and source.init == "pretrained" and whole and not stage.reward:
         folder = resolve_model(str(source.path), source.revision)
         carried = stored_weights(folder).carried
     known = source.init == "pretrained" and Path(str(source.path)).is_dir()

@@ -272,7 +272,13 @@ class TrainingRun:
             )
             if config.model.quantize == "none":
                 return found
-            return self.inputs.weights.originals(found, self.engine.module, for_servers)
+            from models.quantized import dense, originals
+
+            files = self.inputs.weights.files
+            # servers sample from what is trained on
+            if for_servers or not files:
+                return dense(self.engine.module, found)
+            return originals(found, files)
 
         merge = for_servers or config.model.lora.merge
         given = read, folder, self.inputs.shape, config, step

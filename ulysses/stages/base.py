@@ -256,7 +256,7 @@ class Stage:
         yield from ()
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
-        """Yield the errors that need the tokenizer of the trained model; asked of a stage that reads another one."""
+        """Yield the errors that need the trained model's tokenizer; only a stage with other models is asked."""
         yield from ()
 
     def exported_config(

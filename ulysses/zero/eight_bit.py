@@ -46,7 +46,7 @@ class EightBitSubGroup(SubGroup):
         """Do the same slice by slice, so that no more than one gradient has a float32 copy."""
         (settings,) = self.optimizer.param_groups
         settings["lr"] = lr
-        if self.master.grad is not None:  # with padding
+        if self.master.grad is not None:  # whose parts have the padding that the master's have
             grads = self.sums.split([len(own) for own in self.weights])
         for place, (part, grad) in enumerate(zip(settings["params"], grads)):
             part.grad = grad.float().mul_(factor)

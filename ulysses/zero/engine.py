@@ -1,7 +1,7 @@
 """One model under ZeRO-3: forward, backward by the one gradient rule, and the update.
 
     forward(batch) -> backward(loss) ... -> gradients() -> step(gradients, lr)
-    units are whole   reduce.py: fp32 averages    policies        AdamW on this rank's slices
+    units are whole   reduce.py: averages         policies        AdamW on this rank's slices
 
 A unit's weights are whole when it is used. Afterwards they are released (DeepSpeed gathers them again for the next use)
 or kept (resident.py). DeepSpeed knows nothing of sequence parallelism, and the engine reduces the gradients.

@@ -50,8 +50,6 @@ def check_raw(raw: dict[str, Any]) -> None:
             raise ValueError(
                 f"deepspeed.zero_optimization.{key} is owned by the engine and cannot be set there; use {instead}"
             )
-    if not raw:
-        return
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds to import
     from pydantic import ValidationError
 

@@ -6,7 +6,6 @@
 Each sub-group has a torch optimizer of its own. On a GPU gpu_kernels.py does AdamW's part.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,8 +35,8 @@ class ParameterGroup:
 class SubGroup:
     """Parameters of a group that are updated together.
 
-    weights: this rank's flat slices in the model, padding included, without which they have these lengths. master: the
-    same in float32 [N], one after the other. optimizer: for `master` alone.
+    weights: this rank's flat slices in the model, padding included. lengths: theirs without it. master: the same in
+    float32 [N], one after the other, padding included. optimizer: for `master` alone.
     """
 
     group: ParameterGroup
@@ -59,8 +58,8 @@ class SubGroup:
         """Take one step with `factor` times the gradients, and give the result to the model.
 
         Args:
-            grads: of the parameters' slices without padding, in their order: parts of `sums` once there are sums; on
-                one process, which pads nothing, tensors of their own before.
+            grads: of the parameters' slices without padding, in their order: parts of `sums` if there are sums, and
+                otherwise, on one process, which pads nothing, tensors of their own.
         """
         apart = self.master.grad is None
         if apart:
@@ -125,7 +124,7 @@ class ParameterSlice:
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return self.shape.numel()
 
     @property
     def sum(self) -> Tensor:

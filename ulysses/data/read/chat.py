@@ -94,7 +94,8 @@ class ChatTemplate:
         marked = GENERATION.sub(
             lambda tag: f'{tag[1]}print "{CLOSE if tag[2] else OPEN}"{tag[3]}', self.text
         )
-        self._given = self.encoder.guard(dict(variables))
+        day = {} if HAS_DATE.search(self.text) else {"strftime_now": DATE}
+        self._given = self.encoder.guard(day | dict(variables))
         sample = partial(self._sample, environment, marked)
         try:
             if not ends(sample):
@@ -145,7 +146,8 @@ class ChatTemplate:
                 if "call_1" in text:
                     lengths[content] = len(text)
         self._no_content = min(lengths, key=lengths.__getitem__, default="")
-        # Qwen3.8's reads thinking from a key of its own alone, and writes an empty one before that in the content.
+        # Qwen3.8's template reads thinking from a key of its own alone, and writes an empty block before thinking that
+        # stands in the content.
         thinks = {**answer, "content": "<think>\n1\n</think>\n\n2"}
         counts = []
         with suppress(DropRowError):
@@ -292,9 +294,10 @@ class ChatTemplate:
         opened = self._render(given, messages[:last], True)
         # Some templates cut the thinking off every answer, although the model begins its own with it.
         content = (messages[last]["content"] or "").replace("</think>", f"</think{GUARD}>")
-        ways = [messages[last], {**messages[last], "content": content}]
-        # Where the prompt has closed the thinking, an answer cannot begin with any.
-        for message in ways[: 1 + (not opened.rstrip().endswith("</think>"))]:
+        ways = [messages[last]]
+        if not opened.rstrip().endswith("</think>"):  # then an answer cannot begin with any
+            ways.append({**messages[last], "content": content})
+        for message in ways:
             text = self._render(given, [*messages[:last], message])
             if text.startswith(opened) and not is_lost(message, text[len(opened) :]):
                 return text, {last: (len(opened), len(text))}
@@ -362,9 +365,8 @@ class ChatTemplate:
     ) -> str:
         texts, size = [], 0
         given = {**given, **self._special_names, "add_generation_prompt": generation_prompt}
-        day = given.get("strftime_now") or (None if HAS_DATE.search(self.text) else DATE)
         try:
-            if day:
+            if day := given.get("strftime_now"):
                 given["strftime_now"] = date.fromisoformat(day).strftime
             for part in self._compiled.generate(given, messages=messages):
                 texts.append(part)
