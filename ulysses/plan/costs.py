@@ -96,19 +96,12 @@ def predict(plan: Plan) -> Prediction:
     sums = 4 * (not plan.keeps_gradients)
     trained = (4 + sums + case.moment_bytes) * model.trained / world
     states = weights * (not case.offload_parameters) + trained * (not case.offload_optimizer)
-    first, last = plan.levels[0], plan.levels[-1]
-    first_layers, in_pairs = plan.levels.count(first), first == "pair"
-    away = min(plan.offloaded_layers, first_layers)
-    on_gpu = first_layers - away + min(away, WORKING_GROUPS * (1 + in_pairs))
-    # a layer without a second one keeps its own input, and the pair at work its second layer's too
-    on_gpu += (first_layers % 2 + 2) * in_pairs
     mean, largest = case.layer_sizes(model)
-    kept_by_last = kept_bytes(last, mean, size) * case.local * (model.layers - first_layers)
-    kept = kept_bytes(first, mean, size) * case.local * on_gpu + kept_by_last
-    head = _head_moment(plan)
+    kept_by_first, kept_by_last = _kept(plan, mean)
+    kept, head = kept_by_first + kept_by_last, _head_moment(plan)
     # the last layers are done when the first ones work, and what they kept is free
-    layer = _layer_moment(plan, largest, first) - kept_by_last
-    layer = max(layer, _layer_moment(plan, largest, last))
+    layer = _layer_moment(plan, largest, plan.levels[0]) - kept_by_last
+    layer = max(layer, _layer_moment(plan, largest, plan.levels[-1]))
     working = max(head, layer)
     of_graphs = size * model.layers * mean.parameters * plan.graphs
     if plan.graphs:
@@ -123,7 +116,7 @@ def predict(plan: Plan) -> Prediction:
     buffers = COMMUNICATOR_BYTES if machine.is_gpu else gloo
     gpu = allocated * SLACK + CONTEXT_BYTES + buffers * (world > 1)
     moved = weights + trained - states
-    if away:
+    if away := min(plan.offloaded_layers, plan.levels.count(plan.levels[0])):
         moved += pinned_layer(plan) * away
     # a checkpoint passes through, one kind of the state at a time
     host = moved + 4 * model.trained / world + PROCESS_BYTES
@@ -138,6 +131,19 @@ def predict(plan: Plan) -> Prediction:
         fits_gpu=gpu <= FILL * machine.gpu_bytes,
         fits_host=not (moved and machine.host_bytes) or host <= machine.host_budget,
     )
+
+
+def _kept(plan: Plan, layer: LayerSize) -> tuple[float, float]:
+    """Return the bytes on the GPU that the first layers keep for backward, and the last ones."""
+    case, first = plan.case, plan.levels[0]
+    count, in_pairs = plan.levels.count(first), first == "pair"
+    away = min(plan.offloaded_layers, count)
+    on_gpu = count - away + min(away, WORKING_GROUPS * (1 + in_pairs))
+    # a layer without a second one keeps its own input, and the pair at work its second layer's too
+    on_gpu += (count % 2 + 2) * in_pairs
+    each = (kept_bytes(x, layer, case.element_size) for x in (first, plan.levels[-1]))
+    of_first, of_last = (bytes_of * case.local for bytes_of in each)
+    return of_first * on_gpu, of_last * (case.model.layers - count)
 
 
 def pinned_layer(plan: Plan) -> float:
