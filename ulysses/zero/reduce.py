@@ -73,7 +73,7 @@ class GradientReduction:
             self._make_sums()
 
     def _make_sums(self) -> None:
-        """Take the memory of sums; from then on all gradients go there, since more beside it was not planned."""
+        """Take the memory for sums. All later gradients go there: memory for others beside them was not planned."""
         self._adds = True
         for s in self._slices:
             s.sum.zero_()
@@ -103,7 +103,7 @@ class GradientReduction:
         return [s.gradient(self._values[s.name]) for s in self._slices]
 
     def forget(self) -> None:
-        """Begin a new step: the next gradients replace what the sums hold."""
+        """Begin a new step: drop gradients that were kept; the next ones replace what the sums hold."""
         self._values.clear()
 
     def close(self) -> None:
