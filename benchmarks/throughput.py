@@ -58,7 +58,10 @@ def main() -> None:
     add_options(
         p,
         seq=([32768], "lengths, one after the other"),
-        documents=(1, "sequences of that length in each pack"),
+        documents=(
+            [1],
+            "sequences of that length in each pack: one for all lengths, or one per length",
+        ),
         micro_batches=(1, "packs in each step"),
         sp=(0, "Ulysses degree; 0 is all processes"),
         recompute=(["auto"], "one level for all lengths, or one per length"),
@@ -105,16 +108,17 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     config = settings(
         a.arch, a.layers, ["--parallel.sequence_parallel_size", str(a.sp or world), *rest]
     )
-    levels, offloads = (x * len(a.seq) if len(x) == 1 else x for x in (a.recompute, a.offload))
+    given = a.documents, a.recompute, a.offload
+    cases = [a.seq, *(x * len(a.seq) if len(x) == 1 else x for x in given)]
     rows: list[dict[str, Any]] = []
     bench = None
-    for seq, level, offload in zip(a.seq, levels, offloads, strict=True):
+    for seq, documents, level, offload in zip(*cases, strict=True):
         try:
             if bench is None:
                 # with the host memory that the first case may use
                 first = changed(config, "memory", offload=offload)
-                longest = max(a.seq) * a.documents
-                bench = build(first, device, longest, a.documents, a.micro_batches)
+                longest, most = max(zip(map(int.__mul__, *cases[:2]), cases[1], strict=True))
+                bench = build(first, device, longest, most, a.micro_batches)
                 if a.skip_attention:
                     skip_attention(bench)
                 if a.warm:
@@ -122,8 +126,8 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
                     measure(bench, a.warm, remember(bench, a.warm, **warm), **warm, steps=0)
             memory = changed(bench.config, "memory", recompute=level, offload=offload)
             here = bench._replace(config=memory)
-            several = {"documents": a.documents, "micro_batches": a.micro_batches}
-            choice = remember(here, seq * a.documents, **several)
+            several = {"documents": documents, "micro_batches": a.micro_batches}
+            choice = remember(here, seq * documents, **several)
             row = measure(here, seq, choice, **several, steps=a.steps)
         except ConfigError as error:
             rows.append(
@@ -137,7 +141,7 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
             print(json.dumps({"seq": seq, "oom": str(error).splitlines()[0][:120]}), flush=True)
             os._exit(3)  # the others wait in a collective: torchrun ends them
         if a.watch:
-            row["watch"] = cost_of_watch(here, seq, a)
+            row["watch"] = cost_of_watch(here, seq, documents, a)
         if a.skip_attention:
             row = {key: value for key, value in row.items() if key not in SPEEDS} | {
                 "note": FIT
@@ -147,13 +151,13 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def cost_of_watch(bench: Bench, seq: int, a: Any) -> str:
+def cost_of_watch(bench: Bench, seq: int, documents: int, a: Any) -> str:
     """Return what the watch adds to the time of the steps: the median and quartiles of pairs that are taken in turns.
 
     Choose the steps so that they take seconds: every process writes and reads once a second.
     """
-    batch, device = random_pack(bench, seq, a.documents), bench.engine.device
-    count = (seq - 1) * a.documents * bench.mesh.data_parallel_size
+    batch, device = random_pack(bench, seq, documents), bench.engine.device
+    count = (seq - 1) * documents * bench.mesh.data_parallel_size
     times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(2 * a.watch):
         watched = turn % 4 in (1, 2)  # without, with, with, without

@@ -18,9 +18,9 @@ SHAPE = """
 """
 
 
-OPTIONS = """{"arch": "qwen2.5-0.5b", "layers": 2, "sp": 0, "seq": [48, 48, 48], "documents": 2,
-"recompute": ["none", "block", "block"], "offload": ["none", "none", "checkpoints"], "steps": 1, "warm": 0,
-"skip_attention": false, "out": "", "watch": 0, "micro_batches": 2, "gpu_memory": 0}"""
+OPTIONS = """{"arch": "qwen2.5-0.5b", "layers": 2, "sp": 0, "seq": [48, 48, 48, 24], "documents": [2, 2, 2, 4],
+"recompute": ["none", "block", "block", "none"], "offload": ["none", "none", "checkpoints", "none"],
+"steps": 1, "warm": 0, "skip_attention": false, "out": "", "watch": 0, "micro_batches": 2, "gpu_memory": 0}"""
 
 
 def measured():
@@ -28,14 +28,23 @@ def measured():
 
     options = argparse.Namespace(**json.loads(OPTIONS))
     plain = work(options, SHAPE.split())
-    vars(options).update(skip_attention=True, seq=[48], recompute=["block"], offload=["none"])
+    vars(options).update(
+        skip_attention=True, seq=[48], documents=[2], recompute=["block"], offload=["none"]
+    )
     return plain + work(options, SHAPE.split())
 
 
 def test_steps_are_measured_as_set():
     for rows in run_distributed(measured, 2, cpu=True):
-        *steps, fit = rows
-        assert [row["recompute"] for row in rows] == ["none", "block", "block", "block"]
+        assert [row["documents"] for row in rows] == [2, 2, 2, 4, 2]
+        *steps, others, fit = rows
+        assert others["tokens"] == steps[0]["tokens"] and others["loss"] != steps[-1]["loss"]
+        assert [row["recompute"] for row in (*steps, fit)] == [
+            "none",
+            "block",
+            "block",
+            "block",
+        ]
         assert [row["offload"] for row in steps] == [0, 0, 2]
         wanted = {"weights": "resident", "micro_batches": 2, "tokens": 96, "sp": 2, "dp": 1}
         assert steps[0] | wanted == steps[0] and steps[0]["seconds"] > 0
