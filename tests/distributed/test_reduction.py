@@ -113,6 +113,20 @@ def test_a_gradient_that_never_came_is_an_error_with_the_parameters_name():
         assert text.startswith(told), text
 
 
+def asks_no_driver(weights):
+    """Build and step where a question about pinned memory would be an error, as after a fork from a process with a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_pinned", lambda tensor: 1 / 0)
+        engine, _ = zero_engine(CASE, resident=weights == "resident")
+        engine.backward(engine(batch(0)).logps.sum())
+        engine.step(engine.gradients(), 1e-3)
+
+
+@pytest.mark.parametrize("weights", ["resident", "sharded"])
+def test_a_process_without_a_gpu_asks_for_no_pinned_memory(weights):
+    run_distributed(asks_no_driver, 2, weights, cpu=True)
+
+
 def nodes(local_size, place):
     """Start as deepspeed's launcher does (LOCAL_SIZE) or as one that sets nothing; `place` replaces LOCAL_RANK."""
     del os.environ["LOCAL_WORLD_SIZE"]

@@ -18,6 +18,7 @@ from torch import nn
 
 from ulysses.environment import without_compiler
 from ulysses.zero.partition import Shard, shard_of
+from ulysses.zero.update import is_pinned
 
 AHEAD = 2  # layers that the host may run ahead of the GPU
 
@@ -70,7 +71,7 @@ class ShardedWeights:
         for dtype in {p.dtype for p in model.parameters() if p.requires_grad}:
             trained = [p for p in model.parameters() if p.requires_grad and p.dtype == dtype]
             own = [shard_of(p).own for p in trained]
-            if own[0].is_pinned():
+            if is_pinned(own[0]):
                 break
             for held, part in zip(own, torch.cat(own).split([len(x) for x in own])):
                 held.data = part

@@ -31,6 +31,14 @@ class ParameterGroup:
     eight_bit: bool = False
 
 
+def is_pinned(tensor: Tensor) -> bool:
+    """Return whether the tensor is in pinned host memory; a process that uses no GPU has none, and is asked nothing.
+
+    One that was forked from a process with a GPU could not answer.
+    """
+    return torch.cuda.is_initialized() and tensor.is_pinned()
+
+
 @dataclass
 class SubGroup:
     """Parameters of a group that are updated together.
@@ -50,7 +58,7 @@ class SubGroup:
     def sums(self) -> Tensor:
         """The float32 memory [N] in which several gradients of a step are added; it is made when it is asked for."""
         if self.master.grad is None:
-            pinned = self.master.is_pinned()
+            pinned = is_pinned(self.master)
             self.master.grad = torch.zeros_like(self.master, pin_memory=pinned)
         return self.master.grad
 
