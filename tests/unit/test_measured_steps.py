@@ -39,7 +39,8 @@ def measured(row):
         others = (model._replace(shape=shape, parameters=0),)
     if adapters := row.get("adapters"):
         base, total = row["quantize"], model.parameters + adapters
-        model = model._replace(parameters=total, trained=adapters, quantize=base)
+        unmet = row.get("unmet", 0)
+        model = model._replace(parameters=total, trained=adapters, unmet=unmet, quantize=base)
     levels = ()
     for part in row["recompute"].split("+"):
         level, _, count = part.partition("*")

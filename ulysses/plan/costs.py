@@ -45,11 +45,13 @@ FP8_PRODUCTS = 0.8
 ATTENTION = 0.63  # attention kernels
 EXCHANGE = 0.35  # all-to-alls, which share the links with ZeRO-3's traffic
 GATHER = 0.37  # all-gathers and reduce-scatters
-CONTENTION = 0.2  # of their time is added to that of the kernels beside them
+CONTENTION = 0.4  # of the time of each is added to the other's: they share the memory and the multiprocessors
 MEMORY_RATE = 0.68  # GPU memory in the optimizer's update
 HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at once
 # bytes that a layer's elementwise kernels move, for each token and unit of D + the feed-forward's width
 ELEMENTWISE = 48
+# ... and that eight products with adapters of experts, and their additions, move of each input and output
+ADAPTED_EXPERTS = 14
 # ... and that a pass without gradient moves of every logit: written, and read twice
 LOGIT_BYTES = 12
 # in which the host lays out, packs and takes in an answer of a rollout, while the GPU waits
@@ -59,6 +61,8 @@ STEP_SECONDS = 0.007  # per micro-batch: metadata, the first gather, the last re
 # micro-batch adds its gradient
 UPDATE_BYTES, ADDITION_BYTES = 34, 10
 ADAPTER_SECONDS = 6e-4  # of the many small kernels for a layer's adapters, forward and backward
+# more than that where experts have adapters and the layer is gathered, as measured on NF4 bases
+GATHERED_EXPERTS = 6e-3
 ENOUGH = 4  # times the launches of a pass without gradient, its computation takes: more tokens gain nothing
 
 
@@ -307,10 +311,13 @@ def step_seconds(plan: Plan) -> float:
     seconds = (products / MATRICES + attention / ATTENTION) / machine.peak_flops
     # without gradient, in layers that run forward and backward
     passes, S = model.layers * case.forwards / 3, case.work / case.sp
-    width = layer.width + layer.feed_forward.copied + layer.feed_forward.inner
-    elements = S * width * (model.layers + passes)
+    copied, inner = layer.feed_forward.copied, layer.feed_forward.inner
+    elements = S * (layer.width + copied + inner) * (model.layers + passes)
     seconds += ELEMENTWISE * elements / machine.memory_rate
     rate = MEMORY_RATE * machine.memory_rate
+    if model.unmet:
+        of_layer = ADAPTED_EXPERTS * S * (2 * copied + 3 * inner) / rate
+        seconds += (of_layer + GATHERED_EXPERTS * (not plan.resident)) * model.layers
     logits = S * model.shape.vocab_size * model.has_head
     seconds += logits * (case.logit_bytes + LOGIT_BYTES * case.forwards) / rate
     # those of the passes, which are fuller, at least one a step, and which no graph spares the host
@@ -327,7 +334,7 @@ def step_seconds(plan: Plan) -> float:
     gathers = 1 / case.micro_batches if plan.resident else 2 + case.forwards
     traffic = gathers * model.weight_bytes(size) + size * model.trained
     traffic *= (W - 1) / W / (GATHER * machine.link(W))
-    seconds += CONTENTION * traffic
+    seconds, traffic = seconds + CONTENTION * traffic, traffic + CONTENTION * seconds
     moved = 4 * model.trained / W * case.offload_optimizer
     moved += 2 * model.weight_bytes(size) / W * case.offload_parameters
     kept = kept_bytes(plan.levels[0], layer, size) * case.local

@@ -241,8 +241,12 @@ def cut_steps(case: Case, typical: PlannedStep, largest: PlannedStep, auto: bool
     if auto:
         whole = max(budget, -(-sum(largest.tokens) // groups))
         budgets = sorted({max(budget, -(-whole // n)) for n in CUTS})
-        # what packing finds is a little more, and takes long to find for steps of thousands of examples
-        plans = (choose(cut(n, math.ceil(tokens / n))) for n in budgets)
+        # what packing finds is a little more, and takes long to find for steps of thousands of examples; none holds
+        # two that are longer than half of it
+        counts = (
+            max(tokens, n * sum(2 * t > n for t in typical.tokens) / groups) for n in budgets
+        )
+        plans = (choose(cut(n, math.ceil(c / n))) for n, c in zip(budgets, counts))
         budget = _size_that_pays(*plans).case.tokens
     widths = ATTENTION_WIDTHS * case.model.shape.hidden_size
     costs = [t + q / widths for t, q in zip(typical.tokens, typical.squares)]
