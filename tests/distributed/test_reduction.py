@@ -114,7 +114,7 @@ def test_a_gradient_that_never_came_is_an_error_with_the_parameters_name():
 
 
 def asks_no_driver(weights):
-    """Build and step where a question about pinned memory would be an error, as after a fork from a process with a GPU."""
+    """Step where a question about pinned memory is an error, as after a fork from a process with a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_pinned", lambda tensor: 1 / 0)
         engine, _ = zero_engine(CASE, resident=weights == "resident")
