@@ -58,7 +58,7 @@ no such reference => dpo --dpo.reference PLACE/nowhere/model => dpo.reference is
 lacking reference => dpo --dpo.reference PLACE/lacking => dpo.reference: .* does not fit its config.json
 another tokenizer's reference => kto --kto.reference PLACE/small => kto.reference .* has 100 tokens but the policy \d+
 kernel on CPU => sft --model.attention flash4 => model.attention: .*flash4
-full disk => sft =>  has 97.7 KiB free but 1 checkpoint of run.save_last and the export need .* or run.export = f
+full disk => sft =>  has 97.7 KiB free but 1 checkpoint of run.save_last and the export would take .* or run.export = f
 held folder => sft --run.output PLACE/held => held already holds checkpoints; set run.resume = "auto"
 lacking weights => MODEL/lacking \
 => does not fit .*: model.layers.1.mlp.up_proj.weight is missing, the first of 1 diff

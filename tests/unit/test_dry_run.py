@@ -176,16 +176,16 @@ NOTHING = "--run.export false --run.save_last false"
 # the exit code, what is typed and what is said
 ROOM = """
 0 => NOTHING --run.save_minutes 0 =>
-0 => NOTHING => 3 checkpoints of run.save_minutes (run.keep = 2 and one being written) need 93.7 GiB; set \
+0 => NOTHING => 3 checkpoints of run.save_minutes (run.keep = 2 and one being written) would take 93.7 GiB; set \
 run.save_minutes = 0 or run.keep = 1
 0 => NOTHING --run.keep 1 =>
-0 => => 3 checkpoints of run.save_minutes (run.keep = 2 and one being written) and the export need 98.9 GiB; set \
+0 => => 3 checkpoints of run.save_minutes (run.keep = 2 and one being written) and the export would take 98.9 GiB; set \
 run.save_minutes = 0 or run.export = false or run.keep = 1
 3 => --run.save_every 2 => 4 checkpoints of run.save_every (run.keep = 2, the best and one being written) and the \
-export need 130.2 GiB; set run.save_every = 0 or run.export = false or run.keep = 1
+export would take 130.2 GiB; set run.save_every = 0 or run.export = false or run.keep = 1
 3 => NOTHING --run.save_every 2 --run.keep 1 => 3 checkpoints of run.save_every (run.keep = 1, the best and one being \
-written) need 93.7 GiB; set run.save_every = 0
-3 => --model.config.num_hidden_layers 32 => 1 checkpoint of run.save_last and the export need 104.7 GiB; set \
+written) would take 93.7 GiB; set run.save_every = 0
+3 => --model.config.num_hidden_layers 32 => 1 checkpoint of run.save_last and the export would take 104.7 GiB; set \
 run.save_last = false or run.export = false
 0 => --model.config.num_hidden_layers 32 --model.lora.rank 8 =>
 """.replace("NOTHING", NOTHING)

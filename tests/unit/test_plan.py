@@ -24,10 +24,19 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import write_json
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.case import GIB, Case, Machine, Plan, PlannedStep, this_machine
+from ulysses.plan.case import (
+    GIB,
+    Case,
+    Machine,
+    Plan,
+    PlannedStep,
+    cpu_machine,
+    this_machine,
+)
 from ulysses.plan.costs import predict, step_flops, step_seconds
 from ulysses.plan.inquiry import longest_sequence, planned_machine
 from ulysses.plan.memory_choice import (
+    check_host,
     choose,
     choose_memory,
     cut_steps,
@@ -103,6 +112,23 @@ def test_the_fastest_level_that_fits_and_the_next_one_on_the_last_layers():
         for levels in ((*plan.levels[1:], upper), (upper,) * 32):
             assert not predict(plan._replace(levels=levels)).fits
     assert not predict(choose(Case(WHOLE, node(1, 80), 4096))).fits
+
+
+def test_weights_and_optimizer_that_the_memory_beside_cpus_cannot_hold_are_refused(
+    monkeypatch,
+):
+    """Llama-3-8B in float32 takes 20 bytes for each of 8.03 billion parameters, on two processes as on one."""
+    monkeypatch.setattr("ulysses.plan.memory_choice.free_host_bytes", lambda: 140 * GIB)
+    said = r"weights, optimizer and gradients take 149.6 GiB .* but 140.0 GiB are free; use GPUs"
+    for processes in (1, 2):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        machine = cpu_machine(processes)
+        plan = choose_memory(planner_case(config(weights="sharded"), LLAMA, machine, 4096))
+        with pytest.raises(ConfigError, match=said):
+            check_host(config(), plan)
+        check_host(config(host_memory=150), plan)
+        check_host(config(), choose_memory(planner_case(config(lora=8), LLAMA, machine, 4096)))
+    check_host(config(), chosen(4096))  # GPUs have memory of their own
 
 
 @pytest.mark.parametrize("gpus, gib", [(8, 139.8), (6, 139.8), (1, 80.0)])

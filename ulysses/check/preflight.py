@@ -67,6 +67,7 @@ processes  agreement:agree                     facts
 folder     run_folder:hold_output              config resources                                run_id left_by
 plan       kernel_proof:check_kernel           config stage shape attention device mesh
 plan       plan.memory_choice:choose_memory    case                                            memory
+plan       plan.memory_choice:check_host       config memory
 """
 
 

@@ -142,7 +142,7 @@ def check_disk(config: Config, shape: ModelConfig, resume_from: Path | None) -> 
         if count > 2 and run.keep != 1:
             changes.append("run.keep = 1")
         return (
-            f"run.output {place} has {_size(free)} free but {' and '.join(what)} need {_size(need)}; "
+            f"run.output {place} has {_size(free)} free but {' and '.join(what)} would take {_size(need)}; "
             f"set {' or '.join(changes)}, or use another disk"
         )
 

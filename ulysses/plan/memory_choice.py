@@ -18,10 +18,19 @@ from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader, pack_step
+from ulysses.environment import local_world_size
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors
-from ulysses.plan.case import GIB, Case, Machine, Model, Plan, PlannedStep
+from ulysses.plan.case import (
+    GIB,
+    Case,
+    Machine,
+    Model,
+    Plan,
+    PlannedStep,
+    free_host_bytes,
+)
 from ulysses.plan.costs import pass_tokens, pinned_layer, predict, step_flops, step_seconds
 from ulysses.registry import stage_of
 from ulysses.stages.base import AuxiliaryModel, PlannedRollout
@@ -244,9 +253,9 @@ def cut_steps(case: Case, typical: PlannedStep, largest: PlannedStep, auto: bool
         # what packing finds is a little more, and takes long to find for steps of thousands of examples; none holds
         # two that are longer than half of it
         counts = (
-            max(tokens, n * sum(2 * t > n for t in typical.tokens) / groups) for n in budgets
+            max(tokens / n, sum(2 * t > n for t in typical.tokens) / groups) for n in budgets
         )
-        plans = (choose(cut(n, math.ceil(c / n))) for n, c in zip(budgets, counts))
+        plans = (choose(cut(n, math.ceil(count))) for n, count in zip(budgets, counts))
         budget = _size_that_pays(*plans).case.tokens
     widths = ATTENTION_WIDTHS * case.model.shape.hidden_size
     costs = [t + q / widths for t, q in zip(typical.tokens, typical.squares)]
@@ -307,6 +316,18 @@ def choose_memory(case: Case) -> Plan:
             "--gpu-memory says what a GPU has"
         )
     return plan._replace(pass_tokens=pass_tokens(plan))
+
+
+def check_host(config: Config, plan: Plan) -> None:
+    """Refuse a run on CPUs whose weights, optimizer and gradients alone are more than their machine's memory."""
+    free = config.memory.host_memory * GIB or free_host_bytes()
+    states = predict(plan).states * local_world_size()
+    if states > free and not plan.case.machine.is_gpu:
+        raise ConfigError(
+            f"on CPUs, weights, optimizer and gradients take {states / GIB:.1f} GiB of this machine's memory but "
+            f"{free / GIB:.1f} GiB are free; use GPUs or a smaller model, train adapters (model.lora.rank), or set "
+            "memory.host_memory if the machine has more than its kernel reports"
+        )
 
 
 def memory_line(plan: Plan) -> str:
