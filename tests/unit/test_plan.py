@@ -341,6 +341,26 @@ def test_the_planner_knows_the_trained_model_and_the_rollout():
     assert stage_case("ppo", lora=4, **MODEL).rollout.merged
 
 
+def test_as_many_answers_are_decoded_as_fit_unless_a_number_is_given():
+    """A cache of 64 answers of 16k tokens takes 128 GiB beside the weights; a run asks its GPU for what is free."""
+    table = {"reward": "math:sqrt", "max_new_tokens": 12288, "advantage": "group"}
+    table["answers_per_prompt"] = 8
+
+    def planned_for(batch):
+        settings = config("ppo", dtype="bfloat16", table=table | {"generation_batch": batch})
+        batches = settings.batch.model_copy(update={"examples": 64})
+        settings = settings.model_copy(update={"batch": batches})
+        return planner_case(settings, LLAMA, node(8, 80), 16384)
+
+    case = planned_for("auto")
+    assert case.halvings == 2 and predict(choose_memory(case)).fits
+    assert not predict(choose(case._replace(halvings=1))).fits
+    assert predict(choose_memory(planned_for(16))).fits
+    said = r"work [\d.]+; sampling or passes without gradient [\d.]+ above these, the rest for"
+    with pytest.raises(ConfigError, match=said):
+        choose_memory(planned_for(64))
+
+
 def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path):
     other = architecture("qwen2.5-7b")  # 28 heads beside 32: 4 of 8 ranks exchange heads
     write_json(tmp_path / "config.json", other.to_hf())
@@ -369,6 +389,20 @@ def planned(shape, examples, *, gpus=1, gib=80.0, sp=1, auto=True, tokens=0, **m
     settings, machine = config(sp=sp, dtype="bfloat16", **memory), node(gpus, gib)
     case = planner_case(settings, shape, machine, tokens or max(examples.tokens))
     return choose_memory(cut_steps(case, examples, examples, auto))
+
+
+@pytest.mark.parametrize("offload", ["auto", "checkpoints"])
+@pytest.mark.parametrize("gib", [64, 141])
+def test_no_other_level_is_faster_where_activations_wait_on_the_host(offload, gib):
+    """Copies of all but attention take longer than to compute a layer again."""
+    settings = config(lora=16, dtype="bfloat16", offload=offload, weights="resident")
+    case = planner_case(settings, architecture("qwen3.5-35b-a3b"), node(1, gib, 2000), 1 << 16)
+    case = case._replace(model=case.model._replace(quantize="nf4"))
+    levels = [choose(case._replace(recompute=level)) for level in case.allowed]
+    fastest = min(step_seconds(plan) for plan in levels if predict(plan).fits)
+    plan = choose_memory(case)
+    assert predict(plan).fits and step_seconds(plan) <= fastest
+    assert "(auto: " in memory_line(plan)
 
 
 def test_a_small_model_takes_a_step_at_once():
@@ -404,6 +438,18 @@ def test_nothing_more_is_recomputed_for_a_larger_one():
     assert 2048 < plan.case.tokens < 256 * 2048 and predict(plan).fits
     assert step_seconds(plan) < step_seconds(smallest)
     assert step_products(plan) == pytest.approx(step_products(smallest))
+
+
+def test_no_other_size_makes_steps_of_equal_examples_a_hundredth_faster():
+    """A micro-batch holds a whole number of them: 16 of 2.7 examples' tokens are not enough for 43 of these."""
+    shape = architecture("qwen3.5-0.8b")
+    for gpus, count, tokens in ((1, 16, 16384), (1, 64, 2048), (8, 64, 16384)):
+        examples = step(*[tokens] * count)
+        seconds = [
+            step_seconds(planned(shape, examples, gpus=gpus, gib=141, auto=False, tokens=n * tokens))
+            for n in (1, 2, 3, 4, 8)
+        ]
+        assert step_seconds(planned(shape, examples, gpus=gpus, gib=141)) <= 1.01 * min(seconds)
 
 
 def test_a_long_example_stays_alone_and_what_fits_is_never_refused():
@@ -479,6 +525,24 @@ def test_answers_are_planned_as_long_as_they_may_be_and_prompts_once():
     assert sum(shared.squares) < 4 * 41**2 < 1.1 * sum(shared.squares)
     whole = planned_step(settings, LLAMA, data, [0, 1], 1e9)
     assert shared.shares and whole == ([41] * 4, [41.0**2] * 4, False)
+
+
+def test_pairs_that_no_micro_batch_holds_whole_are_planned_with_their_prompts_shared():
+    """Two sides of 10 tokens after a prompt of 100: 120 tokens, or 220 where each has its own."""
+    sides, prompts = np.array([[110, 10]] * 2), np.array([[0, 100]] * 2)
+    data = Data(sequence_lengths=sides, prefix_lengths=prompts, lengths=sides.sum(1))
+    found = []
+    for budget in (120, 219, 220, "auto"):
+        settings = config("dpo")
+        batch = settings.batch.model_copy(update={"tokens_per_microbatch": budget})
+        settings = settings.model_copy(update={"batch": batch})
+        step = planned_step(settings, LLAMA, data, [0, 1], 1e9)
+        assert step.shares == (sum(step.tokens) == 240)
+        found.append(sum(step.tokens))
+    assert found == [240, 240, 440, 440]
+    # "auto" makes room for them
+    case = cut_steps(Case(WHOLE, node(1), 120), step, step, auto=True)
+    assert case.tokens >= 220 and case.micro_batches * case.tokens >= 440
 
 
 # ---------------------------------------------------------------- one machine, one decision

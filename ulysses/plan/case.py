@@ -220,6 +220,7 @@ class Case(NamedTuple):
     logit_bytes: see ulysses.stages.base.Requirements.
     rollout: with the answers that this process decodes before it trains on them.
     samples: those of run.samples, which every language model of the run gives.
+    halvings: of the answers that are decoded at a time, until they fit.
     recompute: the level that is asked for, or "auto".
     weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.
     offload: "none"; "auto" for the fewest layers with which the GPU suffices, or if it never does as many as the host
@@ -243,6 +244,7 @@ class Case(NamedTuple):
     logit_bytes: int = 0
     rollout: PlannedRollout | None = None
     samples: PlannedRollout | None = None
+    halvings: int = 0
     recompute: str = "auto"
     weights: str = "auto"
     offload: str = "none"

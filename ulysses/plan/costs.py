@@ -253,7 +253,7 @@ def _sampler_bytes(plan: Plan, model: Model, rollout: PlannedRollout | None) -> 
     weights = size * model.parameters * (rollout.merged and model is plan.case.model)
     weights += model.weight_bytes(size) * (not plan.resident)
     fixed, each = sampling_bytes(model.shape, longest, size)
-    return weights + fixed + each * min(rollout.answers, rollout.batch)
+    return weights + fixed + each * min(rollout.answers, rollout.batch >> plan.case.halvings)
 
 
 # ---------------------------------------------------------------- FLOPs and seconds

@@ -77,7 +77,8 @@ def planner_model(config: Config, shape: ModelConfig) -> Model:
 def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: int) -> Case:
     """Return the planner's view of a run: one micro-batch of `tokens`, full of longest sequences.
 
-    The degree "auto" is the smallest whose plan fits, or all processes if none does.
+    The degree "auto" is the smallest whose plan fits, or all processes if none does, with as many answers decoded at a
+    time as then fit.
     """
     stage, degree = stage_of(config), config.parallel.sequence_parallel_size
     facts = stage.requirements
@@ -115,8 +116,13 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         **config.memory.model_dump(exclude={"host_memory"}),
     )
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]
-    *smaller, largest = (case._replace(sp=sp) for sp in degrees)
-    return next((case for case in smaller if predict(choose(case)).fits), largest)
+    halvings = 1
+    if (rollout or samples) and config.ppo.generation_batch == "auto":
+        halvings = config.ppo.planned_batch.bit_length()
+    *others, last = (
+        case._replace(sp=sp, halvings=n) for n in range(halvings) for sp in degrees
+    )
+    return next((case for case in others if predict(choose(case)).fits), last)
 
 
 def planner_run(
@@ -171,8 +177,9 @@ def planned_step(
         prefixes = (prompts - 1) * (1 - 1 / count) * config.batch.share_prompts
         lengths = prompts + facts.rollout.new_tokens - prefixes
         lengths, prefixes = (x[: facts.examples_per_step] for x in (lengths, prefixes))
-    if (lengths + prefixes).sum() <= launched:
-        lengths, prefixes = lengths + prefixes, 0 * prefixes
+    budget, whole = config.batch.tokens_per_microbatch, lengths + prefixes
+    if whole.sum() <= launched and (budget == "auto" or whole.sum(1).max() <= budget):
+        lengths, prefixes = whole, 0 * prefixes
     pairs = squares(1.0 * lengths, prefixes, shape.windows)
     tokens = np.rint(lengths.sum(1)).astype(int).tolist()
     return PlannedStep(tokens, pairs.sum(1).tolist(), bool(prefixes.any()))
@@ -190,7 +197,7 @@ def _auxiliary_model(model: AuxiliaryModel, shape: ModelConfig) -> Model:
 
 
 def candidates(case: Case) -> Iterator[Plan]:
-    """Yield what the layers may keep, and where, the fastest plan first.
+    """Yield what the layers may keep, and where, the fastest plan first, copies to the host aside.
 
     Every level is tried with the next faster one on as many of the last layers as possible, on fewer, and on none;
     then with the activations of more and more of the first layers on the host.
@@ -223,7 +230,13 @@ def first_fit(case: Case) -> Plan:
 def choose(case: Case) -> Plan:
     """Return the fastest plan that fits, with resident or sharded weights, or the one that comes nearest."""
     places = ["resident", "sharded"] if case.weights == "auto" else [case.weights]
-    plans = [first_fit(case._replace(weights=place)) for place in places]
+    # to move what a level keeps may take longer than to compute it again at the next one
+    levels = [] if case.offload == "none" else case.allowed
+    plans = []
+    for place in places:
+        own = case._replace(weights=place)
+        found = (first_fit(own._replace(recompute=x)) for x in (*levels, case.recompute))
+        plans += [plan._replace(case=own) for plan in found]
     fitting = [plan for plan in plans if predict(plan).fits]
     return min(fitting, key=step_seconds, default=plans[-1])
 
@@ -248,13 +261,14 @@ def cut_steps(case: Case, typical: PlannedStep, largest: PlannedStep, auto: bool
         )
 
     if auto:
+        # those that share no prompts are longer than the data's longest example
+        budget = max(budget, *typical.tokens, *largest.tokens)
         whole = max(budget, -(-sum(largest.tokens) // groups))
         budgets = sorted({max(budget, -(-whole // n)) for n in CUTS})
-        # what packing finds is a little more, and takes long to find for steps of thousands of examples; none holds
-        # two that are longer than half of it
-        counts = (
-            max(tokens / n, sum(2 * t > n for t in typical.tokens) / groups) for n in budgets
-        )
+        # What packing finds is a little more, and takes long to find for steps of thousands of examples. Of the i
+        # longest, no micro-batch holds more than it would if all were as short as the last of them.
+        longest = [*enumerate(sorted(typical.tokens, reverse=True), 1)]
+        counts = (max(tokens / n, *(i / (n // t) / groups for i, t in longest)) for n in budgets)
         plans = (choose(cut(n, math.ceil(count))) for n, count in zip(budgets, counts))
         budget = _size_that_pays(*plans).case.tokens
     widths = ATTENTION_WIDTHS * case.model.shape.hidden_size
@@ -306,10 +320,13 @@ def choose_memory(case: Case) -> Plan:
         states, kept = "weights, optimizer and gradients", "activations"
         if plan.keeps_gradients:
             states, kept = "weights and optimizer", "activations and then gradients"
+        beside = ""
+        if (more := p.allocated - p.states - p.kept - p.working) > 0:
+            beside = f"; sampling or passes without gradient {more / GIB:.1f} above these"
         raise ConfigError(
             f'the run needs {p.gpu / GIB:.1f} GiB on each GPU with memory.recompute = "{plan.name}" '
             f"({states} {p.states / GIB:.1f}, {kept} {p.kept / GIB:.1f}, work "
-            f"{p.working / GIB:.1f}, the rest for CUDA and NCCL) but a GPU has "
+            f"{p.working / GIB:.1f}{beside}, the rest for CUDA and NCCL) but a GPU has "
             f'{machine.gpu_bytes / GIB:.1f} GiB; set memory.recompute and memory.offload to "auto" and '
             "memory.offload_optimizer = true, use more GPUs with a larger parallel.sequence_parallel_size, lower "
             "batch.tokens_per_microbatch or data.max_length, or train adapters (model.lora.rank); in a dry run, "
