@@ -223,7 +223,8 @@ def ppo_value_loss(
         raise ValueError(
             f"the value clip is {clip} but must be at least 0 (0 or None switches it off)"
         )
-    cut = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    # a value within the range stays as it is, without a rounding that would count as clipped
+    cut = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return ValueLoss(0.5 * torch.maximum(plain, cut), (cut > plain).to(plain.dtype))
 
 

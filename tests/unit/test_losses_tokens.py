@@ -251,6 +251,12 @@ def test_policy_loss_limits():
             ppo_policy_loss(zero, zero, zero, **options)
 
 
+def test_no_value_within_the_range_counts_as_clipped():
+    """Also where the old value plus the difference to it is rounded to another value."""
+    v, old = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)) * 0.03
+    assert not ppo_value_loss(v, old, torch.zeros(1000), 0.5).clipped.any()
+
+
 def test_value_loss():
     v, old, g = (
         torch.tensor([1.0, 1.0, 0.0]),
