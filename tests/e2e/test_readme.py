@@ -73,6 +73,29 @@ def test_every_shipped_configuration_can_be_planned(path, tmp_path, capsys, monk
         assert seconds == pytest.approx(float(promised[1]), rel=0.15)
 
 
+def packages_of(extras):
+    """The packages that extras of pyproject.toml bring, those of other extras among them."""
+    known = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    found = set()
+    for extra in extras:
+        for line in known[extra]:
+            name, _, inner = re.match(r"([\w-]+)(\[([\w,]+)\])?", line).groups()
+            own = name == "ulysses-engine"
+            found |= packages_of(inner.split(",")) if own else {name}
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if "/recipes/" in path])
+def test_a_recipe_says_what_it_needs_installed(path):
+    text, model = read(path), parse_command_line(["--config", path]).config.model
+    extras = ",".join(re.findall(r"pip install -e \"\.\[([\w,]+)\]", text))
+    installed = packages_of(extras.split(",")) if extras else set()
+    needed = {"peft"} if model.lora.rank else set()
+    needed |= {"bitsandbytes"} if model.quantize == "nf4" or "8bit" in text else set()
+    needed |= {"fla-core", "flash-qla"} if "qwen3.5" in path else set()
+    assert installed == needed
+
+
 def test_library_snippets_run():
     pieces, _ = blocks("README.md", "python")
     assert len(pieces.splitlines()) == 6

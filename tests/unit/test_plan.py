@@ -119,7 +119,9 @@ def test_weights_and_optimizer_that_the_memory_beside_cpus_cannot_hold_are_refus
 ):
     """Llama-3-8B in float32 takes 20 bytes for each of 8.03 billion parameters, on two processes as on one."""
     monkeypatch.setattr("ulysses.plan.memory_choice.free_host_bytes", lambda: 140 * GIB)
-    said = r"weights, optimizer and gradients take 149.6 GiB .* but 140.0 GiB are free; use GPUs"
+    said = (
+        r"weights, optimizer and gradients take 149.6 GiB .* but 140.0 GiB are free; use GPUs"
+    )
     for processes in (1, 2):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         machine = cpu_machine(processes)
@@ -446,7 +448,9 @@ def test_no_other_size_makes_steps_of_equal_examples_a_hundredth_faster():
     for gpus, count, tokens in ((1, 16, 16384), (1, 64, 2048), (8, 64, 16384)):
         examples = step(*[tokens] * count)
         seconds = [
-            step_seconds(planned(shape, examples, gpus=gpus, gib=141, auto=False, tokens=n * tokens))
+            step_seconds(
+                planned(shape, examples, gpus=gpus, gib=141, auto=False, tokens=n * tokens)
+            )
             for n in (1, 2, 3, 4, 8)
         ]
         assert step_seconds(planned(shape, examples, gpus=gpus, gib=141)) <= 1.01 * min(seconds)

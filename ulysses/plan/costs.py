@@ -317,7 +317,8 @@ def step_seconds(plan: Plan) -> float:
     rate = MEMORY_RATE * machine.memory_rate
     if model.unmet:
         of_layer = ADAPTED_EXPERTS * S * (2 * copied + 3 * inner) / rate
-        seconds += (of_layer + GATHERED_EXPERTS * (not plan.resident)) * model.layers
+        gathered = machine.is_gpu and not plan.resident
+        seconds += (of_layer + GATHERED_EXPERTS * gathered) * model.layers
     logits = S * model.shape.vocab_size * model.has_head
     seconds += logits * (case.logit_bytes + LOGIT_BYTES * case.forwards) / rate
     # those of the passes, which are fuller, at least one a step, and which no graph spares the host
