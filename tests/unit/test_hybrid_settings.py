@@ -16,8 +16,8 @@ from tests.family_case import FAMILIES, raw
 from ulysses.check.adapter_settings import check_adapters, choose_targets
 from ulysses.check.preflight import make_checks
 from ulysses.config.command_line import check
-from ulysses.plan.case import GIB, Case, Machine
-from ulysses.plan.memory_choice import choose_memory, memory_line, plain_model, planner_model
+from ulysses.plan.case import GIB, Case, Machine, plain_model
+from ulysses.plan.memory_choice import choose_memory, memory_line, planner_model
 
 
 def test_an_interval_arranges_the_layers_that_no_list_arranges():

@@ -10,13 +10,12 @@ from models.arch import ModelConfig
 from models.published import architecture
 from tests import ROOT
 from tests.unit.test_plan import SMALL, Data, config, node
-from ulysses.plan.case import GIB, PEAKS, Case, Machine, Plan
+from ulysses.plan.case import GIB, PEAKS, Case, Machine, Plan, plain_model
 from ulysses.plan.costs import predict, step_seconds
 from ulysses.plan.memory_choice import (
     choose,
     choose_memory,
     cut_steps,
-    plain_model,
     planned_step,
     planner_case,
 )

@@ -12,9 +12,8 @@ from tests.harness import run_distributed
 from tests.memory_case import CONFIG, MOE, QWEN3, batch, build
 from ulysses.config.schema import LoraSection
 from ulysses.parallel import ParallelMesh, Sequence, pack_shard
-from ulysses.plan.case import Case, Machine, Plan
+from ulysses.plan.case import Case, Machine, Plan, plain_model
 from ulysses.plan.costs import model_flops, step_flops
-from ulysses.plan.memory_choice import plain_model
 
 ADDED = {torch.ops.aten.addmm_: lambda _, a, b, *__, **___: 2 * a[0] * a[1] * b[1]}
 LENGTHS = 9, 1, 16  # of tests.memory_case.batch

@@ -31,6 +31,7 @@ from ulysses.plan.case import (
     Plan,
     PlannedStep,
     cpu_machine,
+    plain_model,
     this_machine,
 )
 from ulysses.plan.costs import predict, step_flops, step_seconds
@@ -43,7 +44,6 @@ from ulysses.plan.memory_choice import (
     layer_memory,
     memory_line,
     micro_batch_line,
-    plain_model,
     planned_step,
     planner_case,
 )

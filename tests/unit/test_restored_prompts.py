@@ -14,8 +14,8 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard, shared_prompts
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.case import GIB, Case, Machine
-from ulysses.plan.memory_choice import choose, plain_model
+from ulysses.plan.case import GIB, Case, Machine, plain_model
+from ulysses.plan.memory_choice import choose
 from ulysses.rl.rollout import Completion, Rollout
 from ulysses.stages.kto import KtoStage
 

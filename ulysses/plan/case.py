@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from models.arch import ModelConfig
+from models.kinds import count_parameters
 from models.layers import layer_sizes
 from ulysses.environment import local_world_size
 from ulysses.memory.levels import LEVELS
@@ -193,6 +194,12 @@ class Model(NamedTuple):
         matrices = self.layers * self.layer.parameters
         others = element_size * (self.parameters - matrices)
         return others + self.matrix_bytes(matrices, element_size)
+
+
+def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
+    """Return the planner's view of a model that trains all its weights."""
+    parameters = count_parameters(shape, reward=reward)
+    return Model(shape, parameters, trained=parameters, has_head=not reward)
 
 
 class PlannedStep(NamedTuple):

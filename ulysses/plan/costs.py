@@ -29,7 +29,6 @@ from ulysses.memory.size import LayerSize
 from ulysses.memory.tiling import TILE_ROWS, tile_rows
 from ulysses.parallel.layout import squares
 from ulysses.plan.case import LAUNCH_RESIDENT, MATRICES, Model, Plan
-from ulysses.stages.base import PlannedRollout
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 # offloaded layers whose tensors are on the GPU nevertheless: one in use, one being copied
@@ -113,8 +112,12 @@ def predict(plan: Plan) -> Prediction:
     if plan.keeps_gradients:  # the head's comes first
         words = size * model.vocabulary_parameters * model.is_full
         kept = max(kept + words, size * model.trained - of_graphs)
-    passes = pass_bytes(plan, plan.pass_tokens or case.tokens)
-    allocated = states + max(kept + working, _decoding_bytes(plan), passes)
+    moments = [kept + working, pass_bytes(plan, plan.pass_tokens or case.tokens)]
+    if case.rollout or case.samples:
+        from ulysses.plan.decoding import decoding_bytes
+
+        moments.append(decoding_bytes(plan))
+    allocated = states + max(moments)
     # each of gloo's two threads copies the tensor that it gathers
     gloo = 2 * size * model.vocabulary_parameters
     buffers = COMMUNICATOR_BYTES if machine.is_gpu else gloo
@@ -233,27 +236,6 @@ def _layer_moment(plan: Plan, layer: LayerSize, level: str) -> float:
 def _tile_rows(layer: LayerSize, rows: int) -> int:
     """Return the rows of a feed-forward's tile."""
     return tile_rows(rows, TILE_ROWS * int(layer.feed_forward.tile_factor))
-
-
-def _decoding_bytes(plan: Plan) -> float:
-    """Return the bytes of the decoding that takes most: a rollout's, or a model's that answers run.samples."""
-    case = plan.case
-    asked = [(case.model, case.rollout), (case.model, case.samples)]
-    asked += [(other, case.samples) for other in case.others if other.has_head]
-    return max(_sampler_bytes(plan, *each) for each in asked)
-
-
-def _sampler_bytes(plan: Plan, model: Model, rollout: PlannedRollout | None) -> float:
-    """Return the bytes of the gathered model, and of what the sampler takes."""
-    if rollout is None or not rollout.batch:
-        return 0.0
-    from ulysses.rl.sampler import sampling_bytes
-
-    size, longest = plan.case.element_size, rollout.prompt_tokens + rollout.new_tokens
-    weights = size * model.parameters * (rollout.merged and model is plan.case.model)
-    weights += model.weight_bytes(size) * (not plan.resident)
-    fixed, each = sampling_bytes(model.shape, longest, size)
-    return weights + fixed + each * min(rollout.answers, rollout.batch >> plan.case.halvings)
 
 
 # ---------------------------------------------------------------- FLOPs and seconds

@@ -5,15 +5,13 @@ The plan's levels, offload and micro-batch make a step fastest and fit, alike on
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
 import torch
 
 from models.arch import ModelConfig
-from models.folders import read_config, resolve_model
-from models.kinds import count_parameters, empty_model
+from models.kinds import empty_model
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
@@ -30,10 +28,10 @@ from ulysses.plan.case import (
     Plan,
     PlannedStep,
     free_host_bytes,
+    plain_model,
 )
 from ulysses.plan.costs import pass_tokens, pinned_layer, predict, step_flops, step_seconds
 from ulysses.registry import stage_of
-from ulysses.stages.base import AuxiliaryModel, PlannedRollout
 
 GAIN = 0.01  # of a step's time, for which a micro-batch is made larger
 CUTS = (
@@ -44,12 +42,6 @@ MOMENT_BYTES = {"32bit": 8.0, "8bit": 2 * (1 + 4 / 256)}  # and absmax of every 
 
 
 # ---------------------------------------------------------------- the case of a run
-
-
-def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
-    """Return the planner's view of a model that trains all its weights."""
-    parameters = count_parameters(shape, reward=reward)
-    return Model(shape, parameters, trained=parameters, has_head=not reward)
 
 
 def planner_model(config: Config, shape: ModelConfig) -> Model:
@@ -82,46 +74,28 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     """
     stage, degree = stage_of(config), config.parallel.sequence_parallel_size
     facts = stage.requirements
-    auxiliary = [(model, _auxiliary_model(model, shape)) for model in facts.models]
-    # a pass costs what its own model's size says
-    own = plain_model(shape).forward_parameters
-    passes = (model.passes * frozen.forward_parameters / own for model, frozen in auxiliary)
-    rollout = facts.rollout
-    if rollout:
-        prompts = -(-facts.examples_per_load // machine.gpus)
-        rollout = rollout._replace(answers=prompts * rollout.answers)
-    samples = None
-    if wanted := config.run.samples:
-        samples = PlannedRollout(
-            # every process answers all of them
-            wanted if isinstance(wanted, int) else len(wanted),
-            config.ppo.planned_batch,
-            config.data.max_length,
-            config.ppo.max_new_tokens,
-            merged=config.model.lora.rank > 0,
-        )
     case = Case(
         planner_model(config, shape),
         machine,
         tokens,
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
-        forwards=sum(passes, start=facts.extra_forwards),
+        forwards=facts.extra_forwards,
         logit_bytes=facts.logit_bytes,
-        rollout=rollout,
-        samples=samples,
         element_size=getattr(torch, config.model.dtype).itemsize,
         moment_bytes=MOMENT_BYTES[config.optimizer.moments],
-        others=tuple(frozen for model, frozen in auxiliary if not model.shares_weights),
-        teacher=next((frozen for model, frozen in auxiliary if model.role == "teacher"), None),
         **config.memory.model_dump(exclude={"host_memory"}),
     )
+    if facts.models:
+        from ulysses.plan.auxiliary import with_models
+
+        case = with_models(case, facts.models)
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]
-    halvings = 1
-    if (rollout or samples) and config.ppo.generation_batch == "auto":
-        halvings = config.ppo.planned_batch.bit_length()
-    *others, last = (
-        case._replace(sp=sp, halvings=n) for n in range(halvings) for sp in degrees
-    )
+    cases = [case._replace(sp=sp) for sp in degrees]
+    if facts.rollout or config.run.samples:
+        from ulysses.plan.decoding import decoding_cases
+
+        cases = decoding_cases(config, facts, cases)
+    *others, last = cases
     return next((case for case in others if predict(choose(case)).fits), last)
 
 
@@ -172,25 +146,15 @@ def planned_step(
     facts = stage_of(config).requirements
     lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
     if facts.rollout:
-        # as long as they may be; a prompt counts once, and its last token with every answer
-        count, prompts = facts.rollout.answers, lengths.repeat(facts.rollout.answers, axis=0)
-        prefixes = (prompts - 1) * (1 - 1 / count) * config.batch.share_prompts
-        lengths = prompts + facts.rollout.new_tokens - prefixes
-        lengths, prefixes = (x[: facts.examples_per_step] for x in (lengths, prefixes))
+        from ulysses.plan.decoding import answered
+
+        lengths, prefixes = answered(config, facts, lengths)
     budget, whole = config.batch.tokens_per_microbatch, lengths + prefixes
     if whole.sum() <= launched and (budget == "auto" or whole.sum(1).max() <= budget):
         lengths, prefixes = whole, 0 * prefixes
     pairs = squares(1.0 * lengths, prefixes, shape.windows)
     tokens = np.rint(lengths.sum(1)).astype(int).tolist()
     return PlannedStep(tokens, pairs.sum(1).tolist(), bool(prefixes.any()))
-
-
-def _auxiliary_model(model: AuxiliaryModel, shape: ModelConfig) -> Model:
-    """Return the planner's view of it; the initial policy, and a model that is not here, are as large as the policy."""
-    with suppress(ValueError, OSError):
-        if model.path:
-            shape = read_config(resolve_model(model.path, need_weights=False))
-    return plain_model(shape, reward=model.is_reward)
 
 
 # ---------------------------------------------------------------- the plan of a case
@@ -268,7 +232,9 @@ def cut_steps(case: Case, typical: PlannedStep, largest: PlannedStep, auto: bool
         # What packing finds is a little more, and takes long to find for steps of thousands of examples. Of the i
         # longest, no micro-batch holds more than it would if all were as short as the last of them.
         longest = [*enumerate(sorted(typical.tokens, reverse=True), 1)]
-        counts = (max(tokens / n, *(i / (n // t) / groups for i, t in longest)) for n in budgets)
+        counts = (
+            max(tokens / n, *(i / (n // t) / groups for i, t in longest)) for n in budgets
+        )
         plans = (choose(cut(n, math.ceil(count))) for n, count in zip(budgets, counts))
         budget = _size_that_pays(*plans).case.tokens
     widths = ATTENTION_WIDTHS * case.model.shape.hidden_size
@@ -308,30 +274,11 @@ def choose_memory(case: Case) -> Plan:
         ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change.
     """
     plan = choose(case)
-    machine, p = case.machine, predict(plan)
-    if not p.fits_host:
-        raise ConfigError(
-            f"each process needs {p.host / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is "
-            f"offloaded, but has {machine.host_budget / GIB:.1f} GiB, its share of the node's "
-            f"{machine.host_bytes / GIB:.1f} GiB; set memory.offload_optimizer and memory.offload_parameters to false, "
-            "use more nodes, or set memory.host_memory if the node has more than its kernel reports"
-        )
-    if p.gpu > machine.gpu_bytes:
-        states, kept = "weights, optimizer and gradients", "activations"
-        if plan.keeps_gradients:
-            states, kept = "weights and optimizer", "activations and then gradients"
-        beside = ""
-        if (more := p.allocated - p.states - p.kept - p.working) > 0:
-            beside = f"; sampling or passes without gradient {more / GIB:.1f} above these"
-        raise ConfigError(
-            f'the run needs {p.gpu / GIB:.1f} GiB on each GPU with memory.recompute = "{plan.name}" '
-            f"({states} {p.states / GIB:.1f}, {kept} {p.kept / GIB:.1f}, work "
-            f"{p.working / GIB:.1f}{beside}, the rest for CUDA and NCCL) but a GPU has "
-            f'{machine.gpu_bytes / GIB:.1f} GiB; set memory.recompute and memory.offload to "auto" and '
-            "memory.offload_optimizer = true, use more GPUs with a larger parallel.sequence_parallel_size, lower "
-            "batch.tokens_per_microbatch or data.max_length, or train adapters (model.lora.rank); in a dry run, "
-            "--gpu-memory says what a GPU has"
-        )
+    p = predict(plan)
+    if not p.fits_host or p.gpu > case.machine.gpu_bytes:
+        from ulysses.plan import refusals
+
+        raise ConfigError(refusals.of_gpu(plan) if p.fits_host else refusals.of_host(plan))
     return plan._replace(pass_tokens=pass_tokens(plan))
 
 
@@ -340,11 +287,9 @@ def check_host(config: Config, plan: Plan) -> None:
     free = config.memory.host_memory * GIB or free_host_bytes()
     states = predict(plan).states * local_world_size()
     if states > free and not plan.case.machine.is_gpu:
-        raise ConfigError(
-            f"on CPUs, weights, optimizer and gradients take {states / GIB:.1f} GiB of this machine's memory but "
-            f"{free / GIB:.1f} GiB are free; use GPUs or a smaller model, train adapters (model.lora.rank), or set "
-            "memory.host_memory if the machine has more than its kernel reports"
-        )
+        from ulysses.plan import refusals
+
+        raise ConfigError(refusals.of_cpu(states, free))
 
 
 def memory_line(plan: Plan) -> str:
