@@ -268,6 +268,12 @@ class ModelConfig:
             written |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
         if self.delta:
             written |= asdict(self.delta)
+            # SGLang reads the interval alone, and fails without one
+            mixers = written["layer_types"]
+            full = [i for i, mixer in enumerate(mixers, 1) if mixer == "full_attention"]
+            interval = min(full, default=len(mixers) + 1)
+            if full == [*range(interval, len(mixers) + 1, interval)]:
+                written["full_attention_interval"] = interval
         if "partial_rotary_factor" in family.defaults:
             written["partial_rotary_factor"] = self.partial_rotary_factor
             rope["partial_rotary_factor"] = self.partial_rotary_factor

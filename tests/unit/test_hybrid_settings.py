@@ -26,6 +26,33 @@ def test_an_interval_arranges_the_layers_that_no_list_arranges():
     assert [i for i, mixer in enumerate(mixers) if mixer == "full_attention"] == [2, 5]
 
 
+LINEAR_LAYER, FULL_LAYER = "linear_attention", "full_attention"
+ARRANGED = [
+    ([LINEAR_LAYER, LINEAR_LAYER, FULL_LAYER] * 2 + [LINEAR_LAYER], 3),
+    ([LINEAR_LAYER] * 4, 5),
+    ([LINEAR_LAYER, FULL_LAYER, LINEAR_LAYER, LINEAR_LAYER], None),
+    ([FULL_LAYER, LINEAR_LAYER], None),
+]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("layers, interval", ARRANGED)
+def test_the_interval_of_full_attention_is_written_where_there_is_one(family, layers, interval):
+    """SGLang's configuration of these models has no default for it, and reads no list."""
+    changes = {
+        "layer_types": layers,
+        "num_hidden_layers": len(layers),
+        "mlp_only_layers": [],
+    }
+    config = ModelConfig.from_hf(FAMILIES[family] | changes)
+    written = config.to_hf()
+    assert written.get("full_attention_interval") == interval
+    assert ModelConfig.from_hf(written) == config
+    if interval:
+        del written["layer_types"]
+        assert ModelConfig.from_hf(written) == config
+
+
 NOT_COMPUTED = """
 {"linear_num_value_heads": 4} => linear_num_value_heads is 4 but must be a multiple of
 {"linear_conv_kernel_dim": 0} => linear_conv_kernel_dim = 0 but it must be a whole number
@@ -72,6 +99,9 @@ def test_a_multimodal_config_keeps_what_is_around_the_text_model():
     inner = written["text_config"]
     assert inner["mtp_num_hidden_layers"] == 1 and inner["rope_parameters"]["factor"] == 4
     assert inner["rope_parameters"]["mrope_section"] == [1, 1, 0]
+    # transformers and vLLM read this one where both are
+    assert inner["rope_scaling"] == inner["rope_parameters"]
+    assert inner["full_attention_interval"] == 4
     with pytest.raises(
         ValueError, match="text_config = None but it must be the text model's table"
     ):
