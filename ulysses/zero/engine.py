@@ -148,7 +148,7 @@ class TrainedEngine(ZeroEngine):
                 grads = [e.grad for e in islice(entries, len(sub_group.parameters))]
                 sub_group.update(grads, lr * group.lr_factor, gradients.factors[group.scope])
                 self.weights.written(sub_group.parameters)
-        self.skip_step()
+        self.reduction.forget()
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from os.path import expanduser
 from pathlib import Path
@@ -122,13 +123,10 @@ class TextEncoder:
 
         It does not belong where we cut a text in parts. `begin` puts it before the others.
         """
-
-        def encoded(text: str) -> list[int]:
-            return self.backend.encode(text, add_special_tokens=False).ids
-
+        encode = partial(self.backend.encode, add_special_tokens=False)
         cases = list(product((True, False), ("a", " a")))
         usual = [
-            encoded(text if first else special + text)[not first :] for first, text in cases
+            encode(text if first else special + text).ids[not first :] for first, text in cases
         ]
         for part in (self.backend.normalizer, self.backend.pre_tokenizer):
             is_several = isinstance(part, normalizers.Sequence | pre_tokenizers.Sequence)
@@ -140,7 +138,7 @@ class TextEncoder:
         self._spaced = {
             (first, text.startswith(" "))
             for (first, text), found in zip(cases, usual)
-            if found == encoded(" " + text)
+            if found == encode(" " + text).ids
         }
 
     def begin(self, text: str, is_first: bool = True) -> str:
