@@ -109,16 +109,17 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
         a.arch, a.layers, ["--parallel.sequence_parallel_size", str(a.sp or world), *rest]
     )
     given = a.documents, a.recompute, a.offload
-    cases = [a.seq, *(x * len(a.seq) if len(x) == 1 else x for x in given)]
+    counts, levels, offloads = (x * len(a.seq) if len(x) == 1 else x for x in given)
+    cases = [*zip(a.seq, counts, levels, offloads, strict=True)]
     rows: list[dict[str, Any]] = []
     bench = None
-    for seq, documents, level, offload in zip(*cases, strict=True):
+    for seq, documents, level, offload in cases:
         try:
             if bench is None:
                 # with the host memory that the first case may use
                 first = changed(config, "memory", offload=offload)
-                longest, most = max(zip(map(int.__mul__, *cases[:2]), cases[1], strict=True))
-                bench = build(first, device, longest, most, a.micro_batches)
+                tokens, count = max((length * n, n) for length, n, *_ in cases)
+                bench = build(first, device, tokens, count, a.micro_batches)
                 if a.skip_attention:
                     skip_attention(bench)
                 if a.warm:

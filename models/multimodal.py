@@ -38,7 +38,8 @@ def around_text(written: Fields, around: str) -> Fields:
     text = dict(whole["text_config"])
     rope = (text.get("rope_parameters") or {}) | written["rope_parameters"]
     own = {name: x for name, x in written.items() if name != "architectures"}
-    if own["rope_scaling"] and "rope_type" in rope:  # transformers and vLLM prefer it to rope_parameters
+    # transformers and vLLM prefer this one to rope_parameters
+    if own["rope_scaling"] and "rope_type" in rope:
         own["rope_scaling"] = rope
     dtypes = {"torch_dtype": written["torch_dtype"], "dtype": written["torch_dtype"]}
     return whole | {

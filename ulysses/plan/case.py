@@ -227,7 +227,7 @@ class Case(NamedTuple):
     logit_bytes: see ulysses.stages.base.Requirements.
     rollout: with the answers that this process decodes before it trains on them.
     samples: those of run.samples, which every language model of the run gives.
-    halvings: of the answers that are decoded at a time, until they fit.
+    halvings: how often the number of answers decoded at a time is halved, so that they fit.
     recompute: the level that is asked for, or "auto".
     weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.
     offload: "none"; "auto" for the fewest layers with which the GPU suffices, or if it never does as many as the host

@@ -32,9 +32,9 @@ class ParameterGroup:
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Return whether the tensor is in pinned host memory; a process that uses no GPU has none, and is asked nothing.
+    """Return whether the tensor is in pinned host memory.
 
-    One that was forked from a process with a GPU could not answer.
+    A process that uses no GPU has none, and CUDA is not asked: after a fork from a process with a GPU that is an error.
     """
     return torch.cuda.is_initialized() and tensor.is_pinned()
 
