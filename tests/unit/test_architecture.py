@@ -14,18 +14,19 @@ from importlib.util import find_spec, resolve_name
 import pytest
 
 from tests import ROOT
-from ulysses.registry import TRACKERS
+from ulysses.options import TRACKERS
 
 PACKAGES = ("losses", "models", "ulysses")
 FLOORS = {
     name: floor
     for floor, names in enumerate(
         """losses ulysses.parallel ulysses.disk ulysses.environment ulysses.imports ulysses.config ulysses.memory \
-            ulysses.gradients ulysses.registry
+            ulysses.gradients
         ulysses.data models
         ulysses.zero
         ulysses.stages ulysses.watch
-        ulysses.rl
+        ulysses.rl ulysses.run.trackers
+        ulysses.options
         ulysses.plan
         ulysses.check
         ulysses.run

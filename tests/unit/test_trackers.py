@@ -13,7 +13,7 @@ from ulysses.check.preflight import check_settings
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.disk import DiskError
-from ulysses.registry import TRACKERS
+from ulysses.options import TRACKERS
 from ulysses.run.metrics import METRICS, MetricsLog, logged
 from ulysses.run.trackers import TrackedRun
 

@@ -15,12 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import sleep, time
-from typing import TYPE_CHECKING
+
+from torch.distributed import Store
 
 from ulysses import environment
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 REASON = "ulysses/reason"  # in the store (correspondence.py)
 BEAT_SECONDS = 1.0  # between two looks at the store
