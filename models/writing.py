@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from models.arch import ModelConfig
-from models.expert_files import as_stored
 from models.folders import INDEX, WEIGHTS
 from models.hf_format import StoredTensor
 from models.multimodal import file_prefix, outside
@@ -97,6 +96,8 @@ def write_weights(
         prefix = file_prefix(config.around)
         tensors = ((outside(name, prefix), tensor) for name, tensor in tensors)
     if config and config.moe and not config.family.clamped_experts:
+        from models.expert_files import as_stored
+
         tensors = as_stored(tensors)
     for name, tensor in chain(tensors, others):
         if shard and size + tensor.nbytes > max_shard_bytes:

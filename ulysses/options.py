@@ -123,6 +123,11 @@ def check_parts(config: Config, shape: ModelConfig | None = None) -> Iterator[st
         ("model.quantize", model.quantize != "none", "models.quantized"),
         ("optimizer.moments", config.optimizer.moments == "8bit", "ulysses.zero.eight_bit"),
         ("run.samples", config.run.samples, "ulysses.run.samples"),
+        *(
+            (f'run.trackers "{name}"', True, f"ulysses.run.trackers.{name}")
+            for name in config.run.trackers
+            if name in TRACKERS
+        ),
         ("a model with experts", shape and shape.moe, "models.moe"),
         ("a model with linear attention", shape and shape.delta, "models.delta"),
     ):

@@ -65,13 +65,13 @@ class GradientPolicyChain:
 
 
 def _skipping() -> ModuleType:
-    from ulysses.gradients import skipping
+    import ulysses.gradients.skipping as skipping
 
     return skipping
 
 
 def _pro() -> ModuleType:
-    from ulysses.gradients import ulysses_pro
+    import ulysses.gradients.ulysses_pro as ulysses_pro
 
     return ulysses_pro
 
@@ -129,5 +129,9 @@ def _build_policy(index: int, table: Mapping[str, Any]) -> GradientPolicy:
                 f"{name} has no setting {key!r}; it has {', '.join(known) or 'none'}"
             )
         return kind(**settings)
-    except (TypeError, ValueError, ModuleNotFoundError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"gradients.policies[{index}]: {error}") from None
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"gradients: {name} needs {error.name}, which is not part of this installation"
+        ) from None
