@@ -71,7 +71,7 @@ def package(monkeypatch):
 
     def forget(name):
         """The next import of the tracker finds what then stands for its package."""
-        sys.modules.pop(TRACKERS[name].partition(":")[0], None)
+        sys.modules.pop(f"ulysses.run.trackers.{name}", None)
 
     yield stand_in
     for name in TRACKERS:

@@ -15,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import sleep, time
-
-from torch.distributed import Store
+from typing import TYPE_CHECKING
 
 from ulysses import environment
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 REASON = "ulysses/reason"  # in the store (correspondence.py)
 BEAT_SECONDS = 1.0  # between two looks at the store
