@@ -1,6 +1,7 @@
 """run.samples: answers at every evaluation, in samples.jsonl, TensorBoard and the report."""
 
 import json
+import shutil
 from collections import Counter
 
 import pytest
@@ -32,9 +33,8 @@ def test_held_out_rows_are_answered_at_every_evaluation(stage, tmp_path):
     assert prompts == prompts[:2] * len(wanted) and prompts[0] != prompts[1]
     assert all(by["data"]) and (not held or by["reference"] == by["step 0"])
     # a run that continues answers again where it does
-    on_ranks(
-        2, [*line, "--run.resume", str(tmp_path / "run/checkpoints/step-1"), "--run.overwrite"]
-    )
+    shutil.rmtree(tmp_path / "run/checkpoints/step-2")
+    on_ranks(2, [*line, "--run.resume", str(tmp_path / "run/checkpoints/step-1")])
     again = lines(tmp_path / "run")
     assert again == found + found[-2:]
     assert main([str(tmp_path / "run")]) == 0

@@ -22,8 +22,6 @@ import torch.distributed as dist
 
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, tiny
 from tests.harness import PATIENCE, STUCK, Processes, until
-from ulysses.check.run_folder import resume_point
-from ulysses.config.schema import RunSection
 from ulysses.watch.failure import grace_note, report_failure, tell
 from ulysses.watch.watch import Watch
 
@@ -350,14 +348,6 @@ def test_ranks_whose_launcher_is_gone_save_and_end(tmp_path):
     front.send(signal.SIGKILL)
     assert until(lambda: not any(map(psutil.Process.is_running, ranks))) and len(ranks) == 2
     assert len(saved(tmp_path)) == 1
-
-
-def test_restarts_and_overwriting_exclude_each_other(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(
-        ValueError, match="run.overwrite would delete the checkpoints that a restart continues"
-    ):
-        resume_point(RunSection(output=str(tmp_path), steps=1, overwrite=True))
 
 
 def test_a_step_that_outlasts_the_launchers_patience_is_said(monkeypatch):

@@ -325,7 +325,7 @@ TRANSLATED = {
 "memory.offload_parameters" = false
 "run.epochs" = 3
 "run.eval_every" = 500
-"run.overwrite" = false
+"run.export" = true
 """, "per_device_train_batch_size 1 x gradient_accumulation_steps 8 x 8 GPU",
         "a mean over the tokens of the whole step"),
     "LLaMA-Factory's LoRA": (LLAMAFACTORY_LORA, "", """
@@ -831,13 +831,13 @@ def test_other_shell_text_is_refused(command, refusal):
     "end", ["\n", "\r", "\v", "\f", "\x1b", "\x85", "\u2028", "\\", '"', '"""\n', "'''\n"]
 )
 def test_nothing_breaks_out_of_a_comment_or_a_string(migrate, end):
-    evil = f"x{end}run.overwrite = true{end}#{end}"
+    evil = f"x{end}run.resume_anyway = true{end}#{end}"
     given = yaml.safe_load(LLAMAFACTORY_KTO) | {
         "save_strategy": evil, "wandb_project": evil,
         "special_tokens": {evil.replace(".", ""): "b"}, "flash_attn": evil,
     }  # fmt: skip
     config, shown = migrate(json.dumps(given))
-    assert not config.run.overwrite and config.run.wandb == evil
+    assert not config.run.resume_anyway and config.run.wandb == evil
     assert all(
         line.startswith("#   ") for line in shown[shown.index("# Without") :].splitlines()[1:]
     )
@@ -845,7 +845,7 @@ def test_nothing_breaks_out_of_a_comment_or_a_string(migrate, end):
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\0", "\x1b", "\u2028", '"""\n'])
 def test_what_would_break_out_is_refused_without_a_translation(end, refusal):
-    evil, given = f"x{end}run.overwrite = true{end}#{end}", yaml.safe_load(LLAMAFACTORY_KTO)
+    evil, given = f"x{end}run.resume_anyway = true{end}#{end}", yaml.safe_load(LLAMAFACTORY_KTO)
     for more in {"unknown_to_all": evil}, {f"unknown{evil}": 1}, {"chat_template": evil}:
         refusal(json.dumps(given | more), name="run.json")
     if end == "\0":  # which no setting holds

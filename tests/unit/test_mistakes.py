@@ -71,7 +71,8 @@ BASE --data.eval_fraction 0.1 --data.eval x.jsonl => data.eval names held-out da
 BASE --data.eval_fraction 1 => data.eval_fraction is '1': input should be less than 1
 BASE --run.patience 2 => run.patience is 2 evaluations but only the end of the run is evaluated
 BASE --gpus 8 => describe a machine to plan for; add --dry-run or leave them out
-BASE --data.train --run.overwrite => --data.train needs a value
+BASE --run.overwrite true => run.overwrite: not supported; a run deletes nothing that it finds; choose another
+BASE --data.train --run.save_last => --data.train needs a value
 BASE --deepspeed zero3.json => deepspeed is 'zero3.json': input should be a valid dictionary
 BASE --deepspeed.train_batch_size 8 => deepspeed.train_batch_size: unknown; here it is batch.examples
 DEMO --deepspeed.zero_optimization.zero_hpz_partition_size 2 \
@@ -194,7 +195,6 @@ DEMO --gradients.policies [{"policy":"gradient_noise","sigma":1,"ratio":1}] => e
 DEMO --data.train PLACE/none.jsonl => none.jsonl does not exist
 DEMO --data.train {path="PLACE/none.jsonl"} => none.jsonl does not exist
 DEMO --data.train {path:"PLACE/none.jsonl"} => which is neither JSON nor TOML; write a table as {path =
-DEMO --run.resume auto --run.overwrite true => run.resume is "auto", which continues the newest checkpoint, but
 DEMO --data.train {"path":"PLACE/chats.jsonl","col":{}} => its keys are path, format, weight, columns
 DEMO --data.train PLACE/chats.jsonl => chats.jsonl row 1 has no chosen and rejected answers
 DEMO --data.train {"path":"PLACE/chats.jsonl","columns":{"chosen":"conv.best"}} \

@@ -61,5 +61,5 @@ def changes(config: Config, checkpoint: Path, inputs: dict[str, str]) -> list[st
     return [
         f"{key} was {before.get(key)!r} and is {value!r}"
         for key, value in (flat(config.model_dump(mode="json")) | inputs).items()
-        if value != before.get(key) and not key.startswith(("run.resume", "run.overwrite"))
+        if value != before.get(key) and not key.startswith("run.resume")
     ]

@@ -132,11 +132,6 @@ def contradictions(config: Config) -> Iterator[str]:
             'memory.weights is "resident" but memory.offload_parameters keeps them in host memory; set '
             'memory.weights to "auto", or memory.offload_parameters to false'
         )
-    if run.resume == "auto" and run.overwrite:
-        yield (
-            'run.resume is "auto", which continues the newest checkpoint, but run.overwrite deletes what an earlier '
-            "run left; set only one of them"
-        )
     for name, settings in config.model_dump(exclude={"stage"}).items():
         for key, value in settings.items():
             text = json.dumps(value, ensure_ascii=False)

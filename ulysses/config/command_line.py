@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from ulysses.config.explanations import sentences
 from ulysses.config.schema import Config, Options
-from ulysses.config.section import ConfigError, Values, absolute, existing, refuse
+from ulysses.config.section import ConfigError, Values, absolute, existing, flat, refuse
 
 Table = TypeVar("Table", bound=BaseModel)
 
@@ -65,6 +65,16 @@ def check(values: dict[str, object], table: type[Table] = Config) -> Table:
     except RecursionError:
         errors = ["the settings are nested too deeply; write tables of one or two levels"]
     refuse(errors)
+
+
+def still_known(values: Values) -> Values:
+    """Return those of a checkpoint's settings that this version has; an earlier one may have had others."""
+    found: Values = {}
+    for key, value in flat(values).items():
+        # a table of names that the user chose is one setting
+        if any(known == key or key.startswith(f"{known}.") for known in known_keys()):
+            put(found, key, value)
+    return found
 
 
 def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, FieldInfo]:

@@ -272,8 +272,6 @@ class RunSection(Section):
     """Number of newest checkpoints that are kept, in addition to the best one; 0 keeps all."""
     resume: PlaceOrWord = "never"
     """What to continue from: "never", "auto" (the newest complete checkpoint, if any) or the folder of a checkpoint."""
-    overwrite: bool = False
-    """Delete what an earlier run left in output or, when resuming from a folder, the checkpoints that came after it."""
     resume_anyway: bool = False
     """Continue a checkpoint although the training data, the weights of frozen models (with LoRA, of the base),
     the file of a reward function, batch.examples, run.seed or the stage have changed since."""

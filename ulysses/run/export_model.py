@@ -60,7 +60,7 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
     special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
     chat = stage.dataset_type != "text"
     own_template = chat and inputs.config.data.chat_template != "tokenizer"
-    with whole_folder(target) as new:
+    with whole_folder(target, replaces=True) as new:
         if inputs.folder is not None:
             of_model = GENERATION, "*processor*.json", "LICENSE*"
             copy_side_files(folder_with(inputs.folder, GENERATION), new, of_model)
@@ -127,6 +127,7 @@ def export_model(
     *,
     merge: bool = False,
     dtype: str = "",
+    replaces: bool = False,
 ) -> str:
     """Write everything that an export after `step` consists of; all ranks call it together, and the first one writes.
 
@@ -136,6 +137,7 @@ def export_model(
         read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
         merge: add adapters to their base's weights. Otherwise they are written alone.
         dtype: of the weights in place of the configured one.
+        replaces: `out` is a folder that the run itself has written before.
     """
     lora, stage = config.model.lora, stage_of(config)
     whole = merge or not lora.rank
@@ -171,7 +173,7 @@ def export_model(
             return rounded(tensor.view(-1), files.read(name)).view_as(tensor)
         return tensor.to(rounded.dtype)
 
-    with whole_folder(out, f" after step {step}") as new:
+    with whole_folder(out, f" after step {step}", replaces=replaces) as new:
         if not whole:
             adapters = {shape.stored_name(n): x.to(rounded.dtype) for n, x in adapters.items()}
             by_parameter = shape.family.mlp_by_parameter

@@ -39,7 +39,6 @@ from ulysses.plan.memory_choice import (
     planner_run,
 )
 from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
-from ulysses.run.checkpoint import clear_run_folder
 from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.trackers import TrackedRun
@@ -195,9 +194,6 @@ class TrainingRun:
             for change in self.changes:
                 self.say(f"  changed since then: {change}")
         if self.mesh.is_main:
-            if config.run.overwrite:
-                for path in clear_run_folder(config.output, checkpoint):
-                    self.say(f"deleted {path}")
             os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
             replace_file(config.output / "config.json", config.model_dump_json(indent=2))
             save_tokenizer(inputs, config.output / "tokenizer")
@@ -258,7 +254,9 @@ class TrainingRun:
             self.samples = Samples(self)
         trainer.train(self.log, self.samples and self.samples.ask)
         if run.export and not trainer.stop_requested:
-            self.export(folder / "export")
+            # an export that the run has written before stays as it is
+            taken = (folder / "export").exists()
+            self.export(folder / (f"export-step-{trainer.step}" if taken else "export"))
 
     def show(self, rollout: "Rollout") -> None:
         """Let run.samples show a finished rollout."""
@@ -292,7 +290,7 @@ class TrainingRun:
 
         merge = for_servers or config.model.lora.merge
         given = read, folder, self.inputs.shape, config, step
-        note = export_model(*given, merge=merge, dtype=dtype)
+        note = export_model(*given, merge=merge, dtype=dtype, replaces=for_servers)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}; {note}" if note else f"exported {folder}")
         dist.barrier()
