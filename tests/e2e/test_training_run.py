@@ -20,7 +20,7 @@ from ulysses.zero.construct import initialize_distributed
 
 def changed(place, typed=""):
     """A run of DPO with these changes, without held-out data."""
-    usual = f"--run.save_last false --run.export false --run.steps 2 --batch.examples 4 {typed}"
+    usual = f"--run.save_last false --run.steps 2 --batch.examples 4 {typed}"
     values = configured(settings("dpo", place / "run", usual)).model_dump()
     values["data"]["eval"] = []
     return TrainingRun(values)

@@ -71,7 +71,7 @@ def _delete(checkpoint: Path) -> None:
     if checkpoint.is_symlink():
         checkpoint.unlink()
     else:
-        away = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.tmp"))
+        away = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.tmp"))
         shutil.rmtree(away, ignore_errors=True)
 
 
