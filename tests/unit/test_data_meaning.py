@@ -405,6 +405,9 @@ CALLS, TEXT = OBJECT["messages"][1]["tool_calls"], json.dumps({"x": "é"})
         ([{key: "s", "question": "q", "response": "a"} for key in ("system_prompt", "system")], "system\ns<|im_end|>"),
         ([OBJECT, *map(calling, (TEXT, json.dumps(TEXT), json.dumps(json.dumps(TEXT)))),
           {**OBJECT, "messages": [ASK, said("", tool_calls=json.dumps(CALLS))]},
+          *({**OBJECT, "messages": [ASK, said("", tool_calls=[
+              {"type": "function", "function": {"name": "f", "arguments": inner}, "arguments": {"x": "é"}}])]}
+            for inner in (None, {}, TEXT)),
           {**OBJECT, "messages": [ASK, said(None, function_call=CALLS[0]["function"])]}], '"arguments": {"x": "é"}}'),
         ([*map(calling, ({}, "{}", "", None, "null"))], '"arguments": {}}'),
     ],
@@ -426,6 +429,13 @@ def test_rows_that_say_the_same_are_the_same(shown, rows, shows):
             {"train_mask": [0, 1]}, {"labels": [None, False]}, {"assistant_masks": [0.0, 1.0]})),
         *(("message 2 has a tool call with the key '.*', which is not read",
            {"tool_calls": [{"name": "f", key: {"x": 1}}]}, {}) for key in ("parameters", "input", "args")),
+        *(("message 2 has a tool call with the key '.*', which is not read", {"tool_calls": [call]}, {}) for call in (
+            {"name": "f", "arguments": {}, "parameters": {"x": 1}}, {"name": "f", "arguments": {"x": 1}, "args": "{}"},
+            {"function": {"name": "f", "arguments": "{}"}, "input": {"x": 1}})),
+        ("message 2 has a tool call with 'arguments' in its function and others beside it; remove one",
+         {"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}, "arguments": '{"x": 2}'}]}, {}),
+        ("message 2 has calls in two places, tool_calls and function_call; remove one",
+         {"tool_calls": [{"name": "f"}], "function_call": {"name": "g"}}, {}),
         *(("has a tool without a name", {}, {"tools": tools}) for tools in (
             [{}], {"f": {"parameters": {}}}, [{"name": 1}])),
     ],

@@ -32,6 +32,7 @@ KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call",
 MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
 PAIR_KEYS = {"chosen", "rejected"}
 CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
+OTHER_ARGUMENTS = ("parameters", "args", "kwargs", "input")  # what else they are called
 Row = Mapping[str, object]  # or another object of JSON
 
 
@@ -109,7 +110,12 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
         raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
     content = item.get(first_key(item, ("content", "value")))
     called = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
-    calls = [*filter(None, [*as_list(called), item.get("function_call")])]
+    places = called, item.get("function_call"), name == "function_call"
+    if sum(map(bool, places)) > 1:
+        raise BadRowError(
+            f"{where} has calls in two places, tool_calls and function_call; remove one"
+        )
+    calls = [*filter(None, [*as_list(called), places[1]])]
     if isinstance(content, list):
         content = "".join(_content_part(part, where) for part in content)
     if content is None and calls:
@@ -147,14 +153,24 @@ def _call(call: Any, where: str) -> dict[str, object]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRowError(f"{where} has a tool call without a name")
     given = {key for key, value in {**call, **function}.items() if value is not None}
-    if "arguments" not in given and (unread := sorted(given - CALL_KEYS)):
+    unread = sorted(given - CALL_KEYS)
+    if "arguments" in given:
+        unread = [key for key in OTHER_ARGUMENTS if call.get(key) or function.get(key)]
+    if unread:
         raise BadRowError(
             f"{where} has a tool call with the key {unread[0]!r}, which is not read; its arguments stand in 'arguments'"
         )
     problem = f"{where} has a tool call whose arguments are not JSON of an object"
-    arguments = decoded(function.get("arguments"), problem, Mapping | None) or {}
+    arguments, outer = (
+        decoded(part.get("arguments"), problem, Mapping | None) or {}
+        for part in (function, call)
+    )
+    if arguments and outer and arguments != outer:
+        raise BadRowError(
+            f"{where} has a tool call with 'arguments' in its function and others beside it; remove one"
+        )
     named = {"id": call["id"]} if call.get("id") else {}
-    function = {"name": function["name"], "arguments": Arguments(arguments)}
+    function = {"name": function["name"], "arguments": Arguments(arguments or outer)}
     return {"type": "function", "function": function, **named}
 
 
