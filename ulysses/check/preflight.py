@@ -133,7 +133,7 @@ def prepare(
             )
         if weights:
             with error_context(errors=errors):
-                check_folders(config, folder, place, weights, other_weights)
+                check_folders(config, folder, place, weights, other_weights, resume_from)
         with error_context(errors=errors):
             disk_warning = check_disk(config, shape, resume_from)
         refuse(errors, findings)

@@ -60,6 +60,7 @@ def check_folders(
     place: Path | None,
     weights: InitialWeights,
     others: Mapping[str, InitialWeights],
+    resume_from: Path | None,
 ) -> None:
     """Refuse an output folder that is neither new, empty nor a run's own, or that belongs to what the run reads.
 
@@ -89,6 +90,8 @@ def check_folders(
     has_begun = output.is_dir() and {*os.listdir(output)} <= FIRST
     if not has_begun and not is_run_folder(output):
         check_empty(output, "run.output")
+    if config.run.export and resume_from is None:
+        check_empty(output / "export", "the run's export")
     for around in output.parents:
         if is_run_folder(around) or is_checkpoint(around):
             raise ConfigError(

@@ -254,9 +254,13 @@ class TrainingRun:
             self.samples = Samples(self)
         trainer.train(self.log, self.samples and self.samples.ask)
         if run.export and not trainer.stop_requested:
-            # an export that the run has written before stays as it is
-            taken = (folder / "export").exists()
-            self.export(folder / (f"export-step-{trainer.step}" if taken else "export"))
+            out = folder / "export"
+            if out.exists():  # of the run that was continued, at an earlier end
+                out = folder / f"export-step-{trainer.step}"
+            if out.exists():
+                self.say(f"{out} is there already")
+            else:
+                self.export(out)
 
     def show(self, rollout: "Rollout") -> None:
         """Let run.samples show a finished rollout."""
