@@ -219,6 +219,11 @@ def read_tokenizer(
         )
     with error_context("model.tokenizer"):
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
+    if len(tokenizer) > shape.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "
+            "use the model's own tokenizer or, for random weights, raise model.config.vocab_size"
+        )
     if added := config.model.add_tokens:
         if len({*added} - {"", *tokenizer.get_vocab()}) < len(added):
             raise ConfigError(
@@ -234,9 +239,4 @@ def read_tokenizer(
         with error_context("data.chat_template"):
             given = config.data.chat_template, config.data.chat_template_kwargs
             template = ChatTemplate(tokenizer, *given)
-    if len(tokenizer) > shape.vocab_size:
-        raise ConfigError(
-            f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "
-            "use the model's own tokenizer or, for random weights, raise model.config.vocab_size"
-        )
     return shape, tokenizer, place, template
