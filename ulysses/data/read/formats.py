@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 
 from ulysses.data import BadRowError, DataError, DropRowError
@@ -35,9 +36,14 @@ ALIASES = {"functions": "tools", "system_prompt": "system"}
 LABEL_KEYS = ("label", "kto_tag")
 OUR_LABELS = ("true", "false", "none")  # in sft, where another task may label the rows
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
-# what is not read, though it means something elsewhere
-UNREAD = {"context", "documents", "reasoning", "reasoning_content", "thinking"}
-UNREAD |= {"available_tools", "function_call", "system_message", "tool_calls"}
+# columns that are not read, though they mean something elsewhere
+UNREAD = re.compile(
+    "context|documents?|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|"
+    "tools?_.*|.*_tools|functions?_.*|system_.*"
+)
+# what may be a row's prompt, or in rows that are answered its answer
+ASKS = {*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS}
+ANSWERS = {*ANSWER_KEYS, *RANKED_KEYS, *FORMATS["text"]}
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 
@@ -105,10 +111,12 @@ def read_row(
         del given["label"]
         note("'label' is neither true nor false, and was not read")
     only_alpaca = () if first_key(given, FORMATS["alpaca"]) else ("input", "history")
-    for name in sorted(UNREAD.union(variables, only_alpaca) & given.keys()):
+    unread = {name for name in given.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
+    unread |= given.keys() & {*variables, *only_alpaca}
+    records = _records(given, source, kind)
+    for name in sorted(unread | _second(given, source, kind, records)):
         if given[name] not in ("", []):
             note(f"the column {name!r} was not read")
-    records = _records(given, source, kind)
     if len(records) > 1:
         note("rows that gave several examples")
     return [replace(record, row=row) for record in records]
@@ -182,12 +190,7 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         if not text.strip():
             raise DropRowError("empty text")
         return [Record([], [], text=text)]
-    row_format: str = source.format
-    if row_format == "auto":
-        found = (name for name, keys in FORMATS.items() if first_key(row, keys))
-        row_format = next(found, "text")
-    if row_format == "sharegpt":  # messages tell themselves how they are written
-        row_format = "messages"
+    row_format = _format(row, source)
     if row_format == "text":
         raise BadRowError(
             f"has the keys {_keys(row)}, which fit none of the formats {', '.join(FORMATS)} (but text, which holds "
@@ -233,6 +236,28 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         record = replace(record, prompt=[], answers=[prompt + answers[0]])
     _check_answer(record.answers[0], kind)
     return [record]
+
+
+def _format(row: Row, source: Source) -> str:
+    """Return the format of a row; messages tell themselves how they are written."""
+    found = (name for name, keys in FORMATS.items() if first_key(row, keys))
+    name = next(found, "text") if source.format == "auto" else source.format
+    return "messages" if name == "sharegpt" else name
+
+
+def _second(row: Row, source: Source, kind: str, records: list[Record]) -> set[str]:
+    """Return the columns that would be the prompt or the answer if others were not, and that say something else."""
+    columns, read = ASKS, [first_key(row, PROMPT_KEYS)]
+    if kind == "text":
+        columns, read = {*FORMATS["text"]}, [first_key(row, FORMATS["text"])]
+    elif (name := _format(row, source).removesuffix("_v1")) in ("messages", "alpaca"):
+        read = [first_key(row, FORMATS[name])]
+    if kind not in ("text", "prompt"):  # what stands beside a prompt alone is the reward's
+        columns = ASKS | ANSWERS
+        read += [key for key, _ in _answer_values(row)]
+    messages = chain.from_iterable(chain(each.prompt, *each.answers) for each in records)
+    said = [*map(row.get, read), *(message.content for message in messages)]
+    return {key for key in (columns & row.keys()).difference(read) if row[key] not in said}
 
 
 def _check_answer(answer: Messages, kind: str) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import UnionType
@@ -27,6 +27,9 @@ WEIGHT_KEYS = (
     *("loss_weight", "weight", "train", "loss", "loss_mask", "loss_masks", "loss_weights"),
     *("training", "trainable", "train_turn", "train_on_turn"),
 )
+THOUGHTS = ("reasoning", "thinking")  # types of parts of a content
+LARGEST = 1e30  # number of a row, with which float32 can still count
+MOST_WEIGHT = 1e6
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
 # other names that may tell which messages are trained
 MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
@@ -104,14 +107,28 @@ def parse_messages(value: object, row: Mapping[str, object] = {}) -> Messages:
 def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
-    name = item.get(first_key(item, ("role", "from")))
+    name = _one_of(item, ("role", "from"), where, lambda role: ROLES.get(str(role)))
     if str(name) not in ROLES:
         raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
-    content = item.get(first_key(item, ("content", "value")))
+    content = _one_of(item, ("content", "value"), where)
     called = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
     calls = [*filter(None, [*as_list(called), item.get("function_call")])]
+    more = {k: v for k, v in item.items() if k not in KNOWN_KEYS and v is not None}
     if isinstance(content, list):
-        content = "".join(_content_part(part, where) for part in content)
+        parts = [_content_part(part, where) for part in content]
+        kinds = [kind for kind, _ in parts]
+        content = "".join(text for kind, text in parts if kind == "text")
+        if thoughts := [text for kind, text in parts if kind != "text"]:
+            if (
+                ROLES[name] != "assistant"
+                or "text" in kinds[: len(thoughts)]
+                or more.keys() & {"reasoning_content", *THOUGHTS}
+            ):
+                raise BadRowError(
+                    f"{where} has thinking in its content; only an assistant's can have it, before all text, and not "
+                    "in a key of its own besides"
+                )
+            more["reasoning_content"] = "".join(thoughts)
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
@@ -127,19 +144,39 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
         )
     if weight < 0:
         raise BadRowError(f"{where} has the negative weight {weight:g}")
-    more = {k: v for k, v in item.items() if k not in KNOWN_KEYS and v is not None}
+    if weight and not 1 / MOST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise BadRowError(
+            f"{where} has the weight {weight:g}; give 0, or one from {1 / MOST_WEIGHT:g} to {MOST_WEIGHT:g}"
+        )
     calls = tuple(_call(call, where) for call in calls)
     return Message(role, content, weight, calls, more)
 
 
-def _content_part(part: object, where: str) -> str:
+def _one_of(
+    item: Row, keys: tuple[str, str], where: str, meant: Callable[[object], object] = str
+) -> Any:
+    """Return what a message says under one of two names; BadRowError if it says two things."""
+    given = [item[key] for key in keys if item.get(key)]
+    if len({*map(meant, given)} - {None}) > 1:
+        raise BadRowError(
+            f"{where} has {keys[0]!r} and {keys[1]!r}, which mean the same, with different values; remove one"
+        )
+    return given[0] if given else item.get(first_key(item, keys))
+
+
+def _content_part(part: object, where: str) -> tuple[str, str]:
+    """Return "text", or the type of thinking, and the text."""
     if isinstance(part, str):
-        return part
+        return "text", part
     given = part if isinstance(part, Mapping) else {"type": type_name(part)}
-    kind, text = given.get("type"), given.get("text", given.get("value"))
-    if kind != "text" or not isinstance(text, str):
+    kind = given.get("type")
+    names = ("text", "value", *([kind] if kind in THOUGHTS else []))
+    text = given.get(first_key(given, names))
+    if isinstance(text, list) and kind in THOUGHTS:
+        text = "".join(_content_part(each, where)[1] for each in text)
+    if kind not in ("text", *THOUGHTS) or not isinstance(text, str):
         raise BadRowError(f"{where} has content of the type {kind!r}; only text is supported")
-    return text
+    return kind, text
 
 
 def _call(call: Any, where: str) -> dict[str, object]:
@@ -178,17 +215,17 @@ def role_of(messages: Messages, place: int) -> str:
 
 
 def first_key(row: Row, keys: tuple[str, ...]) -> str:
-    """Return the first of `keys` that the row has a value for; "" if there is none."""
-    for key in keys:
-        if row.get(key) is not None:
-            return key
-    return ""
+    """Return the first of `keys` that the row has a value for, an empty one only if all are; "" if there is none."""
+    given = [key for key in keys if row.get(key) is not None]
+    return next((key for key in given if row[key] not in ("", [])), *given[:1] or [""])
 
 
 def weights_of(pairs: Iterable[tuple[str, object]]) -> list[float]:
     """Return the marks among keys and their values."""
     return [
-        number(value, key) for key, value in pairs if key in WEIGHT_KEYS and value is not None
+        number(value, key)
+        for key, value in pairs
+        if key in WEIGHT_KEYS and value not in (None, "")
     ]
 
 
@@ -203,10 +240,12 @@ def string(value: object, name: str) -> str:
 
 
 def number(value: object, name: str) -> float:
-    with suppress(OverflowError):  # of a long integer
-        if isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
-    raise BadRowError(f"{name!r} is {value!r:.40}, not a finite number")
+    """Return a number or a switch, which in CSV is text; BadRowError for any other value."""
+    with suppress(OverflowError, ValueError):  # of a long integer, and of other text
+        found = from_json(value.strip().lower()) if isinstance(value, str) else value
+        if isinstance(found, int | float) and abs(found) <= LARGEST:
+            return float(found)
+    raise BadRowError(f"{name!r} is {value!r:.40}, not a finite number up to {LARGEST:g}")
 
 
 def type_name(value: object) -> str:

@@ -62,7 +62,7 @@ from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.progress import progress
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 BAR_AFTER_SECONDS = 2.0
 CHARACTERS_AT_ONCE = 1 << 21  # of rows
 # of the [data] table, what decides tokens besides sources, tokenizer and template
