@@ -9,7 +9,7 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from tests.own_tracker import Remembers
-from ulysses.check.preflight import make_checks
+from ulysses.check.preflight import check_settings
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.disk import DiskError
@@ -164,4 +164,4 @@ def test_a_tracker_whose_package_is_absent_is_refused_before_any_work(monkeypatc
     with pytest.raises(
         ConfigError, match="set but the package mlflow is not installed; pip inst"
     ):
-        make_checks("settings", config=config, world_size=1)
+        check_settings(config, 1)

@@ -1,5 +1,6 @@
 """What a run reads besides the rows of its data: the model's shape and weights, and the tokenizer."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import chain, zip_longest
@@ -11,7 +12,7 @@ from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig
 from models.folders import folder_with, read_config, resolve_model
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
-from ulysses.config.schema import Config
+from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import missing_sources, parse_sources
@@ -21,6 +22,7 @@ from ulysses.data.serve.steps import check_fits
 from ulysses.registry import stage_of
 from ulysses.stages.base import Stage
 
+ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
 # A folder that holds none of these has no tokenizer, whatever else describes one.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
 MOST_EXAMPLES = 2**28  # of an epoch, whose order is in memory
@@ -109,6 +111,16 @@ def check_model(config: Config, stage: Stage, shape: ModelConfig, folder: Path |
     if folder and config.model.init == "pretrained":
         with error_context("model.path"):
             check_weights(shape, folder, reward=stage.reward, quantize=config.model.quantize)
+
+
+def check_routers(model: ModelSection, shape: ModelConfig) -> Iterator[str]:
+    """Yield which settings of experts have no effect."""
+    for key, value in model.model_dump(include=ROUTERS, exclude_defaults=True).items():
+        if not shape.moe:
+            yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"
+        elif key != "freeze_router" and (model.freeze_router or model.lora.rank):
+            why = "model.freeze_router" if model.freeze_router else "model.lora.rank"
+            yield f"model.{key} is {value:g} but {why} is set, which trains no router; set it to 0"
 
 
 def fit_window(

@@ -9,7 +9,8 @@ from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from models.kinds import model_class
 from models.layers import DecoderLayer, layer_sizes
-from ulysses.check.preflight import RunInputs, make_checks
+from ulysses.check.input_files import check_examples
+from ulysses.check.inputs import RunInputs
 from ulysses.config.schema import Config
 from ulysses.config.section import Values, error_context
 from ulysses.data.read.sources import parse_sources
@@ -52,7 +53,8 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
         held_out = opened(data.train, held_out=True)
     elif data.eval:
         held_out = opened(data.eval)
-    make_checks("data", config=config, train=train, held_out=held_out)
+    with error_context():
+        check_examples(config, train, held_out)
     return train, held_out
 
 

@@ -35,7 +35,7 @@ from models.writing import (
     copy_side_files,
     write_weights,
 )
-from ulysses.check.preflight import RunInputs
+from ulysses.check.inputs import RunInputs
 from ulysses.config.schema import Config
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import SPECIAL_NAMES
