@@ -14,6 +14,7 @@ Each error is one sentence: what was given, what is required and what to change.
 from collections.abc import Iterator
 from pathlib import Path
 
+from ulysses.check.contradictions import contradictions
 from ulysses.check.input_files import (
     check_model,
     check_routers,
@@ -31,7 +32,7 @@ from ulysses.check.setting_checks import (
     check_packages,
     check_processes,
     check_tables,
-    contradictions,
+    stage_contradictions,
 )
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
@@ -51,6 +52,7 @@ def check_settings(
     errors: list[object] = []
     errors += check_processes(config, world_size)
     errors += contradictions(config)
+    errors += stage_contradictions(config)
     errors += check_packages(config)
     with error_context(errors=errors):
         check_tables(config)
