@@ -78,8 +78,9 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
     Raises ConfigError if no stage is named, or if the settings would train something else here.
     """
     system = _system(given)
-    given, method, own, left_out = _complete(given, system, path.parent)
+    given, method, written, left_out = _complete(given, system, path.parent)
     kinds = _kinds(given, path.parent)
+    owners = [*(f"{kind}:{system}" for kind in kinds), *kinds, system, method]
     settings: Values = {}
     comments: dict[str, str] = {}
     remarks: list[str] = []
@@ -88,19 +89,7 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
     for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
         for value in [given[name]] if name in NAMES["ours"] else _entries(given[name]):
             stage = settings.get("stage", "")
-            said = f"{name}={value}".lower()
-            places = (
-                *(
-                    f"{kind}:{each}"
-                    for kind in kinds
-                    for each in (said, f"{system}:{name}", name)
-                ),
-                f"{system}:{name}",
-                f"{method}:{name}",
-                f"{stage}.{said}",
-                f"{stage}.{name}",
-            )
-            kind, rule = _rule(name, value, places, stage)
+            kind, rule = _rule(name, value, owners, stage)
             if kind == "ours":
                 if rule["key"] in ("data.train", "data.eval"):
                     sources = []
@@ -118,7 +107,7 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
                 remarks.append(f"{name} = {value}: {rule}")
             elif kind == "not_supported":
                 refused.append((name, value, rule))
-            elif kind == "not_needed" and value and name in own:
+            elif kind == "not_needed" and value and name in written:
                 left_out[name] = rule
     if not method:
         methods = ", ".join(NAMES["ours"]["stage"]["values"])
@@ -173,10 +162,12 @@ def _toml(
     return "\n".join(lines)
 
 
-def _rule(name: str, value: object, places: tuple[str, ...], stage: str) -> tuple[str, Any]:
+def _rule(name: str, value: object, owners: list[str], stage: str) -> tuple[str, Any]:
     """Return the rule that says most about a setting, and the table that it stands in."""
     rules, said, table = NAMES["rules"], f"{name}={value}".lower(), name.partition(".")[0]
-    place = next((place for place in (*places, said, name, table) if place in rules), said)
+    places = [f"{owner}:{each}" for owner in owners for each in (said, name)]
+    places += [f"{stage}.{said}", f"{stage}.{name}", said, name, table]
+    place = next((place for place in places if place in rules), said)
     kind, rule = rules.get(place, ("not_supported", UNKNOWN))
     if kind == "ours":
         key = rule["key"].replace("STAGE", stage)
@@ -306,7 +297,7 @@ def _complete(
     for name, stage in NAMES["implied"].items():
         if given.get(name):
             given.setdefault("stage", stage)
-    own, void = {*given}, {}
+    written, void = {*given}, {}
     # SimPO's own trainer
     if "gamma_beta_ratio" in given and given.get("loss_type", "sigmoid") == "sigmoid":
         gamma = given.pop("gamma_beta_ratio") * given.setdefault("beta", 2.0)
@@ -332,7 +323,7 @@ def _complete(
         value = str(given.get(rule["name"], 0)).lower()
         if value in rule["when"] if "when" in rule else value not in rule["unless"]:
             why = f"it does nothing beside {rule['name']}"
-            void |= dict.fromkeys(own & given.keys() & {*rule["names"]}, why)
+            void |= dict.fromkeys(written & {*rule["names"]}, why)
             given = {name: given[name] for name in given if name not in rule["names"]}
     given["adam_beta1"] = [given["adam_beta1"], given.pop("adam_beta2")]
     trained, tested = (given.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
@@ -375,7 +366,7 @@ def _complete(
         if file.suffix in (".yaml", ".yml"):
             described = read_yaml(file.read_text(encoding="utf-8"))
             given[name] = [each | {"path": str(each["path"])} for each in described.values()]
-    return given, method, own, void
+    return given, method, written, void
 
 
 def _kinds(given: Values, folder: Path) -> list[str]:
@@ -383,14 +374,10 @@ def _kinds(given: Values, folder: Path) -> list[str]:
     model = next((str(given[name]) for name in NAMES["models"] if name in given), "")
     if (file := found_at(f"{model}/config.json", folder)).is_file():
         model = str(json.loads(file.read_text()).get("model_type"))
-    template = str(given.get("chat_template")).lower()
     kinds = [
         name for name, pattern in NAMES["kinds"].items() if re.search(pattern, model, re.I)
     ]
-    if template not in NAMES["ours"]["chat_template"]["values"]:
-        stem, of = (re.sub(r"_v\d.*|\W|_", "", text) for text in (template, model.lower()))
-        kinds += ["own_template"] * (stem in of)
-    return [template, *kinds]
+    return [str(given.get("chat_template")), *kinds]
 
 
 def _source(

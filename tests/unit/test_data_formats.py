@@ -292,7 +292,7 @@ def test_message_weights(read):
 => sequence => type 'image'; only text
 {"messages": [$user, {"role": "user", "content": "x", "weight": 1}]} \
 => sequence => gives the weight 1 to a user message
-{"messages": [$user, {"role": "assistant", "content": "x", "weight": -1}]} => sequence => negative weight
+{"messages": [$user, {"role": "assistant", "content": "x", "weight": -1}]} => sequence => has the weight -1; give 0
 {"messages": [$user, {"from": "function_call", "value": "not json"}]} => sequence => tool call as JSON
 {"instruction": "q", "output": "a", "images": ["a.png"]} \
 => sequence => the column 'images', but only text .*columns = .unused = .images

@@ -760,7 +760,6 @@ def bomb(*lines):
         bomb("a0: &a0 [x, x]\n", "a{0}: &a{0} [*a{1}, *a{1}]\n", ""),
         bomb("a0: &a0 {x: 1}\n", "a{0}: &a{0} {{x: *a{1}, y: *a{1}}}\n", ""),
         bomb("a0: &a0 {x: 1}\n", "a{0}: &a{0} {{<<: [*a{1}, *a{1}]}}\n", ""),
-        "model_name_or_path: m\nloop: &loop [1, *loop]\n",
         f"model_name_or_path: &long {'x' * 3000}\nlist: [{'*long, ' * 500}1]\n",
     ],
 )
@@ -1031,7 +1030,7 @@ UNKNOWN = {
     "interleave_probs: [1.0]": "mix_strategy is interleave_under or interleave_over beside it",
     "eot_tokens: ['<|im_end|>', '</mine>']": "eot_tokens = </mine> has no counterpart here; write it into a .jinja",
     "chat_template: llama3\neot_tokens: ['<|im_end|>']": "this template ends turns otherwise",
-    "chat_template: gemma3": "data.chat_template has no such choice; take it out",
+    "chat_template: metharme": "data.chat_template has no such choice; take it out",
     "model_quantization_config_kwargs: {dequantize: false}": "weights are trained in bfloat16; set it to true",
     "model_quantization_config: AwqConfig": "export a model with this configuration first",
     "mix_strategy: interleave_under": "give interleave_probs too",
@@ -1048,6 +1047,7 @@ UNKNOWN = {
     "datasets: 5": "it cannot be read, or holds a value of a wrong kind: ",
     "1: 2": "1 = 2",
     "- a: [": "expected",
+    "loop: &loop [1, *loop]": "it cannot be read, or holds a value of a wrong kind: maximum recursion",
 }  # fmt: skip
 
 

@@ -1,9 +1,8 @@
 """Read the settings of other trainers from their files: YAML, JSON, or the shell command that starts them."""
 
-import math
 import re
 import shlex
-from itertools import chain
+from functools import cache
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -48,22 +47,22 @@ def read_settings(path: Path) -> Values:
 
 def read_yaml(text: str) -> Any:
     """Read YAML; ConfigError if its aliases make much more of it than stands there."""
-    sizes: dict[yaml.Node, float] = {}
-
-    def size(node: yaml.Node) -> float:
-        if node not in sizes:
-            sizes[node] = math.inf  # of one that holds itself
-            parts = [] if isinstance(node, yaml.ScalarNode) else node.value
-            parts = chain.from_iterable(p if isinstance(p, tuple) else [p] for p in parts)
-            sizes[node] = len(node.value) + sum(map(size, parts)) + 1
-        return sizes[node]
-
     root = yaml.compose(text, yaml.SafeLoader)
-    if root and size(root) > MOST_REPEATED * (len(text) + 1):
+    if root and _size(root) > MOST_REPEATED * (len(text) + 1):
         raise ConfigError(
             "its aliases repeat far more than stands there; write the settings out without them"
         )
     return yaml.safe_load(text)
+
+
+@cache
+def _size(part: Any) -> int:
+    """Return how much a part of YAML is with its aliases written out; RecursionError if it holds itself."""
+    if isinstance(part, str):
+        return len(part)
+    if isinstance(part, tuple):
+        return 1 + sum(map(_size, part))
+    return _size(part.value if isinstance(part.value, str) else tuple(part.value))
 
 
 def _command(text: str) -> tuple[str, str]:

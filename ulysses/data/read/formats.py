@@ -41,9 +41,9 @@ UNREAD = re.compile(
     "context|documents?|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|"
     "tools?_.*|.*_tools|functions?_.*|system_.*"
 )
-# what may be a row's prompt, or in rows that are answered its answer
-ASKS = {*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS}
-ANSWERS = {*ANSWER_KEYS, *RANKED_KEYS, *FORMATS["text"]}
+# what may be a row's prompt, in the order of FORMATS, or in rows that are answered its answer
+ASKS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
+ANSWERS = (*ANSWER_KEYS, *RANKED_KEYS, *FORMATS["text"])
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 
@@ -114,7 +114,7 @@ def read_row(
     unread = {name for name in given.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
     unread |= given.keys() & {*variables, *only_alpaca}
     records = _records(given, source, kind)
-    for name in sorted(unread | _second(given, source, kind, records)):
+    for name in sorted(unread | _second(given, kind, records)):
         if given[name] not in ("", []):
             note(f"the column {name!r} was not read")
     if len(records) > 1:
@@ -190,7 +190,12 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         if not text.strip():
             raise DropRowError("empty text")
         return [Record([], [], text=text)]
-    row_format = _format(row, source)
+    row_format: str = source.format
+    if row_format == "auto":
+        found = (name for name, keys in FORMATS.items() if first_key(row, keys))
+        row_format = next(found, "text")
+    if row_format == "sharegpt":  # messages tell themselves how they are written
+        row_format = "messages"
     if row_format == "text":
         raise BadRowError(
             f"has the keys {_keys(row)}, which fit none of the formats {', '.join(FORMATS)} (but text, which holds "
@@ -238,26 +243,16 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
     return [record]
 
 
-def _format(row: Row, source: Source) -> str:
-    """Return the format of a row; messages tell themselves how they are written."""
-    found = (name for name, keys in FORMATS.items() if first_key(row, keys))
-    name = next(found, "text") if source.format == "auto" else source.format
-    return "messages" if name == "sharegpt" else name
-
-
-def _second(row: Row, source: Source, kind: str, records: list[Record]) -> set[str]:
+def _second(row: Row, kind: str, records: list[Record]) -> set[str]:
     """Return the columns that would be the prompt or the answer if others were not, and that say something else."""
-    columns, read = ASKS, [first_key(row, PROMPT_KEYS)]
-    if kind == "text":
-        columns, read = {*FORMATS["text"]}, [first_key(row, FORMATS["text"])]
-    elif (name := _format(row, source).removesuffix("_v1")) in ("messages", "alpaca"):
-        read = [first_key(row, FORMATS[name])]
+    columns = FORMATS["text"] if kind == "text" else ASKS
+    read = {first_key(row, columns)}
     if kind not in ("text", "prompt"):  # what stands beside a prompt alone is the reward's
-        columns = ASKS | ANSWERS
-        read += [key for key, _ in _answer_values(row)]
+        columns += ANSWERS
+        read |= {key for key, _ in _answer_values(row)}
     messages = chain.from_iterable(chain(each.prompt, *each.answers) for each in records)
     said = [*map(row.get, read), *(message.content for message in messages)]
-    return {key for key in (columns & row.keys()).difference(read) if row[key] not in said}
+    return {key for key in row.keys() & {*columns} - read if row[key] not in said}
 
 
 def _check_answer(answer: Messages, kind: str) -> None:

@@ -3,9 +3,10 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import UnionType
 from typing import Any
 
@@ -28,6 +29,7 @@ WEIGHT_KEYS = (
     *("training", "trainable", "train_turn", "train_on_turn"),
 )
 THOUGHTS = ("reasoning", "thinking")  # types of parts of a content
+THINKING = {"reasoning_content", *THOUGHTS}  # keys of a message
 LARGEST = 1e30  # number of a row, with which float32 can still count
 MOST_WEIGHT = 1e6
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
@@ -107,7 +109,7 @@ def parse_messages(value: object, row: Mapping[str, object] = {}) -> Messages:
 def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
-    name = _one_of(item, ("role", "from"), where, lambda role: ROLES.get(str(role)))
+    name = _one_of(item, ("role", "from"), where)
     if str(name) not in ROLES:
         raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
     content = _one_of(item, ("content", "value"), where)
@@ -116,19 +118,15 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
     more = {k: v for k, v in item.items() if k not in KNOWN_KEYS and v is not None}
     if isinstance(content, list):
         parts = [_content_part(part, where) for part in content]
-        kinds = [kind for kind, _ in parts]
-        content = "".join(text for kind, text in parts if kind == "text")
-        if thoughts := [text for kind, text in parts if kind != "text"]:
-            if (
-                ROLES[name] != "assistant"
-                or "text" in kinds[: len(thoughts)]
-                or more.keys() & {"reasoning_content", *THOUGHTS}
-            ):
-                raise BadRowError(
-                    f"{where} has thinking in its content; only an assistant's can have it, before all text, and not "
-                    "in a key of its own besides"
-                )
-            more["reasoning_content"] = "".join(thoughts)
+        content = "".join(text for is_text, text in parts if is_text)
+        thoughts = [text for is_text, text in parts if not is_text]
+        in_order = parts == sorted(parts, key=itemgetter(0))
+        if thoughts and (ROLES[name] != "assistant" or not in_order or more.keys() & THINKING):
+            raise BadRowError(
+                f"{where} has thinking in its content; only an assistant's can have it, before all text, and not "
+                "in a key of its own besides"
+            )
+        more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
@@ -142,8 +140,6 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
         raise BadRowError(
             f"{where} gives the weight {weight:g} to a {role} message; only assistant messages can be trained"
         )
-    if weight < 0:
-        raise BadRowError(f"{where} has the negative weight {weight:g}")
     if weight and not 1 / MOST_WEIGHT <= weight <= MOST_WEIGHT:
         raise BadRowError(
             f"{where} has the weight {weight:g}; give 0, or one from {1 / MOST_WEIGHT:g} to {MOST_WEIGHT:g}"
@@ -152,31 +148,27 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
     return Message(role, content, weight, calls, more)
 
 
-def _one_of(
-    item: Row, keys: tuple[str, str], where: str, meant: Callable[[object], object] = str
-) -> Any:
+def _one_of(item: Row, keys: tuple[str, str], where: str) -> Any:
     """Return what a message says under one of two names; BadRowError if it says two things."""
     given = [item[key] for key in keys if item.get(key)]
-    if len({*map(meant, given)} - {None}) > 1:
+    if len({ROLES.get(str(value), str(value)) for value in given}) > 1:
         raise BadRowError(
             f"{where} has {keys[0]!r} and {keys[1]!r}, which mean the same, with different values; remove one"
         )
     return given[0] if given else item.get(first_key(item, keys))
 
 
-def _content_part(part: object, where: str) -> tuple[str, str]:
-    """Return "text", or the type of thinking, and the text."""
+def _content_part(part: object, where: str) -> tuple[bool, str]:
+    """Return whether a part is text, and not thinking, and what it says."""
     if isinstance(part, str):
-        return "text", part
+        return True, part
     given = part if isinstance(part, Mapping) else {"type": type_name(part)}
-    kind = given.get("type")
-    names = ("text", "value", *([kind] if kind in THOUGHTS else []))
-    text = given.get(first_key(given, names))
-    if isinstance(text, list) and kind in THOUGHTS:
+    kind, text = given.get("type"), given.get(first_key(given, ("text", "value", *THOUGHTS)))
+    if isinstance(text, list):
         text = "".join(_content_part(each, where)[1] for each in text)
     if kind not in ("text", *THOUGHTS) or not isinstance(text, str):
         raise BadRowError(f"{where} has content of the type {kind!r}; only text is supported")
-    return kind, text
+    return kind == "text", text
 
 
 def _call(call: Any, where: str) -> dict[str, object]:
