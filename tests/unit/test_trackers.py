@@ -13,7 +13,7 @@ from ulysses.check.preflight import check_settings
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.disk import DiskError
-from ulysses.registry import TRACKERS
+from ulysses.options import TRACKERS
 from ulysses.run.metrics import METRICS, MetricsLog, logged
 from ulysses.run.trackers import TrackedRun
 
@@ -71,7 +71,7 @@ def package(monkeypatch):
 
     def forget(name):
         """The next import of the tracker finds what then stands for its package."""
-        sys.modules.pop(TRACKERS[name].partition(":")[0], None)
+        sys.modules.pop(f"ulysses.run.trackers.{name}", None)
 
     yield stand_in
     for name in TRACKERS:

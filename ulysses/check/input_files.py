@@ -10,8 +10,10 @@ import numpy as np
 
 from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig
 from models.folders import folder_with, read_config, resolve_model
+from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
+from models.published import architecture
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.data.read.chat import ChatTemplate
@@ -19,7 +21,7 @@ from ulysses.data.read.sources import missing_sources, parse_sources
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import check_fits
-from ulysses.registry import stage_of
+from ulysses.options import stage_of
 from ulysses.stages.base import Stage
 
 ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
@@ -86,8 +88,6 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
             # random weights belong to nothing around them
             raw = (shape if model.init == "pretrained" else replace(shape, around="")).to_hf()
         elif model.arch:
-            from models.published import architecture
-
             raw = architecture(model.arch).to_hf()
         raw.pop("rope_parameters", None)  # model.config may have either style
         for name in model.config:  # which may say in other words what `raw` says
@@ -155,8 +155,6 @@ def check_weights(
 
     Raises ValueError naming the first parameter that is missing or wrong.
     """
-    from models.hf_format import WeightFiles
-
     files = WeightFiles(folder)
     layers = {name.split(".")[2] for name in files.tensors if name.startswith("model.layers.")}
     if len(layers) != shape.num_hidden_layers:

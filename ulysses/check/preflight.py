@@ -38,8 +38,8 @@ from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
 from ulysses.data.read.sources import parse_sources, repeated_data
 from ulysses.data.serve.steps import StepLoader
+from ulysses.options import check_parts, stage_of
 from ulysses.plan.inquiry import published_shape
-from ulysses.registry import stage_of
 
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
 LEAST_KNOWN = 0.9
@@ -90,6 +90,8 @@ def prepare(
     with error_context(errors=errors):
         shape, folder = read_shape(config, strict)
     if shape:
+        if absent := [*check_parts(config, shape)]:
+            refuse(errors + absent)
         with error_context(errors=errors):
             check_model(config, stage, shape, folder)
         with error_context(errors=errors):

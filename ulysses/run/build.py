@@ -18,10 +18,10 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.data.serve.tokenise import open_dataset
 from ulysses.memory.size import Setting
+from ulysses.options import stage_of
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.case import Plan
 from ulysses.plan.memory_choice import layer_memory
-from ulysses.registry import stage_of
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine

@@ -27,6 +27,7 @@ from ulysses.config.section import error_context
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import replace_file
+from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.case import slow_products, this_machine
 from ulysses.plan.costs import model_flops
@@ -37,7 +38,6 @@ from ulysses.plan.memory_choice import (
     micro_batch_line,
     planner_run,
 )
-from ulysses.registry import gradient_policies
 from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
 from ulysses.run.checkpoint import clear_run_folder
 from ulysses.run.export_model import export_model, save_tokenizer
