@@ -291,6 +291,7 @@ instruction output prompt response => sequence => output prompt
 prompt chosen rejected completion instruction => pair => completion prompt
 prompt question answer => prompt => question
 text content => text => content
+prompt completion label kto_tag tool_functions => unpaired => kto_tag tool_functions
 instruction input output history users is_tool system_prompt => sequence =>
 prompt completion id tools => sequence =>
 """

@@ -41,11 +41,11 @@ LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 # columns that are not read, though they mean something elsewhere
 UNREAD = re.compile(
     "context|documents?|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|"
-    "tools?_.*|.*_tools|functions?_.*|system_.*"
+    "tools?_.*|.*_tools|functions?_.*|.*_functions|system_.*"
 )
 # what may be a row's prompt, in the order of FORMATS, or in rows that are answered its answer
 ASKS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
-ANSWERS = (*ANSWER_KEYS, *RANKED_KEYS, *FORMATS["text"])
+ANSWERS = (*ANSWER_KEYS, *RANKED_KEYS, *FORMATS["text"], *LABEL_KEYS)
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 
@@ -249,10 +249,13 @@ def _second(row: Row, kind: str, records: list[Record]) -> set[str]:
     read = {first_key(row, columns)}
     if kind not in ("text", "prompt"):  # what stands beside a prompt alone is the reward's
         columns += ANSWERS
-        read |= {key for key, _ in _answer_values(row)}
+        read |= {key for key, _ in _answer_values(row)} | {first_key(row, LABEL_KEYS)}
+    others = (row.keys() - read).intersection(columns)
+    if not others:
+        return others
     messages = chain.from_iterable(chain(each.prompt, *each.answers) for each in records)
     said = [*map(row.get, read), *(message.content for message in messages)]
-    return {key for key in row.keys() & {*columns} - read if row[key] not in said}
+    return {key for key in others if row[key] not in said}
 
 
 def _check_answer(answer: Messages, kind: str) -> None:
