@@ -307,7 +307,8 @@ plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin, axolotl.
 use_scattermoe: true
 quantize_moe_experts: true
 experts_implementation: scattermoe
-datasets: [{path: a/b, type: chat_template}]
+datasets: [{path: a/b, type: chat_template, field_thinking: thinking, template_thinking_key: thinking}]
+experimental_skip_move_to_device: true
 eot_tokens: ["<|end|>", "<|return|>"]
 chat_template: gpt_oss
 adapter: lora
