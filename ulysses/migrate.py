@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
-from ulysses.check.contradictions import contradictions
 from ulysses.cli import run_as
-from ulysses.config.command_line import check, known_keys, put
+from ulysses.config.command_line import check, contradictions, known_keys, put
 from ulysses.config.foreign_files import found_at, read_settings, read_yaml
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.section import ConfigError, Values, existing, flat, refuse

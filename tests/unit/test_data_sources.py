@@ -81,7 +81,11 @@ def test_every_example_has_its_turn_over_the_epochs(opened, weight):
     data = opened({"path": "a", "weight": weight}, {"path": "b"})
     seen = np.zeros(40)
     for epoch in range(24):
-        copies = np.bincount(loader(data).order(epoch), minlength=50)
+        order = loader(data).order(
+            epoch
+        )  # whatever was asked before, and on any number of ranks
+        assert (order == loader(data, data_parallel_size=4, dp_rank=3).order(epoch)).all()
+        copies = np.bincount(order, minlength=50)
         assert (copies[40:] == 1).all() and copies[:40].sum() == round(40 * weight)
         seen += copies[:40]
         assert seen.max() - seen.min() <= 1

@@ -14,7 +14,6 @@ Each error is one sentence: what was given, what is required and what to change.
 from collections.abc import Iterator
 from pathlib import Path
 
-from ulysses.check.contradictions import contradictions
 from ulysses.check.input_files import (
     check_model,
     check_routers,
@@ -32,8 +31,8 @@ from ulysses.check.setting_checks import (
     check_packages,
     check_processes,
     check_tables,
-    stage_contradictions,
 )
+from ulysses.config.command_line import contradictions
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
 from ulysses.data.read.sources import parse_sources, repeated_data
@@ -51,8 +50,7 @@ def check_settings(
     """Refuse settings by themselves, before any file is opened; the arguments are those of `prepare`."""
     errors: list[object] = []
     errors += check_processes(config, world_size)
-    errors += contradictions(config)
-    errors += stage_contradictions(config)
+    errors += contradictions(config, stage_of(config))
     errors += check_packages(config)
     with error_context(errors=errors):
         check_tables(config)

@@ -10,7 +10,7 @@ import torch
 from ulysses import environment
 from ulysses.config.schema import Config
 from ulysses.config.section import visible
-from ulysses.options import TRACKERS, check_parts, gradient_policies, stage_of
+from ulysses.options import TRACKERS, check_parts, gradient_policies
 from ulysses.parallel.mesh import divisors
 from ulysses.zero.settings import check_raw
 
@@ -78,14 +78,3 @@ def require_determinism() -> None:
     """
     environment.preset({CUBLAS: ":4096:8"})
     torch.use_deterministic_algorithms(True)
-
-
-def stage_contradictions(config: Config) -> Iterator[str]:
-    """Yield what contradicts the stage; its own checks come last."""
-    stage, data, run = stage_of(config), config.data, config.run
-    if run.samples and stage.dataset_type in ("text", "ranked"):
-        yield f"run.samples is {run.samples} but stage {stage.name!r} answers no prompts; set it to 0"
-    given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
-    for key in given if stage.dataset_type != "sequence" else ():
-        yield f"data.{key} is {given[key]!r} but stage {stage.name!r} trains the last answer only; remove it"
-    yield from stage.check()

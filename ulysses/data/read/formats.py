@@ -45,7 +45,7 @@ UNREAD = re.compile(
 )
 # what may be a row's prompt, in the order of FORMATS, or in rows that are answered its answer
 ASKS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
-ANSWERS = (*ANSWER_KEYS, *RANKED_KEYS, *FORMATS["text"], *LABEL_KEYS)
+ANSWERS = (*ANSWER_KEYS, *RANKED_KEYS, *FORMATS["text"], *LABEL_KEYS, "chosen")
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 
@@ -116,7 +116,9 @@ def read_row(
     unread = {name for name in given.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
     unread |= given.keys() & {*variables, *only_alpaca}
     records = _records(given, source, kind)
-    for name in sorted(unread | _second(given, kind, records)):
+    if any(len(given.keys() & {*columns}) > 1 for columns in (ASKS, ANSWERS)):
+        unread |= _second(given, kind, records)
+    for name in sorted(unread):
         if given[name] not in ("", []):
             note(f"the column {name!r} was not read")
     if len(records) > 1:
@@ -250,12 +252,9 @@ def _second(row: Row, kind: str, records: list[Record]) -> set[str]:
     if kind not in ("text", "prompt"):  # what stands beside a prompt alone is the reward's
         columns += ANSWERS
         read |= {key for key, _ in _answer_values(row)} | {first_key(row, LABEL_KEYS)}
-    others = (row.keys() - read).intersection(columns)
-    if not others:
-        return others
     messages = chain.from_iterable(chain(each.prompt, *each.answers) for each in records)
     said = [*map(row.get, read), *(message.content for message in messages)]
-    return {key for key in others if row[key] not in said}
+    return {key for key in row.keys() & {*columns} - read if row[key] not in said}
 
 
 def _check_answer(answer: Messages, kind: str) -> None:

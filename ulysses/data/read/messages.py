@@ -109,10 +109,16 @@ def parse_messages(value: object, row: Mapping[str, object] = {}) -> Messages:
 def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
-    name = _one_of(item, ("role", "from"), where)
+    for keys in (("role", "from"), ("content", "value")):
+        both = [*map(item.get, keys)]
+        if all(both) and len({ROLES.get(str(value), str(value)) for value in both}) > 1:
+            raise BadRowError(
+                f"{where} has {keys[0]!r} and {keys[1]!r}, which mean the same, with different values; remove one"
+            )
+    name = item.get(first_key(item, ("role", "from")))
     if str(name) not in ROLES:
         raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
-    content = _one_of(item, ("content", "value"), where)
+    content = item.get(first_key(item, ("content", "value")))
     called = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
     calls = [*filter(None, [*as_list(called), item.get("function_call")])]
     more = {k: v for k, v in item.items() if k not in KNOWN_KEYS and v is not None}
@@ -146,16 +152,6 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
         )
     calls = tuple(_call(call, where) for call in calls)
     return Message(role, content, weight, calls, more)
-
-
-def _one_of(item: Row, keys: tuple[str, str], where: str) -> Any:
-    """Return what a message says under one of two names; BadRowError if it says two things."""
-    given = [item[key] for key in keys if item.get(key)]
-    if len({ROLES.get(str(value), str(value)) for value in given}) > 1:
-        raise BadRowError(
-            f"{where} has {keys[0]!r} and {keys[1]!r}, which mean the same, with different values; remove one"
-        )
-    return given[0] if given else item.get(first_key(item, keys))
 
 
 def _content_part(part: object, where: str) -> tuple[bool, str]:
