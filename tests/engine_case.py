@@ -69,7 +69,7 @@ class ListDataset:
         self.lengths = self.sequence_lengths.sum(axis=1)
         self.columns = {k: np.array(v) for k, v in (columns or {}).items()}
         self.sources = np.zeros(len(examples), dtype=np.int32)
-        self.source_weights, self.source_names = [1.0], [""]
+        self.source_weights, self.source_names, self.source_paths = [1.0], [""], ["rows"]
         self.token_columns: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:

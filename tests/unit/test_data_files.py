@@ -10,6 +10,7 @@ from pyarrow import parquet
 
 from tests.tiny_tokenizer import write_rows
 from tests.unit.test_data_formats import load, refused, texts
+from ulysses.config.command_line import check, put
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read import sources
@@ -215,6 +216,22 @@ def test_a_path_with_a_nul_is_refused(key):
     ):
         DataSection(**{key: "a\0b"})
     assert "does not exist" in missing_sources([Source("a\0b.jsonl")])[0]
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("model.add_tokens", ["\ud800"]),
+        ("run.output", "\udcff"),
+        ("data.train", [{"path": "a\ud800"}]),
+        ("data.chat_template_kwargs", {"a": {"b": ["\ud800"]}}),
+        ("model.lora.targets", ["\ud800"]),
+    ],
+)
+def test_a_setting_that_is_no_unicode_is_refused_by_its_name(key, value):
+    put(given := {"stage": "sft"}, key, value)
+    with pytest.raises(ValueError, match=rf"^{key} is .*: this holds an unpaired surrogate"):
+        check(given)
 
 
 def test_more_examples_than_can_be_counted_are_refused():

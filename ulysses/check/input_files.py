@@ -27,6 +27,7 @@ from ulysses.stages.base import Stage
 ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
 # A folder that holds none of these has no tokenizer, whatever else describes one.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
+MOST_EXAMPLES = 2**28  # of an epoch, whose order is in memory
 
 
 # ---------------------------------------------------------------- data
@@ -48,10 +49,19 @@ def check_examples(
     config: Config, train: TokenizedDataset, held_out: TokenizedDataset | None
 ) -> None:
     """Refuse open data of which nothing is trained on, or an example that is longer than a micro-batch."""
-    weights = train.source_weights
-    copies = np.bincount(train.sources, minlength=len(weights)) * weights
-    if not copies.round().any():
-        raise ConfigError("the weights of the data sources leave no example; raise them")
+    counts = np.bincount(train.sources, minlength=len(train.source_weights))
+    taken = (counts * train.source_weights).round()
+    if taken.sum() > max(MOST_EXAMPLES, len(train)):
+        raise ConfigError(
+            f"by the weights or probabilities of its sources an epoch of data.train has {taken.sum():,.0f} examples, "
+            f"but can have {MOST_EXAMPLES:,}; give less uneven ones"
+        )
+    for path, count, own in zip(train.source_paths, counts, taken):
+        if count and not own:
+            raise ConfigError(
+                f"the weights or probabilities of data.train leave no example of {path} in an epoch, which has "
+                f"{count}; raise its own, or remove it"
+            )
     budget = config.batch.tokens_per_microbatch
     for data in (train, held_out):
         if data and budget != "auto":
@@ -229,6 +239,11 @@ def read_tokenizer(
         )
     with error_context("model.tokenizer"):
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
+    if len(tokenizer) > shape.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "
+            "use the model's own tokenizer or, for random weights, raise model.config.vocab_size"
+        )
     if added := config.model.add_tokens:
         if len({*added} - {"", *tokenizer.get_vocab()}) < len(added):
             raise ConfigError(
@@ -244,9 +259,4 @@ def read_tokenizer(
         with error_context("data.chat_template"):
             given = config.data.chat_template, config.data.chat_template_kwargs
             template = ChatTemplate(tokenizer, *given)
-    if len(tokenizer) > shape.vocab_size:
-        raise ConfigError(
-            f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "
-            "use the model's own tokenizer or, for random weights, raise model.config.vocab_size"
-        )
     return shape, tokenizer, place, template

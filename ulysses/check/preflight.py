@@ -31,8 +31,8 @@ from ulysses.check.setting_checks import (
     check_packages,
     check_processes,
     check_tables,
-    contradictions,
 )
+from ulysses.config.command_line import contradictions
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
 from ulysses.data.read.sources import parse_sources, repeated_data
@@ -50,7 +50,7 @@ def check_settings(
     """Refuse settings by themselves, before any file is opened; the arguments are those of `prepare`."""
     errors: list[object] = []
     errors += check_processes(config, world_size)
-    errors += contradictions(config)
+    errors += contradictions(config, stage_of(config))
     errors += check_packages(config)
     with error_context(errors=errors):
         check_tables(config)

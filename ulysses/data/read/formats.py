@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 
 from ulysses.data import BadRowError, DataError, DropRowError
@@ -37,9 +38,14 @@ ALIASES = {"functions": "tools", "system_prompt": "system"}
 LABEL_KEYS = ("label", "kto_tag")
 OUR_LABELS = ("true", "false", "none")  # in sft, where another task may label the rows
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
-# what is not read, though it means something elsewhere
-UNREAD = {"context", "documents", "reasoning", "reasoning_content", "thinking"}
-UNREAD |= {"available_tools", "function_call", "system_message", "tool_calls"}
+# columns that are not read, though they mean something elsewhere
+UNREAD = re.compile(
+    "context|documents?|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|"
+    "tools?_.*|.*_tools|functions?_.*|.*_functions|system_.*"
+)
+# what may be a row's prompt, in the order of FORMATS, or in rows that are answered its answer
+ASKS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
+ANSWERS = (*ANSWER_KEYS, *RANKED_KEYS, *FORMATS["text"], *LABEL_KEYS, "chosen")
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 
@@ -107,10 +113,14 @@ def read_row(
         del given["label"]
         note("'label' is neither true nor false, and was not read")
     only_alpaca = () if first_key(given, FORMATS["alpaca"]) else ("input", "history")
-    for name in sorted(UNREAD.union(variables, only_alpaca) & given.keys()):
+    unread = {name for name in given.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
+    unread |= given.keys() & {*variables, *only_alpaca}
+    records = _records(given, source, kind)
+    if any(len(given.keys() & {*columns}) > 1 for columns in (ASKS, ANSWERS)):
+        unread |= _second(given, kind, records)
+    for name in sorted(unread):
         if given[name] not in ("", []):
             note(f"the column {name!r} was not read")
-    records = _records(given, source, kind)
     if len(records) > 1:
         note("rows that gave several examples")
     return [replace(record, row=row) for record in records]
@@ -233,6 +243,18 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         record = replace(record, prompt=[], answers=[prompt + answers[0]])
     _check_answer(record.answers[0], kind)
     return [record]
+
+
+def _second(row: Row, kind: str, records: list[Record]) -> set[str]:
+    """Return the columns that would be the prompt or the answer if others were not, and that say something else."""
+    columns = FORMATS["text"] if kind == "text" else ASKS
+    read = {first_key(row, columns)}
+    if kind not in ("text", "prompt"):  # what stands beside a prompt alone is the reward's
+        columns += ANSWERS
+        read |= {key for key, _ in _answer_values(row)} | {first_key(row, LABEL_KEYS)}
+    messages = chain.from_iterable(chain(each.prompt, *each.answers) for each in records)
+    said = [*map(row.get, read), *(message.content for message in messages)]
+    return {key for key in row.keys() & {*columns} - read if row[key] not in said}
 
 
 def _check_answer(answer: Messages, kind: str) -> None:

@@ -66,7 +66,7 @@ class Source:
     Args:
         path: a file, a folder of files, a folder saved by `datasets`, or the id of a dataset on the hub.
         format: one of FORMATS, or "auto" to detect that of each row from its keys.
-        weight: how often each example is taken in an epoch; 0.5 takes half of them, another half in each epoch.
+        weight: how often each example is taken in an epoch; 0.5 takes half of them, then the other half.
         columns: maps our key to the key that the file uses.
         split: of a hub dataset, a folder saved by `datasets`, or one whose files or folders have names of splits.
         subset, revision: of a hub dataset; the subset is what `datasets` calls a configuration.
