@@ -290,9 +290,21 @@ class ModelConfig:
 
         return around_text(written, self.around)
 
-    def stored_name(self, name: str) -> str:
-        """Return the name that a parameter has in the whole model, and its adapters in files."""
+    def adapted_class(self, *, reward: bool) -> str:
+        """Return what transformers' AutoModelForCausalLM, or ...ForSequenceClassification, makes of the model's folder.
+
+        Adapters are exported for this class.
+        """
         if not self.around:
+            return str(self.to_hf(reward=reward)["architectures"][0])
+        kind = MULTIMODAL[self.model_type.removesuffix("_text")]
+        if reward:
+            return kind["class_name"].replace("ConditionalGeneration", "SequenceClassification")
+        return kind.get("causal_lm", kind["class_name"])
+
+    def adapted_name(self, name: str, *, reward: bool) -> str:
+        """Return the name that a parameter has in that class."""
+        if not self.around or self.adapted_class(reward=reward).endswith("ForCausalLM"):
             return name
         from models.multimodal import outside
 
