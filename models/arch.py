@@ -3,7 +3,6 @@
 The decoder reads ModelConfig, its family's row (families.py) and the kinds of its layers, and knows no family by name.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import cycle, islice
@@ -133,13 +132,7 @@ class ModelConfig:
                 "here; use a model of these families"
             )
         family = FAMILIES[model_type]
-        for name, (wanted, example) in KINDS.items():
-            given: Any = raw.get(name)
-            several = name == "eos_token_id" and isinstance(given, list)
-            if {*map(type, given if several else [given])} - {type(example), type(None)}:
-                raise ValueError(
-                    f"config.json has {name} = {given!r:.60} but it must be {wanted}; correct the file or setting"
-                )
+        check_kinds(raw)
         if quantised := raw.get("quantization_config"):
             method = quantised.get("quant_method")
             is_nf4 = method == "bitsandbytes" and quantised.get("bnb_4bit_quant_type") == "nf4"
@@ -163,16 +156,27 @@ class ModelConfig:
         if "type" in scaling:  # the older name, also beside a newer table
             scaling = {"rope_type": scaling["type"], **scaling}
         table = {**table, **scaling} or family.rope_scaling
+        if (scaling or "factor" in table) and type(
+            table.get("rope_type", table.get("type"))
+        ) is not str:
+            raise ValueError(
+                f"config.json has rotary scaling {table!r:.60} without a rope_type; name it, or remove the scaling"
+            )
+        check_kinds(table)
         named = {family.aliases.get(k, k): v for k, v in raw.items()}
+        if "rope_local_base_freq" not in family.defaults:  # nor has the class
+            named.pop("rope_local_base_freq", None)
         stated = {**family.defaults, **named, **table}
         if (theta := raw.get("rope_theta")) not in (None, stated["rope_theta"]):
             raise ValueError(
                 f"config.json has rope_theta = {theta!r:.60} and {stated['rope_theta']!r:.60} in rope_parameters or "
                 "rope_scaling; correct one of them"
             )
-        fixed = {**NEUTRAL, "hidden_act": family.activation, **family.fixed}
-        for name, value in fixed.items():
-            if name not in family.defaults and stated.get(name) not in (None, value):
+        neutral = {
+            name: value for name, value in NEUTRAL.items() if name not in family.defaults
+        }
+        for name, value in {**neutral, "hidden_act": family.activation, **family.fixed}.items():
+            if stated.get(name) not in (None, value):
                 raise ValueError(
                     f"config.json has {name} = {stated[name]!r:.60}, which these models do not compute; use a model "
                     "without it"
@@ -329,6 +333,18 @@ _INNER = (
 # ---------------------------------------------------------------- fields of config.json
 
 
+def check_kinds(given: Fields) -> None:
+    """Raise ValueError for a field of KINDS that holds something of another kind."""
+    for name, (wanted, example) in KINDS.items():
+        value: Any = given.get(name)
+        several = name in ("eos_token_id", "mlp_only_layers") and isinstance(value, list)
+        kinds = {int} if several else {type(example), type(None)}
+        if {*map(type, value if several else [value])} - kinds:
+            raise ValueError(
+                f"config.json has {name} = {value!r:.60} but it must be {wanted}; correct the file or setting"
+            )
+
+
 def read_experts(known: Fields, family: Family) -> Experts:
     """Read the fields of Experts, all of them positive numbers but for norm_topk_prob."""
     if family.clamped_experts:  # their width has the name that others give to the MLP's
@@ -358,8 +374,8 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
         return given[:count]
 
     period = family.mixers
-    if "full_attention_interval" in family.defaults:
-        interval = number(known, "full_attention_interval", int)
+    for name in {"full_attention_interval", "sliding_window_pattern"} & family.defaults.keys():
+        interval = number(known, name, int)
         period = (*period[:1] * (interval - 1), period[-1])
     mixers = of_layers("layer_types", str, [*islice(cycle(period), count)])
     rotated = [1] * count
@@ -394,13 +410,11 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
 def number(known: Fields, name: str, kind: type[T]) -> T:
     """Return a positive number; ValueError names the field that holds none."""
     value: Any = known.get(name)
-    most = MOST.get(name, 1 << 31 if kind is int else math.inf)
+    most = MOST.get(name, 1 << 31 if kind is int else 1e38)
     if type(value) not in (int, float) or not 0 < value < most or kind(value) != value:
-        wanted = f"a {'whole ' * (kind is int)}number above 0"
-        if most < math.inf:
-            wanted += f" and below {most:,}"
         raise ValueError(
-            f"config.json has {name} = {value!r} but it must be {wanted}; correct the file or the setting"
+            f"config.json has {name} = {value!r:.60} but it must be a {'whole ' * (kind is int)}number above 0 and "
+            f"below {most:,.15g}; correct the file or the setting"
         )
     return kind(value)
 

@@ -78,7 +78,7 @@ def read_config(folder: Path, **rope: object) -> ModelConfig:
     for name, token in ids:
         if not 0 <= token < shape.vocab_size:
             raise ValueError(
-                f"config.json has {name} {token} but vocab_size {shape.vocab_size}; correct one of them"
+                f"config.json has {name} {token!r:.60} but vocab_size {shape.vocab_size}; correct one of them"
             )
     return shape
 

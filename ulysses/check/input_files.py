@@ -71,17 +71,19 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
     with error_context("model"):
         if folder is not None:
             shape = read_config(folder, **rope)
-            # random weights belong to nothing around them
-            raw = (shape if model.init == "pretrained" else replace(shape, around="")).to_hf()
+            if model.init == "random":  # which belongs to nothing around it
+                shape = replace(shape, around="")
+            raw = shape.to_hf()
         elif model.arch:
             from models.published import architecture
 
             raw = architecture(model.arch).to_hf()
-        raw.pop("rope_parameters", None)  # model.config may have either style
-        for name in model.config:  # which may say in other words what `raw` says
-            raw.pop(name, None)
-            raw.pop(LISTS.get(name, ""), None)
-        shape = ModelConfig.from_hf({**raw, **model.config}, **rope)
+        if model.config or folder is None:
+            raw.pop("rope_parameters", None)  # model.config may have either style
+            for name in model.config:  # which may say in other words what `raw` says
+                raw.pop(name, None)
+                raw.pop(LISTS.get(name, ""), None)
+            shape = ModelConfig.from_hf({**raw, **model.config}, **rope)
     family = shape.family
     known = {*shape.to_hf(), *KINDS, *NEUTRAL, *family.defaults, *family.fixed, *family.aliases}
     for name in sorted(model.config.keys() - known):
