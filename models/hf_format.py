@@ -6,8 +6,9 @@ Reading touches only the bytes asked for. models/writing.py writes new ones.
 import json
 import math
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +25,7 @@ from models.folders import (
     read_adapter_config,
     read_json,
 )
-from models.multimodal import inside, split_text
+from models.multimodal import CARRIED, inside
 
 if TYPE_CHECKING:
     from models.expert_files import BlockTensor, JoinedTensor
@@ -147,6 +148,22 @@ def lora_scale(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
+class NamedTensors(dict[str, Any]):
+    """The tensors of a folder by name; a second one of a name, however files hold it, is refused with ValueError."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __setitem__(self, name: str, tensor: Any) -> None:
+        if name in self:
+            raise ValueError(
+                f"{self.folder.absolute()} holds {name} more than once: in two files, under two names, or whole and in "
+                "parts (experts one by one, blocks of MXFP4); remove all but one"
+            )
+        super().__setitem__(name, tensor)
+
+
 Stored: TypeAlias = "StoredTensor | JoinedTensor | BlockTensor"
 
 
@@ -166,8 +183,8 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, Stored] = {}
-        self.carried: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, Stored] = NamedTensors(folder)
+        self.carried: dict[str, StoredTensor] = NamedTensors(folder)
         self.adapter: Fields | None = None
         self.dtype: torch.dtype | None = None
         self.quantize = "none"
@@ -177,10 +194,11 @@ class WeightFiles:
             self._read_adapter()
         else:
             self.paths = _weight_paths(self.folder)
-            for path in self.paths:
-                text, carried = split_text(_stored_tensors(path))
-                self.tensors |= text
-                self.carried |= carried
+            for name, tensor in chain(*(_stored_tensors(path).items() for path in self.paths)):
+                if name.startswith(CARRIED):
+                    self.carried[name] = tensor
+                else:
+                    self.tensors[inside(name)] = tensor
             if any(".experts." in name for name in self.tensors):
                 from models.expert_files import join_blocks, join_experts
 
@@ -214,17 +232,20 @@ class WeightFiles:
         pairs: dict[str, dict[str, StoredTensor]] = {}
         with safe_open(path, "pt") as file:
             self.quantize = (file.metadata() or {}).get("quantize", "none")
+        found = NamedTensors(self.folder)
         for key, tensor in _stored_tensors(path).items():
+            found[inside(key.removeprefix("base_model.model."))] = tensor
+        for key, tensor in found.items():
             self.dtype = tensor.dtype
-            stem, _, kind = inside(key.removeprefix("base_model.model.")).partition(".lora_")
+            stem, _, kind = key.partition(".lora_")
             if stem in ("score.weight", *VOCABULARY):
                 self.tensors[stem] = tensor
             elif kind in ("A.weight", "B.weight"):
                 pairs.setdefault(adapted_name(stem, parameters), {})[kind[0]] = tensor
             else:
                 raise ValueError(
-                    f"{path.absolute()} holds {key}, which is neither a LoRA matrix nor a score head; merge the "
-                    "adapter into its base with PEFT"
+                    f"{path.absolute()} holds {tensor.name}, which is neither a LoRA matrix nor a score head; merge "
+                    "the adapter into its base with PEFT"
                 )
         own = [name for name in VOCABULARY if self.tensors.get(name) != base.tensors.get(name)]
         if own and is_tied and (len(own) < 2 or not torch.equal(*map(self.read, own))):
@@ -235,7 +256,8 @@ class WeightFiles:
         for name, pair in pairs.items():
             adapted = self.tensors.get(name)
             shapes = {kind: list(tensor.shape) for kind, tensor in pair.items()}
-            *count, outputs, inputs = adapted.shape if adapted else (0, 0)
+            shape = adapted.shape if adapted else ()
+            *count, outputs, inputs = shape if len(shape) > 1 else (0, 0)
             if self._is_transposed(name):
                 outputs, inputs = inputs, outputs
             rows = rank * math.prod(count)  # of all experts

@@ -55,13 +55,6 @@ def around_text(written: Fields, around: str) -> Fields:
     }
 
 
-def split_text(found: Fields) -> tuple[Fields, Fields]:
-    """Return a folder's tensors: the text model's by the names that they have here, and the others by their own."""
-    carried = {name: x for name, x in found.items() if name.startswith(CARRIED)}
-    text = {inside(name): x for name, x in found.items() if name not in carried}
-    return text, carried
-
-
 def file_prefix(around: str) -> str:
     """Return what files of the model with this config.json have before the text model's names, or ""."""
     return MULTIMODAL[json.loads(around)["model_type"]].get("prefix", "")

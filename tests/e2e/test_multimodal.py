@@ -18,6 +18,7 @@ from tests.family_case import EXPERTS, FAMILIES, LINEAR
 from tests.memory_case import packed
 from tests.model_folder import logps_there, write_model
 from tests.zero_case import filled
+from ulysses.check.input_files import check_weights
 from ulysses.export import main
 
 SIDE_FILES = {
@@ -229,6 +230,17 @@ def test_gemma3_trains_in_its_multimodal_folder(tmp_path) -> None:
     found = logps_there(in_peft(adapters, base), TOKENS)
     torch.testing.assert_close(logps_here(adapters, TOKENS), found, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(theirs, found, rtol=1e-4, atol=1e-4)
+
+
+def test_a_folder_with_a_vision_config_and_no_vision_is_refused(tmp_path) -> None:
+    base = folder_of("qwen3_5", tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    text = {name: x for name, x in weights.items() if ".visual." not in name}
+    assert any(name.startswith("mtp.") for name in text)
+    save_file(text, base / "model.safetensors", {"format": "pt"})
+    sentence = f"{base} has a config.json with a vision model but holds no tensors of one; complete the files, or write"
+    with pytest.raises(ValueError, match=sentence):
+        check_weights(read_config(base), base, reward=False)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "gemma3"])

@@ -127,6 +127,12 @@ def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, merge):
     refused("does not fit", r=4)
     norm = {"base_model.model.model.norm.weight": torch.ones(16)}
     refused("neither a LoRA matrix", more=norm)
+    [key, *_] = weights
+    inner = key.replace("model.model.", "model.model.language_model.")
+    name = re.escape(key.removeprefix("base_model.model."))
+    refused(f"holds {name} more than once", more={inner: weights[key].clone()})
+    flat = {f"base_model.model.model.norm.lora_{x}.weight": torch.ones(3, 3) for x in "AB"}
+    refused("adapts model.norm.weight by matrices of shapes", more=flat)
     (folder / "model.safetensors").touch()
     refused("an adapter and a whole model")
     for file in folder.glob("*.safetensors"):

@@ -144,6 +144,11 @@ def check_weights(
             f"{folder.absolute()} holds {len(layers)} layers, but its config.json has num_hidden_layers = "
             f"{shape.num_hidden_layers}; check that config.json belongs to these weights"
         )
+    if shape.around and all(name.startswith("mtp.") for name in files.carried):
+        raise ValueError(
+            f"{folder.absolute()} has a config.json with a vision model but holds no tensors of one; complete the "
+            "files, or write its text_config alone as config.json"
+        )
     packed = {
         bool(t.state) for name, t in files.tensors.items() if name.endswith("_proj.weight")
     }
