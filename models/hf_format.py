@@ -193,7 +193,7 @@ class WeightFiles:
         if (self.folder / ADAPTER_CONFIG).is_file():
             self._read_adapter()
         else:
-            self.paths = _weight_paths(self.folder)
+            self.paths = weight_paths(self.folder)
             for name, tensor in chain(*(_stored_tensors(path).items() for path in self.paths)):
                 if name.startswith(CARRIED):
                     self.carried[name] = tensor
@@ -356,7 +356,8 @@ class WeightFiles:
             )
 
 
-def _weight_paths(folder: Path) -> list[Path]:
+def weight_paths(folder: Path) -> list[Path]:
+    """Return the files that hold a model's weights; FileNotFoundError or ValueError if one is absent."""
     names = [WEIGHTS]
     # beside the whole file, which transformers prefers too, an index is left from an earlier save in several files
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
