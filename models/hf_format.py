@@ -177,12 +177,14 @@ class WeightFiles:
     adapter: adapter_config.json of an adapter's folder.
     dtype: of the adapters, which is the precision that they were trained in; None without them.
     quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
+    continued: of an adapter that a run continues, A and B by the names of the matrices that they adapt.
     carried: tensors that no model here has, which exports hold as they are: those of vision, and of MTP.
     paths: the files that hold the tensors, and those that say how much of them adapters add.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, continues: bool = False) -> None:
         self.folder = folder
+        self.continued: dict[str, tuple[StoredTensor, StoredTensor]] = {}
         self.tensors: dict[str, Stored] = NamedTensors(folder)
         self.carried: dict[str, StoredTensor] = NamedTensors(folder)
         self.adapter: Fields | None = None
@@ -191,7 +193,7 @@ class WeightFiles:
         # what adapters add to a matrix: scale * B A
         self._updates: dict[str, list[tuple[StoredTensor, StoredTensor, float]]] = {}
         if (self.folder / ADAPTER_CONFIG).is_file():
-            self._read_adapter()
+            self._read_adapter(continues)
         else:
             self.paths = weight_paths(self.folder)
             for name, tensor in chain(*(_stored_tensors(path).items() for path in self.paths)):
@@ -205,7 +207,7 @@ class WeightFiles:
                 join_experts(self.tensors)
                 join_blocks(self.tensors)
 
-    def _read_adapter(self) -> None:
+    def _read_adapter(self, continues: bool) -> None:
         from models.expert_files import adapted_name
 
         path = self.folder / ADAPTER_WEIGHTS
@@ -220,7 +222,7 @@ class WeightFiles:
         self.adapter = read_adapter_config(self.folder)
         rank, parameters = self.adapter["r"], self.adapter.get("target_parameters") or ()
         scale = lora_scale(
-            rank, self.adapter.get("lora_alpha", 8), bool(self.adapter.get("use_rslora"))
+            rank, self.adapter.get("lora_alpha") or 8, bool(self.adapter.get("use_rslora"))
         )
         base = WeightFiles(base_folder(self.folder))
         self.tensors, self._updates = dict(base.tensors), base._updates
@@ -266,7 +268,10 @@ class WeightFiles:
                     f"{path.absolute()} adapts {name} by matrices of shapes {shapes}, which the base model "
                     f"{base.folder.absolute()} does not fit; correct base_model_name_or_path"
                 )
-            self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
+            if continues:
+                self.continued[name] = pair["A"], pair["B"]
+            else:
+                self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
 
     def _is_transposed(self, name: str) -> bool:
         """Return whether a tensor has experts' matrices [inputs, outputs], which have biases."""
@@ -309,6 +314,17 @@ class WeightFiles:
                 update, begin = b[first:last] @ a, start - first * width
             flat = flat.float() + (scale * update).flatten()[begin : begin + len(flat)]
         return flat
+
+    def adapter_matrix(self, name: str, shape: torch.Size) -> Tensor | None:
+        """Return what a parameter of an adapter has in the continued one, or None."""
+        owner, _, kind = name.partition(".lora_")
+        last = kind.rpartition(".")[2] if len(shape) == 3 else "weight"  # of all experts
+        if f"{owner}.{last}" not in self.continued:
+            return None
+        matrix = self.continued[f"{owner}.{last}"][kind[0] == "B"].whole()
+        if kind[0] == "A" or len(shape) == 2:
+            return matrix.view(shape)
+        return matrix.view(*shape[1:], shape[0]).permute(2, 0, 1)
 
     def base(self, name: str) -> Tensor:
         """Return all elements of a tensor without what adapters add to it."""

@@ -27,6 +27,8 @@ class InitialWeights:
     +-1 / sqrt(inputs) and B zero.
 
     Args:
+        continues: the folder holds an adapter, whose A and B are the start of those that are trained; its base has the
+            other weights. Otherwise an adapter is a part of them.
         new_rows: rows of the vocabulary's matrices that the files lack, or have for no token yet, and those of which
             each is the mean.
     """
@@ -39,6 +41,7 @@ class InitialWeights:
         quantize: str = "none",
         *,
         new_rows: Mapping[int, list[int]] = {},
+        continues: bool = False,
     ) -> None:
         self.shape, self.quantize, self.new_rows = shape, quantize, new_rows
         self.seed = seed
@@ -48,7 +51,7 @@ class InitialWeights:
         if folder:
             from models import hf_format
 
-            self.files = hf_format.WeightFiles(folder)
+            self.files = hf_format.WeightFiles(folder, continues=continues)
             self.stored, self.paths = self.files.tensors, self.files.paths
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
@@ -66,7 +69,10 @@ class InitialWeights:
             return
         elif ".lora_" in name:
             whole = torch.zeros(shape, device=device)
-            if ".lora_A." in name:
+            started = self.files.adapter_matrix(plain, shape) if self.files else None
+            if started is not None:
+                whole.copy_(started)
+            elif ".lora_A." in name:
                 bound = 1 / math.sqrt(shape[-1])
                 generator = keyed_generator(device, self.seed, name)
                 whole.uniform_(-bound, bound, generator=generator)

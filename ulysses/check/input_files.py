@@ -8,7 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig
-from models.folders import folder_with, read_config, resolve_model
+from models.folders import (
+    ADAPTER_CONFIG,
+    folder_with,
+    name_of_base,
+    read_config,
+    resolve_model,
+)
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
 from ulysses.config.schema import Config
@@ -181,6 +187,8 @@ def initial_weights(
         ends = {template.end_of_turn, template.encoder.eos, *known}
         shape = replace(shape, eos_token_id=tuple(sorted(ends)))
     found, rows = folder if pretrained else None, {}
+    is_adapter = found and (found / ADAPTER_CONFIG).is_file()
+    continues = is_adapter and name_of_base(found)[0] == config.model.path
     if added := config.model.add_tokens:
         before = load_tokenizer(place, **config.model.special_tokens)
         pieces = [before.encode(text, add_special_tokens=False) for text in added]
@@ -191,7 +199,7 @@ def initial_weights(
         ]
         rows = dict(zip_longest(numbers, pieces, fillvalue=pieces[-1]))
     given = config.run.seed, found, config.model.quantize
-    return shape, InitialWeights(shape, *given, new_rows=rows)
+    return shape, InitialWeights(shape, *given, new_rows=rows, continues=continues)
 
 
 # ---------------------------------------------------------------- tokenizer

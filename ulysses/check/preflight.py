@@ -50,6 +50,7 @@ files      input_files:fit_window              config shape                     
 files      adapter_settings:check_routers      model shape routers
 files      adapter_settings:check_adapters     adapters shape config
 files      adapter_settings:choose_targets     config adapters shape                           config
+files      adapter_settings:choose_base        config adapters stage folder                    config
 files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template
 files      other_models:read_others            config models strict others
 files      kernel_proof:choose_kernel          config stage shape strict                       attention kernel
@@ -159,6 +160,12 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
     if inputs.disk_warning:
         yield inputs.disk_warning
     config, total = inputs.config, inputs.stage.total_steps(loader)
+    files = inputs.weights.files
+    if files and files.adapter:
+        how = "merged into its base; exports are whole models"
+        if files.continued:
+            how = f"continued; its base is {config.model.path}"
+        yield f"model.path {files.folder} is an adapter, which is {how}"
     data = config.data
     if data.eval and (
         both := repeated_data(parse_sources(data.train), parse_sources(data.eval))
