@@ -29,7 +29,7 @@ from ulysses.check.adapter_settings import choose_base
 from ulysses.config.command_line import check
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.disk import write_json
-from ulysses.registry import stage_of
+from ulysses.options import stage_of
 
 SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=64, hidden_size=16))
 
@@ -311,7 +311,6 @@ OTHERS = """
 {"lora": {"targets": ["q_proj", "gate_proj", "up_proj", "down_proj", "v_proj"]}} => merged
 {"lora": {"train": ["embeddings"]}} => merged
 {"lora": {"dropout": 0.1}} =>
-{"init": "random"} => apart
 """
 
 
@@ -329,7 +328,7 @@ def test_an_adapter_is_continued_with_its_own_settings_alone(
     model = {"path": str(folder)} | changes | {"lora": lora | changes.get("lora", {})}
     for stage, whole in (("sft", False), ("dpo", True)):
         config = check({"stage": stage, "data": {"train": ["x"]}, "model": model})
-        found = choose_base(config, config.model.lora, stage_of(config), folder).model
+        found = choose_base(config, stage_of(config), folder).model
         is_merged = becomes == "merged" or (whole and not becomes)
         assert found.lora.merge == is_merged
         is_continued = not becomes and not is_merged
