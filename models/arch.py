@@ -155,9 +155,8 @@ class ModelConfig:
         if "type" in scaling:  # the older name, also beside a newer table
             scaling = {"rope_type": scaling["type"], **scaling}
         table = {**table, **scaling} or family.rope_scaling
-        if (scaling or "factor" in table) and type(
-            table.get("rope_type", table.get("type"))
-        ) is not str:
+        kind = table.get("rope_type", table.get("type"))
+        if (scaling or "factor" in table) and not isinstance(kind, str):
             raise ValueError(
                 f"config.json has rotary scaling {table!r:.60} without a rope_type; name it, or remove the scaling"
             )
@@ -171,11 +170,10 @@ class ModelConfig:
                 f"config.json has rope_theta = {theta!r:.60} and {stated['rope_theta']!r:.60} in rope_parameters or "
                 "rope_scaling; correct one of them"
             )
-        neutral = {
-            name: value for name, value in NEUTRAL.items() if name not in family.defaults
-        }
-        for name, value in {**neutral, "hidden_act": family.activation, **family.fixed}.items():
-            if stated.get(name) not in (None, value):
+        fixed = {**NEUTRAL, "hidden_act": family.activation, **family.fixed}
+        for name, value in fixed.items():
+            is_neutral = name in NEUTRAL and name in family.defaults  # the family computes it
+            if not is_neutral and stated.get(name) not in (None, value):
                 raise ValueError(
                     f"config.json has {name} = {stated[name]!r:.60}, which these models do not compute; use a model "
                     "without it"
@@ -291,23 +289,19 @@ class ModelConfig:
             return written
         return around_text(written, self.around)
 
-    def adapted_class(self, *, reward: bool) -> str:
-        """Return what transformers' AutoModelForCausalLM, or ...ForSequenceClassification, makes of the model's folder.
+    def adapted_class(self, auto: str) -> str:
+        """Return the class that transformers' AutoModelFor... makes of the model's folder; adapters are for it.
 
-        Adapters are exported for this class.
+        auto: CausalLM or SequenceClassification.
         """
-        if not self.around:
-            return str(self.to_hf(reward=reward)["architectures"][0])
-        kind = MULTIMODAL[self.model_type.removesuffix("_text")]
-        if reward:
-            return kind["class_name"].replace("ConditionalGeneration", "SequenceClassification")
-        return kind.get("causal_lm", kind["class_name"])
+        if self.around:
+            return MULTIMODAL[self.model_type.removesuffix("_text")][auto]
+        return str(self.to_hf(reward=auto != "CausalLM")["architectures"][0])
 
-    def adapted_name(self, name: str, *, reward: bool) -> str:
+    def adapted_name(self, name: str, auto: str) -> str:
         """Return the name that a parameter has in that class."""
-        if not self.around or self.adapted_class(reward=reward).endswith("ForCausalLM"):
-            return name
-        return outside(name)
+        is_text = not self.around or self.adapted_class(auto).endswith("ForCausalLM")
+        return name if is_text else outside(name)
 
     def describe_window(self) -> str:
         """Return a line about the longest sequence that the positions were made for."""

@@ -143,7 +143,7 @@ def join_experts(found: dict[str, Any]) -> None:
             )
         for joined, matrices in EXPERT_PARTS.items():
             wanted = [names.get((i, matrix), "") for i in range(count) for matrix in matrices]
-            sides, *others = {found[name].shape if name else () for name in wanted}
+            sides, *others = {found[name].shape if name else torch.Size() for name in wanted}
             if len(sides) == 2 and not others:
                 if any(found[name].state for name in wanted):
                     raise ValueError(

@@ -177,14 +177,12 @@ class WeightFiles:
     adapter: adapter_config.json of an adapter's folder.
     dtype: of the adapters, which is the precision that they were trained in; None without them.
     quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
-    continued: of an adapter that a run continues, A and B by the names of the matrices that they adapt.
     carried: tensors that no model here has, which exports hold as they are: those of vision, and of MTP.
     paths: the files that hold the tensors, and those that say how much of them adapters add.
     """
 
-    def __init__(self, folder: Path, *, continues: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.continued: dict[str, tuple[StoredTensor, StoredTensor]] = {}
         self.tensors: dict[str, Stored] = NamedTensors(folder)
         self.carried: dict[str, StoredTensor] = NamedTensors(folder)
         self.adapter: Fields | None = None
@@ -193,7 +191,7 @@ class WeightFiles:
         # what adapters add to a matrix: scale * B A
         self._updates: dict[str, list[tuple[StoredTensor, StoredTensor, float]]] = {}
         if (self.folder / ADAPTER_CONFIG).is_file():
-            self._read_adapter(continues)
+            self._read_adapter()
         else:
             self.paths = weight_paths(self.folder)
             for name, tensor in chain(*(_stored_tensors(path).items() for path in self.paths)):
@@ -207,7 +205,7 @@ class WeightFiles:
                 join_experts(self.tensors)
                 join_blocks(self.tensors)
 
-    def _read_adapter(self, continues: bool) -> None:
+    def _read_adapter(self) -> None:
         from models.expert_files import adapted_name
 
         path = self.folder / ADAPTER_WEIGHTS
@@ -268,10 +266,7 @@ class WeightFiles:
                     f"{path.absolute()} adapts {name} by matrices of shapes {shapes}, which the base model "
                     f"{base.folder.absolute()} does not fit; correct base_model_name_or_path"
                 )
-            if continues:
-                self.continued[name] = pair["A"], pair["B"]
-            else:
-                self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
+            self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
 
     def _is_transposed(self, name: str) -> bool:
         """Return whether a tensor has experts' matrices [inputs, outputs], which have biases."""
@@ -315,16 +310,9 @@ class WeightFiles:
             flat = flat.float() + (scale * update).flatten()[begin : begin + len(flat)]
         return flat
 
-    def adapter_matrix(self, name: str, shape: torch.Size) -> Tensor | None:
-        """Return what a parameter of an adapter has in the continued one, or None."""
-        owner, _, kind = name.partition(".lora_")
-        last = kind.rpartition(".")[2] if len(shape) == 3 else "weight"  # of all experts
-        if f"{owner}.{last}" not in self.continued:
-            return None
-        matrix = self.continued[f"{owner}.{last}"][kind[0] == "B"].whole()
-        if kind[0] == "A" or len(shape) == 2:
-            return matrix.view(shape)
-        return matrix.view(*shape[1:], shape[0]).permute(2, 0, 1)
+    def take_adapter(self) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+        """Take the topmost adapter out of the weights; return its A and B by the names of what they adapt."""
+        return {name: updates.pop()[:2] for name, updates in self._updates.items()}
 
     def base(self, name: str) -> Tensor:
         """Return all elements of a tensor without what adapters add to it."""

@@ -42,11 +42,12 @@ class InitialWeights:
     ) -> None:
         self.shape, self.quantize, self.new_rows = shape, quantize, new_rows
         self.seed = seed
-        self.files = None
+        self.files, self.started = None, {}
         self.stored: Mapping[str, Stored] = {}
         self.paths: list[Path] = []
         if folder:
-            self.files = WeightFiles(folder, continues=continues)
+            self.files = WeightFiles(folder)
+            self.started = self.files.take_adapter() if continues else {}
             self.stored, self.paths = self.files.tensors, self.files.paths
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
@@ -63,10 +64,15 @@ class InitialWeights:
                 self._fill_rows(plain, shape[1], start, out)
             return
         elif ".lora_" in name:
+            owner, _, kind = plain.partition(".lora_")
+            last = kind.rpartition(".")[2] if len(shape) == 3 else "weight"
             whole = torch.zeros(shape, device=device)
-            started = self.files.adapter_matrix(plain, shape) if self.files else None
-            if started is not None:
-                whole.copy_(started)
+            if stored := self.started.get(f"{owner}.{last}"):
+                whole = stored[kind[0] == "B"].whole()
+                if (
+                    len(shape) == 3 and kind[0] == "B"
+                ):  # the expert's number is last in the file
+                    whole = whole.view(*shape[1:], shape[0]).permute(2, 0, 1)
             elif ".lora_A." in name:
                 bound = 1 / math.sqrt(shape[-1])
                 generator = keyed_generator(device, self.seed, name)
@@ -75,7 +81,7 @@ class InitialWeights:
             whole = init_parameter(
                 plain, shape, self.shape, self.seed, device=device, dtype=out.dtype
             )
-        out.copy_(whole.view(-1)[start:stop])
+        out.copy_(whole.reshape(-1)[start:stop])
 
     def _fill_rows(self, name: str, width: int, start: int, out: Tensor) -> None:
         """Write what a slice of a matrix holds of the new rows."""

@@ -169,7 +169,7 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
     files = inputs.weights.files
     if files and files.adapter:
         how = "merged into its base; exports are whole models"
-        if files.continued:
+        if inputs.weights.started:
             how = f"continued; its base is {config.model.path}"
         yield f"model.path {files.folder} is an adapter, which is {how}"
     data = config.data

@@ -171,10 +171,11 @@ def export_model(
             return rounded(tensor.view(-1), files.read(name)).view_as(tensor)
         return tensor.to(rounded.dtype)
 
+    auto = "SequenceClassification" if stage.reward else "CausalLM"
     with whole_folder(out, f" after step {step}") as new:
         if not whole:
             adapters = {
-                shape.adapted_name(name, reward=stage.reward): x.to(rounded.dtype)
+                shape.adapted_name(name, auto): x.to(rounded.dtype)
                 for name, x in adapters.items()
             }
             by_parameter = shape.family.mlp_by_parameter
@@ -196,9 +197,8 @@ def export_model(
         copy_side_files(config.output / "tokenizer", new)
         card = model_card(config, step)
         if not whole:
-            auto = "SequenceClassification" if stage.reward else "CausalLM"
             card += f"""
-The adapters are for transformers' {shape.adapted_class(reward=stage.reward)}. PEFT loads them with their base:
+The adapters are for transformers' {shape.adapted_class(auto)}. PEFT loads them with their base:
 
 ```python
 model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * stage.reward})
