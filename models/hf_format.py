@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
 )
+NF4_PARTS = "", ".absmax", ".nested_quant_map", ".nested_absmax"
 STAGED = 32 << 20  # elements that are on their way to a GPU together
 
 
@@ -53,9 +54,8 @@ class StoredTensor(NamedTuple):
         """Return a quantised matrix as models/quantized.py holds it."""
         from models.quantized import join_parts
 
-        parts = "", ".absmax", ".nested_quant_map", ".nested_absmax"
         with safe_open(self.file, "pt") as file:
-            codes, sizes, *numbers = (file.get_tensor(self.name + part) for part in parts)
+            codes, sizes, *numbers = (file.get_tensor(self.name + part) for part in NF4_PARTS)
         mean = torch.tensor([self.state["nested_offset"]])
         return join_parts(codes, sizes, torch.cat([mean, *numbers]))
 
@@ -128,18 +128,24 @@ def _join_packed(path: Path, found: dict[str, StoredTensor]) -> None:
     """Make one tensor of those that a quantised matrix consists of, under its name and with its former dtype."""
     for description in [name for name in found if name.endswith(NF4_STATE)]:
         name = description.removesuffix(NF4_STATE)
-        state = json.loads(bytes(found[description].whole().tolist()))
-        from models.quantized import BLOCK, OUTER
+        from models.quantized import BLOCK, OUTER, packed_parts
 
-        layout = state["blocksize"], state.get("nested_blocksize"), state["quant_type"]
-        if layout != (BLOCK, OUTER, "nf4"):
+        try:
+            state = json.loads(bytes(found[description].whole().tolist()))
+            layout = state["blocksize"], state["nested_blocksize"], state["quant_type"]
+            shape, dtype = torch.Size(state["shape"]), getattr(torch, state["dtype"])
+            codes, sizes, *numbers = (found[name + part].shape.numel() for part in NF4_PARTS)
+            sums = [codes, sizes, 4 * (1 + sum(numbers))]
+            is_nf4 = layout == (BLOCK, OUTER, "nf4") and sums == packed_parts("nf4", shape)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            is_nf4 = False
+        if not is_nf4:
             raise ValueError(
                 f"{path.absolute()} holds {name} otherwise than in NF4 doubly quantised, in blocks of 64 and "
                 "256; quantise the original model anew with model.quantize"
             )
         for part in [part for part in found if part.startswith(f"{name}.")]:
             del found[part]
-        shape, dtype = torch.Size(state["shape"]), getattr(torch, state["dtype"])
         found[name] = StoredTensor(path, name, shape, dtype, state)
 
 
