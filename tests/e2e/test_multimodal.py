@@ -190,6 +190,13 @@ def test_adapters_load_in_peft_by_its_auto_class(base, tmp_path):
     theirs = logps_there(in_peft(out / "export", base), TOKENS)
     assert not torch.allclose(plain, theirs, atol=1e-3)
     torch.testing.assert_close(logps_here(out / "export", TOKENS), theirs, rtol=1e-4, atol=1e-4)
+    # a run on them goes on with them
+    line = line.replace(str(base), str(out / "export")).replace("0.01", "0")
+    ranks(tiny("sft", tmp_path / "more", line), 2)
+    again = load_file(tmp_path / "more/export/adapter_model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in adapted.items())
+    settings = json.loads((tmp_path / "more/export/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(base)
     assert main([str(out / "checkpoints/step-2"), str(tmp_path / "merged"), "--merge"]) == 0
     assert side_files(out / "export") == side_files(tmp_path / "merged") == SIDE_FILES
     before, after = carried(base), carried(tmp_path / "merged")

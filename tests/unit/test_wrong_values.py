@@ -106,6 +106,9 @@ lora_alpha              => -1 "4" true [4] NaN Infinity
 base_model_name_or_path => 5 ["base"] {"a":1} true
 use_rslora              => "no" 1 []
 revision                => 5 []
+target_modules          => 5 {"a":1} true
+target_parameters       => 5 "x"
+modules_to_save         => 5 "embed_tokens"
 """
 
 
