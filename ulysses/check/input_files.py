@@ -197,8 +197,9 @@ def initial_weights(
         ends = {template.end_of_turn, template.encoder.eos, *known}
         shape = replace(shape, eos_token_id=tuple(sorted(ends)))
     found, rows = folder if pretrained else None, {}
-    is_adapter = found and (found / ADAPTER_CONFIG).is_file()
-    continues = is_adapter and name_of_base(found)[0] == config.model.path
+    continues = False
+    if found and (found / ADAPTER_CONFIG).is_file():
+        continues = name_of_base(found)[0] == config.model.path
     if added := config.model.add_tokens:
         before = load_tokenizer(place, **config.model.special_tokens)
         pieces = [before.encode(text, add_special_tokens=False) for text in added]

@@ -166,7 +166,7 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
     if inputs.disk_warning:
         yield inputs.disk_warning
     config, total = inputs.config, inputs.stage.total_steps(loader)
-    files = inputs.weights.files
+    files = inputs.weights and inputs.weights.files  # a dry run may have found none
     if files and files.adapter:
         how = "merged into its base; exports are whole models"
         if inputs.weights.started:
