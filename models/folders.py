@@ -78,7 +78,7 @@ def read_config(folder: Path, **rope: object) -> ModelConfig:
     for name, token in ids:
         if not 0 <= token < shape.vocab_size:
             raise ValueError(
-                f"config.json has {name} {token} but vocab_size {shape.vocab_size}; correct one of them"
+                f"config.json has {name} {token!r:.60} but vocab_size {shape.vocab_size}; correct one of them"
             )
     return shape
 
@@ -126,6 +126,19 @@ def read_adapter_config(folder: Path) -> Fields:
     return raw
 
 
+def name_of_base(folder: Path) -> tuple[str, str | None]:
+    """Return the folder or hub id of an adapter's base, and its revision."""
+    raw = read_adapter_config(folder)
+    base = raw.get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"base_model_name_or_path in {(folder / ADAPTER_CONFIG).absolute()} is missing; write the base model's "
+            "folder or hub id there"
+        )
+    beside = folder / Path(expanduser(base))
+    return str(beside.absolute()) if beside.is_dir() else base, raw.get("revision")
+
+
 def base_folder(
     folder: Path, *, need_weights: bool = True, above: tuple[Path, ...] = ()
 ) -> Path:
@@ -133,14 +146,9 @@ def base_folder(
 
     `above` are the adapters that lie on this one, of which its base can be none.
     """
-    raw = read_adapter_config(folder)
-    base = raw.get("base_model_name_or_path")
+    base, revision = name_of_base(folder)
     key = f"base_model_name_or_path in {(folder / ADAPTER_CONFIG).absolute()}"
-    if not base:
-        raise ValueError(f"{key} is missing; write the base model's folder or hub id there")
-    beside = folder / Path(expanduser(base))
-    base = str(beside) if beside.is_dir() else base
-    found = resolve_model(base, raw.get("revision"), need_weights=need_weights, key=key)
+    found = resolve_model(base, revision, need_weights=need_weights, key=key)
     above = (*above, folder.resolve())
     if found.resolve() in above:
         raise ValueError(f"{key} is {base}, an adapter of itself; write the base model's there")

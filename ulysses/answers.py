@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from ulysses.imports import explained_imports
 
@@ -21,6 +23,7 @@ with explained_imports():
     import transformers
 
     from models.folders import ADAPTER_CONFIG, resolve_model
+    from models.hf_format import weight_paths
     from ulysses.check.run_folder import saved_checkpoints
     from ulysses.config.section import ConfigError
     from ulysses.data import BadRowError
@@ -34,6 +37,28 @@ with explained_imports():
 BATCH = 8  # prompts that are answered together
 
 
+def load_model(kind: type[transformers.PreTrainedModel], folder: Path) -> Any:
+    """Load a model that has all its weights, no others, and finite ones, from safetensors; else raise an error."""
+    weight_paths(folder)
+    options = {"use_safetensors": True, "output_loading_info": True}
+    # the report has weights of another shape too
+    model, report = kind.from_pretrained(
+        folder, dtype="auto", ignore_mismatched_sizes=True, **options
+    )
+    for fault, names in report.items():
+        if names:
+            raise ValueError(
+                f"{folder} does not fit its config.json: {fault} {sorted(map(str, names))!s:.300}; check that it "
+                "belongs to these weights"
+            )
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise FloatingPointError(
+                f"{name} in {folder} holds infinite weights, or some that are not numbers; download it again"
+            )
+    return model.eval()
+
+
 class Trained:
     """A model with its tokenizer and its chat template; `options` are those of transformers' generate."""
 
@@ -41,7 +66,7 @@ class Trained:
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
         name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
-        model = getattr(transformers, name).from_pretrained(folder, dtype="auto").eval()
+        model = load_model(getattr(transformers, name), folder)
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = load_tokenizer(folder)
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
@@ -70,7 +95,12 @@ class Trained:
         """Return the rewards of a record's answers."""
         rows = (self.tokens(record, *answer) for answer in record.answers)
         device = self.model.device
-        return [self.model(torch.tensor([row], device=device)).logits.item() for row in rows]
+        found = [self.model(torch.tensor([row], device=device)).logits.item() for row in rows]
+        if not all(map(isfinite, found)):
+            raise FloatingPointError(
+                f"the scores of a row are {found}, of a model in {self.model.dtype}; export it with --dtype float32"
+            )
+        return found
 
 
 def chat(trained: Trained) -> None:

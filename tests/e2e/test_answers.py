@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from models.arch import ModelConfig
@@ -96,6 +97,52 @@ def test_scores_are_those_of_transformers(place, tmp_path):
             text = tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
             tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
             assert score == pytest.approx(model(tokens).logits.item(), abs=1e-5)
+
+
+UP, SCORE = "model.layers.0.mlp.up_proj.weight", "score.weight"
+# what happens to one of the weights, and what is said instead of an answer
+WEIGHTS = """
+generate model UP gone => does not fit its config.json: missing_keys ['model.layers.0.mlp.up_proj.weight']; check that
+generate model UP twice => does not fit its config.json: unexpected_keys ['model.layers.0.mlp.up_proj.weight2']; check
+generate model UP short => mismatched_keys ["('model.layers.0.mlp.up_proj.weight', torch.Size([351, 128]), torch.Size(
+generate model UP nan => model.layers.0.mlp.up_proj.weight in PLACE holds infinite weights, or some that are not numbers
+generate model UP inf => model.layers.0.mlp.up_proj.weight in PLACE holds infinite weights
+generate model UP pickled => there is no model.safetensors in PLACE; download it again, or convert the model to safeten
+score reward SCORE gone => does not fit its config.json: missing_keys ['score.weight']; check that
+score reward SCORE twice => unexpected_keys ['score.weight2']
+score reward SCORE nan => score.weight in PLACE holds infinite weights
+score reward SCORE huge => the scores of a row are [
+"""
+
+
+@pytest.mark.parametrize("words, sentence", rows_of(WEIGHTS))
+def test_weights_that_are_not_the_models_give_no_answers(
+    words, sentence, place, tmp_path, capsys
+):
+    command, kind, name, fault = words.split()
+    name = {"UP": UP, "SCORE": SCORE}[name]
+    folder = shutil.copytree(place / kind, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    tensor = weights[name]
+    if fault == "gone":
+        del weights[name]
+    elif fault == "twice":
+        weights[f"{name}2"] = tensor.clone()
+    elif fault == "short":
+        weights[name] = tensor[:-1].contiguous()
+    elif fault == "huge":
+        tensor.fill_(3e38)
+    elif fault in ("nan", "inf"):
+        tensor[0, 0] = float(fault)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    if fault == "pickled":
+        torch.save(weights, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    rows = "rows.jsonl" if command == "generate" else "pairs.jsonl"
+    assert main([command, str(folder), str(place / rows), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and sentence.replace("PLACE", str(folder)) in said
+    assert not (tmp_path / "out").exists()
 
 
 REFUSED = """

@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig
-from models.folders import folder_with, read_config, resolve_model
+from models.folders import (
+    ADAPTER_CONFIG,
+    folder_with,
+    name_of_base,
+    read_config,
+    resolve_model,
+)
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
@@ -85,15 +91,17 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
     with error_context("model"):
         if folder is not None:
             shape = read_config(folder, **rope)
-            # random weights belong to nothing around them
-            raw = (shape if model.init == "pretrained" else replace(shape, around="")).to_hf()
+            if model.init == "random":  # which belongs to nothing around it
+                shape = replace(shape, around="")
+            raw = shape.to_hf()
         elif model.arch:
             raw = architecture(model.arch).to_hf()
-        raw.pop("rope_parameters", None)  # model.config may have either style
-        for name in model.config:  # which may say in other words what `raw` says
-            raw.pop(name, None)
-            raw.pop(LISTS.get(name, ""), None)
-        shape = ModelConfig.from_hf({**raw, **model.config}, **rope)
+        if model.config or folder is None:
+            raw.pop("rope_parameters", None)  # model.config may have either style
+            for name in model.config:  # which may say in other words what `raw` says
+                raw.pop(name, None)
+                raw.pop(LISTS.get(name, ""), None)
+            shape = ModelConfig.from_hf({**raw, **model.config}, **rope)
     family = shape.family
     known = {*shape.to_hf(), *KINDS, *NEUTRAL, *family.defaults, *family.fixed, *family.aliases}
     for name in sorted(model.config.keys() - known):
@@ -162,6 +170,11 @@ def check_weights(
             f"{folder.absolute()} holds {len(layers)} layers, but its config.json has num_hidden_layers = "
             f"{shape.num_hidden_layers}; check that config.json belongs to these weights"
         )
+    if shape.around and all(name.startswith("mtp.") for name in files.carried):
+        raise ValueError(
+            f"{folder.absolute()} has a config.json with a vision model but holds no tensors of one; complete the "
+            "files, or write its text_config alone as config.json"
+        )
     packed = {
         bool(t.state) for name, t in files.tensors.items() if name.endswith("_proj.weight")
     }
@@ -194,6 +207,9 @@ def initial_weights(
         ends = {template.end_of_turn, template.encoder.eos, *known}
         shape = replace(shape, eos_token_id=tuple(sorted(ends)))
     found, rows = folder if pretrained else None, {}
+    continues = False
+    if found and (found / ADAPTER_CONFIG).is_file():
+        continues = name_of_base(found)[0] == config.model.path
     if added := config.model.add_tokens:
         before = load_tokenizer(place, **config.model.special_tokens)
         pieces = [before.encode(text, add_special_tokens=False) for text in added]
@@ -204,7 +220,7 @@ def initial_weights(
         ]
         rows = dict(zip_longest(numbers, pieces, fillvalue=pieces[-1]))
     given = config.run.seed, found, config.model.quantize
-    return shape, InitialWeights(shape, *given, new_rows=rows)
+    return shape, InitialWeights(shape, *given, new_rows=rows, continues=continues)
 
 
 # ---------------------------------------------------------------- tokenizer

@@ -96,10 +96,17 @@ def prepare(
             shape = fit_window(config, shape)
         errors += check_routers(model, shape)
         if model.lora.rank:
-            from ulysses.check.adapter_settings import check_adapters, choose_targets
+            from ulysses.check.adapter_settings import (
+                check_adapters,
+                choose_base,
+                choose_targets,
+            )
 
             errors += check_adapters(model.lora, shape, config)
             config = choose_targets(config, model.lora, shape)
+            if folder and model.init == "pretrained":
+                with error_context(errors=errors):
+                    config = choose_base(config, stage, folder)
         with error_context(errors=errors):
             shape, tokenizer, place, template = read_tokenizer(config, stage, shape, folder)
         with error_context(errors=errors):
@@ -159,6 +166,12 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
     if inputs.disk_warning:
         yield inputs.disk_warning
     config, total = inputs.config, inputs.stage.total_steps(loader)
+    files = inputs.weights and inputs.weights.files  # a dry run may have found none
+    if files and files.adapter:
+        how = "merged into its base; exports are whole models"
+        if inputs.weights.started:
+            how = f"continued; its base is {config.model.path}"
+        yield f"model.path {files.folder} is an adapter, which is {how}"
     data = config.data
     if data.eval and (
         both := repeated_data(parse_sources(data.train), parse_sources(data.eval))

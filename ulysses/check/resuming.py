@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from models.arch import ModelConfig
+from models.folders import ADAPTER_CONFIG
 from ulysses.check.run_folder import HELD_OUT, read_run_state
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, error_context, flat
@@ -29,6 +30,8 @@ def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None
     adapted = ["model.quantize", "model.lora.rank"]
     if config.model.lora.rank:
         adapted += ["model.lora.targets", "model.lora.train"]
+        if (Path(str(theirs["model.path"])) / ADAPTER_CONFIG).exists():
+            adapted.append("model.path")  # it was merged
     for name in (*ALLOWED_ANYWAY, *fixed, *adapted):
         anyway = name in ALLOWED_ANYWAY
         if own[name] != theirs.get(name) and not (anyway and config.run.resume_anyway):

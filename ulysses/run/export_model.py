@@ -173,9 +173,13 @@ def export_model(
             return rounded(tensor.view(-1), files.read(name)).view_as(tensor)
         return tensor.to(rounded.dtype)
 
+    auto = "SequenceClassification" if stage.reward else "CausalLM"
     with whole_folder(out, f" after step {step}", replaces=replaces) as new:
         if not whole:
-            adapters = {shape.stored_name(n): x.to(rounded.dtype) for n, x in adapters.items()}
+            adapters = {
+                shape.adapted_name(name, auto): x.to(rounded.dtype)
+                for name, x in adapters.items()
+            }
             by_parameter = shape.family.mlp_by_parameter
             save_adapters(
                 new, adapters, config.model, reward=stage.reward, by_parameter=by_parameter
@@ -194,6 +198,14 @@ def export_model(
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=stage.reward))
         copy_side_files(config.output / "tokenizer", new)
         card = model_card(config, step)
+        if not whole:
+            card += f"""
+The adapters are for transformers' {shape.adapted_class(auto)}. PEFT loads them with their base:
+
+```python
+model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * stage.reward})
+```
+"""
         if rounded.note:
             card += f"\nThe metrics are of the trained weights: {rounded.note}.\n"
         (new / CARD).write_text(card, encoding="utf-8")
