@@ -5,10 +5,12 @@ ulysses train --config dpo.toml        in one process; torchrun --nproc_per_node
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 from ulysses.imports import announce_imports, explained_imports, interruptible, quiet
 
@@ -39,6 +41,9 @@ def main() -> int:
             import_module("ulysses.train").start([*given, *rest])
         case "report" | "export" | "migrate" | "chat" | "generate" | "score":
             announce_imports()
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) == signal.SIG_DFL:  # nohup's stays ignored
+                    signal.signal(number, leave)
             with interruptible():
                 with explained_imports():
                     import_module("ulysses.run")  # which refuses foreign packages
@@ -56,6 +61,11 @@ def main() -> int:
             print(f"error: ulysses has no command {command!r}\n{HELP}", file=sys.stderr)
             return 2
     return 0
+
+
+def leave(number: int, _: object) -> NoReturn:
+    """End a command by way of an exception, so that its temporary folders go."""
+    raise SystemExit(128 + number)
 
 
 def run_as(command: str, module: str) -> None:

@@ -14,6 +14,7 @@ from models.kinds import empty_model
 from ulysses.config.schema import Config
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import missing_sources, parse_sources
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
@@ -156,6 +157,16 @@ def check_weights(
     files.check(expected, may_lack=("score.weight",) if reward else ())
 
 
+def check_prompts(samples: int | list[str], template: ChatTemplate, window: int) -> None:
+    """Refuse prompts of run.samples that the template cannot write, or that leave no room for an answer."""
+    for text in [] if isinstance(samples, int) else samples:
+        prompt = template.render([Message("user", text)])
+        if len(template.encoder.encode_batch(prompt)[0][0]) >= window:
+            raise ValueError(
+                f"the model's window of {window:,} tokens is too short for {text[:40]!r} and an answer; shorten it"
+            )
+
+
 def initial_weights(
     config: Config,
     stage: Stage,
@@ -234,6 +245,8 @@ def read_tokenizer(
         with error_context("data.chat_template"):
             given = config.data.chat_template, config.data.chat_template_kwargs
             template = ChatTemplate(tokenizer, *given)
+        with error_context("run.samples"):
+            check_prompts(config.run.samples, template, shape.max_position_embeddings)
     if len(tokenizer) > shape.vocab_size:
         raise ConfigError(
             f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "

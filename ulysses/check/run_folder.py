@@ -47,8 +47,8 @@ FIELDS = {"step", "files", "config", "shape", "policies", "inputs"}  # of run.js
 CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
 TRAINED_ON, HELD_OUT = "the training data or how they are tokenised", "the held-out data"
 OWN = "model.path"  # the setting of the trained model
-# How files begin that are written anew whenever a run starts, config.json and metrics.jsonl.
-BEGINNING = re.compile(rb'\{\s*"stage": |\{"step": \d+, "run": |$')
+# How files begin that a run writes anew, config.json and metrics.jsonl, or adds to, samples.jsonl.
+BEGINNING = re.compile(rb'\{\s*"stage": |\{"step": \d+, "(run|by)": |$')
 
 
 # ---------------------------------------------------------------- the folder
@@ -96,7 +96,7 @@ def check_folders(
                 f"run.output {output} is or lies in {around}, which a run or export wrote as a whole; set a folder "
                 "apart from it"
             )
-    for name in ("config.json", "metrics.jsonl"):
+    for name in ("config.json", "metrics.jsonl", "samples.jsonl"):
         path = output / name
         if path.exists() and not (path.is_file() and BEGINNING.match(path.open("rb").read(64))):
             raise ConfigError(
