@@ -25,7 +25,7 @@ from ulysses.check.setting_checks import contradictions
 from ulysses.cli import run_as
 from ulysses.config.command_line import check, known_keys, put
 from ulysses.config.foreign_names import foreign_names
-from ulysses.config.section import ConfigError, Values, existing, flat, refuse
+from ulysses.config.section import SECRETS, ConfigError, Values, existing, flat, refuse
 from ulysses.registry import STAGES
 
 # What the shell would not pass on as it stands: variables anywhere, the rest outside of quotes.
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = read_settings(Path(expanduser(asked.file)))
         if asked.stage:
             given["stage"] = asked.stage
-        print(translate(given, asked.file, asked.gpus))
+        print(SECRETS.sub("***", translate(given, asked.file, asked.gpus)))
     except Exception as error:  # a value of a wrong kind may fail anywhere
         said = str(error)
         if not isinstance(error, ConfigError):

@@ -106,9 +106,12 @@ def slow_steps(rank):
     Trainer.train_step = lambda self: (time.sleep(0.2), step(self))[1]
 
 
-def training(folder, before=slow_steps):
+def training(folder, before=slow_steps, processes=2):
     """Start a long run, and wait for its second step."""
-    run, file = start(folder, "--run.steps 400", before), folder / "run/metrics.jsonl"
+    run, file = (
+        start(folder, "--run.steps 400", before, processes),
+        folder / "run/metrics.jsonl",
+    )
     run.until(lambda: file.exists() and file.read_text().count("\n") > 1)
     return run
 
@@ -191,9 +194,19 @@ def test_a_deleted_run_folder_is_told(tmp_path):
     # at once, as nothing that deletes file by file can do while a run writes there
     shutil.rmtree((tmp_path / "run").rename(tmp_path / "gone"))
     run.wait().check(1).refused(
-        r"(metrics.jsonl|tfevents\S+) was deleted while the run wrote it; leave its folder in its place"
+        r"metrics.jsonl or its folder was moved or deleted while the run wrote there; put it back"
     )
     assert len(saved(tmp_path)) == 1
+
+
+def test_a_run_folder_that_is_moved_is_told_in_one_error(tmp_path):
+    """The process that speaks for rank 0 where it ends without a word has nothing to add."""
+    run = training(tmp_path, processes=1)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    outcome = run.wait().check(1)
+    outcome.refused("run/metrics.jsonl or its folder was moved or deleted while the run wrote")
+    assert outcome.stderr.count("error:") == 1
+    assert "as requested" not in outcome.stdout and len(saved(tmp_path)) == 1
 
 
 def test_an_interrupt_saves(tmp_path):

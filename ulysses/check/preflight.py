@@ -40,7 +40,7 @@ LEAST_KNOWN = 0.9
 TABLE = """
 settings   setting_checks:check_processes      config world_size
 settings   setting_checks:contradictions       config
-settings   setting_checks:check_packages       config
+settings   setting_checks:check_packages       config looks?
 settings   setting_checks:check_tables         config
 files      input_files:check_sources           config
 files      plan.inquiry:published_shape        config absent                                   shape
@@ -133,7 +133,8 @@ def prepare(
 
     Raises ConfigError: all errors about settings or, if there are none, about what they name.
     """
-    known = make_checks("settings", findings, config=config, world_size=world_size)
+    given = {"config": config, "world_size": world_size, "looks": findings is not None}
+    known = make_checks("settings", findings, **given)
     stage, model = stage_of(config), config.model
     known |= {
         "stage": stage,

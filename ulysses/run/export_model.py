@@ -107,8 +107,8 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
             if own_template:
                 settings.pop("chat_template", None)
             # ulysses chat, generate and score give them to the template
-            settings.pop("chat_template_kwargs", None)
-            if chat and (variables := inputs.config.data.chat_template_kwargs):
+            variables = inputs.config.data.chat_template_kwargs
+            if settings.get("chat_template_kwargs", {}) != variables:
                 settings["chat_template_kwargs"] = variables
 
 
