@@ -34,11 +34,10 @@ with explained_imports():
     from ulysses.export import export_checkpoint, merge_adapter
 
 BATCH = 8  # prompts that are answered together
-# What generation_config.json may say of how a token is drawn. Whatever else stands there, such as several answers to a
-# prompt, is for other programs.
-DRAWING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
-DRAWING += ("repetition_penalty", "no_repeat_ngram_size")
-UNTOLD = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
+# What generation_config.json may say of how a token is drawn, and what is of no interest there. Whatever else stands
+# there, such as several answers to a prompt, is for other programs.
+DRAWING = "do_sample temperature top_k top_p min_p typical_p repetition_penalty no_repeat_ngram_size".split()
+UNTOLD = "bos_token_id eos_token_id pad_token_id transformers_version".split()
 
 
 class Trained:
@@ -72,8 +71,8 @@ class Trained:
         model, found = kind.from_pretrained(
             folder, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
         )
-        for parameter, there, wanted in found["mismatched_keys"]:
-            raise ValueError(f"its {parameter} is {[*there]} but config.json says {[*wanted]}")
+        for wrong in found["mismatched_keys"]:
+            raise ValueError("its {} is {}, but config.json says {}".format(*wrong))
         self.model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         self.model.generation_config = drawing
 
@@ -81,13 +80,10 @@ class Trained:
         """Return how answers are drawn, and say in a line what generation_config.json asks for."""
         given = read_json(path) if path.exists() else {}
         ends = given.get("eos_token_id", self.shape.eos_token_id)
-        count = self.shape.vocab_size
-        for end in ends if isinstance(ends, list) else [ends]:
-            if end is not None and end not in range(count):
-                raise ValueError(
-                    f"eos_token_id in {path.name} or config.json is {end!r}, but must be the number of a token, below "
-                    f"{count}; correct it"
-                )
+        if {*map(type, ends if isinstance(ends, list) else [ends])} - {int, type(None)}:
+            raise ValueError(
+                f"eos_token_id in {path.name} is {ends!r}, but must be a number, or a list of numbers; correct it"
+            )
         used = {key: given[key] for key in DRAWING if isinstance(given.get(key), int | float)}
         used |= self.options
         if any(key not in UNTOLD and given[key] not in (None, 0, 1) for key in given):

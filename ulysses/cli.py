@@ -10,7 +10,6 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
 
 from ulysses.imports import announce_imports, explained_imports, interruptible, quiet
 
@@ -41,9 +40,10 @@ def main() -> int:
             import_module("ulysses.train").start([*given, *rest])
         case "report" | "export" | "migrate" | "chat" | "generate" | "score":
             announce_imports()
+            # an exception lets temporary folders go; nohup's SIGHUP stays ignored
             for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) == signal.SIG_DFL:  # nohup's stays ignored
-                    signal.signal(number, leave)
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    signal.signal(number, lambda number, _: sys.exit(128 + number))
             with interruptible():
                 with explained_imports():
                     import_module("ulysses.run")  # which refuses foreign packages
@@ -61,11 +61,6 @@ def main() -> int:
             print(f"error: ulysses has no command {command!r}\n{HELP}", file=sys.stderr)
             return 2
     return 0
-
-
-def leave(number: int, _: object) -> NoReturn:
-    """End a command by way of an exception, so that its temporary folders go."""
-    raise SystemExit(128 + number)
 
 
 def run_as(command: str, module: str) -> None:

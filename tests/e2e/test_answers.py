@@ -252,7 +252,7 @@ FOLDERS = {
     "tagger": {"base": "reward", "config": {"architectures": ["LlamaForTokenClassification"]}},
     "word": {"generation": {"eos_token_id": "</s>"}},
     "words": {"generation": {"eos_token_id": [2, "2"]}},
-    "beyond": {"generation": {"eos_token_id": 1 << 30}},
+    "tables": {"generation": {"eos_token_id": {"a": 1}}},
 }
 BROKEN = {
     "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
@@ -270,15 +270,15 @@ generate no-model => it is a pipeline; ulysses score takes
 score nameless => it is a model without architectures in config.json
 score two => ulysses score takes a reward model, a ...ForSequenceClassification of one label (this has 2)
 score tagger => it is a LlamaForTokenClassification; ulysses score takes
-generate word => eos_token_id in generation_config.json or config.json is '</s>', but must be the number of a token
-generate words => is '2', but must be the number of a token, below 704; correct it
-generate beyond => is 1073741824, but must be the number of a token
+generate word => eos_token_id in generation_config.json is '</s>', but must be a number, or a list of numbers
+generate words => is [2, '2'], but must be a number, or
+generate tables => is {'a': 1}, but must be a number
 generate cut => Error while deserializing header
 score cut-reward => Error while deserializing header
 generate nothing => Error while deserializing header
 generate garbage => Error while deserializing header
-generate misshapen => its model.layers.0.self_attn.q_proj.weight is [126, 128] but config.json says [128, 128]
-score misshapen-reward => its model.layers.0.self_attn.q_proj.weight is [126, 128] but config.json says [128, 128]
+generate misshapen => q_proj.weight is torch.Size([126, 128]), but config.json says
+score misshapen-reward => q_proj.weight is torch.Size([126, 128]), but config.json says
 """
 
 

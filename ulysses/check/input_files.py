@@ -157,16 +157,6 @@ def check_weights(
     files.check(expected, may_lack=("score.weight",) if reward else ())
 
 
-def check_prompts(samples: int | list[str], template: ChatTemplate, window: int) -> None:
-    """Refuse prompts of run.samples that the template cannot write, or that leave no room for an answer."""
-    for text in [] if isinstance(samples, int) else samples:
-        prompt = template.render([Message("user", text)])
-        if len(template.encoder.encode_batch(prompt)[0][0]) >= window:
-            raise ValueError(
-                f"the model's window of {window:,} tokens is too short for {text[:40]!r} and an answer; shorten it"
-            )
-
-
 def initial_weights(
     config: Config,
     stage: Stage,
@@ -245,8 +235,14 @@ def read_tokenizer(
         with error_context("data.chat_template"):
             given = config.data.chat_template, config.data.chat_template_kwargs
             template = ChatTemplate(tokenizer, *given)
+        samples, window = config.run.samples, shape.max_position_embeddings
         with error_context("run.samples"):
-            check_prompts(config.run.samples, template, shape.max_position_embeddings)
+            for text in samples if isinstance(samples, list) else ():
+                prompt = template.render([Message("user", text)])
+                if len(template.encoder.encode_batch(prompt)[0][0]) >= window:
+                    raise ValueError(
+                        f"the model's window of {window:,} tokens is too short for {text[:40]!r} and an answer"
+                    )
     if len(tokenizer) > shape.vocab_size:
         raise ConfigError(
             f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "
