@@ -1,15 +1,19 @@
 """run.samples: answers at every evaluation, in samples.jsonl, TensorBoard and the report."""
 
 import json
+import os
+import signal
 from collections import Counter
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.launch import rows, tiny
+from tests.e2e.launch import ranks, rows, tiny
 from tests.e2e.test_stage_runs import on_ranks, settings
 from tests.harness import full
+from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.report import main
+from ulysses.run.samples import Samples
 
 SHORT = "--run.steps 2 --run.eval_every 1 --run.save_every 1 --run.export false"
 
@@ -54,6 +58,47 @@ def test_groups_of_a_rollout_stand_with_their_scores(tmp_path):
     assert count["rollout 0"] == 3 * 4 and count["step 1"] == 3 and not count["data"]
     answers = [x["answer"] for x in lines(tmp_path / "run") if x["by"] == "rollout 0"]
     assert all(-1.5 <= float(answer.partition(": ")[0]) <= 2.5 for answer in answers)
+
+
+@pytest.mark.parametrize("processes, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_samples_before_the_first_step_end_when_the_run_is_asked_to_stop(
+    processes, number, tmp_path
+):
+    """One rank alone may hear it: the others sample to their end, and all meet in the step that is saved."""
+
+    def before(rank):
+        renew, asked = Samples._renew, []
+
+        def signalled(self):
+            if rank == processes - 1 and not asked:
+                asked.append(os.kill(os.getpid(), number))
+            renew(self)
+
+        Samples._renew = signalled
+
+    typed = f"{SHORT} --run.samples 3 --parallel.sequence_parallel_size 1 --run.steps 3 --run.eval_every 3"
+    outcome = ranks(
+        settings("dpo", tmp_path / "run", f"{typed} --dpo.reference live"),
+        processes,
+        before=before,
+    )
+    assert "checkpoint step-1 continues" in outcome.stdout
+    by = {line["by"] for line in lines(tmp_path / "run")}
+    assert by == ({"data"} if processes == 1 else {"data", "reference", "step 0"})
+
+
+def test_answers_end_at_the_window(tmp_path):
+    window = 40
+    typed = (
+        f"{SHORT} --data.max_length {window} --model.config.max_position_embeddings {window}"
+    )
+    line = settings("sft", tmp_path / "run", typed)
+    on_ranks(1, [*line, "--run.samples", '["Hi", "How?"]'])
+    tokenizer = load_tokenizer(tmp_path / "run/tokenizer")
+    found = lines(tmp_path / "run")
+    assert len(found) == 2 * 3 and all(line["answer"] for line in found)
+    sizes = [len(tokenizer.encode(line["prompt"] + line["answer"])) for line in found]
+    assert max(sizes) <= window
 
 
 def test_prompts_of_ones_own(tmp_path):

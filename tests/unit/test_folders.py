@@ -241,6 +241,7 @@ mkdir -p run/metrics.jsonl => => run holds metrics.jsonl, which no run wrote
 mkdir run; echo mine >run/config.json => => run holds config.json, which no run wrote; move it away
 mkdir run; echo mine >run/metrics.jsonl => => run holds metrics.jsonl, which no run wrote
 mkdir run; echo '{"step": 1, "mine": 2}' >run/metrics.jsonl => => run holds metrics.jsonl
+mkdir run; echo '{"prompt": "mine"}' >run/samples.jsonl => => run holds samples.jsonl, which no run wrote; move it away
 mkdir -p run/tokenizer; touch run/tokenizer/notes => => run/tokenizer holds notes, which no run or export wrote
 mkdir -p run/export; touch run/export/model.safetensors => => run/export holds model.safetensors, which no run
 mkdir c; SAVED => --run.output FOLDER/c => FOLDER/c is or lies in FOLDER/c, which a run or export
