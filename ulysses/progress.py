@@ -27,6 +27,7 @@ def progress(
     bar = tqdm(
         *counted, desc=desc and f"{desc.removesuffix(': ')}: ", dynamic_ncols=True, **options
     )
-    if bar.total is None and bar.bar_format:  # nobody knows how long it will take
+    # nobody knows how long it will take
+    if not bar.disable and bar.total is None and bar.bar_format:
         bar.bar_format = bar.bar_format.replace("{remaining}", "?")
     return bar
