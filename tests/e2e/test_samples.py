@@ -93,7 +93,7 @@ def test_answers_end_at_the_window(tmp_path, monkeypatch):
         both = [*zip(prompts, answers)]
         with sizes.open("a") as file:
             print(*(len(prompt) + len(answer.tokens) for prompt, answer in both), file=file)
-        write(self, by, *zip(*both))
+        write(self, by, [prompt for prompt, _ in both], [answer for _, answer in both])
 
     monkeypatch.setattr(Samples, "_write", measured)
     typed = (
