@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from operator import attrgetter
+from pkgutil import resolve_name
 
 import torch
 
 from ulysses import environment
 from ulysses.config.schema import Config
 from ulysses.config.section import CREDENTIALS, visible
+from ulysses.options import STAGES, TRACKERS, check_parts, gradient_policies, stage_of
 from ulysses.parallel.mesh import divisors
-from ulysses.registry import STAGES, TRACKERS, gradient_policies, load, stage_of
 from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -39,7 +40,7 @@ def check_processes(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def check_packages(config: Config, looks: bool | None = False) -> Iterator[str]:
+def check_packages(config: Config, looks: bool = False) -> Iterator[str]:
     """Yield which settings need a package that is not installed, or a class that cannot be imported.
 
     A command that only looks at a run starts no trackers, and needs neither.
@@ -51,6 +52,7 @@ def check_packages(config: Config, looks: bool | None = False) -> Iterator[str]:
     ):
         if wanted:
             yield from _absent(key, package)
+    yield from check_parts(config)
     if not looks:
         yield from check_trackers(config)
     if importlib.util.find_spec("deepspeed") is None:
@@ -71,7 +73,7 @@ def check_trackers(config: Config, strict: bool = True) -> Iterator[str]:
             yield from _absent("run.trackers", re.split("[.:]", name)[0])
             continue
         try:
-            load(name)
+            resolve_name(name)
         except (Exception, SystemExit) as error:  # the module is the user's code
             yield (
                 f"run.trackers has {name!r}, which cannot be imported ({visible(str(error))}); name "
