@@ -38,11 +38,17 @@ def resolve_model(
     if folder.is_dir():
         return folder
     from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     unreached: Exception | None = None
     try:
         # asked first, because the download waits for an answer without end; the cache may have what is not reached
         HfApi().model_info(path_or_id, revision=revision or "main", timeout=HUB_SECONDS)
+    except HFValidationError:
+        raise FileNotFoundError(
+            f"{key} is {path_or_id!r}: there is no folder {folder.absolute()}, and no id of the hub is like that; "
+            "correct the path"
+        ) from None
     except Exception as error:
         unreached = error
     try:

@@ -257,7 +257,8 @@ def writing(path: Path, when: str = "", advice: str = "use another disk") -> Ite
     except DiskError:
         raise
     except OSError as error:
-        name = os.fsdecode(error.filename or path.absolute())
+        # of two files that are copied or renamed the second is written
+        name = os.fsdecode(error.filename2 or error.filename or path.absolute())
         what = f"{name} cannot be written{when}: {error.strerror or error}"
         # safetensors says in words alone what happened
         if error.errno in (None, ENOSPC, EDQUOT, EFBIG):
@@ -267,8 +268,8 @@ def writing(path: Path, when: str = "", advice: str = "use another disk") -> Ite
                 free = "no room for another file, but " + free
             what, advice = f"{what} ({free} are free there)", f"make room or {advice}"
         elif error.errno == ENOENT:
-            what = f"{name} was deleted while the run wrote it"
-            advice = "leave its folder in its place"
+            what = f"{name} or its folder was moved or deleted while the run wrote there"
+            advice = "put it back beside what has been written there since"
         elif error.errno in (EACCES, EPERM):
             advice = f"let this user write there, or {advice}"
         raise DiskError(f"{what}; {advice}") from None

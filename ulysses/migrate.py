@@ -22,7 +22,7 @@ from ulysses.cli import run_as
 from ulysses.config.command_line import check, contradictions, known_keys, put
 from ulysses.config.foreign_files import found_at, read_settings, read_yaml
 from ulysses.config.foreign_names import foreign_names
-from ulysses.config.section import ConfigError, Values, existing, flat, refuse
+from ulysses.config.section import SECRETS, ConfigError, Values, existing, flat, refuse
 from ulysses.config.stage_sections import LEARNING_RATES
 
 NOTHING = (None, "", "auto", -1, [], {})
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = read_settings(Path(expanduser(asked.file)))
         if asked.stage:
             given["stage"] = asked.stage
-        print(translate(given, asked.file, asked.gpus))
+        print(SECRETS.sub("***", translate(given, asked.file, asked.gpus)))
     except Exception as error:  # a value of a wrong kind may fail anywhere
         said = str(error)
         if not isinstance(error, ConfigError):

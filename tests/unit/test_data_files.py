@@ -186,11 +186,24 @@ def test_parquet_without_rows_or_with_numbers_that_are_none(tmp_path, opened):
 def test_rows_that_are_too_long_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MOST_BYTES", 1000)
     write_rows(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "word " * 300}, {"text": "b"}])
-    refused(
-        r"a.jsonl row 2 has 1,\d\d\d bytes, and may have 1,000; cut it", tmp_path / "a.jsonl"
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    for file in (tmp_path / "a.jsonl", packed):
+        refused(f"{file.name} row 2 has more than 1,000 bytes; cut it", file)
+        records, report = load(file, bad_rows="drop")
+        assert [record.text for record in records] == ["a", "b"]
+        assert (report.read, report.dropped.total()) == (3, 1)
+
+
+def test_a_packed_line_is_not_unpacked_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MOST_BYTES", 1000)
+    asked, read = [], gzip.GzipFile.readline
+    monkeypatch.setattr(
+        gzip.GzipFile, "readline", lambda self, size=-1: asked.append(size) or read(self, size)
     )
-    records, _ = load(tmp_path / "a.jsonl", bad_rows="drop")
-    assert [record.text for record in records] == ["a", "b"]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"a" * 5000))
+    refused("row 1 has more than 1,000 bytes", tmp_path / "a.jsonl.gz")
+    assert {*asked} == {1001}
 
 
 @pytest.mark.parametrize("kind", ["text", "sequence"])

@@ -932,6 +932,20 @@ def test_all_that_is_refused_is_named_at_once(refusal):
         assert said in error
 
 
+def test_no_key_is_shown(migrate, refusal):
+    key = "0123456789abcdef0123456789abcdef01234567"
+    given = f"wandb_api_key: {key}\nheaders: 'Authorization: Bearer abc.def'\nother: wandb_v1_AbCdEf_0\n"
+    error = refusal(f"stage: dpo\n{given}", lines=5)
+    assert "line 2: wandb_api_key = ***" in error
+    assert not any(secret in error for secret in (key, "abc.def", "AbCdEf"))
+    given = yaml.safe_load(LLAMAFACTORY_KTO) | {
+        "model_revision": key,
+        "wandb_project": f"Bearer {key}",
+    }
+    config, shown = migrate(json.dumps(given))
+    assert config.model.revision == key and shown.count(key) == 1  # which is no secret
+
+
 def test_switches_that_are_off_and_values_that_change_nothing_are_not_refused(migrate):
     text = """finetuning_type: full\ndo_train: true\ndo_predict: true\nuse_dora: false\nuse_galore: false
 roles_to_train: [assistant, gpt]\noptim: adamw_torch\nsync_ref_model: false\nnew_special_tokens: null

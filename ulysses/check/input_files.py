@@ -23,6 +23,7 @@ from models.published import architecture
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import missing_sources, parse_sources
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
@@ -275,4 +276,12 @@ def read_tokenizer(
         with error_context("data.chat_template"):
             given = config.data.chat_template, config.data.chat_template_kwargs
             template = ChatTemplate(tokenizer, *given)
+        samples, window = config.run.samples, shape.max_position_embeddings
+        with error_context("run.samples"):
+            for text in samples if isinstance(samples, list) else ():
+                prompt = template.render([Message("user", text)])
+                if len(template.encoder.encode_batch(prompt)[0][0]) >= window:
+                    raise ValueError(
+                        f"the model's window of {window:,} tokens is too short for {text[:40]!r} and an answer"
+                    )
     return shape, tokenizer, place, template

@@ -51,7 +51,7 @@ def check_settings(
     errors: list[object] = []
     errors += check_processes(config, world_size)
     errors += contradictions(config, stage_of(config))
-    errors += check_packages(config)
+    errors += check_packages(config, looks=findings is not None)
     with error_context(errors=errors):
         check_tables(config)
     refuse(errors, findings)

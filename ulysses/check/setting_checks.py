@@ -1,6 +1,7 @@
 """What can be refused from the configuration and the installed packages alone."""
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from pkgutil import resolve_name
@@ -31,28 +32,21 @@ def check_processes(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def check_packages(config: Config) -> Iterator[str]:
-    """Yield which settings need a package that is not installed, or a class that cannot be imported."""
+def check_packages(config: Config, looks: bool = False) -> Iterator[str]:
+    """Yield which settings need a package that is not installed, or a class that cannot be imported.
+
+    A command that only looks at a run starts no trackers, and needs neither.
+    """
     for key, wanted, package in (
         ("model.lora.rank", config.model.lora.rank, "peft"),
         ("model.quantize", config.model.quantize == "nf4", "bitsandbytes"),
         ("optimizer.moments", config.optimizer.moments == "8bit", "bitsandbytes"),
-        ("run.wandb", config.run.wandb, "wandb"),
-        *(("run.trackers", name, name) for name in config.run.trackers if name in TRACKERS),
     ):
-        if wanted and importlib.util.find_spec(package) is None:
-            yield (
-                f"{key} is set but the package {package} is not installed; pip install {package}"
-            )
+        if wanted:
+            yield from _absent(key, package)
     yield from check_parts(config)
-    for name in sorted({*config.run.trackers} - {*TRACKERS}):
-        try:
-            resolve_name(name)
-        except (Exception, SystemExit) as error:  # the module is the user's code
-            yield (
-                f"run.trackers has {name!r}, which cannot be imported ({visible(str(error))}); name "
-                f"{', '.join(TRACKERS)}, or a class as module:Class, with the module's folder on PYTHONPATH"
-            )
+    if not looks:
+        yield from check_trackers(config)
     if importlib.util.find_spec("deepspeed") is None:
         yield f"the package deepspeed is not installed; install deepspeed {TESTED}"
     elif (found := version("deepspeed")) != TESTED:
@@ -60,6 +54,28 @@ def check_packages(config: Config) -> Iterator[str]:
             f"deepspeed {found} is installed, whose gradients and updates this engine was not tested with; install "
             f"deepspeed {TESTED}"
         )
+
+
+def check_trackers(config: Config, strict: bool = True) -> Iterator[str]:
+    """Yield which trackers need a package that is not installed or, if `strict`, cannot be imported."""
+    if config.run.wandb:
+        yield from _absent("run.wandb", "wandb")
+    for name in config.run.trackers:
+        if name in TRACKERS or not strict:
+            yield from _absent("run.trackers", re.split("[.:]", name)[0])
+            continue
+        try:
+            resolve_name(name)
+        except (Exception, SystemExit) as error:  # the module is the user's code
+            yield (
+                f"run.trackers has {name!r}, which cannot be imported ({visible(str(error))}); name "
+                f"{', '.join(TRACKERS)}, or a class as module:Class, with the module's folder on PYTHONPATH"
+            )
+
+
+def _absent(key: str, package: str) -> Iterator[str]:
+    if importlib.util.find_spec(package) is None:
+        yield f"{key} is set but the package {package} is not installed; pip install {package}"
 
 
 def check_tables(config: Config) -> None:

@@ -129,8 +129,8 @@ def _read_arguments(arguments: list[str]) -> Values:
                 value = "1"
             else:
                 raise ConfigError(f"--{key} needs a value")
-        # what the text of a number or a word means, the schema decides
-        if not takes or value.startswith(("[", "{")):
+        # what the text of a number or a word means, the schema decides; a template may begin like a table
+        if not takes or (takes != ["str"] and value.startswith(("[", "{"))):
             value = _read_value(key, value)
         if "list" in takes and "int" not in takes:
             value = given.get(key, []) + (value if isinstance(value, list) else [value])

@@ -317,7 +317,7 @@ class Options(Section):
     """Check everything, print the plan and exit; this needs no weights, no data and no GPU."""
     inspect: PositiveInt | None = None
     """Print this many training samples with the trained tokens highlighted, and exit."""
-    gpus: PositiveInt | None = None
+    gpus: int | None = Field(None, ge=1, le=1_000_000)
     """With --dry-run: plan for this many GPUs."""
     gpu_memory: PositiveFloat | None = None
     """With --dry-run: memory of each GPU in GiB."""

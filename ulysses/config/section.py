@@ -26,6 +26,12 @@ CREDENTIALS = re.compile(
     r"[A-Za-z0-9]{16,}[\w.-]*",
     re.I,
 )
+# What no output shows besides: the keys of Weights & Biases (but not a revision of the hub), and what follows "Bearer"
+SECRETS = re.compile(
+    CREDENTIALS.pattern
+    + r"""|\bBearer\s+[^\s"']+|\bwandb_v\d+_\w+|(?<![\w/-])(?<!revision )(?<!revision = ")[0-9a-f]{40}(?![\w/-])""",
+    re.I,
+)
 # by their names, as TOML, YAML or JSON have them; whoever reads them checks them
 Values = dict[str, Any]
 SURROGATE = re.compile("[\ud800-\udfff]")  # which is no character by itself
@@ -42,7 +48,7 @@ class ConfigError(ValueError):
 
     def __init__(self, sentence: object, key: str = "") -> None:
         text = f"{key}: {sentence}" if key else str(sentence)
-        super().__init__(CREDENTIALS.sub("***", text))
+        super().__init__(SECRETS.sub("***", text))
 
 
 def visible(text: str, *, lines: bool = False) -> str:

@@ -103,6 +103,10 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
                 settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
             if own_template:
                 settings.pop("chat_template", None)
+            # ulysses chat, generate and score give them to the template
+            variables = inputs.config.data.chat_template_kwargs
+            if settings.get("chat_template_kwargs", {}) != variables:
+                settings["chat_template_kwargs"] = variables
 
 
 @contextmanager

@@ -252,6 +252,8 @@ class TrainingRun:
             from ulysses.run.samples import Samples
 
             self.samples = Samples(self)
+            if self.log:
+                self.log.bar.unpause()  # what comes once tells nothing of the time that remains
         trainer.train(self.log, self.samples and self.samples.ask)
         if run.export and not trainer.stop_requested:
             out = folder / "export"
@@ -315,7 +317,11 @@ class TrainingRun:
             self.watch.report_failure(error)  # while the signals of a launcher are still caught
             if self.log is not None:
                 self.log.fail()
-        self.resources.close()
+        try:
+            self.resources.close()
+        except BaseException:
+            self.watch.stop()  # who catches this error tells it
+            raise
         self.trainer = self.engine = self.log = None
         if dist.get_world_size() > 1 and error is not None:
             self.watch.stop()  # this process may go on, and a later run's good end is no failure

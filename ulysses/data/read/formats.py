@@ -35,6 +35,7 @@ from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source
 Event = tuple[str, str, str]  # what is counted: dropped or notes, what it is, and file and row
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 ALIASES = {"functions": "tools", "system_prompt": "system"}
+ASKED = ("prompt", "scored")  # of a model that is not trained on it
 LABEL_KEYS = ("label", "kto_tag")
 OUR_LABELS = ("true", "false", "none")  # in sft, where another task may label the rows
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
@@ -101,7 +102,7 @@ def read_row(
 
     Args:
         found: the row, a line of JSON, or the error that was found in its place.
-        kind: text, sequence, pair, ranked, unpaired or prompt: what the stage needs.
+        kind: text, sequence, pair, ranked, unpaired or prompt: what the stage needs; scored takes any answers.
         note: is told what is to be counted.
         variables: of the chat template, which are no columns.
 
@@ -181,7 +182,7 @@ def _column(row: Row, name: str) -> object:
 def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
     # lists are marks of messages, and what stands beside a prompt is the reward's own
     lists = list if first_key(row, FORMATS["messages"]) else ()
-    own = (item for item in row.items() if kind != "prompt" and not isinstance(item[1], lists))
+    own = (item for item in row.items() if kind not in ASKED and not isinstance(item[1], lists))
     if (weight := prod(weights_of(own))) != 1:
         if not weight:
             raise DropRowError("it is marked as not to be trained")
@@ -216,6 +217,10 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         if role_of(prompt, -1) in ("", "system"):
             raise DropRowError("no user message to answer")
         return [replace(record, prompt=prompt, answers=[[]])]
+    if kind == "scored" and answers:  # whatever is known of their order
+        for answer in answers:
+            _check_answer(answer, kind)
+        return [record]
     if len(answers) > 1:
         if kind == "sequence":
             raise BadRowError(
@@ -251,7 +256,7 @@ def _second(row: Row, kind: str, records: list[Record]) -> set[str]:
     read = {first_key(row, columns)}
     if kind not in ("text", "prompt"):  # what stands beside a prompt alone is the reward's
         columns += ANSWERS
-        read |= {key for key, _ in _answer_values(row)} | {first_key(row, LABEL_KEYS)}
+        read |= {key for key, _ in _answer_values(row, kind)} | {first_key(row, LABEL_KEYS)}
     messages = chain.from_iterable(chain(each.prompt, *each.answers) for each in records)
     said = [*map(row.get, read), *(message.content for message in messages)]
     return {key for key in row.keys() & {*columns} - read if row[key] not in said}
@@ -283,7 +288,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     values: list[tuple[str, object]] = []
     # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
     if kind != "prompt" or not asks or row_format == "preference":
-        values = _answer_values(row)
+        values = _answer_values(row, kind)
     may_hold_prompt = len(values) > 1 or not asks
     answers: list[Messages] = []
     if values:
@@ -309,7 +314,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     return prompt, answers
 
 
-def _answer_values(row: Row) -> list[tuple[str, object]]:
+def _answer_values(row: Row, kind: str) -> list[tuple[str, object]]:
     """Return the answers of a row with their keys: chosen and rejected, a ranked list, or a single one."""
     if PAIR_KEYS <= row.keys():
         return [("chosen", row["chosen"]), ("rejected", row["rejected"])]
@@ -319,7 +324,7 @@ def _answer_values(row: Row) -> list[tuple[str, object]]:
     if isinstance(values, list) and (
         key != "output" or all(isinstance(value, str) for value in values)
     ):
-        if len(values) < 2:
+        if len(values) < 2 and kind != "scored":
             raise DropRowError("no answer is ranked above another")
         return [(key, value) for value in values]
     key = first_key(row, ANSWER_KEYS)

@@ -169,7 +169,8 @@ class Tokenising:
             chunks = cut_documents(parts, self.encoder, self.settings.max_length)
         _write_columns(folder, chunks, report)
         if not report.kept:
-            raise DataError(f"no example is left of {names}: {report}")
+            said = str(report).replace("\n  ", "; ")
+            raise DataError(f"no example is left of {names}: {said}")
         sizes = np.fromfile(folder / "_sizes.int64", np.int64).reshape(-1, 3)
         report.tokens, report.shared, _ = sizes.sum(0).tolist()
         index = {"kind": self.kind, "report": vars(report)}
