@@ -113,7 +113,10 @@ def main() -> int:
     first = "--model.init=pretrained", f"--model.path={sft / 'export'}"
     for stage, run, more in (("sft", sft, ()), ("dpo", dpo, first)):
         config = f"configs/demo/{stage}.toml"
-        launch(arguments.ranks, config, f"--run.output={run}", sp, "--run.overwrite", *more)
+        often = "--run.log_every=5"
+        launch(
+            arguments.ranks, config, f"--run.output={run}", sp, often, "--run.overwrite", *more
+        )
     picture = Path(arguments.output) / "demo.png"
     plot(ROOT / sft, ROOT / dpo, ROOT / picture)
     report(ROOT / sft, ROOT / dpo)
