@@ -43,8 +43,7 @@ BY_POSITION = "Held-out nll by position (dotted: first evaluation, line: last)"
 # panels of the first screen, of those that a run has: between loss and speed what its stage is judged by
 OWN = "divergence accuracy margin rewards/accuracies rewards/margins objective/scores objective/kl"
 FIRST = ["loss", BY_POSITION, *OWN.split(), "lr", "grad_norm", "tokens_per_second"]
-LAST = re.compile(r"grad|time/|tokens|seconds|mfu|peak_memory")  # panels, after the stage's own
-OCTAVE = re.compile(r"nll(?:_se)?/(\d.*)")  # see stages/sft.py
+OCTAVE = re.compile(r"nll(_se)?/\d.*")  # see stages/sft.py
 
 
 def read_run(folder: Path) -> pd.DataFrame:
@@ -132,8 +131,7 @@ def draw_figures(runs: Runs) -> list[Figure]:
     # as they were logged, from the first to the last
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
     first = [m for m in FIRST if m in seen or (m == BY_POSITION and len(octaves) > 1)]
-    rest = [m for m in seen if len(seen[m]) > 1 and m not in first + of_octaves]
-    rest.sort(key=lambda metric: (bool(LAST.match(metric)), metric))
+    rest = sorted(m for m in seen if len(seen[m]) > 1 and m not in first + of_octaves)
 
     figures = []
     for panels in first, rest:

@@ -163,7 +163,7 @@ def test_the_first_screen_has_loss_speed_and_what_the_stage_is_judged_by(tmp_pat
     first, rest = axes(write(tmp_path / "run", rows))
     titles = "Loss,objective/scores,objective/kl,Learning rate,Gradient norm,Tokens per second"
     assert list(first) == titles.split(",")
-    assert list(rest) == ["nll", "policy/x", "grad/active/x", "grad/clipped", "time/sampling"]
+    assert list(rest) == ["grad/active/x", "grad/clipped", "nll", "policy/x", "time/sampling"]
     assert {axis.get_xlabel() for axis in (*first.values(), *rest.values())} == {"step"}
 
 
@@ -176,7 +176,7 @@ def test_held_out_sets_are_drawn_together(tmp_path):
                 rows[s][f"eval/{name}{metric}"] = s + i / 4
     first, rest = axes(write(tmp_path / "run", rows))
     assert list(first) == ["Loss", BY_POSITION, "Learning rate", "Gradient norm"]
-    assert list(rest) == ["kl", "grad/clipped"]
+    assert list(rest) == ["grad/clipped", "kl"]
     for axis in first["Loss"], rest["kl"]:
         sets = [(2 + i / 4, 4 + i / 4, marker) for i, marker in enumerate("os^")]
         assert [(*line.get_ydata(), line.get_marker()) for line in axis.lines[-5::2]] == sets
