@@ -116,7 +116,8 @@ def main() -> int:
         config = f"configs/demo/{stage}.toml"
         if (ROOT / run / "config.json").exists():  # of an earlier demo: a run deletes nothing
             shutil.rmtree(ROOT / run)
-        launch(arguments.ranks, config, f"--run.output={run}", sp, *more)
+        often = "--run.log_every=5"
+        launch(arguments.ranks, config, f"--run.output={run}", sp, often, *more)
     picture = Path(arguments.output) / "demo.png"
     plot(ROOT / sft, ROOT / dpo, ROOT / picture)
     report(ROOT / sft, ROOT / dpo)
