@@ -53,7 +53,6 @@ class InitialWeights:
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
         plain = name.removeprefix(VALUE)
-        plain = plain.replace(".base_layer.", ".")  # models.lora
         stop, device = start + out.numel(), out.device
         if out.dtype == torch.uint8:
             whole = self._packed(plain, device)
@@ -66,9 +65,11 @@ class InitialWeights:
             return
         elif ".lora_" in name:
             whole = torch.zeros(shape, device=device)
-            if ".lora_A." in name:
+            if ".lora_A" in name:
                 bound = 1 / math.sqrt(shape[-1])
-                generator = keyed_generator(device, self.seed, name)
+                # PEFT's name of a module's first adapter, by which values have always been drawn
+                key = f"{name}.default.weight" if name.endswith(".lora_A") else name
+                generator = keyed_generator(device, self.seed, key)
                 whole.uniform_(-bound, bound, generator=generator)
         else:
             whole = init_parameter(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import MLP, NO_NORM, Linear, MakeLinear, Norm, is_plain, is_watched
+from models.modules import MLP, NO_NORM, Linear, MakeLinear, Norm
 from models.ops.experts import (
     ExpertsNode,
     ExpertStacks,
@@ -106,8 +106,6 @@ class RouterRecord:
 class Router(nn.Module):
     """Choose k experts for every row, by a softmax in float32."""
 
-    plain = True
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.moe is not None
@@ -144,7 +142,7 @@ class ExpertMatrices(nn.Module):
             if kind == "none":
                 matrices = nn.Parameter(torch.empty(shape))
             else:
-                from models.quantized import empty_packed  # which knows this package's modules
+                from models.quantized import empty_packed
 
                 matrices = nn.Parameter(empty_packed(kind, shape), requires_grad=False)
             self.register_parameter(name, matrices)
@@ -243,8 +241,7 @@ class MoE(nn.Module):
     def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP | None:
         """Return the operation that may stand in for the norm and this module, if one may."""
         router = self.chooser
-        fits = after is NO_NORM and factor == 1 and is_plain(norm, router)
-        if not fits or is_watched(self) or is_watched(self.experts):
+        if after is not NO_NORM or factor != 1:
             return None
         beside: tuple = ()
         if self.shared_expert is not None:

@@ -2,8 +2,7 @@
 
     nf4    a code of 4 bits for each element, and for each block of 64 its largest size, which is again a code, of 8
            bits in blocks of 256 (QLoRA, 2305.14314). Products dequantise the matrix first
-    fp8    e4m3 and a float32 scale for each row. GPUs multiply the codes themselves by rows that are rounded to e4m3
-           too, whatever their own scale; elsewhere products dequantise the matrix first
+    fp8    e4m3 and a float32 scale for each row. Products dequantise the matrix first
 
 A matrix is one parameter of bytes, which ZeRO-3 partitions and gathers like any other:
 
@@ -15,16 +14,12 @@ Shapes: S rows, D inputs, F outputs, n = F * D.
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from models.modules import Linear
-from models.ops import passes_triton
-from ulysses.parallel.layout import Context
 
 # bits of an element: its code, and its share of scales and their tables
 BITS = {"nf4": 4 + 8 / 64 + 32 / 64 / 256, "fp8": 8.01}
@@ -97,6 +92,20 @@ def empty_packed(kind: str, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(sum(packed_parts(kind, shape)), dtype=torch.uint8)
 
 
+class Packed(NamedTuple):
+    """What bytes stand for: a matrix, or several, of such a shape.
+
+    kind: "nf4" or "fp8".
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+
+    def unpack(self, data: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the matrix."""
+        return unpack(self.kind, data, self.shape, dtype)
+
+
 class QuantizedLinear(Linear):
     """Multiply rows [S, D] by a frozen matrix of bytes; the bias keeps its dtype.
 
@@ -106,69 +115,11 @@ class QuantizedLinear(Linear):
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, kind: str) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.kind = inputs, outputs, kind
-        self.weight = nn.Parameter(empty_packed(kind, self.shape), requires_grad=False)
+        self.in_features, self.out_features = inputs, outputs
+        self.packed = Packed(kind, (outputs, inputs))
+        weight = empty_packed(kind, self.packed.shape)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", nn.Parameter(torch.empty(outputs)) if bias else None)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The matrix's own shape [F, D]."""
-        return self.out_features, self.in_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        return QuantizedNode.apply(x, self.weight, self.bias, self)
-
-
-LayoutContext = Context[tuple[str, tuple[int, int]]]  # kind and shape
-
-
-class QuantizedNode(torch.autograd.Function):
-    """Do `QuantizedLinear`; keeps nothing but the bytes."""
-
-    @staticmethod
-    def forward(
-        ctx: LayoutContext,
-        x: Tensor,
-        data: Tensor,
-        bias: Tensor | None,
-        matrix: QuantizedLinear,
-    ) -> Tensor:
-        ctx.save_for_backward(data)
-        ctx.rest = kind, shape = matrix.kind, matrix.shape
-        if not _multiplies_codes(kind, x):
-            return F.linear(x, unpack(kind, data, shape, x.dtype), bias)
-        codes, _, scales = split_parts(kind, data, shape)
-        out = _product(x, codes.view(FP8).view(shape).t(), None, scales)
-        return out if bias is None else out.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: LayoutContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (data,), (kind, shape) = ctx.saved_tensors, ctx.rest
-        if not _multiplies_codes(kind, grad):
-            return grad @ unpack(kind, data, shape, grad.dtype), None, None, None
-        codes, _, scales = split_parts(kind, data, shape)
-        # the product wants the second matrix column by column
-        columns = codes.view(shape).t().contiguous().view(FP8).t()
-        return _product(grad, columns, scales, None), None, None, None
-
-
-def _multiplies_codes(kind: str, x: Tensor) -> bool:
-    return kind == "fp8" and x.is_cuda and x.dtype == torch.bfloat16
-
-
-def _product(
-    rows: Tensor, codes: Tensor, before: Tensor | None, after: Tensor | None
-) -> Tensor:
-    """Return (rows * before) @ codes * after in bfloat16, the rows rounded to e4m3."""
-    flat = rows.reshape(-1, rows.shape[-1])
-    rounded, scale = passes_triton.quantize_rows(flat, before, FP8, FP8_MOST)
-    if after is None:
-        after = scale.new_ones(codes.shape[1])
-    out = torch._scaled_mm(
-        rounded, codes, scale[:, None], after[None], out_dtype=rows.dtype, use_fast_accum=True
-    )
-    return out.view(*rows.shape[:-1], -1)
 
 
 def dense(
@@ -180,8 +131,10 @@ def dense(
         if weight is not None and weight.dtype == torch.uint8:
             owner, _, last = name.rpartition(".")
             module: Any = model.get_submodule(owner)
-            shape = module.shape if last == "weight" else module.shapes[last]
-            weight = unpack(module.kind, weight, shape, dtype)
+            packed = (
+                module.packed if last == "weight" else Packed(module.kind, module.shapes[last])
+            )
+            weight = packed.unpack(weight, dtype)
         yield name, weight
 
 
@@ -191,6 +144,5 @@ def originals(
     """Yield a model's weights, or None in their place, with quantised ones as the matrices that WeightFiles hold."""
     for name, weight in weights:
         if weight is not None and weight.dtype == torch.uint8:
-            plain = name.replace(".base_layer.", ".")
-            weight = files.read(plain).view(files.tensors[plain].shape)
+            weight = files.read(name).view(files.tensors[name].shape)
         yield name, weight

@@ -256,7 +256,7 @@ class StartedAdapters(HostWeights):
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:
         endings = "_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"
-        matrix = name.removesuffix(".weight").removesuffix(".base_layer").endswith(endings)
+        matrix = name.removesuffix(".weight").endswith(endings)
         matrix = matrix and ".lora_" not in name
         whole = out.is_floating_point() and out.shape == (shape.numel(),)
         if matrix and whole and self.quantize != "none":
@@ -264,7 +264,7 @@ class StartedAdapters(HostWeights):
             super().fill(name, data.shape, 0, data)
             out.copy_(unpack(self.quantize, data, shape, torch.float32).view(-1))
             return
-        super().fill(name.replace(".lora_B.", ".lora_A."), shape, start, out)
+        super().fill(name.replace(".lora_B", ".lora_A"), shape, start, out)
 
 
 class CaptureChain(GradientPolicyChain):

@@ -257,36 +257,6 @@ if triton is not None:
             sums = tl.sum(grad_weight, axis=0)[None, :]
             store(partial + program * WIDTH + column, sums, column < WIDTH)
 
-    @triton.jit
-    def _quantize_kernel(
-        x, before, out, scale, x_row, most, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        row = tl.program_id(0).to(tl.int64)
-        column = tl.arange(0, BLOCK)
-        mask = column < WIDTH
-        v = load(x + row * x_row + column, mask)
-        if before is not None:
-            v *= load(before + column, mask)
-        s = tl.maximum(tl.max(tl.abs(v), axis=0), 1e-12) / most
-        store(out + row * WIDTH + column, v / s, mask)
-        tl.store(scale + row, s)
-
-
-def quantize_rows(
-    x: Tensor, before: Tensor | None, dtype: torch.dtype, most: float
-) -> tuple[Tensor, Tensor]:
-    """Return rows [S, D], times `before` [D], rounded to `dtype` after each was scaled to `most`; and scales [S]."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    rows, width = x.shape
-    out, scale = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
-    block = triton.next_power_of_2(width)
-    warps = min(16, max(4, block // 1024))
-    with torch.cuda.device(x.device):
-        _quantize_kernel[(rows,)](
-            x, before, out, scale, x.stride(0), most, WIDTH=width, BLOCK=block, num_warps=warps
-        )
-    return out, scale
-
 
 def rotate(
     query: Tensor,

@@ -17,7 +17,7 @@ from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
-from models.lora import add_adapters, base_name, is_adapter, save_adapters
+from models.lora import add_adapters, is_adapter, save_adapters
 from models.quantized import dense as unquantised
 from models.quantized import pack, unpack
 from tests.family_case import FAMILIES
@@ -220,7 +220,7 @@ from pathlib import Path
 from models.lora import save_adapters
 from ulysses.config.schema import LoraSection, ModelSection
 section = ModelSection(path={str(base)!r}, lora=LoraSection(rank=2), quantize="nf4")
-adapters = {{"model.q_proj.lora_A.default.weight": torch.ones(2, 3)}}
+adapters = {{"model.q_proj.lora_A": torch.ones(2, 3)}}
 for name in names:
     (Path({str(tmp_path)!r}) / name).mkdir()
     save_adapters(Path({str(tmp_path)!r}) / name, adapters, section, reward=True)
@@ -302,7 +302,7 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
         dict(
             unquantised(
                 CausalLM(shape, quantize=kind),
-                ((base_name(n), p) for n, p in model.named_parameters() if ".lora_" not in n),
+                ((n, p) for n, p in model.named_parameters() if ".lora_" not in n),
             )
         )
     )

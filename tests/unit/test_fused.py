@@ -12,9 +12,9 @@ from models.ops.experts import (
     route,
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
-from models.ops.linear import stacked
+from models.ops.linear import Matrix, Products, stacked
 from models.ops.norm import NormNode, NormRule, rms_norm, rms_norm_backward
-from models.ops.rotary import ProjectNode, rotate_pair
+from models.ops.rotary import Projection, rotate_pair
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 each_device = pytest.mark.parametrize("device", ["cpu", GPU])
@@ -127,7 +127,9 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
 
     wanted = in_float64(exact, inputs, *grads)
     x, *weights = (t.requires_grad_() for t in inputs)
-    found = ProjectNode.apply(x, cos, sin, width, RULE, *weights)
+    matrices = Products(*map(Matrix, weights[1:4], weights[4:7]))
+    own = Projection(matrices, width, RULE, weights[0], weights[7:])
+    found = own.apply(x, cos, sin)
     factor = 2.0 if dtype == torch.float32 else 4.0  # several roundings in a row
     all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
@@ -155,7 +157,8 @@ def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
         exact, *exact_grads = in_float64(half, given, grad)
         x, *weights = (t.detach().requires_grad_() for t in given)
         after = weights[4] if len(weights) == 5 else None
-        fused = GatedMLP(*weights[:4], after, RULE, kind, factor_of_sum)
+        pair, down = (Products(*map(Matrix, own)) for own in (weights[1:3], weights[3:4]))
+        fused = GatedMLP(weights[0], pair, down, after, RULE, kind, factor_of_sum)
         out = fused.add(x)
         factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
         for found in (out, fused.add_tiles(x, tile)):
@@ -165,6 +168,9 @@ def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
         all_near((grad_x, *found), exact_grads, dtype, factor)
         for frozen in (weights[0], *weights[2:]):
             frozen.requires_grad_(False)
+        fused = fused._replace(
+            pair=Products(*map(Matrix, weights[1:3])), down=Products(Matrix(weights[3]))
+        )
         _, (of_gate,) = fused.gradients(x, grad, tile)
         near(of_gate, exact_grads[2], dtype, factor=factor)
 

@@ -42,7 +42,6 @@ def check_processes(config: Config, world_size: int) -> Iterator[str]:
 def check_packages(config: Config) -> Iterator[str]:
     """Yield which settings need a package that is not installed, or a class that cannot be imported."""
     for key, wanted, package in (
-        ("model.lora.rank", config.model.lora.rank, "peft"),
         ("model.quantize", config.model.quantize == "nf4", "bitsandbytes"),
         ("optimizer.moments", config.optimizer.moments == "8bit", "bitsandbytes"),
         ("run.wandb", config.run.wandb, "wandb"),
