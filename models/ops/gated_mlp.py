@@ -5,6 +5,7 @@
 Shapes: S local tokens, D width, F feed-forward width.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops.linear import Inner, Products, Sums
+from models.ops.linear import Addend, Inner, Products, Sums
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.tiling import add_by_tiles, tiles
 from ulysses.parallel.layout import Context
@@ -25,23 +26,41 @@ ACTIVATIONS = {
 }
 
 
-def activate(gate: Tensor, up: Tensor, kind: str = "silu") -> Tensor:
-    """Return act(gate) * up of rows [S, F], without a graph; both have the same strides."""
+def activate(
+    gate: Tensor, up: Tensor, kind: str = "silu", addends: Sequence[Addend] = (None, None)
+) -> Tensor:
+    """Return act(gate) * up of rows [S, F], without a graph; both have the same strides.
+
+    `addends` are added to gate and up before.
+    """
     if kernels := triton_kernels(gate):
-        return kernels.gated(gate, up, gelu=kind != "silu")[0]
+        return kernels.gated(gate, up, gelu=kind != "silu", addends=(*addends, None))[0]
+    gate, up = map(_added, (gate, up), addends)
     return (ACTIVATIONS[kind](at_least_float32(gate)) * up).to(gate.dtype)
 
 
 def activate_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, kind: str = "silu"
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    kind: str = "silu",
+    addends: Sequence[Addend] = (None, None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F]."""
+    """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F].
+
+    `addends` are added to gate, up and grad before.
+    """
     if kernels := triton_kernels(gate):
-        return kernels.gated(gate, up, grad.contiguous(), gelu=kind != "silu")
+        return kernels.gated(gate, up, grad.contiguous(), gelu=kind != "silu", addends=addends)
+    gate, up, grad = map(_added, (gate, up, grad), addends)
     d = at_least_float32(grad)
     value, slope = value_and_slope(at_least_float32(gate), kind)
     both = torch.cat((d * up * slope, d * value), -1)
     return (value * up).to(gate.dtype), both.to(gate.dtype)
+
+
+def _added(rows: Tensor, addend: Addend) -> Tensor:
+    return rows if addend is None else rows.addmm(*addend)
 
 
 def value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -100,10 +119,11 @@ class GatedMLP(NamedTuple):
     def parts(self, x: Tensor, with_product: bool = True) -> "Parts":
         """Compute what comes before the finished product of normalised rows [S, D], without a graph."""
         of_pair = self.pair.start(x)
-        gate, up = self.pair.forward(x, of_pair)
+        gate, up = self.pair.plain(x, of_pair)
         of_down, product = self.down.start(gate), None
         if with_product:
-            (product,) = self.down.forward(activate(gate, up, self.activation), of_down)
+            active = activate(gate, up, self.activation, self.pair.addends(of_pair))
+            (product,) = self.down.forward(active, of_down)
         return Parts(gate, up, product, of_pair, of_down)
 
     def finished(self, product: Tensor) -> Tensor:
@@ -151,9 +171,10 @@ class GatedMLP(NamedTuple):
                 to_product.clone(), product, self.after, self.rule
             )
             sums.add(self.after, of_after)
-        to_active = self.down.back(to_product, of_down)
-        active, to_pair = activate_backward(to_active, gate, up, self.activation)
-        del gate, up, product, to_active, kept
+        to_active, addend = self.down.plain_back(to_product, of_down)
+        addends = *self.pair.addends(of_pair), addend
+        active, to_pair = activate_backward(to_active, gate, up, self.activation, addends)
+        del gate, up, product, to_active, addend, addends, kept
         self.down.gradients(to_product, active, of_down, sums)
         del active, to_product
         done = self.pair.back(to_pair, of_pair)
@@ -165,7 +186,7 @@ class GatedMLP(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What rows become on their way: gate and up [S, F], the product with down [S, D], and what adapters made."""
+    """What rows become on their way: gate and up [S, F] without their adapters, and the product with down [S, D]."""
 
     gate: Tensor
     up: Tensor

@@ -57,6 +57,10 @@ class Matrix(NamedTuple):
         return tensor if self.chosen is None else tensor[self.chosen]
 
 
+# two matrices [S, r] and [r, N], whose product is to be added to one [S, N]
+Addend = tuple[Tensor, Tensor] | None
+
+
 class Sums:
     """The gradients of trained tensors, as sums over tiles: in float32 or better unless one tile is the `whole`."""
 
@@ -121,19 +125,37 @@ class Products:
 
     def forward(self, x: Tensor, inner: Inner) -> list[Tensor]:
         """Return the results [S, N]."""
-        results = products(x, self._dense(x.dtype), [m.bias for m in self.matrices])
+        results = self.plain(x, inner)
+        for result, addend in zip(results, self.addends(inner)):
+            if addend is not None:
+                result.addmm_(*addend)
+        return results
+
+    def plain(self, x: Tensor, inner: Inner) -> list[Tensor]:
+        """Return the results without what adapters add, which `addends` returns."""
         if self.adapters:
             self._make(x, inner)
+        return products(x, self._dense(x.dtype), [m.bias for m in self.matrices])
+
+    def addends(self, inner: Inner) -> list[Addend]:
+        """Return what is to be added to each result."""
+        found: list[Addend] = [None] * len(self.matrices)
+        if self.adapters:
             parts = inner.made.chunk(len(self.adapters), 1)
             for number, b, part in zip(self.adapted, self._b, parts):
-                results[number].addmm_(part, b.t())
-        return results
+                found[number] = part, b.t()
+        return found
 
     def back(self, grad: Tensor, inner: Inner) -> Tensor:
         """Return the gradient of x from that of the results."""
+        total, addend = self.plain_back(grad, inner)
+        return total if addend is None else total.addmm_(*addend)
+
+    def plain_back(self, grad: Tensor, inner: Inner) -> tuple[Tensor, Addend]:
+        """Return the gradient of x, and what is to be added to it."""
         total = products_backward(grad, self._dense(grad.dtype))
         if not self.adapters:
-            return total
+            return total, None
         own, scale = self._grads(grad), self.adapters[0].scale
         rank = self.adapters[0].a.shape[0]
         inner.grads = grad.new_empty(len(grad), rank * len(own))
@@ -141,19 +163,19 @@ class Products:
         for part, of_result, b in zip(parts, own, self._b):
             torch.addmm(part, of_result, b, beta=0, alpha=scale, out=part)
         if not inner.masks:
-            return total.addmm_(inner.grads, self._a)
+            return total, (inner.grads, self._a)
         for part, mask, adapter in zip(parts, inner.masks, self.adapters):
             total.addcmul_(part @ adapter.a, mask)
-        return total
+        return total, None
 
     def gradients(self, grad: Tensor, x: Tensor, inner: Inner, sums: Sums) -> None:
         """Add the gradients of what is trained; after `back`."""
-        weights = [m.weight for m in self.matrices]
-        if all(m.chosen is None for m in self.matrices):
-            sums.add_product(weights, grad, x)
+        whole = all(m.chosen is None for m in self.matrices)
+        if whole:
+            sums.add_product([m.weight for m in self.matrices], grad, x)
         for m, own in zip(self.matrices, grad.split(self.widths, 1)):
-            if m.chosen is not None and m.weight.requires_grad:
-                sums.add(m.weight, _placed(own.t() @ x, m, m.weight))
+            if not whole:
+                _add_rows(sums, m, m.weight, own, x)
             if m.bias is not None and m.bias.requires_grad:
                 sums.add(m.bias, _placed(column_sums(own), m, m.bias))
         if not self.adapters:
@@ -168,10 +190,7 @@ class Products:
             sums.add_product([adapter.a], back, x * mask)
         owners = [self.matrices[number] for number in self.adapted]
         for m, adapter, own, part in zip(owners, self.adapters, self._grads(grad), made):
-            if m.chosen is None:
-                sums.add_product([adapter.b], own, part)
-            else:
-                sums.add(adapter.b, _placed(own.t() @ part, m, adapter.b))
+            _add_rows(sums, m, adapter.b, own, part)
 
     def _dense(self, dtype: torch.dtype) -> list[Tensor]:
         return [m.dense(dtype) for m in self.matrices]
@@ -202,6 +221,14 @@ class Products:
             for mask, adapter in zip(inner.masks, self.adapters)
         ]
         inner.made = torch.cat(parts, 1)
+
+
+def _add_rows(sums: Sums, matrix: Matrix, tensor: Tensor, grad: Tensor, rows: Tensor) -> None:
+    """Add grad^T rows to the gradient of a tensor, in those rows that were wanted."""
+    if matrix.chosen is None:
+        sums.add_product([tensor], grad, rows)
+    elif tensor.requires_grad:
+        sums.add(tensor, _placed(grad.t() @ rows, matrix, tensor))
 
 
 def _placed(rows: Tensor, matrix: Matrix, tensor: Tensor) -> Tensor:

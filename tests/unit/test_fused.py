@@ -12,7 +12,7 @@ from models.ops.experts import (
     route,
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
-from models.ops.linear import Matrix, Products, stacked
+from models.ops.linear import Adapter, Matrix, Products, linear, stacked
 from models.ops.norm import NormNode, NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
 
@@ -173,6 +173,72 @@ def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
         )
         _, (of_gate,) = fused.gradients(x, grad, tile)
         near(of_gate, exact_grads[2], dtype, factor=factor)
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("tile", [40, 16])
+@pytest.mark.parametrize("rank", [3, 16])
+@pytest.mark.parametrize("adapted", [(1, 1, 1), (0, 1, 0), (1, 0, 1)], ids=str)
+def test_feed_forward_half_with_adapters(device, dtype, tile, rank, adapted):
+    """Adapters of gate, up and down, or of some of them; matrices and norm are frozen."""
+    sizes = (97, 32), (97, 32), (32, 97)
+    grad, x, norm, *matrices = draw(
+        (40, 32), (40, 32), (32,), *sizes, dtype=dtype, device=device
+    )
+    pairs = [
+        [t / 4 for t in draw((rank, D), (N, rank), dtype=dtype, device=device)] if has else []
+        for (N, D), has in zip(sizes, adapted)
+    ]
+
+    def half(v, *trained):
+        left, wide = [*trained], [m.double() for m in matrices]
+        for number, has in enumerate(adapted):
+            if has:
+                a, b = left.pop(0), left.pop(0)
+                wide[number] = wide[number] + 0.7 * b @ a
+        rows = normalised(v, norm.double())
+        return v + (F.silu(rows @ wide[0].t()) * (rows @ wide[1].t())) @ wide[2].t()
+
+    trained = [t for pair in pairs for t in pair]
+    exact, *exact_grads = in_float64(half, [x, *trained], grad)
+    trained = [t.requires_grad_() for t in trained]
+    own = [Matrix(m, adapter=Adapter(*p, 0.7) if p else None) for m, p in zip(matrices, pairs)]
+    fused = GatedMLP(norm, Products(*own[:2]), Products(own[2]), None, RULE)
+    out = fused.add(x.requires_grad_())
+    factor = 1.0 if dtype == torch.float32 else 4.0
+    for found in (out, fused.add_tiles(x, tile)):
+        near(found, exact, dtype, factor=factor)
+    all_near(torch.autograd.grad(out, [x, *trained], grad), exact_grads, dtype, factor)
+    grad_x, found = fused.gradients(x, grad, tile)
+    all_near((grad_x, *found), exact_grads, dtype, factor)
+
+
+@each_dtype
+@apart_and_together
+def test_adapters_of_projections_that_read_the_same_rows(dtype, together):
+    """Three products, of which two are adapted and one is of some rows of its matrix."""
+    shapes = (40, 32), (24, 32), (16, 32), (48, 32), *[(4, 32)] * 2, (24, 4), (48, 4)
+    x, *weights = draw(*shapes, dtype=dtype)
+    if together:
+        weights[3:5] = neighbours(*weights[3:5])
+    chosen = torch.arange(47, 0, -3)
+    grads = draw((40, 24), (40, 16), (40, 16), dtype=dtype)
+
+    def exact(x, first, second, third, a, c, b, d):
+        third = (third + 2.0 * d @ c)[chosen]
+        return x @ (first + 2.0 * b @ a).t(), x @ second.t(), x @ third.t()
+
+    wanted = in_float64(exact, (x, *weights), *grads)
+    x, first, second, third, a, c, b, d = inputs = [t.requires_grad_() for t in (x, *weights)]
+    matrices = (
+        Matrix(first, adapter=Adapter(a, b, 2.0)),
+        Matrix(second),
+        Matrix(third, adapter=Adapter(c, d, 2.0), chosen=chosen),
+    )
+    found = linear(x, *matrices)
+    factor = 1.0 if dtype == torch.float32 else 2.0
+    all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
 
 class NoRecord:
