@@ -284,7 +284,7 @@ class LinearNode(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         inner = own.start(x)
         results = own.forward(x, inner)
-        ctx.save_for_backward(x if trained else None)
+        ctx.save_for_backward(x if trained else None, *(m.chosen for m in own.matrices))
         ctx.rest = own, inner
         return tuple(results)
 
@@ -293,7 +293,7 @@ class LinearNode(torch.autograd.Function):
     def backward(
         ctx: Context[tuple[Products, Inner]], *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        (x,), (own, inner) = ctx.saved_tensors, ctx.rest
+        (x, *_), (own, inner) = ctx.saved_tensors, ctx.rest
         grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1)
         to_x = own.back(grad, inner)
         sums = Sums(whole=True)
