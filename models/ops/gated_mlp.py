@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops.linear import Addend, Inner, Products, Sums
+from models.ops.linear import Addend, Products, Sums
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.tiling import add_by_tiles, tiles
 from ulysses.parallel.layout import Context
@@ -107,24 +107,21 @@ class GatedMLP(NamedTuple):
     @property
     def trained(self) -> list[Tensor]:
         """The tensors that are trained, as modules list them."""
-        norms = [
-            [x] if x is not None and x.requires_grad else [] for x in (self.norm, self.after)
-        ]
-        return [*norms[0], *self.pair.trained, *self.down.trained, *norms[1]]
+        tensors = self.norm, *self.pair.trained, *self.down.trained, self.after
+        return [t for t in tensors if t is not None and t.requires_grad]
 
     def normalised(self, rows: Tensor) -> Tensor:
         """Return what gate and up multiply."""
         return rms_norm(rows, self.norm, self.rule)
 
-    def parts(self, x: Tensor, with_product: bool = True) -> "Parts":
-        """Compute what comes before the finished product of normalised rows [S, D], without a graph."""
-        of_pair = self.pair.start(x)
-        gate, up = self.pair.plain(x, of_pair)
-        of_down, product = self.down.start(gate), None
-        if with_product:
-            active = activate(gate, up, self.activation, self.pair.addends(of_pair))
-            (product,) = self.down.forward(active, of_down)
-        return Parts(gate, up, product, of_pair, of_down)
+    def parts(self, x: Tensor, with_product: bool = True) -> tuple[Tensor, Tensor, Any]:
+        """Return gate and up of normalised rows [S, D], without their adapters, and the product with down."""
+        gate, up = self.pair.plain(x)
+        if not with_product:
+            self.down.start(gate)
+            return gate, up, None
+        active = activate(gate, up, self.activation, self.pair.addends())
+        return gate, up, self.down.forward(active)[0]
 
     def finished(self, product: Tensor) -> Tensor:
         """Return what is added to the rows."""
@@ -135,7 +132,7 @@ class GatedMLP(NamedTuple):
         """Return rows + the finished product of the normalised rows, in tiles and without a graph."""
 
         def finished(part: slice) -> Tensor:
-            return self.finished(self.parts(self.normalised(rows[part])).product)
+            return self.finished(self.parts(self.normalised(rows[part]))[2])
 
         return add_by_tiles(finished, rows, tile)
 
@@ -145,11 +142,11 @@ class GatedMLP(NamedTuple):
 
     @torch.no_grad()
     def gradients(
-        self, hidden: Tensor, grad: Tensor, tile: int, kept: "Parts | None" = None
+        self, hidden: Tensor, grad: Tensor, tile: int, kept: Any = None
     ) -> tuple[Tensor, list[Tensor]]:
         """Run forward and backward of each tile of `add`; return the gradients of hidden and of what is trained.
 
-        `kept` is what the node has kept if all rows are one tile.
+        `kept` holds gate, up and the product if all rows are one tile.
         """
         sums, grad = Sums(tile >= len(hidden)), grad.contiguous()
         to_hidden = None if sums.whole else torch.empty_like(hidden)
@@ -162,58 +159,42 @@ class GatedMLP(NamedTuple):
         assert to_hidden is not None
         return to_hidden, sums.of(self.trained)
 
-    def _tile(self, rows: Tensor, grad: Tensor, kept: "Parts | None", sums: Sums) -> Tensor:
+    def _tile(self, rows: Tensor, grad: Tensor, kept: Any, sums: Sums) -> Tensor:
         x = self.normalised(rows)
-        gate, up, product, of_pair, of_down = kept or self.parts(x, self.after is not None)
+        gate, up, product = kept or self.parts(x, self.after is not None)
         to_product = grad if self.factor == 1 else grad * self.factor
         if self.after is not None:
             to_product, of_after = rms_norm_backward(
                 to_product.clone(), product, self.after, self.rule
             )
             sums.add(self.after, of_after)
-        to_active, addend = self.down.plain_back(to_product, of_down)
-        addends = *self.pair.addends(of_pair), addend
+        to_active, addend = self.down.plain_back(to_product)
+        addends = *self.pair.addends(), addend
         active, to_pair = activate_backward(to_active, gate, up, self.activation, addends)
         del gate, up, product, to_active, addend, addends, kept
-        self.down.gradients(to_product, active, of_down, sums)
+        self.down.gradients(to_product, active, sums)
         del active, to_product
-        done = self.pair.back(to_pair, of_pair)
-        self.pair.gradients(to_pair, x, of_pair, sums)
+        done = self.pair.back(to_pair)
+        self.pair.gradients(to_pair, x, sums)
         del to_pair, x
         done, of_norm = rms_norm_backward(done, rows, self.norm, self.rule, grad)
         sums.add(self.norm, of_norm)
         return done
 
 
-class Parts(NamedTuple):
-    """What rows become on their way: gate and up [S, F] without their adapters, and the product with down [S, D]."""
-
-    gate: Tensor
-    up: Tensor
-    product: Any  # None where backward needs none
-    of_pair: Inner
-    of_down: Inner
-
-
 class _GatedMLPNode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context[tuple[GatedMLP, Inner, Inner]],
-        rows: Tensor,
-        mlp: GatedMLP,
-        *trained: Tensor,
+        ctx: Context[GatedMLP], rows: Tensor, mlp: GatedMLP, *trained: Tensor
     ) -> Tensor:
-        parts = mlp.parts(mlp.normalised(rows))
-        kept = None if mlp.after is None else parts.product
-        ctx.save_for_backward(rows, parts.gate, parts.up, kept)
-        ctx.rest = mlp, parts.of_pair, parts.of_down
-        return mlp.finished(parts.product).add_(rows)
+        gate, up, product = mlp.parts(mlp.normalised(rows))
+        ctx.save_for_backward(rows, gate, up, None if mlp.after is None else product)
+        ctx.rest = mlp
+        return mlp.finished(product).add_(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Context[tuple[GatedMLP, Inner, Inner]], grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        (rows, gate, up, product), (mlp, *inner) = ctx.saved_tensors, ctx.rest
-        to_rows, found = mlp.gradients(rows, grad, len(rows), Parts(gate, up, product, *inner))
+    def backward(ctx: Context[GatedMLP], grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *kept = ctx.saved_tensors
+        to_rows, found = ctx.rest.gradients(rows, grad, len(rows), kept)
         return to_rows, None, *found

@@ -8,7 +8,7 @@ Their results, [S, r] of each, are all that adapters keep for backward.
 Shapes: S local tokens, D width, N rows of a matrix, r an adapter's rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,10 @@ from ulysses.parallel.layout import Context
 
 
 class Adapter(NamedTuple):
-    """What is added to a matrix, scale * b a; `dropout` is the probability of dropping an input of a."""
+    """What is added to a matrix, scale * b a; `dropout` is the probability of dropping an input of a.
+
+    Adapters of the same rows drop the same inputs.
+    """
 
     a: Tensor
     b: Tensor
@@ -88,89 +91,73 @@ class Sums:
         return [found[t].to(t.dtype) for t in trained]
 
 
-class Inner:
-    """What adapters make of rows, on the way to their results and back.
-
-    masks: of what each drops, times what the others are scaled by. made: scale * x a^T of all, side by side [S, k r].
-    grads: scale * grad b of all, side by side.
-    """
-
-    def __init__(self, masks: Sequence[Tensor]) -> None:
-        self.masks = masks
-        self.made: Any = None
-        self.grads: Any = None
-
-
 class Products:
-    """Matrices that multiply the same rows; their results, and the gradients of these, lie side by side.
+    """The product of some rows with several matrices, once to its results and back; these lie side by side.
+
+    Backward needs what forward has left here: made, scale * x a^T of all adapters, [S, r] of each, and the mask of what
+    they drop of x, times what the rest is scaled by. Another tile may follow when that is done.
 
     trained: the tensors that are trained, as modules list them.
     """
 
     def __init__(self, *matrices: Matrix) -> None:
-        self.matrices = matrices
-        self.widths = [m.outputs for m in matrices]
-        adapted = [
-            (x, number) for number, m in enumerate(matrices) if (x := m.adapter) is not None
+        self.matrices, self.widths = matrices, [m.outputs for m in matrices]
+        self.adapters = [m.adapter for m in matrices if m.adapter is not None]
+        own = ((m.weight, m.bias, *(m.adapter or ())[:2]) for m in matrices)
+        self.trained = [
+            t for of_one in own for t in of_one if t is not None and t.requires_grad
         ]
-        self.adapters, self.adapted = [x for x, _ in adapted], [i for _, i in adapted]
-        each = ((m.weight, m.bias, *(m.adapter or ())[:2]) for m in matrices)
-        self.trained = [t for own in each for t in own if t is not None and t.requires_grad]
+        self.mask: Tensor | None = None
+        self.made: Any = None
+        self.grads: Any = None  # scale * grad b of all adapters
 
-    def start(self, rows: Tensor) -> Inner:
-        """Draw what adapters drop of such rows [S, D]."""
-        return Inner(
-            [F.dropout(torch.ones_like(rows), x.dropout) for x in self.adapters if x.dropout]
-        )
+    def start(self, rows: Tensor) -> None:
+        """Draw what adapters drop of such rows [S, D]; `plain` and `forward` do it themselves."""
+        self.mask = self.made = None
+        if any(x.dropout for x in self.adapters):
+            self.mask = F.dropout(torch.ones_like(rows), self.adapters[0].dropout)
 
-    def forward(self, x: Tensor, inner: Inner) -> list[Tensor]:
+    def forward(self, x: Tensor) -> list[Tensor]:
         """Return the results [S, N]."""
-        results = self.plain(x, inner)
-        for result, addend in zip(results, self.addends(inner)):
+        results = self.plain(x)
+        for result, addend in zip(results, self.addends()):
             if addend is not None:
                 result.addmm_(*addend)
         return results
 
-    def plain(self, x: Tensor, inner: Inner) -> list[Tensor]:
+    def plain(self, x: Tensor) -> list[Tensor]:
         """Return the results without what adapters add, which `addends` returns."""
-        if self.adapters:
-            self._make(x, inner)
+        self.start(x)
+        self._make(x)
         return products(x, self._dense(x.dtype), [m.bias for m in self.matrices])
 
-    def addends(self, inner: Inner) -> list[Addend]:
+    def addends(self) -> list[Addend]:
         """Return what is to be added to each result."""
-        found: list[Addend] = [None] * len(self.matrices)
-        if self.adapters:
-            parts = inner.made.chunk(len(self.adapters), 1)
-            for number, b, part in zip(self.adapted, self._b, parts):
-                found[number] = part, b.t()
-        return found
+        parts = self._parts(self.made)
+        return [m.adapter and (next(parts), m.part(m.adapter.b).t()) for m in self.matrices]
 
-    def back(self, grad: Tensor, inner: Inner) -> Tensor:
+    def back(self, grad: Tensor) -> Tensor:
         """Return the gradient of x from that of the results."""
-        total, addend = self.plain_back(grad, inner)
+        total, addend = self.plain_back(grad)
         return total if addend is None else total.addmm_(*addend)
 
-    def plain_back(self, grad: Tensor, inner: Inner) -> tuple[Tensor, Addend]:
+    def plain_back(self, grad: Tensor) -> tuple[Tensor, Addend]:
         """Return the gradient of x, and what is to be added to it."""
         total = products_backward(grad, self._dense(grad.dtype))
         if not self.adapters:
             return total, None
-        own, scale = self._grads(grad), self.adapters[0].scale
-        rank = self.adapters[0].a.shape[0]
-        inner.grads = grad.new_empty(len(grad), rank * len(own))
-        parts = inner.grads.split(rank, 1)
-        for part, of_result, b in zip(parts, own, self._b):
-            torch.addmm(part, of_result, b, beta=0, alpha=scale, out=part)
-        if not inner.masks:
-            return total, (inner.grads, self._a)
-        for part, mask, adapter in zip(parts, inner.masks, self.adapters):
-            total.addcmul_(part @ adapter.a, mask)
-        return total, None
+        own = zip(self.matrices, grad.split(self.widths, 1))
+        each = [_scaled(g, m.part(m.adapter.b), m.adapter.scale) for m, g in own if m.adapter]
+        self.grads = torch.cat(each, 1)
+        if self.mask is None:
+            return total, (self.grads, self._a)
+        return total.addcmul_(self.mask, self.grads @ self._a), None
 
-    def gradients(self, grad: Tensor, x: Tensor, inner: Inner, sums: Sums) -> None:
+    def gradients(self, grad: Tensor, x: Tensor, sums: Sums) -> None:
         """Add the gradients of what is trained; after `back`."""
-        whole = all(m.chosen is None for m in self.matrices)
+        if self.made is None:
+            self._make(x)
+        whole, parts = all(m.chosen is None for m in self.matrices), self._parts(self.made)
         if whole:
             sums.add_product([m.weight for m in self.matrices], grad, x)
         for m, own in zip(self.matrices, grad.split(self.widths, 1)):
@@ -178,27 +165,15 @@ class Products:
                 _add_rows(sums, m, m.weight, own, x)
             if m.bias is not None and m.bias.requires_grad:
                 sums.add(m.bias, _placed(column_sums(own), m, m.bias))
-        if not self.adapters:
-            return
-        if inner.made is None:
-            self._make(x, inner)
-        count = len(self.adapters)
-        made, grads = inner.made.chunk(count, 1), inner.grads.chunk(count, 1)
-        if not inner.masks:
-            sums.add_product([adapter.a for adapter in self.adapters], inner.grads, x)
-        for adapter, mask, back in zip(self.adapters, inner.masks, grads):
-            sums.add_product([adapter.a], back, x * mask)
-        owners = [self.matrices[number] for number in self.adapted]
-        for m, adapter, own, part in zip(owners, self.adapters, self._grads(grad), made):
-            _add_rows(sums, m, adapter.b, own, part)
+            if m.adapter is not None:
+                _add_rows(sums, m, m.adapter.b, own, next(parts))
+        if self.adapters:
+            sums.add_product(
+                [adapter.a for adapter in self.adapters], self.grads, self._kept(x)
+            )
 
     def _dense(self, dtype: torch.dtype) -> list[Tensor]:
         return [m.dense(dtype) for m in self.matrices]
-
-    def _grads(self, grad: Tensor) -> list[Tensor]:
-        """Return those parts of the results' gradients that belong to adapters."""
-        parts = grad.split(self.widths, 1)
-        return [parts[number] for number in self.adapted]
 
     @property
     def _a(self) -> Tensor:
@@ -206,21 +181,21 @@ class Products:
         whole, *others = stacked([x.a for x in self.adapters])
         return torch.cat([x.a for x in self.adapters]) if others else whole
 
-    @property
-    def _b(self) -> list[Tensor]:
-        return [self.matrices[i].part(x.b) for i, x in zip(self.adapted, self.adapters)]
+    def _kept(self, x: Tensor) -> Tensor:
+        return x if self.mask is None else x * self.mask
 
-    def _make(self, x: Tensor, inner: Inner) -> None:
+    def _make(self, x: Tensor) -> None:
         """Multiply by the a's, and scale before the result is rounded, so that b stays as it is."""
-        scale, nothing = self.adapters[0].scale, x.new_empty(1)
-        if not inner.masks:
-            inner.made = torch.addmm(nothing, x, self._a.t(), beta=0, alpha=scale)
-            return
-        parts = [
-            torch.addmm(nothing, x * mask, adapter.a.t(), beta=0, alpha=scale)
-            for mask, adapter in zip(inner.masks, self.adapters)
-        ]
-        inner.made = torch.cat(parts, 1)
+        if self.adapters:
+            self.made = _scaled(self._kept(x), self._a.t(), self.adapters[0].scale)
+
+    def _parts(self, of_all: Tensor) -> Iterator[Tensor]:
+        """Yield the columns of each adapter."""
+        yield from of_all.chunk(len(self.adapters), 1) if self.adapters else ()
+
+
+def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
 
 
 def _add_rows(sums: Sums, matrix: Matrix, tensor: Tensor, grad: Tensor, rows: Tensor) -> None:
@@ -280,25 +255,20 @@ class LinearNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context[tuple[Products, Inner]], x: Tensor, own: Products, *trained: Tensor
+        ctx: Context[Products], x: Tensor, own: Products, *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        inner = own.start(x)
-        results = own.forward(x, inner)
         ctx.save_for_backward(x if trained else None, *(m.chosen for m in own.matrices))
-        ctx.rest = own, inner
-        return tuple(results)
+        ctx.rest = own
+        return tuple(own.forward(x))
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Context[tuple[Products, Inner]], *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        (x, *_), (own, inner) = ctx.saved_tensors, ctx.rest
+    def backward(ctx: Context[Products], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, *_), own, sums = ctx.saved_tensors, ctx.rest, Sums(whole=True)
         grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1)
-        to_x = own.back(grad, inner)
-        sums = Sums(whole=True)
+        to_x = own.back(grad)
         if own.trained:
-            own.gradients(grad, x, inner, sums)
+            own.gradients(grad, x, sums)
         return to_x, None, *sums.of(own.trained)
 
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
-from models.ops.linear import Inner, Products, Sums
+from models.ops.linear import Products, Sums
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.parallel.layout import Context, copy
 
@@ -196,8 +196,8 @@ class Projection(NamedTuple):
     @property
     def trained(self) -> list[Tensor]:
         """The tensors that are trained."""
-        own = [x for x in (self.norm, *self.norms) if x is not None and x.requires_grad]
-        return own + self.matrices.trained
+        tensors = self.norm, *self.norms, *self.matrices.trained
+        return [t for t in tensors if t is not None and t.requires_grad]
 
     def apply(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Return query [S, H, E], key and value [S, K, E] of hidden [S, D], positions rotated in, and hidden itself.
@@ -207,31 +207,27 @@ class Projection(NamedTuple):
         return _ProjectNode.apply(hidden, cos, sin, self, *self.trained)
 
 
-ProjectContext = Context[tuple[Projection, Inner]]
-
-
 class _ProjectNode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: ProjectContext,
+        ctx: Context[Projection],
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
         own: Projection,
         *trained: Tensor,
     ) -> tuple[Tensor, ...]:
-        inner = own.matrices.start(hidden)
-        results = own.matrices.forward(rms_norm(hidden, own.norm, own.rule), inner)
+        results = own.matrices.forward(rms_norm(hidden, own.norm, own.rule))
         query, key, value = (result.unflatten(1, (-1, own.head_dim)) for result in results)
         ctx.save_for_backward(hidden, cos, sin, *((query, key) if own.norms else ()))
-        ctx.rest = own, inner
+        ctx.rest = own
         out = None if own.norms else (query, key)
         return *rotate_pair(query, key, cos, sin, own.rule, *own.norms, out=out), value, hidden
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: ProjectContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden, cos, sin, *kept), (own, inner) = ctx.saved_tensors, ctx.rest
+    def backward(ctx: Context[Projection], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden, cos, sin, *kept), own = ctx.saved_tensors, ctx.rest
         matrices, sums = own.matrices, Sums(whole=True)
         flat = hidden.new_empty(len(hidden), sum(matrices.widths))
         parts = [
@@ -240,10 +236,10 @@ class _ProjectNode(torch.autograd.Function):
         kept = [*kept, *own.norms]
         of_norms = rotate_backward(parts[:2], grads[0], grads[1], own.rule, cos, sin, *kept)
         copy(parts[2], grads[2])
-        to_x = matrices.back(flat, inner)
+        to_x = matrices.back(flat)
         if matrices.trained:
             x = rms_norm(hidden, own.norm, own.rule)
-            matrices.gradients(flat, x, inner, sums)
+            matrices.gradients(flat, x, sums)
             del x
         residual = grads[3].contiguous()
         to_hidden, of_norm = rms_norm_backward(to_x, hidden, own.norm, own.rule, residual)

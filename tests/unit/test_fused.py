@@ -157,21 +157,23 @@ def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
         exact, *exact_grads = in_float64(half, given, grad)
         x, *weights = (t.detach().requires_grad_() for t in given)
         after = weights[4] if len(weights) == 5 else None
-        pair, down = (Products(*map(Matrix, own)) for own in (weights[1:3], weights[3:4]))
-        fused = GatedMLP(weights[0], pair, down, after, RULE, kind, factor_of_sum)
-        out = fused.add(x)
+
+        def fused(norm, gate, up, down, after=after):
+            pair = Products(Matrix(gate), Matrix(up))
+            return GatedMLP(
+                norm, pair, Products(Matrix(down)), after, RULE, kind, factor_of_sum
+            )
+
+        out = fused(*weights[:4]).add(x)
         factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
-        for found in (out, fused.add_tiles(x, tile)):
+        for found in (out, fused(*weights[:4]).add_tiles(x, tile)):
             near(found, exact, dtype, factor=factor)
         all_near(torch.autograd.grad(out, [x, *weights], grad), exact_grads, dtype, factor)
-        grad_x, found = fused.gradients(x, grad, tile)
+        grad_x, found = fused(*weights[:4]).gradients(x, grad, tile)
         all_near((grad_x, *found), exact_grads, dtype, factor)
         for frozen in (weights[0], *weights[2:]):
             frozen.requires_grad_(False)
-        fused = fused._replace(
-            pair=Products(*map(Matrix, weights[1:3])), down=Products(Matrix(weights[3]))
-        )
-        _, (of_gate,) = fused.gradients(x, grad, tile)
+        _, (of_gate,) = fused(*weights[:4]).gradients(x, grad, tile)
         near(of_gate, exact_grads[2], dtype, factor=factor)
 
 
@@ -204,13 +206,16 @@ def test_feed_forward_half_with_adapters(device, dtype, tile, rank, adapted):
     exact, *exact_grads = in_float64(half, [x, *trained], grad)
     trained = [t.requires_grad_() for t in trained]
     own = [Matrix(m, adapter=Adapter(*p, 0.7) if p else None) for m, p in zip(matrices, pairs)]
-    fused = GatedMLP(norm, Products(*own[:2]), Products(own[2]), None, RULE)
-    out = fused.add(x.requires_grad_())
+
+    def fused():
+        return GatedMLP(norm, Products(*own[:2]), Products(own[2]), None, RULE)
+
+    out = fused().add(x.requires_grad_())
     factor = 1.0 if dtype == torch.float32 else 4.0
-    for found in (out, fused.add_tiles(x, tile)):
+    for found in (out, fused().add_tiles(x, tile)):
         near(found, exact, dtype, factor=factor)
     all_near(torch.autograd.grad(out, [x, *trained], grad), exact_grads, dtype, factor)
-    grad_x, found = fused.gradients(x, grad, tile)
+    grad_x, found = fused().gradients(x, grad, tile)
     all_near((grad_x, *found), exact_grads, dtype, factor)
 
 
