@@ -98,7 +98,7 @@ class InitialWeights:
         dtype = stored.dtype if stored else torch.float32
         matrix = torch.empty(shape, dtype=dtype, device=device)
         InitialWeights.fill(self, name, shape, 0, matrix.view(-1))
-        return pack(self.quantize, matrix)
+        return pack(matrix)
 
     @cached_property
     def _shapes(self) -> dict[str, torch.Size]:

@@ -10,7 +10,7 @@ Shapes: S local tokens, D width.
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +60,11 @@ class DecoderLayer(nn.Module):
         if quantize != "none":
             from models.quantized import QuantizedLinear
 
-            linear = partial(QuantizedLinear, kind=quantize)
+            linear = QuantizedLinear
         mixer, feed_forward = _classes(kind)
         self.mixer_name = "self_attn" if mixer is SelfAttention else "linear_attn"
         self.register_module(self.mixer_name, mixer(config, attention, linear))
-        of_experts = () if feed_forward is MLP else (record, quantize)
+        of_experts = () if feed_forward is MLP else (record, quantize != "none")
         self.mlp: MLP | MoE = feed_forward(config, linear, *of_experts)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, self.rule))

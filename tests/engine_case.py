@@ -260,9 +260,9 @@ class StartedAdapters(HostWeights):
         matrix = matrix and ".lora_" not in name
         whole = out.is_floating_point() and out.shape == (shape.numel(),)
         if matrix and whole and self.quantize != "none":
-            data = torch.empty(sum(packed_parts(self.quantize, shape)), dtype=torch.uint8)
+            data = torch.empty(sum(packed_parts(shape)), dtype=torch.uint8)
             super().fill(name, data.shape, 0, data)
-            out.copy_(unpack(self.quantize, data, shape, torch.float32).view(-1))
+            out.copy_(unpack(data, shape, torch.float32).view(-1))
             return
         super().fill(name.replace(".lora_B", ".lora_A"), shape, start, out)
 

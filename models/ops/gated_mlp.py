@@ -5,7 +5,6 @@
 Shapes: S local tokens, D width, F feed-forward width.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops.linear import Addend, Products, Sums
+from models.ops.linear import Products, Sums
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.tiling import add_by_tiles, tiles
 from ulysses.parallel.layout import Context
@@ -26,41 +25,23 @@ ACTIVATIONS = {
 }
 
 
-def activate(
-    gate: Tensor, up: Tensor, kind: str = "silu", addends: Sequence[Addend] = (None, None)
-) -> Tensor:
-    """Return act(gate) * up of rows [S, F], without a graph; both have the same strides.
-
-    `addends` are added to gate and up before.
-    """
+def activate(gate: Tensor, up: Tensor, kind: str = "silu") -> Tensor:
+    """Return act(gate) * up of rows [S, F], without a graph; both have the same strides."""
     if kernels := triton_kernels(gate):
-        return kernels.gated(gate, up, gelu=kind != "silu", addends=(*addends, None))[0]
-    gate, up = map(_added, (gate, up), addends)
+        return kernels.gated(gate, up, gelu=kind != "silu")[0]
     return (ACTIVATIONS[kind](at_least_float32(gate)) * up).to(gate.dtype)
 
 
 def activate_backward(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    kind: str = "silu",
-    addends: Sequence[Addend] = (None, None, None),
+    grad: Tensor, gate: Tensor, up: Tensor, kind: str = "silu"
 ) -> tuple[Tensor, Tensor]:
-    """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F].
-
-    `addends` are added to gate, up and grad before.
-    """
+    """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F]."""
     if kernels := triton_kernels(gate):
-        return kernels.gated(gate, up, grad.contiguous(), gelu=kind != "silu", addends=addends)
-    gate, up, grad = map(_added, (gate, up, grad), addends)
+        return kernels.gated(gate, up, grad.contiguous(), gelu=kind != "silu")
     d = at_least_float32(grad)
     value, slope = value_and_slope(at_least_float32(gate), kind)
     both = torch.cat((d * up * slope, d * value), -1)
     return (value * up).to(gate.dtype), both.to(gate.dtype)
-
-
-def _added(rows: Tensor, addend: Addend) -> Tensor:
-    return rows if addend is None else rows.addmm(*addend)
 
 
 def value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -115,13 +96,12 @@ class GatedMLP(NamedTuple):
         return rms_norm(rows, self.norm, self.rule)
 
     def parts(self, x: Tensor, with_product: bool = True) -> tuple[Tensor, Tensor, Any]:
-        """Return gate and up of normalised rows [S, D], without their adapters, and the product with down."""
-        gate, up = self.pair.plain(x)
+        """Return gate and up of normalised rows [S, D], and their product with down."""
+        gate, up = self.pair.forward(x)
         if not with_product:
             self.down.start(gate)
             return gate, up, None
-        active = activate(gate, up, self.activation, self.pair.addends())
-        return gate, up, self.down.forward(active)[0]
+        return gate, up, self.down.forward(activate(gate, up, self.activation))[0]
 
     def finished(self, product: Tensor) -> Tensor:
         """Return what is added to the rows."""
@@ -168,10 +148,9 @@ class GatedMLP(NamedTuple):
                 to_product.clone(), product, self.after, self.rule
             )
             sums.add(self.after, of_after)
-        to_active, addend = self.down.plain_back(to_product)
-        addends = *self.pair.addends(), addend
-        active, to_pair = activate_backward(to_active, gate, up, self.activation, addends)
-        del gate, up, product, to_active, addend, addends, kept
+        to_active = self.down.back(to_product)
+        active, to_pair = activate_backward(to_active, gate, up, self.activation)
+        del gate, up, product, to_active, kept
         self.down.gradients(to_product, active, sums)
         del active, to_product
         done = self.pair.back(to_pair)

@@ -60,10 +60,6 @@ class Matrix(NamedTuple):
         return tensor if self.chosen is None else tensor[self.chosen]
 
 
-# two matrices [S, r] and [r, N], whose product is to be added to one [S, N]
-Addend = tuple[Tensor, Tensor] | None
-
-
 class Sums:
     """The gradients of trained tensors, as sums over tiles: in float32 or better unless one tile is the `whole`."""
 
@@ -112,46 +108,46 @@ class Products:
         self.grads: Any = None  # scale * grad b of all adapters
 
     def start(self, rows: Tensor) -> None:
-        """Draw what adapters drop of such rows [S, D]; `plain` and `forward` do it themselves."""
+        """Draw what adapters drop of such rows [S, D]; `forward` does it itself."""
         self.mask = self.made = None
         if any(x.dropout for x in self.adapters):
             self.mask = F.dropout(torch.ones_like(rows), self.adapters[0].dropout)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the results [S, N]."""
-        results = self.plain(x)
-        for result, addend in zip(results, self.addends()):
-            if addend is not None:
-                result.addmm_(*addend)
-        return results
-
-    def plain(self, x: Tensor) -> list[Tensor]:
-        """Return the results without what adapters add, which `addends` returns."""
         self.start(x)
+        biases = [m.bias for m in self.matrices]
+        if not self.adapters:
+            return products(x, self._dense(x.dtype), biases)
         self._make(x)
-        return products(x, self._dense(x.dtype), [m.bias for m in self.matrices])
-
-    def addends(self) -> list[Addend]:
-        """Return what is to be added to each result."""
-        parts = self._parts(self.made)
-        return [m.adapter and (next(parts), m.part(m.adapter.b).t()) for m in self.matrices]
+        out = x.new_empty(len(x), sum(self.widths))
+        results, parts = list(out.split(self.widths, 1)), self._parts(self.made)
+        # the small products come first, and the large one adds to them as it writes
+        for m, bias, result in zip(self.matrices, biases, results):
+            if m.adapter is None:
+                result.copy_(x.new_zeros(1) if bias is None else bias)
+            elif bias is None:
+                torch.mm(next(parts), m.part(m.adapter.b).t(), out=result)
+            else:
+                torch.addmm(bias, next(parts), m.part(m.adapter.b).t(), out=result)
+        dense = stacked(self._dense(x.dtype))
+        for result, matrix in zip(results if len(dense) > 1 else [out], dense):
+            result.addmm_(x, matrix.t())
+        return results if len(results) > 1 else [out]
 
     def back(self, grad: Tensor) -> Tensor:
         """Return the gradient of x from that of the results."""
-        total, addend = self.plain_back(grad)
-        return total if addend is None else total.addmm_(*addend)
-
-    def plain_back(self, grad: Tensor) -> tuple[Tensor, Addend]:
-        """Return the gradient of x, and what is to be added to it."""
-        total = products_backward(grad, self._dense(grad.dtype))
-        if not self.adapters:
-            return total, None
-        own = zip(self.matrices, grad.split(self.widths, 1))
-        each = [_scaled(g, m.part(m.adapter.b), m.adapter.scale) for m, g in own if m.adapter]
-        self.grads = torch.cat(each, 1)
-        if self.mask is None:
-            return total, (self.grads, self._a)
-        return total.addcmul_(self.mask, self.grads @ self._a), None
+        total = None
+        if self.adapters:
+            own = zip(self.matrices, grad.split(self.widths, 1))
+            each = [
+                _scaled(g, m.part(m.adapter.b), m.adapter.scale) for m, g in own if m.adapter
+            ]
+            self.grads = torch.cat(each, 1)
+            total = self.grads @ self._a
+            if self.mask is not None:
+                total.mul_(self.mask)
+        return products_backward(grad, self._dense(grad.dtype), total)
 
     def gradients(self, grad: Tensor, x: Tensor, sums: Sums) -> None:
         """Add the gradients of what is trained; after `back`."""
@@ -173,7 +169,13 @@ class Products:
             )
 
     def _dense(self, dtype: torch.dtype) -> list[Tensor]:
-        return [m.dense(dtype) for m in self.matrices]
+        """Return the matrices, those of bytes as neighbours in memory."""
+        first, *others = self.matrices
+        if not others or any(m.packed is None or m.chosen is not None for m in self.matrices):
+            return [m.dense(dtype) for m in self.matrices]
+        size = sum(self.widths), first.packed.shape[1]
+        parts = torch.empty(size, dtype=dtype, device=first.weight.device).split(self.widths)
+        return [m.packed.unpack(m.weight, dtype, part) for m, part in zip(self.matrices, parts)]
 
     @property
     def _a(self) -> Tensor:
@@ -234,13 +236,14 @@ def products(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Any]) -> li
     return [*F.linear(x, whole, bias).split([len(m) for m in matrices], 1)]
 
 
-def products_backward(grad: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of `products`' x, from those of its results side by side."""
-    first, *others = matrices = stacked(matrices)
-    part, *parts = grad.split([len(m) for m in matrices], 1)
-    total = part @ first
-    for part, matrix in zip(parts, others):
-        total.addmm_(part, matrix)
+def products_backward(
+    grad: Tensor, matrices: Sequence[Tensor], total: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of `products`' x, from those of its results side by side, added to `total` in place."""
+    matrices = stacked(matrices)
+    for part, matrix in zip(grad.split([len(m) for m in matrices], 1), matrices):
+        total = part @ matrix if total is None else total.addmm_(part, matrix)
+    assert total is not None
     return total
 
 

@@ -8,7 +8,6 @@ Shapes: S rows, D width, H query heads, K kv heads, E head dim, F feed-forward w
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,86 +142,18 @@ if triton is not None:
         return value, s + value * (1 - s) * inner
 
     @triton.jit
-    def _addend(
-        left, left_row, right, right_row, right_column, row, column, mask_row, mask_column, rank,
-        RANK: tl.constexpr, PRECISION: tl.constexpr,
-    ):  # fmt: skip
-        """Return a tile of left [S, r] times right [r, N]."""
-        inner = tl.arange(0, RANK)
-        a = left + row * left_row + inner[None, :]
-        b = right + inner[:, None] * right_row + column * right_column
-        a = tl.load(a, mask=mask_row & (inner[None, :] < rank), other=0.0)
-        b = tl.load(b, mask=mask_column & (inner[:, None] < rank), other=0.0)
-        return tl.dot(a, b, input_precision=PRECISION)
-
-    @triton.jit
     def _gated_kernel(
-        gate, up, out, grad, both, rows, gap,
-        gate_left, gate_right, gate_lr, gate_rr, gate_rc,
-        up_left, up_right, up_lr, up_rr, up_rc,
-        grad_left, grad_right, grad_lr, grad_rr, grad_rc, rank,
+        gate, up, out, grad, both, count, gap,
         GELU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-        ROWS: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        if RANK:
-            column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-            row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-            mask_row, mask_column = row < rows, column < WIDTH
-            at, mask = row * WIDTH + column, mask_row & mask_column
-        else:
-            at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            row = at // WIDTH
-            mask = row < rows
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        row = at // WIDTH
+        mask = at < count
         g = load(gate + at + row * gap, mask)
         u = load(up + at + row * gap, mask)
-        if gate_left is not None:
-            g += _addend(
-                gate_left,
-                gate_lr,
-                gate_right,
-                gate_rr,
-                gate_rc,
-                row,
-                column,
-                mask_row,
-                mask_column,
-                rank,
-                RANK,
-                PRECISION,
-            )
-        if up_left is not None:
-            u += _addend(
-                up_left,
-                up_lr,
-                up_right,
-                up_rr,
-                up_rc,
-                row,
-                column,
-                mask_row,
-                mask_column,
-                rank,
-                RANK,
-                PRECISION,
-            )
         value, slope = _value_and_slope(g, GELU)
         if grad is not None:
             d = load(grad + at, mask)
-            if grad_left is not None:
-                d += _addend(
-                    grad_left,
-                    grad_lr,
-                    grad_right,
-                    grad_rr,
-                    grad_rc,
-                    row,
-                    column,
-                    mask_row,
-                    mask_column,
-                    rank,
-                    RANK,
-                    PRECISION,
-                )
             target = both + at + row * WIDTH
             store(target, d * u * slope, mask)
             store(target + WIDTH, d * value, mask)
@@ -364,37 +295,20 @@ def rotate(
 
 
 def gated(
-    gate: Tensor,
-    up: Tensor,
-    grad: Tensor | None = None,
-    *,
-    gelu: bool = False,
-    addends: Sequence[Any] = (None, None, None),
+    gate: Tensor, up: Tensor, grad: Tensor | None = None, *, gelu: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return act(gate) * up of dense rows [S, F], and for a contiguous `grad` the gradients side by side [S, 2F].
 
-    act is silu, or gelu's tanh form. gate and up have the same strides. To gate, up and grad the product of two
-    matrices [S, r] and [r, F] is added before, unless there is None for it; the former's rows are dense.
+    act is silu, or gelu's tanh form. gate and up have the same strides.
     """
-    rows, width = gate.shape
+    (rows, width), count = gate.shape, gate.numel()
     out = gate.new_empty(rows, width)
     both = None if grad is None else gate.new_empty(rows, 2 * width)
-    ranks = [len(pair[1]) for pair in addends if pair]
-    given: list[Any] = []
-    for pair in addends:
-        strides = (pair[0].stride(0), *pair[1].stride()) if pair else (0, 0, 0)
-        given += *(pair or (None, None)), *strides
-    rank, at_once, block = 0, 1, _BLOCK
-    grid: tuple[int, ...] = (triton.cdiv(gate.numel(), block),)
-    if ranks:
-        rank, at_once, block = max(16, triton.next_power_of_2(ranks[0])), 32, 128
-        grid = triton.cdiv(width, block), triton.cdiv(rows, at_once)
+    gap = gate.stride(0) - width
     with torch.cuda.device(gate.device):
-        _gated_kernel[grid](
-            gate, up, out, grad, both, rows, gate.stride(0) - width, *given, max(ranks, default=0),
-            GELU=gelu, WIDTH=width, BLOCK=block, ROWS=at_once, RANK=rank,
-            PRECISION="ieee" if gate.dtype == torch.float32 else "tf32", num_warps=8 if ranks else 4,
-        )  # fmt: skip
+        _gated_kernel[(triton.cdiv(count, _BLOCK),)](
+            gate, up, out, grad, both, count, gap, GELU=gelu, WIDTH=width, BLOCK=_BLOCK
+        )
     return out, both
 
 
