@@ -58,10 +58,8 @@ def unpack(
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=data.device)
     codes, sizes, numbers = split_parts(data, shape)
-    if triton_kernels(out):
-        from models.ops.nf4_triton import dequantize
-
-        dequantize(codes, sizes, numbers, out)
+    if kernels := triton_kernels(out):
+        kernels.dequantize_nf4(codes, sizes, numbers, out)
         return out
     import bitsandbytes  # noqa: F401 - registers torch.ops.bitsandbytes
 
