@@ -13,6 +13,7 @@ from models.ops.experts import (
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
 from models.ops.linear import Adapter, Matrix, Products, linear, stacked
+from models.ops.low_rank_triton import narrow_backward
 from models.ops.norm import NormNode, NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
 
@@ -217,6 +218,21 @@ def test_feed_forward_half_with_adapters(device, dtype, tile, rank, adapted):
     all_near(torch.autograd.grad(out, [x, *trained], grad), exact_grads, dtype, factor)
     grad_x, found = fused().gradients(x, grad, tile)
     all_near((grad_x, *found), exact_grads, dtype, factor)
+
+
+@pytest.mark.gpu
+@each_dtype
+@pytest.mark.parametrize("rows, width, rank", [(130, 300, 16), (5000, 513, 3), (64, 4100, 24)])
+def test_both_products_with_a_gradient_in_one_pass(dtype, rows, width, rank):
+    grad, b, made = draw(
+        (rows, width + 24), (width, rank), (rows, 3 * rank), dtype=dtype, device="cuda"
+    )
+    grad, made = grad[:, :width], made[:, rank : 2 * rank]
+    wide = [t.double() for t in (grad, b, made)]
+    found = narrow_backward(grad, b, made, 0.7)
+    exact = 0.7 * wide[0] @ wide[1], wide[0].t() @ wide[2]
+    for mine, want in zip(found, exact):
+        near(mine, want, torch.float32)
 
 
 @each_dtype
