@@ -26,6 +26,7 @@ from tests.model_folder import logps_there, tiny_config, write_model
 from ulysses import export
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.disk import write_json
+from ulysses.zero.saved_slices import SavedSlices
 
 SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=64, hidden_size=16))
 
@@ -328,3 +329,13 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     if kind == "none":
         assert_close(merged(row[None]).logits, theirs(row[None]).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_checkpoints_with_earlier_names_of_adapters_are_read(tmp_path):
+    stem, values = "model.layers.0.self_attn.q_proj", torch.arange(6.0)
+    pieces = [[f"{stem}.lora_A.default.weight", 0, 4, 0], [f"{stem}.base_layer.bias", 0, 2, 4]]
+    (tmp_path / "rank-00000.json").write_text(json.dumps({"updates": 3, "pieces": pieces}))
+    save_file({"data": values}, tmp_path / "rank-00000.master.safetensors")
+    saved, found = SavedSlices(tmp_path), torch.zeros(3)
+    saved.read_into(found, f"{stem}.lora_A", "master", start=1)
+    assert found.tolist() == [1, 2, 3] and saved.numel(f"{stem}.bias") == 2

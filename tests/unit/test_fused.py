@@ -220,6 +220,22 @@ def test_feed_forward_half_with_adapters(device, dtype, tile, rank, adapted):
     all_near((grad_x, *found), exact_grads, dtype, factor)
 
 
+def test_dropout_is_of_the_inputs_of_adapters_alone():
+    x, weight, a, b, grad = draw((40, 32), (24, 32), (4, 32), (24, 4), (40, 24))
+    torch.manual_seed(3)
+    mask = F.dropout(torch.ones(40, 32), 0.4).double()
+    assert 0.3 < (mask == 0).double().mean() < 0.5
+
+    def exact(x, a, b):
+        return x @ weight.double().t() + 2.0 * (x * mask) @ a.t() @ b.t()
+
+    wanted = in_float64(exact, (x, a, b), grad)
+    trained = [t.requires_grad_() for t in (x, a, b)]
+    torch.manual_seed(3)
+    (found,) = linear(x, Matrix(weight, adapter=Adapter(a, b, 2.0, 0.4)))
+    all_near((found, *torch.autograd.grad(found, trained, grad)), wanted, torch.float32)
+
+
 @pytest.mark.gpu
 @each_dtype
 @pytest.mark.parametrize("rows, width, rank", [(130, 300, 16), (5000, 513, 3), (64, 4100, 24)])
