@@ -136,7 +136,7 @@ def _join_packed(path: Path, found: dict[str, StoredTensor]) -> None:
             shape, dtype = torch.Size(state["shape"]), getattr(torch, state["dtype"])
             codes, sizes, *numbers = (found[name + part].shape.numel() for part in NF4_PARTS)
             sums = [codes, sizes, 4 * (1 + sum(numbers))]
-            is_nf4 = layout == (BLOCK, OUTER, "nf4") and sums == packed_parts("nf4", shape)
+            is_nf4 = layout == (BLOCK, OUTER, "nf4") and sums == packed_parts(shape)
         except (ValueError, TypeError, KeyError, AttributeError):
             is_nf4 = False
         if not is_nf4:
