@@ -314,9 +314,9 @@ dpo => 0 => {} => none => 0
 dpo => 0 => {"reference": "live"} => whole => 1
 dpo => 4 => {"reference": "live"} => none => 1
 dpo => 0 => {"reference": "live", "loss_type": "simpo"} => none => 0
-kto => 0 => {} => none => 1
-kto => 0 => {"reference": "live"} => whole => 3
-kto => 0 => {"loss_type": "apo_zero_unpaired"} => none => 0
+kto => 0 => {} => whole => 3
+kto => 4 => {} => none => 3
+kto => 0 => {"loss_type": "apo_zero_unpaired"} => whole => 1
 ppo => 0 => {"reward": "math:sqrt", "epochs": 2, "minibatches": 3} => whole => 1
 ppo => 4 => {"reward": "some/reward", "epochs": 2, "minibatches": 3, "kl_coefficient": 0} => scores => half
 """

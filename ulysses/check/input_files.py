@@ -21,7 +21,7 @@ from models.initial_weights import InitialWeights
 from models.kinds import empty_model
 from models.published import architecture
 from ulysses.config.schema import Config, ModelSection
-from ulysses.config.section import AbsentError, ConfigError, error_context
+from ulysses.config.section import AbsentError, ConfigError, error_context, refuse
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import missing_sources, parse_sources
@@ -53,7 +53,7 @@ def check_sources(config: Config) -> None:
 
 
 def check_examples(
-    config: Config, train: TokenizedDataset, held_out: TokenizedDataset | None
+    config: Config, stage: Stage, train: TokenizedDataset, held_out: TokenizedDataset | None
 ) -> None:
     """Refuse open data of which nothing is trained on, or an example that is longer than a micro-batch."""
     counts = np.bincount(train.sources, minlength=len(train.source_weights))
@@ -69,6 +69,7 @@ def check_examples(
                 f"the weights or probabilities of data.train leave no example of {path} in an epoch, which has "
                 f"{count}; raise its own, or remove it"
             )
+    refuse([*stage.check_data(train)])
     budget = config.batch.tokens_per_microbatch
     for data in (train, held_out):
         if data and budget != "auto":

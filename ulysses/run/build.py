@@ -54,7 +54,7 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
     elif data.eval:
         held_out = opened(data.eval)
     with error_context():
-        check_examples(config, train, held_out)
+        check_examples(config, inputs.stage, train, held_out)
     return train, held_out
 
 

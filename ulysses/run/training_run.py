@@ -23,7 +23,7 @@ from ulysses.check.resuming import changes
 from ulysses.check.run_folder import digests_of_inputs, hold_output, restarts
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
-from ulysses.config.section import error_context
+from ulysses.config.section import error_context, refuse
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import replace_file
@@ -92,6 +92,7 @@ class TrainingRun:
             self.changes: list[str] = []  # since the checkpoint that the run continues
             if inputs.resume_from:
                 self.changes = changes(inputs.config, inputs.resume_from, self.digests)
+                refuse([*inputs.stage.check_resumed(inputs, filter(None, data))])
             self.watch.pause()  # a host program may look at the data, and never enter
         except BaseException:
             self.watch.stop()
@@ -164,7 +165,9 @@ class TrainingRun:
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
         self.watch.phase("preparing the stage")
         stage = inputs.stage.build(self)
-        train_data, eval_data = stage.extend_data(self)
+        train_data, eval_data = (
+            each and stage.extend_data(self, each) for each in (self.train_data, self.eval_data)
+        )
         loader = self.loader(train_data, launched_tokens=memory.launched_tokens)
         for line in remarks(inputs, loader):
             self.say(line)

@@ -3,13 +3,13 @@
 A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
 ulysses/config/stage_sections.py. The rest asks ulysses/options.py and never compares `config.stage` with a name.
 
-before the run     check, check_tokenizer, requirements, exported_config
+before the run     check, check_tokenizer, check_data, check_resumed, requirements, exported_config
 construction       build, arguments, extend_data, loader, total_steps
 every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step
 now and then       evaluate; save and load, of a stage with a state of its own
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -201,8 +201,7 @@ class Watched(Protocol):
 class Run(Protocol):
     """What a stage reads of the run that it is built for (ulysses.run.training_run.TrainingRun).
 
-    engine: of the trained model. eval_data: None without held-out data.
-    loader: (dataset, evaluation=False) -> the loader of this data-parallel group.
+    engine: of the trained model.
     watch: is told of every phase, and that this process still works.
     resources: closed at the end of the run, whatever happens.
     frozen: returns an engine of an auxiliary model; all ranks call it together.
@@ -215,9 +214,6 @@ class Run(Protocol):
     engine: TrainedEngine
     memory: MemoryChoice
     mesh: ParallelMesh
-    train_data: TokenizedDataset
-    eval_data: TokenizedDataset | None
-    loader: Callable[..., StepLoader]
     watch: Watched
     resources: ExitStack
     frozen: Callable[[AuxiliaryModel], ZeroEngine]
@@ -255,6 +251,16 @@ class Stage:
         """Yield the errors that follow from the configuration alone."""
         yield from ()
 
+    def check_data(self, train: TokenizedDataset) -> Iterator[str]:
+        """Yield the errors that need the open training data."""
+        yield from ()
+
+    def check_resumed(
+        self, checked: Checked, data: Iterable[TokenizedDataset]
+    ) -> Iterator[str]:
+        """Yield what a run lacks that continues a checkpoint; `data` are its training and its held-out data."""
+        yield from ()
+
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
         """Yield the errors that need the trained model's tokenizer; only a stage with other models is asked."""
         yield from ()
@@ -280,9 +286,9 @@ class Stage:
 
     # ---------------------------------------------------------------- construction
 
-    def extend_data(self, run: Run) -> tuple[TokenizedDataset, TokenizedDataset | None]:
-        """Return the training and held-out data with what the losses need besides; all ranks call it together."""
-        return run.train_data, run.eval_data
+    def extend_data(self, run: Run, data: TokenizedDataset) -> TokenizedDataset:
+        """Return training or held-out data with what the losses need besides; all ranks call it together."""
+        return data
 
     def build(self, run: Run) -> Self:
         """Return the stage around its engine; all ranks call it together."""
