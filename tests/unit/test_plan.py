@@ -23,6 +23,7 @@ from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import write_json
 from ulysses.memory.levels import LayerMemory
+from ulysses.options import stage_of
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.case import (
     GIB,
@@ -607,7 +608,7 @@ def settings_of_layers(rank=0):
         plan = choose_memory(planner_case(settings, SHAPE, node(1, 80, 80), 64))
         plan = plan._replace(**changed)
         engine = (
-            trained_engine(settings, weights, mesh, plan)
+            trained_engine(settings, stage_of(settings), weights, mesh, plan)
             if trainable
             else frozen_engine(settings, weights, mesh)
         )

@@ -28,7 +28,6 @@ from ulysses.data.read.sources import missing_sources, parse_sources
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import check_fits
-from ulysses.options import stage_of
 from ulysses.stages.base import Stage
 
 ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
@@ -134,14 +133,14 @@ def check_routers(model: ModelSection, shape: ModelConfig) -> Iterator[str]:
 
 
 def fit_window(
-    config: Config, shape: ModelConfig, setting: str = "data.max_length"
+    config: Config, stage: Stage, shape: ModelConfig, setting: str = "data.max_length"
 ) -> ModelConfig:
     """Return the shape with a window that holds the run's longest sequence.
 
     Only random weights, and a model that is to extrapolate, learn a longer window than they have; for others
     ConfigError refuses such a sequence. `setting` names the model's, or another model.
     """
-    longest = stage_of(config).requirements.longest_example
+    longest = stage.requirements.longest_example
     window, scaling = shape.max_position_embeddings, shape.rope_scaling
     is_own = setting == "data.max_length"
     learns = is_own and config.model.init == "random"

@@ -18,11 +18,11 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.data.serve.tokenise import open_dataset
 from ulysses.memory.size import Setting
-from ulysses.options import stage_of
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.case import Plan
 from ulysses.plan.memory_choice import layer_memory
 from ulysses.run.optim import adamw, parameter_groups
+from ulysses.stages.base import Stage
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 from ulysses.zero.settings import derive
@@ -88,6 +88,7 @@ def step_loader(
 
 def trained_engine(
     config: Config,
+    stage: Stage,
     weights: InitialWeights,
     mesh: ParallelMesh,
     plan: Plan,
@@ -97,8 +98,7 @@ def trained_engine(
 
     `plan` says what its layers keep for the backward pass; `attention` is the kernel in place of the configured one.
     """
-    model, stage = config.model, stage_of(config)
-    facts, memory = stage.requirements, layer_memory(plan)
+    model, facts, memory = config.model, stage.requirements, layer_memory(plan)
     kind = model_class(reward=stage.reward, value=facts.value)
     if model.lora.rank:
         from models.lora import add_adapters

@@ -40,7 +40,6 @@ from ulysses.config.schema import Config
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import SPECIAL_NAMES
 from ulysses.disk import whole_folder, write_json
-from ulysses.options import stage_of
 from ulysses.run.metrics import METRICS, logged
 
 CARD = "README.md"
@@ -129,6 +128,7 @@ def export_model(
     config: Config,
     step: int,
     *,
+    reward: bool = False,
     merge: bool = False,
     dtype: str = "",
     replaces: bool = False,
@@ -139,11 +139,12 @@ def export_model(
 
     Args:
         read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
+        reward: the policy is a reward model.
         merge: add adapters to their base's weights. Otherwise they are written alone.
         dtype: of the weights in place of the configured one.
         replaces: `out` is a folder that the run itself has written before.
     """
-    lora, stage = config.model.lora, stage_of(config)
+    lora = config.model.lora
     whole = merge or not lora.rank
     weights = read(lambda name: whole and ".lora_" not in name)
     if lora.rank:
@@ -157,7 +158,7 @@ def export_model(
     rounded = Rounding(getattr(torch, dtype))
     source = config.model
     has_others = shape.around or shape.delta  # tensors of vision, or of MTP
-    if has_others and source.init == "pretrained" and whole and not stage.reward:
+    if has_others and source.init == "pretrained" and whole and not reward:
         folder = resolve_model(str(source.path), source.revision)
         carried = WeightFiles(folder).carried
     known = source.init == "pretrained" and Path(str(source.path)).is_dir()
@@ -177,7 +178,7 @@ def export_model(
             return rounded(tensor.view(-1), files.read(name)).view_as(tensor)
         return tensor.to(rounded.dtype)
 
-    auto = "SequenceClassification" if stage.reward else "CausalLM"
+    auto = "SequenceClassification" if reward else "CausalLM"
     with whole_folder(out, f" after step {step}", replaces=replaces) as new:
         if not whole:
             adapters = {
@@ -185,9 +186,7 @@ def export_model(
                 for name, x in adapters.items()
             }
             by_parameter = shape.family.mlp_by_parameter
-            save_adapters(
-                new, adapters, config.model, reward=stage.reward, by_parameter=by_parameter
-            )
+            save_adapters(new, adapters, config.model, reward=reward, by_parameter=by_parameter)
         else:
             if lora.rank:
                 weights = merged(weights, adapters, lora, shape, rounded)
@@ -196,10 +195,10 @@ def export_model(
                 ((name, written(name, tensor)) for name, tensor in weights),
                 int(config.export.shard_gib * 2**30),
                 config=shape,
-                reward=stage.reward,
+                reward=reward,
                 carried=carried,
             )
-        write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=stage.reward))
+        write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
         copy_side_files(config.output / "tokenizer", new)
         card = model_card(config, step)
         if not whole:
@@ -207,7 +206,7 @@ def export_model(
 The adapters are for transformers' {shape.adapted_class(auto)}. PEFT loads them with their base:
 
 ```python
-model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * stage.reward})
+model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
 ```
 """
         if rounded.note:

@@ -159,7 +159,7 @@ class TrainingRun:
         self.watch.phase("building the model")
         self.say(f"building the model of {memory.case.model.parameters:,} parameters ...")
         self.engine = trained_engine(
-            config, inputs.weights, self.mesh, memory, inputs.attention
+            config, inputs.stage, inputs.weights, self.mesh, memory, inputs.attention
         )
         self.resources.callback(self.engine.destroy)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
@@ -299,7 +299,8 @@ class TrainingRun:
 
         merge = for_servers or config.model.lora.merge
         given = read, folder, self.inputs.shape, config, step
-        note = export_model(*given, merge=merge, dtype=dtype, replaces=for_servers)
+        how = {"reward": self.inputs.stage.reward, "dtype": dtype, "replaces": for_servers}
+        note = export_model(*given, merge=merge, **how)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}; {note}" if note else f"exported {folder}")
         dist.barrier()
