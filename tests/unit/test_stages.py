@@ -103,13 +103,13 @@ def test_a_cache_of_before_is_found_and_one_that_is_gone_is_told(
     given = {"data": {"cache": str(tmp_path)}, "model": {"lora": {"rank": int(rank)}}}
     stage = stage_of(check({"stage": "dpo", **given}))
     weights = SimpleNamespace(shape="shape", paths=[], seed=3, quantize=quantize)
-    checked = SimpleNamespace(weights=weights, kernel=SimpleNamespace(name="reference"))
+    start = weights, "reference"
     data = [SimpleNamespace(fingerprint="abc False"), SimpleNamespace(fingerprint="held out")]
-    path, other = (cache_file(stage.config, checked, each) for each in data)
+    path, other = (cache_file(stage.config, *start, each) for each in data)
     assert path == tmp_path / name
     path.with_suffix(".json").touch()
-    assert [*stage.check_resumed(checked, data[:1])] == []
-    found = [*stage.check_resumed(checked, data)]
+    assert [*stage.check_resumed(*start, data[:1])] == []
+    found = [*stage.check_resumed(*start, data)]
     assert len(found) == (rank == "0")  # adapters can still be switched off
     assert all(f"there is no {other}, and resuming no longer has" in text for text in found)
 

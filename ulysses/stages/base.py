@@ -4,7 +4,7 @@ A stage's file holds its checks, what it requires of the planner, its losses and
 ulysses/config/stage_sections.py. The rest asks ulysses/options.py and never compares `config.stage` with a name.
 
 before the run     check, check_tokenizer, check_data, check_resumed, requirements, exported_config
-construction       build, arguments, extend_data, loader, total_steps
+construction       build, arguments, extend_data, show_rollouts, loader, total_steps
 every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step
 now and then       evaluate; save and load, of a stage with a state of its own
 """
@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
-from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 
@@ -171,54 +170,33 @@ class Requirements(NamedTuple):
     rollout: PlannedRollout | None = None
 
 
-class Checked(Protocol):
-    """What the checks found (ulysses.check.preflight.RunInputs), as far as a stage reads it."""
+@dataclass(frozen=True)
+class RunParts:
+    """What a stage is built with (ulysses/run/training_run.py).
 
-    shape: ModelConfig
-    tokenizer: PreTrainedTokenizerFast
-    weights: InitialWeights
-    kernel: KernelChoice
-    resume_from: Path | None
-
-
-class MicroBatches(Protocol):
-    tokens: int
-
-
-class MemoryChoice(Protocol):
-    """How the layers run (ulysses.plan.case.Plan): tokens of a micro-batch, and of one without gradient."""
-
-    case: MicroBatches
-    pass_tokens: int
-
-
-class Watched(Protocol):
-    def phase(self, name: str) -> None: ...
-
-    def renew(self) -> None: ...
-
-
-class Run(Protocol):
-    """What a stage reads of the run that it is built for (ulysses.run.training_run.TrainingRun).
-
-    engine: of the trained model.
-    watch: is told of every phase, and that this process still works.
-    resources: closed at the end of the run, whatever happens.
-    frozen: returns an engine of an auxiliary model; all ranks call it together.
-    export: writes the current weights into a folder, for sampling servers too; all ranks call it together.
-    show: is given every finished rollout.
-    say: prints a line.
+    Args:
+        engine: of the trained model, and the weights that its training starts from.
+        frozen: engines of the models in `Requirements`, by their roles.
+        kernel: name of the attention kernel.
+        tokens, pass_tokens: of a micro-batch, and of one without gradient.
+        resources: closed at the end of the run, whatever happens.
+        phase, renew: tell the watch what begins, and that this process still works.
+        export: writes the current weights into a folder for sampling servers; all ranks call it together.
+        say: prints a line.
     """
 
-    inputs: Checked
     engine: TrainedEngine
-    memory: MemoryChoice
+    weights: InitialWeights
+    frozen: dict[str, ZeroEngine]
     mesh: ParallelMesh
-    watch: Watched
+    kernel: str
+    tokenizer: PreTrainedTokenizerFast
+    tokens: int
+    pass_tokens: int
     resources: ExitStack
-    frozen: Callable[[AuxiliaryModel], ZeroEngine]
-    export: Callable[..., None]
-    show: Callable[..., None]
+    phase: Callable[..., None]
+    renew: Callable[[], None]
+    export: Callable[[Path], None]
     say: Callable[[str], None]
 
 
@@ -256,7 +234,7 @@ class Stage:
         yield from ()
 
     def check_resumed(
-        self, checked: Checked, data: Iterable[TokenizedDataset]
+        self, weights: InitialWeights, kernel: str, data: Iterable[TokenizedDataset]
     ) -> Iterator[str]:
         """Yield what a run lacks that continues a checkpoint; `data` are its training and its held-out data."""
         yield from ()
@@ -286,17 +264,20 @@ class Stage:
 
     # ---------------------------------------------------------------- construction
 
-    def extend_data(self, run: Run, data: TokenizedDataset) -> TokenizedDataset:
+    def extend_data(self, parts: RunParts, data: TokenizedDataset) -> TokenizedDataset:
         """Return training or held-out data with what the losses need besides; all ranks call it together."""
         return data
 
-    def build(self, run: Run) -> Self:
+    def build(self, parts: RunParts) -> Self:
         """Return the stage around its engine; all ranks call it together."""
-        return replace(self, model=run.engine, mesh=run.mesh, **self.arguments(run))
+        return replace(self, model=parts.engine, mesh=parts.mesh, **self.arguments(parts))
 
-    def arguments(self, run: Run) -> dict[str, object]:
+    def arguments(self, parts: RunParts) -> dict[str, object]:
         """Return the further arguments of the stage's constructor, its frozen models under their roles among them."""
-        return {model.role: run.frozen(model) for model in self.requirements.models}
+        return dict(parts.frozen)
+
+    def show_rollouts(self, show: Callable[..., None]) -> None:
+        """Let `show` see every finished rollout, of a stage that makes some."""
 
     # ---------------------------------------------------------------- every step
 

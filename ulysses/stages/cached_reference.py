@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context
 from ulysses.data.cache import check_once, content_digest, digest_of_value
@@ -24,22 +25,22 @@ from ulysses.environment import NODE, local_rank
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.progress import progress
-from ulysses.stages.base import Checked
 from ulysses.stages.passes import token_values
 
 CHUNK = 32  # items per data-parallel group that are computed before their values are written
 
 
-def cache_file(config: Config, checked: Checked, data: TokenizedDataset) -> Path:
+def cache_file(
+    config: Config, weights: InitialWeights, kernel: str, data: TokenizedDataset
+) -> Path:
     """Return the file in data.cache of the initial policy's values, named after everything that they depend on."""
-    weights, cache = checked.weights, Path(config.data.cache)
-    content = f"seed {weights.seed}"
+    cache, content = Path(config.data.cache), f"seed {weights.seed}"
     if weights.paths:
         content = content_digest(weights.paths, cache)
     # adapters, even switched off, take the base another way through the kernels
     adapted = config.model.lora.rank > 0
     source = f"""{weights.shape} {content} {weights.quantize} {config.model.dtype}
-            {checked.kernel.name} {adapted}"""
+            {kernel} {adapted}"""
     # the empty list has been part of the name since KTO had such files
     key = digest_of_value(f"{source} {data.fingerprint} []")
     return cache / f"reference-{key[:24]}.bin"

@@ -21,17 +21,17 @@ from torch import Tensor
 
 from losses.dpo import REFERENCE_FREE, dpo_loss, ld_dpo_weights
 from losses.preference import aot_margins
+from models.initial_weights import InitialWeights
 from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.disk import write_json
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import gather
 from ulysses.stages.base import (
-    Checked,
     Metrics,
     MetricSums,
     Normaliser,
     Requirements,
-    Run,
+    RunParts,
     StepBatches,
     Term,
 )
@@ -88,13 +88,13 @@ class DpoStage(ReferencedStage):
         return found
 
     def check_resumed(
-        self, checked: Checked, data: Iterable[TokenizedDataset]
+        self, weights: InitialWeights, kernel: str, data: Iterable[TokenizedDataset]
     ) -> Iterator[str]:
         if (
             not self.is_cached or self.config.model.lora.rank
         ):  # adapters can still be switched off
             return
-        files = (cache_file(self.config, checked, each) for each in data)
+        files = (cache_file(self.config, weights, kernel, each) for each in data)
         if gone := [str(path) for path in files if not path.with_suffix(".json").exists()]:
             yield (
                 f"the reference log-probabilities of this run are gone: there is no {' and no '.join(gone)}, and "
@@ -102,15 +102,15 @@ class DpoStage(ReferencedStage):
                 "model's path"
             )
 
-    def extend_data(self, run: Run, data: TokenizedDataset) -> TokenizedDataset:
+    def extend_data(self, parts: RunParts, data: TokenizedDataset) -> TokenizedDataset:
         """Let the data carry the initial policy's log-probabilities if they are to be cached.
 
         They are computed now, with the weights that are about to be trained, unless data.cache holds them.
         """
         if not self.is_cached:
             return data
-        path = cache_file(self.config, run.inputs, data)
-        how = self.mesh, self.model.device, run.memory.pass_tokens, run.say
+        path = cache_file(self.config, parts.weights, parts.kernel, data)
+        how = self.mesh, self.model.device, parts.pass_tokens, parts.say
         return data.with_column(COLUMN, read_reference(data, path, self.reference, *how))
 
     def reference_logps(self, batch: ShardedBatch) -> Tensor:

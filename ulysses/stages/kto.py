@@ -20,7 +20,7 @@ from losses.kto import kto_loss
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.stages.base import Metrics, MetricSums, Normaliser, Run, StepBatches, Term
+from ulysses.stages.base import Metrics, MetricSums, Normaliser, RunParts, StepBatches, Term
 from ulysses.stages.passes import packed_batches
 from ulysses.stages.referenced import ReferencedStage
 
@@ -56,8 +56,8 @@ class KtoStage(ReferencedStage):
         if self.looks_ahead and len(train) < 2:
             yield "data.train has one example but kto's baseline pairs each example with another; give it more"
 
-    def arguments(self, run: Run) -> dict[str, object]:
-        return super().arguments(run) | {"pass_tokens": run.memory.pass_tokens}
+    def arguments(self, parts: RunParts) -> dict[str, object]:
+        return super().arguments(parts) | {"pass_tokens": parts.pass_tokens}
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return the step's micro-batches, and those of the mismatched sequences."""

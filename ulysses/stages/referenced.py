@@ -16,7 +16,14 @@ from torch import Tensor
 
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
-from ulysses.stages.base import AuxiliaryModel, Metrics, MetricSums, Requirements, Run, Stage
+from ulysses.stages.base import (
+    AuxiliaryModel,
+    Metrics,
+    MetricSums,
+    Requirements,
+    RunParts,
+    Stage,
+)
 from ulysses.zero.engine import ZeroEngine
 
 COLUMN = "reference_logps"  # of the sequences
@@ -81,8 +88,8 @@ class ReferencedStage(Stage):
 
     # ---------------------------------------------------------------- construction
 
-    def arguments(self, run: Run) -> dict[str, object]:
-        found = super().arguments(run)
+    def arguments(self, parts: RunParts) -> dict[str, object]:
+        found = super().arguments(parts)
         if engine := found.get("reference"):
             found["reference"] = logps_of(engine)
         return {**found, "tolerance": STEP0_TOLERANCE[self.config.model.dtype]}

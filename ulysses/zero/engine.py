@@ -171,10 +171,10 @@ class TrainedEngine(ZeroEngine):
 class StepGradients(Gradients):
     """A step's gradient, part of which may still be in the weights' dtype."""
 
-    def slices(self) -> list[Tensor]:
-        """Return every slice in float32, which does not round what a policy writes."""
+    def apply_factors(self) -> None:
+        """Make every slice float32 first, which does not round what a policy writes."""
         self.entries = [replace(e, grad=e.grad.to(self.wide)) for e in self.entries]
-        return super().slices()
+        super().apply_factors()
 
 
 def empty(tensors: Any) -> None:
