@@ -34,7 +34,7 @@ def face(place, port):
         found = {"step": run.trainer.step, "metrics": run.trainer.metrics}
         run.export(place / "elsewhere")
     found["silent"] = until(
-        lambda: "failure watch" not in [t.name for t in threading.enumerate()]
+        lambda: "heartbeat" not in [t.name for t in threading.enumerate()]
     )
     os.environ["MASTER_PORT"] = str(port)
     initialize_distributed()  # for the harness

@@ -37,7 +37,10 @@ def save_checkpoint(
         state: goes into run.json; its "step" names the checkpoint, and its "best" (step, loss), if there is one, stays.
         more: adds files of its own to the checkpoint, on rank 0.
         keep: how many of the newest checkpoints stay, in addition to the best one; 0 keeps all.
+
+    Raises FloatingPointError, before anything is written, if a rank's copy of weights that stay whole is another one.
     """
+    engine.weights.check_copies()
     main = dist.get_rank() == 0
     final = folder / f"step-{state['step']}"
     temporary = final.with_name(f".{final.name}.tmp")

@@ -36,6 +36,7 @@ from ulysses.watch.watch import Watch
 if TYPE_CHECKING:
     from ulysses.run.host_time import HostTime
     from ulysses.run.routers import Routers
+    from ulysses.run.stragglers import Stragglers
 
 
 @dataclass(kw_only=True, eq=False)
@@ -90,6 +91,12 @@ class Trainer:
                 config.batch.tokens_per_microbatch, self.mesh.world_size
             )
 
+        self.stragglers: Stragglers | None = None  # among several ranks
+        if self.mesh.world_size > 1:
+            from ulysses.run import stragglers
+
+            self.stragglers = stragglers.Stragglers(self.mesh)
+
     # ---------------------------------------------------------------- the loop
 
     def train(
@@ -127,7 +134,7 @@ class Trainer:
                 is_best = improved and (run.save_every or run.patience)
                 if asked or is_best or (self.finished and run.save_last):
                     self.save()
-        except Exception as error:
+        except BaseException as error:
             error.add_note(f"step {current}")
             raise
         if self.best and self.finished and self.step < self.total_steps:
@@ -241,7 +248,11 @@ class Trainer:
         metrics.add("stop", float(self.watch.stop_wanted))
         late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0
         metrics.add("save", float(late and self.mesh.is_main))  # one clock decides
+        if self.stragglers:
+            self.stragglers.add(self.step + 1, metrics)
         values = metrics.reduce()
+        if self.stragglers and (slow := self.stragglers.note(self.step + 1, values)):
+            self.say(slow)
         self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
         return self.stage.finalise_metrics(values)
 

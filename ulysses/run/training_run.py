@@ -93,7 +93,6 @@ class TrainingRun:
 
     def __enter__(self) -> "TrainingRun":
         self.watch.phase("start")
-        self.watch.leave_witness()
         self.device = initialize_distributed(self.watch.wait_for_store())
         try:
             self._meet()
@@ -151,7 +150,7 @@ class TrainingRun:
         self.engine = trained_engine(
             config, inputs.weights, self.mesh, memory, inputs.attention
         )
-        self.resources.callback(self.engine.destroy)
+        self._hold(self.engine)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
         self.watch.phase("preparing the stage")
         stage = inputs.stage.build(self)
@@ -223,10 +222,15 @@ class TrainingRun:
             reward=model.is_reward,
             resident=self.memory.resident,
         )
-        self.resources.callback(engine.destroy)
+        self._hold(engine)
         if not model.is_reward:
             self.language_models[model.role] = engine
         return engine
+
+    def _hold(self, engine: ZeroEngine) -> None:
+        """Release an engine at the end of the run; each pass that it begins is progress."""
+        engine.module.register_forward_pre_hook(lambda *_: self.watch.renew())
+        self.resources.callback(engine.destroy)
 
     # ---------------------------------------------------------------- the run
 

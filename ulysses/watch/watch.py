@@ -1,16 +1,16 @@
 """Every process shows that it is alive and how far it has come; one that stops is named, and the run ends.
 
-    main thread     phase("forward"), renew(): plain attributes, so that the loop pays for nothing
-    clerk thread    meets the other processes and exchanges beats with them (correspondence.py); ends the process when
-                    another one has told the reason
-    watch thread    warns after run.stall_warning and ends the process after run.timeout; it never waits for the store,
-                    because the store may be what is gone, and hears signals even if the main thread is stuck
-    witness         a process of its own (witness.py), which speaks if rank 0 ends without a word
+    main thread         phase("forward"), renew(): plain attributes, so that the loop pays for nothing
+    heartbeat thread    meets the other processes; says once a second how far this one has come (heartbeat.py), warns
+                        after run.stall_warning, ends the process after run.timeout, and hears signals even if the main
+                        thread is stuck
+    watchdog            a process of its own beside rank 0 (watchdog.py), for what no thread can tell: code that holds
+                        the interpreter, and an end without a word
 
-Progress is a phase or a collective that begins, an answer, or bytes of files. A process that is alone has nobody to
-wait for, and hears signals only.
+Progress is a phase, a collective or a model's pass that begins, an answer, or bytes of files.
 """
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from pathlib import Path
 from select import select
 from time import monotonic, sleep
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import psutil
 import torch.distributed as dist
@@ -34,14 +33,12 @@ import torch.distributed as dist
 from ulysses import environment
 from ulysses.environment import NODE
 from ulysses.watch.failure import BEAT_SECONDS, SILENT_SECONDS, breaks_off, say, say_below
-
-if TYPE_CHECKING:
-    from ulysses.watch.correspondence import Correspondence
+from ulysses.watch.heartbeat import Heartbeats
 
 # They ask a run to stop.
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 PARTS = {"tokenising": "data", "building the model": "weights"}  # in the account of the start
-POLL_SECONDS = 0.5  # of the watch
+ONE_SIGNAL = 0.5  # seconds within which a terminal and a launcher send the same one
 
 
 @dataclass(eq=False)
@@ -71,58 +68,34 @@ class Watch:
             float, imports=self.imports
         )  # seconds of each part of the start
         self._part, self._began = "start", self.moved  # the one that goes on, and since when
-        self._peers: Correspondence | None = None  # with the others, once all have met
         self._interrupted = inf  # when the first SIGINT came
         self._store = Future[dist.Store | None]()
-        # the input of a process that speaks unless something is written there
-        self._witness: IO[bytes] | None = None
+        self._watchdog: IO[bytes] | None = None  # its input, once all processes have met
 
     # ---------------------------------------------------------------- the main thread
 
     def start(self, meet: Callable[[], dist.Store | None]) -> None:
-        """Start the threads; `meet`, which returns the store, waits for the other processes in one of them."""
+        """Start the heartbeat; `meet`, which returns the store, waits in its thread for the other processes."""
+        faulthandler.enable(2, all_threads=False)  # code that crashes shows its line
         self._signals, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
-        for work in (self._look_after, partial(self._correspond, meet)):
-            threading.Thread(target=work, daemon=True, name="failure watch").start()
-
-    def leave_witness(self) -> None:
-        """Start a process (witness.py) that tells it if rank 0 ends from here on without a word."""
-        if environment.rank():
-            return
-        alone = environment.world_size() == 1 and not environment.launchers()
-        launcher = os.getpid() if alone else os.getppid()
-        sentence = (
-            f"error: rank 0 on {NODE} has ended before the run, and without a word: code that the run calls, such "
-            "as a reward function, has ended the process, or it was killed; --run.resume auto continues the run"
-        )
-        # the other processes need longer to notice it, and tell it themselves
-        seconds = str(SILENT_SECONDS - BEAT_SECONDS)
-        script = Path(__file__).with_name("witness.py")
-        # a launcher ends the sessions of its processes
-        self._witness = subprocess.Popen(
-            [sys.executable, "-P", script, str(launcher), seconds, sentence],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        ).stdin
+        threading.Thread(target=self._live, args=(meet,), daemon=True, name="heartbeat").start()
 
     def wait_for_store(self) -> dist.Store | None:
         """Return the store of all processes, once they have met; None for one process."""
         return self._store.result()
 
     def stop(self) -> None:
-        """End the threads; a process calls it before it ends in good order, or tells why it does not."""
+        """End the heartbeat; a process calls it before it ends in good order, or tells why it does not."""
         self.stopped.set()
-        if self._witness:
-            with suppress(OSError):
-                self._witness.write(b"told")
+        self._tell_watchdog("told")
 
     def phase(self, name: str, step: int | None = None) -> None:
         """Note that something else begins."""
         self._step = self._step if step is None else step
         self.place = f"step {self._step}, {name}" if self._step else name
         self.phases += 1
+        self._tell_watchdog(self.place)  # at once: code that crashes gives no time
         self._account("first step" if self._step else PARTS.get(name, name))
 
     def _account(self, following: str) -> None:
@@ -139,6 +112,7 @@ class Watch:
     def pause(self) -> None:
         """Watch nothing until the next phase: what this process does now belongs to no run."""
         self.moved = inf
+        self._tell_watchdog("")
 
     def renew(self) -> None:
         """Note progress within a phase."""
@@ -146,9 +120,9 @@ class Watch:
 
     def report_failure(self, error: BaseException) -> None:
         """End the process in the name of the rank that is gone, if that explains an error of communication."""
-        if breaks_off(error) and self._peers:
+        if breaks_off(error) and environment.world_size() > 1:
             self.hurried = SILENT_SECONDS
-            sleep(3 * SILENT_SECONDS)  # the watch thread may end the process meanwhile
+            sleep(3 * SILENT_SECONDS)  # the heartbeat may end the process meanwhile
 
     def ask_to_stop(self, *_: object) -> None:
         """Have all ranks finish the running step, save and stop; a handler of the signals that ask for it."""
@@ -164,7 +138,7 @@ class Watch:
     def signals(self) -> Iterator[None]:
         """Let SIGTERM, SIGINT and SIGHUP ask the run to stop; a second SIGINT ends the process, even a stuck one.
 
-        Their numbers go into a pipe too, which the watch thread reads while the main thread, in which handlers run, is
+        Their numbers go into a pipe too, which the heartbeat reads while the main thread, in which handlers run, is
         stuck in a collective. nohup's SIGHUP stays ignored.
         """
         handler = self.ask_to_stop
@@ -199,10 +173,10 @@ class Watch:
         finally:
             give_back()
 
-    # ---------------------------------------------------------------- the clerk thread
+    # ---------------------------------------------------------------- the heartbeat thread
 
-    def _correspond(self, meet: Callable[[], dist.Store | None]) -> None:
-        """Write and read what is in the store, for ever; if the store is gone, the other thread acts."""
+    def _live(self, meet: Callable[[], dist.Store | None]) -> None:
+        """Beat, judge and hear signals until the watch is stopped."""
         try:
             store = meet()
         except Exception as error:
@@ -214,35 +188,50 @@ class Watch:
                         say(f"error: {error}")
                     self.leave(1)
             return
-        if store is not None:
-            from ulysses.watch.correspondence import Correspondence
-
-            # a connection of its own: the common one may be blocked in a wait
-            self._peers = Correspondence(self, store.clone())
+        heartbeats = Heartbeats(self, store and store.clone())
+        if environment.rank() == 0:
+            self._start_watchdog()
         self._store.set_result(store)
-        if self._peers:
-            self._peers.keep_up()
-
-    # ---------------------------------------------------------------- the watch thread
-
-    def _look_after(self) -> None:
         launchers = _launchers()
         while not self.stopped.is_set():
-            if select([self._signals], [], [], POLL_SECONDS)[0]:
-                self._heard(os.read(self._signals, 64))
+            heartbeats.beat()
+            heartbeats.judge()
+            self._tell_watchdog(self.place if self.moved < inf else "")
             if launchers != _launchers():
                 self.ask_to_stop()
-            if self._peers:
-                self._peers.judge()
+            if select([self._signals], [], [], BEAT_SECONDS)[0]:
+                self._heard(os.read(self._signals, 64))
         os.close(self._signals)
         os.close(self._wake)
+
+    def _start_watchdog(self) -> None:
+        """Start a process (watchdog.py) that tells what rank 0 cannot."""
+        world, alone = environment.world_size(), not environment.launchers()
+        launcher = os.getpid() if alone and world == 1 else os.getppid()
+        # the other processes, unless they are held too, tell it first
+        patience = max(self.timeout, SILENT_SECONDS) + (2 * SILENT_SECONDS if world > 1 else 0)
+        given = map(str, (launcher, patience, world, f"rank 0 on {NODE}"))
+        # a launcher ends the sessions of its processes
+        watchdog = subprocess.Popen(
+            [sys.executable, "-P", Path(__file__).with_name("watchdog.py"), *given],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        os.set_blocking(watchdog.stdin.fileno(), False)  # nobody waits for it
+        self._watchdog = watchdog.stdin
+
+    def _tell_watchdog(self, line: str) -> None:
+        if self._watchdog:
+            with suppress(OSError):
+                self._watchdog.write(f"{line}\n".encode())
 
     def _heard(self, numbers: bytes) -> None:
         """Act on signals; a second SIGINT comes later than the same one from a terminal and from a launcher."""
         if not {*STOPPING} & {*numbers}:
             return  # of those that others listen to: SIGCHLD, once torch's DataLoader has had workers
         if signal.SIGINT in numbers:
-            if monotonic() - self._interrupted > POLL_SECONDS:
+            if monotonic() - self._interrupted > ONE_SIGNAL:
                 self.leave(128 + signal.SIGINT)
             self._interrupted = min(self._interrupted, monotonic())
         self.ask_to_stop()  # the main thread may be stuck

@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from ulysses.environment import NODE
+from ulysses.parallel.mesh import HOST_WAITS, gather
 from ulysses.zero.partition import Shard, shard_of
 
 ALIGNMENT = 64  # elements between the starts of parameters: kernels read aligned ones faster
+HASHED = 1 << 22  # elements at a time
 
 
 def build_whole(create: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -59,7 +62,7 @@ class ResidentWeights:
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
         self.world = dist.get_world_size()
-        self._parameters = list(model.parameters())
+        self._names, self._parameters = zip(*model.named_parameters())
         self.device = self._parameters[0].device
         self._coming: dict[nn.Parameter, Any] = {}  # gathers on their way
         waiting = {unit: list(unit.parameters()) for unit in units}
@@ -111,9 +114,32 @@ class ResidentWeights:
         owns, _, wholes = zip(*map(shard_of, parameters))
         own = torch.cat(owns)
         everyone = own.new_empty(self.world, len(own))
-        dist.all_gather_into_tensor(everyone.view(-1), own)
+        with HOST_WAITS:
+            dist.all_gather_into_tensor(everyone.view(-1), own)
         for whole, part in zip(wholes, everyone.split([len(x) for x in owns], 1)):
             whole.view(self.world, -1).copy_(part)
+
+    @torch.no_grad()
+    def check_copies(self) -> None:
+        """Compare the ranks' copies of every parameter; all ranks call it together.
+
+        Raises FloatingPointError naming a rank and the parameter of which it holds another copy than most.
+        """
+        if self.world == 1:
+            return
+        self.wait(self._parameters)
+        own = torch.stack([bits_hash(p.data) for p in self._parameters])
+        copies = own.new_empty(self.world, len(own))
+        dist.all_gather_into_tensor(copies.view(-1), own)
+        differs = (copies != copies.mode(0).values).cpu()
+        if differs.any():
+            nodes, (rank, which) = gather(NODE), differs.nonzero()[0].tolist()
+            other = differs[:, which].int().argmin().item()
+            raise FloatingPointError(
+                f"{self._names[which]} of rank {rank} on {nodes[rank]} is not that of rank {other} on {nodes[other]}, "
+                "though each holds a copy: the memory or the processor of one of them has made an error, and nothing "
+                "is saved of this step; leave that machine out and continue with --run.resume auto"
+            )
 
     def wait(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait for those of these parameters that are still on their way."""
@@ -125,3 +151,17 @@ class ResidentWeights:
         self.wait(self._parameters)
         for hook in self._hooks:
             hook.remove()
+
+
+def bits_hash(tensor: Tensor) -> Tensor:
+    """Return a sum over the tensor's bits that knows their places, int64: any single change of an element shows."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        tensor.element_size()
+    ]
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for i, part in enumerate(tensor.reshape(-1).view(kind).split(HASHED)):
+        # odd factors, all different: none loses a bit
+        first = 2 * i * HASHED + 1
+        places = torch.arange(first, first + 2 * len(part), 2, device=tensor.device)
+        found += (part.long() * places).sum()
+    return found

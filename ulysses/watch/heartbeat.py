@@ -1,12 +1,12 @@
-"""What the processes of a run tell each other; imported when there are several.
+"""How far every process has come, and who keeps the others waiting.
 
     ulysses/alive/RANK    each process writes once a second what it does and how far it has come
     ulysses/reason        the first process that finds a reason for the run to end writes it here, with its rank, and
                           prints it; whoever reads it ends
 
-All of it lies in the store through which the processes have met. A run has stopped when nobody makes progress, which
-rank 0 sees; the others see to rank 0. The victim is the rank whose beats stop, or else the rank with the fewest phases
-and collectives.
+All of it lies in the store through which the processes have met; one alone has none. A run has stopped when nobody
+makes progress, which rank 0 sees; the others see to rank 0. The victim is the rank whose beats stop, or else the rank
+with the fewest phases and collectives.
 """
 
 import json
@@ -22,11 +22,20 @@ import torch.distributed as dist
 
 from ulysses import environment
 from ulysses.environment import NODE
-from ulysses.watch.failure import BEAT_SECONDS, REASON, SILENT_SECONDS, record, say_below, tell
+from ulysses.watch.failure import (
+    ADVICE,
+    BEAT_SECONDS,
+    REASON,
+    SILENT_SECONDS,
+    in_background,
+    record,
+    say_below,
+    tell,
+)
 from ulysses.zero.construct import collectives_begun
 
 ALIVE = "ulysses/alive"
-DOUBTS = 2  # glances at a run that does not move, before it ends
+DOUBTS = 2  # looks at a run that does not move, before it ends
 BYTES_OF_PROGRESS = 1 << 14  # in a beat: more than log lines, and than the watch itself reads
 
 
@@ -47,7 +56,7 @@ class Beat(NamedTuple):
         return self.read - self.idle
 
 
-class Notes(Protocol):
+class Progress(Protocol):
     """What a process knows of itself (watch.py)."""
 
     warning: float
@@ -63,72 +72,71 @@ class Notes(Protocol):
     def leave(self, code: int) -> None: ...
 
 
-class Correspondence:
-    """A connection to the store of all processes.
+class Heartbeats:
+    """This process's beats, and those of the processes that it listens to.
+
+    Args:
+        own: of this process.
+        store: a connection of its own, because the common one may be blocked in a wait; None for one process.
 
     Attributes:
-        beats: what the processes that this one listens to last wrote, by its text.
-        answered: when the store last answered.
-        broken: the connection is.
+        beats: what the others last wrote, by its text.
+        answered: when the store last answered; broken: the connection is.
     """
 
-    def __init__(self, own: Notes, store: dist.Store) -> None:
+    def __init__(self, own: Progress, store: dist.Store | None) -> None:
         self.own, self.store, self.beats = own, store, dict[str, Beat]()
-        self.answered, self.broken = monotonic(), False
-        self._begun, self._doubts, self._warned = 0, 0, -1  # collectives; glances; the phase
+        self.answered, self.broken = monotonic() if store else inf, False
+        self._begun = self._size = self._doubts = 0  # collectives; bytes; looks
+        self._warned = -1  # the phase
+        self._asked = in_background(bool)
 
-    # ---------------------------------------------------------------- the clerk thread
+    def beat(self) -> None:
+        """Find out how far this process has come, and exchange beats; a store that is gone never answers."""
+        own = self.own
+        begun, enough = self._begun, self._size + BYTES_OF_PROGRESS
+        with suppress(RuntimeError):
+            self._begun = collectives_begun()
+        self._size = _bytes_moved()
+        if self._begun != begun or self._size > enough:
+            own.renew()
+        if self.store and self._asked.done():
+            self._asked = in_background(self._exchange)
 
-    def keep_up(self) -> None:
-        """Write and read what is in the store, for ever; if the store is gone, the other thread acts."""
-        own, size = self.own, 0
-        while not own.stopped.is_set():
-            begun, enough = self._begun, size + BYTES_OF_PROGRESS
-            with suppress(RuntimeError):
-                self._begun = collectives_begun()
-            size = _bytes_moved()
-            if self._begun != begun or size > enough:
-                own.renew()
-            beat = self._beat()
-            hurried = own.hurried < inf
-            # rank 0 listens to all, and the others to rank 0 as long as nothing has happened
-            others = range(environment.world_size() if hurried or beat.rank == 0 else 1)
-            waits = hurried or beat.idle > 2 * BEAT_SECONDS
-            if reason := self._exchange(beat, others if waits else ()):
-                record(reason)
-                sleep(BEAT_SECONDS)  # until the others have read it too
-                own.leave(1)
-            own.stopped.wait(BEAT_SECONDS)
-
-    def _beat(self) -> Beat:
+    def _own(self) -> Beat:
         """Say where this process is."""
-        now, own = monotonic(), self.own
-        idle, rank = now - own.moved, environment.rank()
-        return Beat(own.phases, self._begun, idle, rank, NODE, own.place, now)
+        now, own, rank = monotonic(), self.own, environment.rank()
+        return Beat(own.phases, self._begun, now - own.moved, rank, NODE, own.place, now)
 
-    def _exchange(self, own: Beat, others: Iterable[int]) -> str:
-        """Write a beat, read those of other ranks, and return why the run ends; "" as long as it goes on."""
+    def _exchange(self) -> None:
+        """Write a beat, read those of other ranks, and end this process if one has told why the run ends."""
+        beat, hurried = self._own(), self.own.hurried < inf
+        # rank 0 listens to all, and the others to rank 0 as long as nothing has happened
+        others = range(environment.world_size() if hurried or beat.rank == 0 else 1)
+        waits = hurried or beat.idle > 2 * BEAT_SECONDS
         try:
-            self.store.set(f"{ALIVE}/{own.rank}", json.dumps(own[:-1]))
-            beats: dict[str, Beat] = {}
-            for rank in others:
-                # it has met the others, but not begun
-                unbegun = json.dumps([-1, 0, 0.0, rank, "its node", "its start"])
-                text = self._read(f"{ALIVE}/{rank}", unbegun)
-                # what was there before keeps the time at which it was read
-                beats[text] = self.beats.get(text) or Beat(*json.loads(text), monotonic())
-            self.beats = beats
+            self.store.set(f"{ALIVE}/{beat.rank}", json.dumps(beat[:-1]))
+            self.beats = dict(self._read_beats(others if waits else ()))
             _, _, reason = self._read(REASON).partition(" ")
             self.answered, self.broken = monotonic(), False
-            return reason
         except Exception:
             self.broken = True
-            return ""
+            return
+        if reason:
+            record(reason)
+            sleep(BEAT_SECONDS)  # until the others have read it too
+            self.own.leave(1)
+
+    def _read_beats(self, ranks: Iterable[int]) -> Iterable[tuple[str, Beat]]:
+        for rank in ranks:
+            # it has met the others, but not begun
+            unbegun = json.dumps([-1, 0, 0.0, rank, "its node", "its start"])
+            text = self._read(f"{ALIVE}/{rank}", unbegun)
+            # what was there before keeps the time at which it was read
+            yield text, self.beats.get(text) or Beat(*json.loads(text), monotonic())
 
     def _read(self, key: str, default: str = "") -> str:
         return self.store.get(key).decode() if self.store.check([key]) else default
-
-    # ---------------------------------------------------------------- the watch thread
 
     def judge(self) -> None:
         """Warn of a run that does not move, and end it.
@@ -149,10 +157,14 @@ class Correspondence:
         self._doubts = self._doubts + 1 if stuck else 0
         if self._doubts > DOUBTS:
             # where nobody can be asked the first process of a node speaks; rank 0 may be the one that is gone
-            second = environment.rank() == environment.local_rank() and not agent
+            second = self.store and environment.rank() == environment.local_rank() and not agent
             alone = environment.local_rank() == (1 if second else 0)
             answers = monotonic() - self.answered < SILENT_SECONDS
-            tell(self.store if answers else None, f"error: {self._sentence()}", alone=alone)
+            tell(
+                self.store if answers else None,
+                f"error: {self._sentence()}; {ADVICE}",
+                alone=alone,
+            )
             own.leave(1)
         if idle > own.warning > 0 and self._warned != own.phases and is_first:
             self._warned = own.phases
@@ -166,12 +178,14 @@ class Correspondence:
             state = "is gone" if self.broken else "or its network does not answer"
             told = f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago"
             return f"{told}; rank {environment.rank()} on {NODE} was at {self.own.place}"
-        beats = [*self.beats.values()] or [self._beat()]
+        beats = [*self.beats.values()] or [self._own()]
         silent = [beat for beat in beats if now - beat.read > SILENT_SECONDS]
         victim = min(silent or beats, key=lambda b: (b.phases, b.collectives, b.moved))
         why = "its process is alive, and the others wait for it"
         if silent:
-            why = "its process is gone, stopped or cut off"
+            why = "its process is gone, stopped or cut off, or code holds its interpreter"
+        elif not self.store:
+            why = "its process is alive, and waits"
         return (
             f"rank {victim.rank} on {victim.node} has not moved since {victim.place}, {now - victim.moved:.0f} s ago: "
             f"{why}"
