@@ -22,8 +22,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, tiny
-from tests.harness import PATIENCE, STUCK, Processes, until
+from tests.e2e.launch import (
+    LAUNCHER_KEYS,
+    ROOT,
+    Ranks,
+    command,
+    metrics,
+    plant_in_losses,
+    tiny,
+)
+from tests.harness import PATIENCE, STUCK, Processes, free_port, need_gpus, until
 from ulysses.check.run_folder import resume_point
 from ulysses.config.schema import RunSection
 from ulysses.watch.failure import grace_note, report_failure, tell
@@ -210,6 +218,41 @@ def test_a_slow_rank_is_named_once(tmp_path):
     outcome = start(tmp_path, "--run.steps 13", before).wait().check()
     slow = r"rank 1 on \S+ was slower than the others by \d+% up to step 6: they wait for it in \d+% of the time"
     assert len(re.findall(slow, outcome.stdout)) == 1 and "rank 0 on" not in outcome.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_kernel_that_never_ends_is_named(tmp_path, processes):
+    """The hosts run ahead and wait: only the GPU of the victim has not come to the collective of the others."""
+    need_gpus(processes)
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import os, sys, torch
+from tests.e2e.launch import plant_in_losses
+from ulysses.train import start
+
+def endless(taken, compute):
+    if taken == 2 and os.environ.get("RANK", "0") == "{processes - 1}":
+        torch.cuda._sleep(2**62)
+    return compute()
+
+if "auto" not in sys.argv:
+    plant_in_losses(endless)
+start(sys.argv[1:])
+""")
+    settings = (
+        "--run.save_every 1 --run.keep 0 --run.export false --run.steps 4 --run.timeout 30"
+    )
+    line = [script, *tiny("sft", tmp_path / "run", settings, tmp_path / "cache")]
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_KEYS}
+    env |= {"PYTHONPATH": str(ROOT)}
+    launcher = "torchrun" if processes > 1 else "python"
+    for again in ([], ["--run.resume", "auto"]):
+        typed = [*command(launcher, processes, free_port()), *line, *again]
+        done = subprocess.run(typed, cwd=ROOT, env=env, capture_output=True, text=True)
+        victim = rf"error: rank {processes - 1} on \S+ has not moved since step 3, .* alive.*--run.resume auto"
+        assert bool(re.search(victim, done.stderr)) == (not again), done.stderr[-3000:]
+    assert done.returncode == 0 and "resumed " in done.stdout
 
 
 def start(folder, typed="", before=None, processes=2):

@@ -2,7 +2,7 @@
 
     a configuration error    every process finds the same one; the first process of each node prints it, before torch is
                              imported if it can: exit code 2
-    any other error          the process that is the first to fail prints it and tells the others (heartbeat.py);
+    any other error          the process that is the first to fail prints it and tells the others (watch.py);
                              the watch (watch.py) ends them, also out of a collective that would never end: exit code 1
 
 A launcher ends all its processes as soon as one has left. So nobody leaves before the error is printed.
@@ -24,7 +24,7 @@ from ulysses import environment
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-REASON = "ulysses/reason"  # in the store (heartbeat.py)
+REASON = "ulysses/reason"  # in the store (watch.py)
 BEAT_SECONDS = 1.0  # between two looks at the store
 # So long without a beat, while others wait for a process, means that it is gone or stopped.
 SILENT_SECONDS = 6.0
@@ -43,7 +43,7 @@ def in_background(work: Callable[[], Any]) -> "Future[Any]":
         except Exception as error:
             found.set_exception(error)
 
-    Thread(target=run, daemon=True, name="heartbeat").start()
+    Thread(target=run, daemon=True).start()
     return found
 
 
@@ -107,9 +107,8 @@ def report_failure(error: BaseException, *, debug: bool) -> None:
     from ulysses.disk import DiskError
     from ulysses.zero.construct import common_store
 
-    reason, trace = str(error) or "no reason is given", ""
-    if isinstance(error, MemoryError) and not str(error):
-        reason += "; has this process no memory left?"
+    memory = "; has this process no memory left?" * isinstance(error, MemoryError)
+    reason, trace = str(error) or f"no reason is given{memory}", ""
     if debug:
         traceback.print_exception(error)
     if not isinstance(error, FloatingPointError | DiskError | UserCodeError):

@@ -20,52 +20,47 @@ import psutil
 GRACE = 5.0  # seconds; the other processes need longer to notice an end
 
 
-def lives(pid: int) -> bool:
-    """Whether it works; a process that has ended is a zombie until its parent notices."""
+def status(pid: int) -> str:
+    """Return what the system says of it; one that has ended is a zombie until its parent notices."""
     with suppress(psutil.Error):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether Ctrl-Z or a debugger holds it."""
-    stopped = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP
-    return psutil.Process(pid).status() in stopped
+        return psutil.Process(pid).status()
+    return psutil.STATUS_ZOMBIE
 
 
 def main(launcher: int, seconds: float, processes: int, name: str) -> None:
-    pid, place = os.getppid(), ""
-    process, parent = os.pidfd_open(pid), os.pidfd_open(launcher)
+    process, place = os.getppid(), ""
+    ended, over = os.pidfd_open(process), os.pidfd_open(launcher)
     while True:
-        ready = select([0, process], [], [], seconds)[0]
-        if 0 in ready and (text := os.read(0, 1 << 16).decode()):
-            *_, place = lines = text.splitlines()
+        ready = select([0, ended], [], [], seconds)[0]
+        if 0 in ready and (lines := os.read(0, 1 << 16).decode().splitlines()):
+            place = lines[-1]
             if "told" in lines:
                 return
-        elif ready or not is_stopped(pid):
+        elif ready or status(process) != psutil.STATUS_STOPPED:  # by Ctrl-Z
             break
     if not place:
         return
-    advice = "--run.resume auto continues the run"
-    if not ready:
-        signal.pidfd_send_signal(process, signal.SIGABRT)
-        select([process], [], [], GRACE)
-        why = f"has not moved since {place}, {seconds:.0f} s ago: code that the run calls holds its interpreter"
-    else:
+    if ready:
         why = (
             f"has ended at {place}, without a word: code that the run calls, such as a reward function, has ended or "
             "crashed the process, or it was killed"
         )
-        over = select([parent], [], [], GRACE)[0]
-        if not over and processes > 1:
-            if any(lives(child.pid) for child in psutil.Process(launcher).children()):
+        if not select([over], [], [], GRACE)[0] and processes > 1:
+            others = [child.pid for child in psutil.Process(launcher).children()]
+            if {*map(status, others)} - {psutil.STATUS_ZOMBIE}:
                 return
-            select([parent], [], [])
+            select([over], [], [])
+    else:
+        why = f"has not moved since {place}, {seconds:.0f} s ago: code that the run calls holds its interpreter"
+        signal.pidfd_send_signal(ended, signal.SIGABRT)
+        select([ended], [], [], GRACE)
+    advice = "--run.resume auto continues the run"
     print(f"\nerror: {name} {why}; {advice}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
+    launcher, seconds, processes, name = sys.argv[1:]
     with suppress(
         OSError, AttributeError, psutil.Error
-    ):  # an old kernel; a process that ends at this moment
-        main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    ):  # an old kernel; the launcher ends at this moment
+        main(int(launcher), float(seconds), int(processes), name)

@@ -8,7 +8,6 @@ import ctypes
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ulysses import environment
-from ulysses.parallel.mesh import HOST_WAITS
 from ulysses.zero.partition import shard_of
 from ulysses.zero.resident import build_whole
 
@@ -136,32 +134,10 @@ def lift_time_limits() -> None:
 def collectives_begun() -> int:
     """Count the collectives that this process has begun, on a GPU those that have had their turn there."""
     asked = sum(group._get_sequence_number_for_group() for group in _groups())
-    return asked - sum(e["state"] == "scheduled" for e in _flight_record(active=True))
+    return asked - sum(e["state"] == "scheduled" for e in flight_record(active=True))
 
 
-class CollectiveTime:
-    """For what share of the time this rank waits in collectives: its GPU or, on a CPU, its host."""
-
-    def __init__(self) -> None:
-        self._last = time.time_ns(), HOST_WAITS.seconds
-
-    def share(self) -> float:
-        """Return the share since the last call."""
-        since, before = self._last
-        self._last = now, waited = time.time_ns(), HOST_WAITS.seconds
-        recent = [e for e in _flight_record(active=False) if e["time_created_ns"] > since]
-        done = [e for e in recent if e.get("duration_ms")]
-        if not done:
-            return 1e9 * (waited - before) / (now - since)
-        # a group's collectives run one after the other, those of two groups at the same time
-        sums = Counter[int]()
-        for entry in done:
-            sums[entry["pg_id"]] += 1e6 * entry["duration_ms"]
-        began = min(entry["time_discovered_started_ns"] for entry in done)
-        return max(sums.values()) / (now - began)
-
-
-def _flight_record(*, active: bool) -> list[dict[str, Any]]:
+def flight_record(*, active: bool) -> list[dict[str, Any]]:
     """Return the last collectives of NCCL's flight recorder, or those that have not ended; none on a CPU."""
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return []

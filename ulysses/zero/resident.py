@@ -11,6 +11,7 @@ freed. DeepSpeed has no part in it and is not even imported.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import mode
 from typing import Any
 
 import torch
@@ -129,17 +130,17 @@ class ResidentWeights:
             return
         self.wait(self._parameters)
         own = torch.stack([bits_hash(p.data) for p in self._parameters])
-        copies = own.new_empty(self.world, len(own))
-        dist.all_gather_into_tensor(copies.view(-1), own)
-        differs = (copies != copies.mode(0).values).cpu()
-        if differs.any():
-            nodes, (rank, which) = gather(NODE), differs.nonzero()[0].tolist()
-            other = differs[:, which].int().argmin().item()
-            raise FloatingPointError(
-                f"{self._names[which]} of rank {rank} on {nodes[rank]} is not that of rank {other} on {nodes[other]}, "
-                "though each holds a copy: the memory or the processor of one of them has made an error, and nothing "
-                "is saved of this step; leave that machine out and continue with --run.resume auto"
-            )
+        nodes, copies = zip(*gather((NODE, own.tolist())))
+        for name, of_ranks in zip(self._names, zip(*copies)):
+            usual = mode(of_ranks)
+            for rank, copy in enumerate(of_ranks):
+                if copy != usual:
+                    other = of_ranks.index(usual)
+                    raise FloatingPointError(
+                        f"{name} of rank {rank} on {nodes[rank]} is not that of rank {other} on {nodes[other]}, though "
+                        "each holds a copy: the memory or the processor of one of them has made an error, and nothing "
+                        "is saved of this step; leave that machine out and continue with --run.resume auto"
+                    )
 
     def wait(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait for those of these parameters that are still on their way."""
@@ -155,9 +156,7 @@ class ResidentWeights:
 
 def bits_hash(tensor: Tensor) -> Tensor:
     """Return a sum over the tensor's bits that knows their places, int64: any single change of an element shows."""
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-        tensor.element_size()
-    ]
+    kind = getattr(torch, f"int{8 * tensor.element_size()}")
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for i, part in enumerate(tensor.reshape(-1).view(kind).split(HASHED)):
         # odd factors, all different: none loses a bit
