@@ -50,7 +50,6 @@ from ulysses.zero.construct import collectives_begun
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 PARTS = {"tokenising": "data", "building the model": "weights"}  # in the account of the start
 ONE_SIGNAL = 0.5  # seconds within which a terminal and a launcher send the same one
-DOUBTS = 2  # looks at a run that does not move, before it ends
 BYTES_OF_PROGRESS = 1 << 14  # in a beat: more than log lines, and than the watch itself reads
 GONE = "its process is gone, stopped or cut off, or code holds its interpreter"
 
@@ -102,8 +101,8 @@ class Watch:
         self._watchdog: IO[bytes] | None = None  # its input, once all processes have met
         # of other processes, by their text; when the store last answered; whether the connection is broken
         self._beats, self._answered, self._broken = dict[str, Beat](), inf, False
-        self._begun = self._size = self._doubts = 0  # collectives; bytes; looks
-        self._warned = -1  # the phase
+        self._begun = self._size = 0  # collectives; bytes
+        self._warned, self._beaten = -1, self.moved  # the phase; when
 
     # ---------------------------------------------------------------- the main thread
 
@@ -153,7 +152,7 @@ class Watch:
 
     def report_failure(self, error: BaseException) -> None:
         """End the process in the name of the rank that is gone, if that explains an error of communication."""
-        if failure.breaks_off(error):
+        if failure.breaks_off(error) and self._store:
             self._hurried = SILENT_SECONDS
             sleep(3 * SILENT_SECONDS)  # the heartbeat may end the process meanwhile
 
@@ -239,16 +238,19 @@ class Watch:
 
     def _beat(self) -> Beat:
         """Find out how far this process has come."""
-        begun, enough = self._begun, self._size + BYTES_OF_PROGRESS
+        begun, enough, beaten = self._begun, self._size + BYTES_OF_PROGRESS, self._beaten
+        self._beaten = now = monotonic()
         with suppress(RuntimeError):
             self._begun = collectives_begun()
         with suppress(psutil.Error, OSError):  # also through memory maps
             io = psutil.Process().io_counters()
             self._size = io.read_chars + io.write_chars + io.read_bytes
-        if self._begun != begun or self._size > enough:
+        # one that was itself frozen first hears how the others are
+        frozen = now - beaten > SILENT_SECONDS
+        if frozen or self._begun != begun or self._size > enough:
             self.renew()
-        now, rank = monotonic(), environment.rank()
-        return Beat(self.phases, self._begun, now - self.moved, rank, NODE, self.place, now)
+        idle, rank = now - self.moved, environment.rank()
+        return Beat(self.phases, self._begun, idle, rank, NODE, self.place, now)
 
     def _exchange(self, own: Beat) -> None:
         """Write a beat, read those of other ranks, and end this process if one has told why the run ends."""
@@ -292,10 +294,7 @@ class Watch:
         if self._broken and not agent:
             patience = SILENT_SECONDS
         all_wait = own.rank == 0 and idle > self.timeout
-        stuck = all_wait or min(now - self.moved, silence) > patience
-        # this process may itself have been frozen, and first hears how the others are
-        self._doubts = self._doubts + 1 if stuck else 0
-        if self._doubts > DOUBTS:
+        if all_wait or min(now - self.moved, silence) > patience:
             store = self._store if now - self._answered < SILENT_SECONDS else None
             # where nobody can be asked the first process of a node speaks; rank 0 may be the one that is gone
             beside = self._answered < inf and own.rank == environment.local_rank() and not agent

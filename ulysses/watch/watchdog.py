@@ -2,7 +2,8 @@
 
 Standard input has a line a second: where that process is, nothing while it belongs to no run, or "told" at its end.
 
-    no line for SECONDS     its interpreter is held; it is aborted, so that its own handler shows the line of Python
+    no line for SECONDS     its interpreter is held: it is aborted, so that its own handler shows the line of Python;
+                            told here unless other processes have told it and ended
     it ends without "told"  unless another process of the launcher lives, which tells it, the sentence stands below the
                             launcher's report
 
@@ -27,6 +28,12 @@ def status(pid: int) -> str:
     return psutil.STATUS_ZOMBIE
 
 
+def others_live(launcher: int, process: int) -> bool:
+    """Whether the launcher has other processes; those that have told why the run ends are gone."""
+    others = {child.pid for child in psutil.Process(launcher).children()} - {process}
+    return not {*map(status, others)} <= {psutil.STATUS_ZOMBIE}
+
+
 def main(launcher: int, seconds: float, processes: int, name: str) -> None:
     process, place = os.getppid(), ""
     ended, over = os.pidfd_open(process), os.pidfd_open(launcher)
@@ -46,14 +53,16 @@ def main(launcher: int, seconds: float, processes: int, name: str) -> None:
             "crashed the process, or it was killed"
         )
         if not select([over], [], [], GRACE)[0] and processes > 1:
-            others = [child.pid for child in psutil.Process(launcher).children()]
-            if {*map(status, others)} - {psutil.STATUS_ZOMBIE}:
+            if others_live(launcher, process):
                 return
             select([over], [], [])
     else:
         why = f"has not moved since {place}, {seconds:.0f} s ago: code that the run calls holds its interpreter"
+        told = processes > 1 and not others_live(launcher, process)
         signal.pidfd_send_signal(ended, signal.SIGABRT)
         select([ended], [], [], GRACE)
+        if told:
+            return
     advice = "--run.resume auto continues the run"
     print(f"\nerror: {name} {why}; {advice}", file=sys.stderr, flush=True)
 
