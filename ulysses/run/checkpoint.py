@@ -40,7 +40,10 @@ def save_checkpoint(
 
     Raises FloatingPointError, before anything is written, if a rank's copy of weights that stay whole is another one.
     """
-    engine.weights.check_copies()
+    if dist.get_world_size() > 1:
+        from ulysses.zero.copies import check_copies
+
+        check_copies(engine)
     main = dist.get_rank() == 0
     final = folder / f"step-{state['step']}"
     temporary = final.with_name(f".{final.name}.tmp")

@@ -112,8 +112,9 @@ def report_failure(error: BaseException, *, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
     if not isinstance(error, FloatingPointError | DiskError | UserCodeError):
-        notes = getattr(error, "__notes__", ())  # the step, if there is one
-        reason = ": ".join([*notes, type(error).__name__, reason]) + f"; {ADVICE}" * bool(notes)
+        reason = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, reason])
+        # what no code expects may come from outside, and not again
+        reason += f"; {ADVICE}" * (not isinstance(error, Exception))
         trace = "" if debug else "".join([*traceback.format_exception(error), "\n"])
     reason = CREDENTIALS.sub("***", f"{trace}error: rank {environment.rank()}, {reason}")
     store = common_store()

@@ -308,11 +308,12 @@ class Watch:
     def _sentence(self, own: Beat) -> str:
         """Name the victim, its node, where it was and how long ago."""
         now, unheard = monotonic(), monotonic() - self._answered
+        # a beat may be a second older than the end of its process
+        beside = f"; rank {own.rank} on {NODE} was at {self.place}"
         if unheard > SILENT_SECONDS:
             holder = "torchrun" if environment.agent_holds_store() else "rank 0"
             state = "is gone" if self._broken else "or its network does not answer"
-            told = f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago"
-            return f"{told}; rank {own.rank} on {NODE} was at {self.place}"
+            return f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago{beside}"
         beats = [*self._beats.values()] or [own]
         silent = [beat for beat in beats if now - beat.read > SILENT_SECONDS]
         victim = min(silent or beats, key=lambda b: (b.phases, b.collectives, b.moved))
@@ -321,7 +322,7 @@ class Watch:
         )
         return (
             f"rank {victim.rank} on {victim.node} has not moved since {victim.place}, {now - victim.moved:.0f} s ago: "
-            f"{GONE if silent else alive}"
+            f"{GONE if silent else alive}{beside * (victim.rank != own.rank)}"
         )
 
     def _start_watchdog(self) -> None:

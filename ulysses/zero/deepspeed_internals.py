@@ -101,9 +101,6 @@ class ShardedWeights:
         """Release what a backward pass has left whole, such as a unit whose input needs no gradient."""
         self._offload.release_backward_leftovers()
 
-    def check_copies(self) -> None:
-        """Do nothing: no rank holds a copy of another one's slices."""
-
     def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
         """Return the context in which these parameters are whole; all ranks enter and leave it together."""
         return deepspeed.zero.GatheredParameters(parameters)

@@ -11,19 +11,16 @@ freed. DeepSpeed has no part in it and is not even imported.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from statistics import mode
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ulysses.environment import NODE
-from ulysses.parallel.mesh import HOST_WAITS, gather
+from ulysses.parallel.mesh import HOST_WAITS
 from ulysses.zero.partition import Shard, shard_of
 
 ALIGNMENT = 64  # elements between the starts of parameters: kernels read aligned ones faster
-HASHED = 1 << 22  # elements at a time
 
 
 def build_whole(create: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -63,7 +60,7 @@ class ResidentWeights:
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
         self.world = dist.get_world_size()
-        self._names, self._parameters = zip(*model.named_parameters())
+        self._parameters = list(model.parameters())
         self.device = self._parameters[0].device
         self._coming: dict[nn.Parameter, Any] = {}  # gathers on their way
         waiting = {unit: list(unit.parameters()) for unit in units}
@@ -120,28 +117,6 @@ class ResidentWeights:
         for whole, part in zip(wholes, everyone.split([len(x) for x in owns], 1)):
             whole.view(self.world, -1).copy_(part)
 
-    @torch.no_grad()
-    def check_copies(self) -> None:
-        """Compare the ranks' copies of every parameter; all ranks call it together.
-
-        Raises FloatingPointError naming a rank and the parameter of which it holds another copy than most.
-        """
-        if self.world == 1:
-            return
-        self.wait(self._parameters)
-        own = torch.stack([bits_hash(p.data) for p in self._parameters])
-        nodes, copies = zip(*gather((NODE, own.tolist())))
-        for name, of_ranks in zip(self._names, zip(*copies)):
-            usual = mode(of_ranks)
-            for rank, copy in enumerate(of_ranks):
-                if copy != usual:
-                    other = of_ranks.index(usual)
-                    raise FloatingPointError(
-                        f"{name} of rank {rank} on {nodes[rank]} is not that of rank {other} on {nodes[other]}, though "
-                        "each holds a copy: the memory or the processor of one of them has made an error, and nothing "
-                        "is saved of this step; leave that machine out and continue with --run.resume auto"
-                    )
-
     def wait(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait for those of these parameters that are still on their way."""
         for coming in {self._coming.pop(p, None) for p in parameters} - {None}:
@@ -152,15 +127,3 @@ class ResidentWeights:
         self.wait(self._parameters)
         for hook in self._hooks:
             hook.remove()
-
-
-def bits_hash(tensor: Tensor) -> Tensor:
-    """Return a sum over the tensor's bits that knows their places, int64: any single change of an element shows."""
-    kind = getattr(torch, f"int{8 * tensor.element_size()}")
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for i, part in enumerate(tensor.reshape(-1).view(kind).split(HASHED)):
-        # odd factors, all different: none loses a bit
-        first = 2 * i * HASHED + 1
-        places = torch.arange(first, first + 2 * len(part), 2, device=tensor.device)
-        found += (part.long() * places).sum()
-    return found
