@@ -253,6 +253,8 @@ class TrainingRun:
         trainer.train(self.log, self.samples and self.samples.ask)
         if run.export and not trainer.stop_requested:
             self.export(folder / "export")
+        if self.mesh.world_size == 1:
+            self.watch.pause()  # nobody waits for what else the program does
 
     def show(self, rollout: "Rollout") -> None:
         """Let run.samples show a finished rollout."""
