@@ -103,7 +103,7 @@ def report_failure(error: BaseException, *, debug: bool) -> None:
     A stack trace comes with it for every error but non-finite numbers and failures of a disk or of the user's code
     and servers, which are no programming errors of ours; on request every process prints its own.
     """
-    from ulysses.config.section import CREDENTIALS, UserCodeError
+    from ulysses.config.section import SECRETS, UserCodeError
     from ulysses.disk import DiskError
     from ulysses.zero.construct import common_store
 
@@ -116,7 +116,7 @@ def report_failure(error: BaseException, *, debug: bool) -> None:
         # what no code expects may come from outside, and not again
         reason += f"; {ADVICE}" * (not isinstance(error, Exception))
         trace = "" if debug else "".join([*traceback.format_exception(error), "\n"])
-    reason = CREDENTIALS.sub("***", f"{trace}error: rank {environment.rank()}, {reason}")
+    reason = SECRETS.sub("***", f"{trace}error: rank {environment.rank()}, {reason}")
     store = common_store()
     if store is None:
         say(reason)

@@ -222,10 +222,11 @@ class Watch:
         if environment.rank() == 0:
             self._start_watchdog()
         self._met.set_result(store)
-        launchers, asked = _launchers(), in_background(bool)
+        launchers, asked = _launchers(), None
         while not self.stopped.is_set():
             beat = self._beat()
-            if store and asked.done():  # a store that is gone never answers
+            # a store that is gone never answers
+            if store and (asked is None or asked.done()):
                 asked = in_background(partial(self._exchange, beat))
             self._judge(beat)
             self._tell_watchdog(self.place)

@@ -1,4 +1,4 @@
-"""Compare the ranks' copies of weights that stay whole: imported where there are several ranks.
+"""Compare the ranks' copies of weights that stay whole.
 
 A bit that flips in the memory of one of them would be trained on, and saved.
 """
