@@ -218,39 +218,51 @@ def test_a_slow_rank_is_named_once(tmp_path):
     assert len(re.findall(slow, outcome.stdout)) == 1 and "rank 0 on" not in outcome.stdout
 
 
+def on_gpus(folder, processes, fault, typed, *more):
+    """Train on GPUs through a real launcher; `fault` are lines of a function of the steps taken, on the last rank."""
+    need_gpus(processes)
+    script = folder / "script.py"
+    script.write_text(f"""
+import os, sys, torch
+import ulysses.run.stragglers as stragglers
+from tests.e2e.launch import plant_in_losses
+from ulysses.train import start
+
+def faulty(taken, compute):
+    if os.environ.get("RANK", "0") == "{processes - 1}" and "auto" not in sys.argv:
+        {fault}
+    return compute()
+
+stragglers.STEPS = 6
+plant_in_losses(faulty)
+start(sys.argv[1:])
+""")
+    launcher = command("torchrun" if processes > 1 else "python", processes, free_port())
+    line = [script, *tiny("sft", folder / "run", f"--run.export false {typed}"), *more]
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_KEYS}
+    env |= {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([*launcher, *line], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_kernel_that_never_ends_is_named(tmp_path, processes):
     """The hosts run ahead and wait: only the GPU of the victim has not come to the collective of the others."""
-    need_gpus(processes)
-    script = tmp_path / "script.py"
-    script.write_text(f"""
-import os, sys, torch
-from tests.e2e.launch import plant_in_losses
-from ulysses.train import start
+    typed = "--run.save_every 1 --run.keep 0 --run.steps 4 --run.timeout 30"
+    given = tmp_path, processes, "taken == 2 and torch.cuda._sleep(2**62)", typed
+    ended = on_gpus(*given)
+    victim = rf"error: rank {processes - 1} on \S+ has not moved since step 3, .* alive.*--run.resume auto"
+    assert ended.returncode and re.search(victim, ended.stderr), ended.stderr[-3000:]
+    again = on_gpus(*given, "--run.resume", "auto")
+    assert again.returncode == 0 and "resumed " in again.stdout, again.stderr[-3000:]
 
-def endless(taken, compute):
-    if taken == 2 and os.environ.get("RANK", "0") == "{processes - 1}":
-        torch.cuda._sleep(2**62)
-    return compute()
 
-if "auto" not in sys.argv:
-    plant_in_losses(endless)
-start(sys.argv[1:])
-""")
-    settings = (
-        "--run.save_every 1 --run.keep 0 --run.export false --run.steps 4 --run.timeout 30"
-    )
-    line = [script, *tiny("sft", tmp_path / "run", settings, tmp_path / "cache")]
-    env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_KEYS}
-    env |= {"PYTHONPATH": str(ROOT)}
-    launcher = "torchrun" if processes > 1 else "python"
-    for again in ([], ["--run.resume", "auto"]):
-        typed = [*command(launcher, processes, free_port()), *line, *again]
-        done = subprocess.run(typed, cwd=ROOT, env=env, capture_output=True, text=True)
-        victim = rf"error: rank {processes - 1} on \S+ has not moved since step 3, .* alive.*--run.resume auto"
-        assert bool(re.search(victim, done.stderr)) == (not again), done.stderr[-3000:]
-    assert done.returncode == 0 and "resumed " in done.stdout
+@pytest.mark.gpu
+def test_a_slow_gpu_is_named_once(tmp_path):
+    """Its kernels take a second more in each step, and the others' hosts wait no longer than its own."""
+    done = on_gpus(tmp_path, 2, "torch.cuda._sleep(2 * 10**9)", "--run.steps 13")
+    slow = r"rank 1 on \S+ was slower than the others by \d+% up to step 6"
+    assert len(re.findall(slow, done.stdout)) == 1, done.stdout + done.stderr[-3000:]
 
 
 def start(folder, typed="", before=None, processes=2):
