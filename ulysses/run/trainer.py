@@ -97,6 +97,7 @@ class Trainer:
             samples: is called with the step of every evaluation, before it.
         """
         run, first = self.run, self.step + 1
+        current = first
         try:
             while not self.finished and not self.stop_requested:
                 current = self.step + 1

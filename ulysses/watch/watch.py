@@ -219,9 +219,9 @@ class Watch:
         if store:
             # a connection of its own: the common one may be blocked in a wait
             self._store, self._answered = store.clone(), monotonic()
+        self._met.set_result(store)
         if environment.rank() == 0:
             self._start_watchdog()
-        self._met.set_result(store)
         launchers, asked = _launchers(), None
         while not self.stopped.is_set():
             beat = self._beat()
