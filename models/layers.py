@@ -3,14 +3,14 @@
     hidden -norm-> mixer: project -> to heads -> mix -> to tokens -> output -norm-> + -> middle
     middle -norm-> feed-forward -norm-> + -> hidden
 
-Parameter names are those of transformers. Plain modules run inside the nodes of models/ops; one that is wrapped by an
-adapter or watched by a hook is called as a module, and sees every use.
+Parameter names are those of transformers. The modules inside hold weights for the operations of models/ops: hooks see a
+layer's calls, but not those of what is inside it.
 
 Shapes: S local tokens, D width.
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,7 @@ class DecoderLayer(nn.Module):
 
     forward(hidden [S, D], the tables (cos, sin) of its kind, plan) -> hidden [S, D]; `plan` is the batch's attention
     plan, `pair` what this layer shares with its neighbour at level "pair". `set_memory` says what its graph keeps,
-    before the first forward. With a hook on the mixer, or on the attention inside,
-    the graph keeps everything, because only a call of the whole module runs the hook.
+    before the first forward.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class DecoderLayer(nn.Module):
         if quantize != "none":
             from models.quantized import QuantizedLinear
 
-            linear = partial(QuantizedLinear, kind=quantize)
+            linear = QuantizedLinear
         mixer, feed_forward = _classes(kind)
         self.mixer_name = "self_attn" if mixer is SelfAttention else "linear_attn"
         self.register_module(self.mixer_name, mixer(config, attention, linear))
-        of_experts = () if feed_forward is MLP else (record, quantize)
+        of_experts = () if feed_forward is MLP else (record, quantize != "none")
         self.mlp: MLP | MoE = feed_forward(config, linear, *of_experts)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, self.rule))
@@ -87,18 +86,14 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, rope: Rope, plan: AttentionPlan, pair: "Pair | None" = None
     ) -> Tensor:
-        mixer, learns = self.mixer, torch.is_grad_enabled()
-        before, after, *_ = self.norms
-        if mixer.is_watched:
-            middle = self._add(hidden, mixer(before(hidden), rope, plan), after)
-        elif learns and self.recompute != "none":
+        learns = torch.is_grad_enabled()
+        if learns and self.recompute != "none":
             from ulysses.memory.layer_node import LayerNode
 
             parameters = [p for stage in self.stage_parameters() for p in stage]
             return LayerNode.apply(self, rope, plan, pair, hidden, *parameters)
-        else:
-            *heads, hidden = self.project(hidden, rope)
-            middle = self.output(hidden, mixer.mix(*heads, plan=plan))
+        *heads, hidden = self.project(hidden, rope)
+        middle = self.output(hidden, self.mixer.mix(*heads, plan=plan))
         return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
@@ -109,7 +104,7 @@ class DecoderLayer(nn.Module):
         """Add what the mixer makes of its rows to the layer's input."""
         (before, after, *_), mixer = self.norms, self.mixer
         out = mixer.output(mixed, hidden, before)
-        if after is NO_NORM and self.multiplier == 1 and mixer.output_is_fresh:
+        if after is NO_NORM and self.multiplier == 1:
             return out.add_(hidden)
         return self._add(hidden, out, after)
 

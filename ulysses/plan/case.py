@@ -187,7 +187,7 @@ class Model(NamedTuple):
             return parameters * element_size
         from models.quantized import BITS
 
-        return parameters * BITS[self.quantize] / 8
+        return parameters * BITS / 8
 
     def weight_bytes(self, element_size: int) -> float:
         """Return the bytes of all weights."""

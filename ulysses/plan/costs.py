@@ -39,8 +39,6 @@ CONTEXT_BYTES = 1.3e9  # CUDA context and libraries, outside the allocator, on a
 COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
 
 # Rates measured on H200, as shares of the peaks.
-# the time of a step's products where the layers' are of e4m3 numbers, rounding included, as a share of bfloat16's
-FP8_PRODUCTS = 0.8
 ATTENTION = 0.63  # attention kernels
 EXCHANGE = 0.35  # all-to-alls, which share the links with ZeRO-3's traffic
 GATHER = 0.37  # all-gathers and reduce-scatters
@@ -289,7 +287,6 @@ def step_seconds(plan: Plan) -> float:
     case, model, machine = plan.case, plan.case.model, plan.case.machine
     (layer, _), size, W = case.layer_sizes(model), case.element_size, machine.gpus
     products, attention = step_flops(plan)
-    products *= FP8_PRODUCTS if model.quantize == "fp8" and machine.is_gpu else 1
     seconds = (products / MATRICES + attention / ATTENTION) / machine.peak_flops
     # without gradient, in layers that run forward and backward
     passes, S = model.layers * case.forwards / 3, case.work / case.sp
