@@ -13,7 +13,8 @@ from ulysses.parallel.mesh import gather
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.partition import shard_of
 
-HASHED = 1 << 22  # elements at a time
+HASHED = 1 << 18  # numbers of eight bytes at a time
+FACTOR = 0x5DEECE66D  # odd
 
 
 @torch.no_grad()
@@ -41,12 +42,12 @@ def check_copies(engine: ZeroEngine) -> None:
 
 
 def bits_hash(tensor: Tensor) -> Tensor:
-    """Return a sum over the tensor's bits that knows their places, int64: any single change of an element shows."""
-    kind = getattr(torch, f"int{8 * tensor.element_size()}")
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for i, part in enumerate(tensor.reshape(-1).view(kind).split(HASHED)):
-        # odd factors, all different: none loses a bit
-        first = 2 * i * HASHED + 1
-        places = torch.arange(first, first + 2 * len(part), 2, device=tensor.device)
-        found += (part.long() * places).sum()
+    """Return a sum over the tensor's bytes that knows their places, int64: any single change of a number shows."""
+    data = tensor.reshape(-1).view(torch.uint8)
+    rest = len(data) % 8
+    # odd factors, all different: none loses a bit
+    places = torch.arange(1, 2 * HASHED, 2, device=tensor.device)
+    found = (data[len(data) - rest :] * places[:rest]).sum()
+    for part in data[: len(data) - rest].view(torch.int64).split(HASHED):
+        found = found * FACTOR + (part * places[: len(part)]).sum()
     return found
