@@ -22,6 +22,7 @@ from models.ops.experts import (
     is_grouped,
     route,
 )
+from models.ops.linear import Adapter
 from models.ops.norm import NormRule
 from ulysses.memory.size import FeedForwardSize, Setting
 from ulysses.memory.tiling import EXPERT_TILES
@@ -169,13 +170,13 @@ class ExpertMatrices(nn.Module):
         self.adapted = enabled
 
     def _stack(self, name: str) -> Stack:
-        adapters = None
+        adapter = None
         if self.adapted and hasattr(self.lora_A, name):
-            adapters = getattr(self.lora_A, name), getattr(self.lora_B, name)
+            own = getattr(self.lora_A, name), getattr(self.lora_B, name)
+            adapter = Adapter(*own, self.scale)
         bias = getattr(self, f"{name}_bias")
-        return Stack(
-            getattr(self, name), self.packed.get(name), adapters, self.scale, bias, self.clamped
-        )
+        packed = self.packed.get(name)
+        return Stack(getattr(self, name), packed, adapter, bias, self.clamped)
 
     @property
     def stacks(self) -> ExpertStacks:
