@@ -239,11 +239,10 @@ class MoE(nn.Module):
         )
         return is_grouped(matrices, matrices.mT.contiguous())
 
-    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP | None:
-        """Return the operation that may stand in for the norm and this module, if one may."""
+    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP:
+        """Return the operation that does the norm and this module; no family has a norm after it, or a factor."""
+        assert after is NO_NORM and factor == 1
         router = self.chooser
-        if after is not NO_NORM or factor != 1:
-            return None
         beside: tuple = ()
         if self.shared_expert is not None:
             parts = self.shared_expert, self.shared_expert_gate
