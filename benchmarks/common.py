@@ -31,13 +31,13 @@ from ulysses.check.input_files import read_shape
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.gradients.policy import StepContext
+from ulysses.options import gradient_policies
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.plan.case import GIB, Plan, device_peaks, this_machine
 from ulysses.plan.costs import model_flops, step_flops
 from ulysses.plan.memory_choice import choose_memory, layer_memory, planner_case
-from ulysses.registry import gradient_policies
 from ulysses.run.build import trained_engine
 from ulysses.zero.engine import ZeroEngine
 

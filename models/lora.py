@@ -22,6 +22,7 @@ from models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, VOCABULARY
 from models.hf_format import lora_scale
 from models.modules import Linear
 from models.moe import ExpertMatrices
+from models.multimodal import OUTSIDE
 from models.ops.linear import Adapter, Matrix
 from ulysses.disk import write_json, write_tensors
 
@@ -162,12 +163,13 @@ def save_adapters(
 
     Args:
         by_parameter: beside experts, modules of MLPs are named by their weights, as the family's mlp_by_parameter says.
-        tensors: adapters (and score head) by our parameter names.
+        tensors: adapters (and score head) by the parameter names of the class that they are for.
         config: names the base model, which is written as an absolute path or a hub id.
     """
     base = config.path if config.init == "pretrained" else None
     if base and Path(expanduser(base)).is_dir():
         base = str(Path(expanduser(base)).absolute())
+    is_whole = any(name.startswith(OUTSIDE) for name in tensors)
     modules = {n.split(".")[-2]: n for n in tensors if n.endswith(WHOLE)}
     if "embed_tokens" in modules and "lm_head" not in modules and not reward:
         # PEFT ties no copy of a module
@@ -187,9 +189,11 @@ def save_adapters(
     settings = {
         "base_model_name_or_path": base,
         "bias": "none",
+        # the vision model may have a q_proj too
+        "exclude_modules": r"model\.(?!language_model\.).*" if is_whole else None,
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "init_lora_weights": False,
+        "init_lora_weights": True,  # B of what a file lacks is zero
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "modules_to_save": [*modules] or None,

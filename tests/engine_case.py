@@ -25,9 +25,9 @@ from ulysses.config.schema import LoraSection
 from ulysses.data.serve.dataset import Example
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.memory.levels import LayerMemory
+from ulysses.options import STAGES, stage_of
 from ulysses.parallel.batch import Sequence, shared_prompts
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.registry import STAGES, load, stage_of
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import initialize_distributed
@@ -69,7 +69,7 @@ class ListDataset:
         self.lengths = self.sequence_lengths.sum(axis=1)
         self.columns = {k: np.array(v) for k, v in (columns or {}).items()}
         self.sources = np.zeros(len(examples), dtype=np.int32)
-        self.source_weights, self.source_names = [1.0], [""]
+        self.source_weights, self.source_names, self.source_paths = [1.0], [""], ["rows"]
         self.token_columns: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -173,7 +173,7 @@ def dataset(
     stage: str, count: int = 11, seed: int = 0, labels: tuple[int, ...] = LABELS
 ) -> ListDataset:
     """Examples of the stage's type, the same on every rank."""
-    wanted = load(STAGES[stage]).dataset_type
+    wanted = STAGES[stage]().dataset_type
     if wanted == "unpaired":
         return unpaired(count, labels)
     if wanted in ("text", "sequence"):
@@ -222,7 +222,7 @@ class Case:
         return ragged(made) if self.ragged else made
 
     def model(self, mesh: Any, attention: str | None = None) -> nn.Module:
-        kind = RewardModel if load(STAGES[self.stage]).reward else CausalLM
+        kind = RewardModel if STAGES[self.stage]().reward else CausalLM
         how = {"memory": LayerMemory(self.recompute), "quantize": self.quantize}
         made = kind(self.shape, mesh, attention=attention or self.attention, **how)
         if self.lora_rank:
@@ -251,7 +251,8 @@ class Case:
 class StartedAdapters(HostWeights):
     """B is random too, as after some training: otherwise A would have no gradient. All is drawn on the CPU.
 
-    Where the weights are to be quantised, a matrix that is not is what its bytes stand for.
+    A third of what A is drawn as: with B's few columns that alone would give adapters larger than the weights, and
+    errors of float32 as large. Where the weights are to be quantised, a matrix that is not is what its bytes stand for.
     """
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:
@@ -265,6 +266,8 @@ class StartedAdapters(HostWeights):
             out.copy_(unpack(data, shape, torch.float32).view(-1))
             return
         super().fill(name.replace(".lora_B", ".lora_A"), shape, start, out)
+        if ".lora_B" in name:
+            out.div_(3)
 
 
 class CaptureChain(GradientPolicyChain):

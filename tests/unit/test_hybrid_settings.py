@@ -14,7 +14,7 @@ from models.published import architecture
 from tests import rows_of
 from tests.family_case import FAMILIES, raw
 from ulysses.check.adapter_settings import check_adapters, choose_targets
-from ulysses.check.preflight import make_checks
+from ulysses.check.preflight import prepare
 from ulysses.config.command_line import check
 from ulysses.plan.case import GIB, Case, Machine, plain_model
 from ulysses.plan.memory_choice import choose_memory, memory_line, planner_model
@@ -65,6 +65,7 @@ NOT_COMPUTED = """
 {"model_type": "qwen3_moe", "mlp_only_layers": "0"} => mlp_only_layers = '0' but it must be a list of
 {"model_type": "qwen3_moe", "decoder_sparse_step": 0} => decoder_sparse_step = 0 but it must be a whole number
 {"model_type": "qwen3_moe", "decoder_sparse_step": 9} => decoder_sparse_step = 9, which leave no layer with experts
+{"model_type": "qwen3_moe", "mlp_only_layers": ["0"]} => mlp_only_layers = .'0'. but it must be a list of the numbers
 {"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2, 3]} => 2, 3] .* leave no layer with experts
 """
 
@@ -92,6 +93,7 @@ def test_a_multimodal_config_keeps_what_is_around_the_text_model():
         config.tie_word_embeddings and config.rope_scaling and config.rope_scaling.factor == 4
     )
     written = config.to_hf(dtype="float32")
+    assert ModelConfig.from_hf(written).to_hf(dtype="float32") == written
     assert ModelConfig.from_hf(written) == ModelConfig.from_hf(
         ModelConfig.from_hf(written).to_hf(dtype="float32")
     )
@@ -106,6 +108,9 @@ def test_a_multimodal_config_keeps_what_is_around_the_text_model():
         ValueError, match="text_config = None but it must be the text model's table"
     ):
         ModelConfig.from_hf({"model_type": "qwen3_5"})
+    sentence = "is of qwen3_5_moe but its text_config of 'qwen3_5_text', which must be qwen3_5_moe_text; correct"
+    with pytest.raises(ValueError, match=sentence):
+        ModelConfig.from_hf(written | {"model_type": "qwen3_5_moe"})
 
 
 TARGETS = """
@@ -155,10 +160,11 @@ def test_every_projection_has_an_adapter_by_default(family) -> None:
 
 
 def test_a_run_without_adapters_writes_a_configuration_that_is_accepted_again() -> None:
-    model = {"config": raw("qwen3_5"), "init": "random"}
-    config = check({"stage": "sft", "data": {"train": [__file__]}, "model": model})
-    shape = ModelConfig.from_hf(FAMILIES["qwen3_5"])
-    found = make_checks("files", config=config, shape=shape)["config"]
+    model = {"config": FAMILIES["qwen3_5"], "init": "random"}
+    values = {"stage": "sft", "data": {"train": [__file__]}, "model": model}
+    config = check(values | {"run": {"steps": 1}})
+    found = prepare(config, 1, findings := []).config  # the tokenizer is absent, too
+    assert len(findings) == 1
     assert not found.model.lora.model_dump(exclude_defaults=True)
 
 

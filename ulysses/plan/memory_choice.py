@@ -18,6 +18,7 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader, pack_step
 from ulysses.environment import local_world_size
 from ulysses.memory.levels import LayerMemory
+from ulysses.options import stage_of
 from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors
 from ulysses.plan.case import (
@@ -31,7 +32,6 @@ from ulysses.plan.case import (
     plain_model,
 )
 from ulysses.plan.costs import pass_tokens, pinned_layer, predict, step_flops, step_seconds
-from ulysses.registry import stage_of
 
 GAIN = 0.01  # of a step's time, for which a micro-batch is made larger
 CUTS = (

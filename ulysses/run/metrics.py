@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from pathlib import Path
+from pkgutil import resolve_name
 
-from ulysses.config.section import CREDENTIALS, ConfigError, visible
+from ulysses.config.section import SECRETS, ConfigError, visible
 from ulysses.disk import DiskError, replace_file, writing
+from ulysses.options import TRACKERS, enter
 from ulysses.progress import progress
-from ulysses.registry import TRACKERS, load
 from ulysses.run.trackers import TrackedRun, Tracker, Values
 
 SHOWN = {  # by the progress bar, of those that a stage has
@@ -53,7 +55,7 @@ class MetricsLog:
     """Show a progress bar, and give the metrics to the trackers of a run. Rank 0 only.
 
     Args:
-        names: of trackers, as in ulysses/registry.py or places of one's own; metrics.jsonl is always written.
+        names: of trackers, as in ulysses/options.py or places of one's own; metrics.jsonl is always written.
 
     Attributes:
         failure: the first file that could not be written; the loop stops once it has tried to save a checkpoint.
@@ -66,17 +68,26 @@ class MetricsLog:
         self.trackers: dict[str, Tracker] = {}
         for name in dict.fromkeys((METRICS, *names)):
             try:
-                tracker = MetricsFile() if name == METRICS else load(TRACKERS.get(name, name))()
-                tracker.start(run)
+                tracker = self._made(name)
+                tracker.start(deepcopy(run))  # it may change the settings
             except DiskError:
                 raise
-            except Exception as error:
+            # it is other people's code, which may also ask to end the process
+            except (Exception, SystemExit) as error:
                 raise ConfigError(
                     f"{name} does not start ({visible(repr(error))}); mend that, or leave it out",
                     "run.trackers",
                 ) from None
             self.trackers[name] = tracker
         self.bar = progress(total=total_steps, initial=run.step, unit="steps", seconds=math.inf)
+
+    @staticmethod
+    def _made(name: str) -> Tracker:
+        """Make a tracker: the engine's own, one by its name, or the user's class at module:Class."""
+        if name == METRICS:
+            return MetricsFile()
+        kind = enter(TRACKERS, name, "run.trackers") if name in TRACKERS else resolve_name(name)
+        return kind()
 
     def report(self, step: int, values: dict[str, float], due: bool) -> None:
         """Move the progress bar to `step`, and log the values if that is due or if there was an evaluation.
@@ -98,7 +109,7 @@ class MetricsLog:
         elif not due:
             return
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        self._tell(lambda tracker: tracker.log(step, clean))
+        self._tell(lambda tracker: tracker.log(step, dict(clean)))
 
     def _tell(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self.trackers.items()):
@@ -106,9 +117,9 @@ class MetricsLog:
                 call(tracker)
             except DiskError as error:
                 self.failure = self.failure or error
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 del self.trackers[name]
-                said = CREDENTIALS.sub("***", visible(repr(error)))
+                said = SECRETS.sub("***", visible(repr(error)))
                 self.bar.write(
                     f"{name} has failed and gets no more metrics; {METRICS} does: {said}"
                 )

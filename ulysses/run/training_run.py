@@ -16,20 +16,29 @@ from torch import Tensor
 
 from models.decoder import VALUE
 from ulysses import environment
-from ulysses.check.preflight import make_checks, prepare, remarks
-from ulysses.check.run_folder import digests_of_inputs, restarts
+from ulysses.check.agreement import agree, facts_of
+from ulysses.check.kernel_proof import check_kernel
+from ulysses.check.preflight import prepare, remarks
+from ulysses.check.resuming import changes
+from ulysses.check.run_folder import digests_of_inputs, hold_output, restarts
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
+from ulysses.config.section import error_context
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import replace_file
+from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.case import slow_products, this_machine
 from ulysses.plan.costs import model_flops
-from ulysses.plan.memory_choice import memory_line, micro_batch_line, planner_run
-from ulysses.registry import gradient_policies
+from ulysses.plan.memory_choice import (
+    check_host,
+    choose_memory,
+    memory_line,
+    micro_batch_line,
+    planner_run,
+)
 from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
-from ulysses.run.checkpoint import clear_run_folder
 from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.trackers import TrackedRun
@@ -80,8 +89,9 @@ class TrainingRun:
             self.say("reading the data ...")
             self.train_data, self.eval_data = data = open_data(inputs)
             self.digests = digests_of_inputs(inputs, *data)
-            known = make_checks("resuming", **vars(inputs), digests=self.digests)
-            self.changes: list[str] = known.get("changes", [])
+            self.changes: list[str] = []  # since the checkpoint that the run continues
+            if inputs.resume_from:
+                self.changes = changes(inputs.config, inputs.resume_from, self.digests)
             self.watch.pause()  # a host program may look at the data, and never enter
         except BaseException:
             self.watch.stop()
@@ -109,14 +119,12 @@ class TrainingRun:
         """Refuse processes that differ, and take the run folder."""
         inputs, output = self.inputs, self.config.output
         if dist.get_world_size() > 1:
-            verify = self.verify_weights
-            make_checks("processes", inputs=inputs, digests=self.digests, verify=verify)
-        held = make_checks("folder", config=self.config, resources=self.resources)
-        self.run_id = held["run_id"]
-        if held["left_by"]:
-            self.say(
-                f"{output} was left by {held['left_by']}, which has ended, and is taken over"
-            )
+            with error_context():
+                agree(facts_of(inputs, self.digests, self.verify_weights))
+        with error_context():
+            self.run_id, left_by = hold_output(self.config, self.resources)
+        if left_by:
+            self.say(f"{output} was left by {left_by}, which has ended, and is taken over")
         if restarts(self.config.run):
             self.say("torchrun may restart this run, so run.resume is auto")
 
@@ -130,10 +138,11 @@ class TrainingRun:
             self.say(f"parallel.sequence_parallel_size is auto: {case.sp}")
         self.mesh = ParallelMesh(case.sp, num_heads=case.common_heads, windows=shape.windows)
         self.watch.phase("kernels")
-        found = make_checks(
-            "plan", **vars(inputs), device=self.device, mesh=self.mesh, case=case
-        )
-        self.memory = memory = found["memory"]
+        with error_context():
+            given = config, inputs.stage, shape, inputs.attention, self.device, self.mesh
+            check_kernel(*given)
+            self.memory = memory = choose_memory(case)
+            check_host(config, memory)
         self.say(f"attention kernel: {inputs.kernel.name} ({inputs.kernel.reason})")
         if self.device.type == "cpu" and (slow := slow_products(config.model.dtype)):
             self.say(slow)
@@ -185,9 +194,6 @@ class TrainingRun:
             for change in self.changes:
                 self.say(f"  changed since then: {change}")
         if self.mesh.is_main:
-            if config.run.overwrite:
-                for path in clear_run_folder(config.output, checkpoint):
-                    self.say(f"deleted {path}")
             os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
             replace_file(config.output / "config.json", config.model_dump_json(indent=2))
             save_tokenizer(inputs, config.output / "tokenizer")
@@ -246,9 +252,17 @@ class TrainingRun:
             from ulysses.run.samples import Samples
 
             self.samples = Samples(self)
+            if self.log:
+                self.log.bar.unpause()  # what comes once tells nothing of the time that remains
         trainer.train(self.log, self.samples and self.samples.ask)
         if run.export and not trainer.stop_requested:
-            self.export(folder / "export")
+            out = folder / "export"
+            if out.exists():  # of the run that was continued, at an earlier end
+                out = folder / f"export-step-{trainer.step}"
+            if out.exists():
+                self.say(f"{out} is there already")
+            else:
+                self.export(out)
 
     def show(self, rollout: "Rollout") -> None:
         """Let run.samples show a finished rollout."""
@@ -282,7 +296,7 @@ class TrainingRun:
 
         merge = for_servers or config.model.lora.merge
         given = read, folder, self.inputs.shape, config, step
-        note = export_model(*given, merge=merge, dtype=dtype)
+        note = export_model(*given, merge=merge, dtype=dtype, replaces=for_servers)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}; {note}" if note else f"exported {folder}")
         dist.barrier()
@@ -303,7 +317,11 @@ class TrainingRun:
             self.watch.report_failure(error)  # while the signals of a launcher are still caught
             if self.log is not None:
                 self.log.fail()
-        self.resources.close()
+        try:
+            self.resources.close()
+        except BaseException:
+            self.watch.stop()  # who catches this error tells it
+            raise
         self.trainer = self.engine = self.log = None
         if dist.get_world_size() > 1 and error is not None:
             self.watch.stop()  # this process may go on, and a later run's good end is no failure

@@ -28,6 +28,7 @@ from pydantic.dataclasses import dataclass
 from ulysses.config.section import Values
 from ulysses.data import BadRowError, DataError
 from ulysses.data.cache import content_digest, digest_of_value
+from ulysses.data.read.library import files_by_split, hub_commit, opened, written_rows
 from ulysses.data.read.messages import unique_keys
 from ulysses.environment import rank
 
@@ -65,7 +66,7 @@ class Source:
     Args:
         path: a file, a folder of files, a folder saved by `datasets`, or the id of a dataset on the hub.
         format: one of FORMATS, or "auto" to detect that of each row from its keys.
-        weight: how often each example is taken in an epoch; 0.5 takes half of them, another half in each epoch.
+        weight: how often each example is taken in an epoch; 0.5 takes half of them, then the other half.
         columns: maps our key to the key that the file uses.
         split: of a hub dataset, a folder saved by `datasets`, or one whose files or folders have names of splits.
         subset, revision: of a hub dataset; the subset is what `datasets` calls a configuration.
@@ -145,8 +146,6 @@ def pinned(source: Source) -> Source:
 
     Raises DataError: the hub does not answer or has no such dataset, and there is no copy of it in the hub's cache.
     """
-    from ulysses.data.read.library import hub_commit
-
     if not rank():
         print(f"asking the Hugging Face hub for the dataset {source.path}", flush=True)
     with _explained(source, source.place):
@@ -204,8 +203,6 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
     if source.is_saved or path.is_file():
         own = files
     else:
-        from ulysses.data.read.library import files_by_split
-
         own = _chosen(source, files_by_split(path, files))
     return own, sorted({*found} - {*own})
 
@@ -290,9 +287,7 @@ def read_rows(source: Source) -> Iterator[tuple[str, object]]:
         with _explained(source, file, at := [0]):
             for at[0], row in read(source, file):
                 if isinstance(row, bytes) and len(row) > MOST_BYTES:
-                    row = BadRowError(
-                        f"has {len(row):,} bytes, and may have {MOST_BYTES:,}; cut it"
-                    )
+                    row = BadRowError(f"has more than {MOST_BYTES:,} bytes; cut it")
                 yield f"{source.path if is_one else file} row {at[0]}", row
 
 
@@ -355,14 +350,20 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
             yield from enumerate(json.load(text, object_pairs_hook=unique_keys), 1)
         else:
             file.seek(0)
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(_lines(file), 1):
                 if not line.isspace():
                     yield number, line
 
 
-def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
-    from ulysses.data.read.library import opened, written_rows
+def _lines(file: Any) -> Iterator[bytes]:
+    """Yield the lines of a file, and of one that memory may not hold no more than shows that."""
+    while line := file.readline(MOST_BYTES + 1):
+        yield line
+        while len(line) > MOST_BYTES and not line.endswith(b"\n"):
+            line = file.readline(MOST_BYTES + 1)
 
+
+def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
     rows = opened(path, source.subset, source.split, source.revision)
     yield from written_rows(_chosen(source, rows) if isinstance(rows, dict) else rows)
 
