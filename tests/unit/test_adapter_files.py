@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -80,6 +81,7 @@ def merge(tmp_path, capsys):
 
     def merge(folder, code, *more):
         capsys.readouterr()
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
         assert export.main(["--merge", str(folder), str(tmp_path / "out"), *more]) == code
         assert (tmp_path / "out").exists() == (code == 0)
         said = capsys.readouterr()
