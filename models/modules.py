@@ -13,7 +13,6 @@ from models.ops.gated_mlp import ActivateNode, GatedMLP
 from models.ops.linear import LinearNode
 from models.ops.norm import NormNode, NormRule
 from ulysses.memory.levels import HOOKS
-from ulysses.memory.size import FeedForwardSize, Setting
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -128,10 +127,3 @@ class MLP(nn.Module):
             return None
         weights = (module.weight for module in modules)
         return GatedMLP._make((*weights, rule, self.activation, factor))
-
-    @staticmethod
-    def size(config: ModelConfig, setting: Setting) -> FeedForwardSize:
-        """Return what an MLP takes; adapters keep the inputs of its products as well."""
-        D, F = config.hidden_size, config.intermediate_size
-        kept = 2 * F + (D + F) * (not setting.is_full)
-        return FeedForwardSize(3 * D * F, 3 * D * F, F, 0, kept, 0, work=4 * F)

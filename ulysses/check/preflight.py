@@ -43,7 +43,7 @@ settings   setting_checks:contradictions       config
 settings   setting_checks:check_packages       config
 settings   setting_checks:check_tables         config
 files      input_files:check_sources           config
-files      plan.inquiry:published_shape        config absent                                   shape
+files      plan.question:published_shape       config absent                                   shape
 files      input_files:read_shape              config strict                                   shape folder
 files      input_files:check_model             config stage shape folder?
 files      input_files:fit_window              config shape                                    shape
@@ -66,8 +66,8 @@ processes  agreement:facts_of                  inputs digests verify            
 processes  agreement:agree                     facts
 folder     run_folder:hold_output              config resources                                run_id left_by
 plan       kernel_proof:check_kernel           config stage shape attention device mesh
-plan       plan.memory_choice:choose_memory    case                                            memory
-plan       plan.memory_choice:check_host       config memory
+plan       plan.planner:choose_memory          question                                          memory
+plan       plan.planner:check_host             config memory
 """
 
 

@@ -230,8 +230,8 @@ class GradientsSection(Section):
 
 
 class MemorySection(Section):
-    recompute: Literal["auto", "none", "keep_attention", "block", "pair"] = "auto"
-    """What the backward pass computes again: nothing, all but attention, each layer, or each pair of layers."""
+    recompute: Literal["auto", "none", "keep_attention", "block"] = "auto"
+    """What the backward pass computes again: nothing, all but attention, or each layer."""
     weights: Literal["auto", "sharded", "resident"] = "auto"
     """Whether every process holds a share of the weights and gathers each layer for its use, or all of them, gathered
     once after an update; "auto" is what is faster and fits."""
@@ -243,6 +243,16 @@ class MemorySection(Section):
     """Keep each process's share of the weights in host memory."""
     host_memory: NonNegativeFloat = 0.0
     """Host memory of each node in GiB, for machines that report too little of it; 0 takes what the system reports."""
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _pair_has_gone(cls, value: object) -> object:
+        if value == "pair":
+            raise PydanticCustomError(
+                "gone",
+                'it has gone, because host memory reaches further; use "block" with memory.offload = "auto"',
+            )
+        return value
 
 
 class RunSection(Section):

@@ -46,9 +46,6 @@ class StepLoader:
         only: the set whose examples are taken then, "" for those without a name; None takes all.
         attention_length: number of tokens at which attention costs as much as the rest of the model.
         windows: the sliding window of every layer (parallel/layout.py).
-        launched_tokens: the tokens that the GPU computes while its host launches the kernels of a micro-batch with
-            shared prompts, if CUDA graphs launch those of one without them; a step whose prompts are computed again
-            in less time than that shares none.
 
     Attributes:
         examples_per_epoch: number of examples in an epoch, with the weights of the sources applied.
@@ -69,7 +66,6 @@ class StepLoader:
     only: str | None = None
     attention_length: float = ATTENTION_LENGTH
     windows: Sequence[int | None] = ()
-    launched_tokens: float = 0.0
     holds = "the data"  # what its examples are numbered in
 
     def __post_init__(self) -> None:
@@ -122,24 +118,15 @@ class StepLoader:
         One without examples holds a single one without tokens, for its columns.
         """
         lengths, prefixes = dataset.sequence_lengths[indices], dataset.prefix_lengths[indices]
-        groups, whole = self._pack(lengths, prefixes), lengths + prefixes
-        fits = whole.sum(axis=1).max(initial=0) <= self.tokens_per_microbatch
-        apart = fits and whole.sum() <= self.launched_tokens * sum(map(len, groups))
-        if apart:
-            groups = self._pack(whole, 0 * prefixes)
-        found = [[dataset[indices[i]] for i in members] for members in groups[self.dp_rank]]
-        if apart:
-            found = [[example.apart for example in few] for few in found]
-        return [few or [dataset[0].emptied] for few in found]
-
-    def _pack(self, lengths: np.ndarray, prefixes: np.ndarray) -> list[list[list[int]]]:
-        """Deal examples of these sequences to groups and micro-batches."""
-        how = self.attention_length, self.windows
-        costs = sequence_cost(lengths, prefixes, *how).sum(axis=1)
-        tokens = lengths.sum(axis=1)
-        return pack_step(
-            tokens.tolist(), costs.tolist(), self.tokens_per_microbatch, self.data_parallel_size
+        costs = sequence_cost(lengths, prefixes, self.attention_length, self.windows)
+        groups = pack_step(
+            lengths.sum(axis=1).tolist(),
+            costs.sum(axis=1).tolist(),
+            self.tokens_per_microbatch,
+            self.data_parallel_size,
         )
+        found = [[dataset[indices[i]] for i in members] for members in groups[self.dp_rank]]
+        return [few or [dataset[0].emptied] for few in found]
 
 
 def check_fits(longest: int, budget: int) -> None:
