@@ -150,12 +150,13 @@ def _linear_attention(shape: ModelConfig, setting: Setting) -> LayerCost:
     parameters = D * (columns + 2 * H + 2 * out)
     # normalised rows for the projections and for the gate; the shards; the rule's output, the gate, the normalised
     # output, and their product
-    kept = 2 * D + setting.ranks * own + 4 * out + 3 * setting.rank
+    kept = 2 * D + setting.ranks * own + 4 * out
+    kept += setting.rank * (4 if shape.family.fused_projections else 5)
     return LayerCost(
         mixer=parameters,
         met=parameters,
         kept=size * kept,
-        results=size * out,
+        results=size * setting.ranks * layout.query * V,
         out=out,
         # the shards, behind the convolution and at unit length, the gradients of these, the output's
         mix_work=6 * setting.ranks * own + 2 * out,
