@@ -181,8 +181,8 @@ class BatchSection(Section):
     examples: PositiveInt = 8
     """Examples per optimizer step over all processes: sequences, pairs (DPO), pairs or lists (RM), or prompts (PPO)."""
     tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
-    """Longest packed sequence of a micro-batch in tokens; "auto" is the largest that makes a step faster and for which
-    nothing more is recomputed, at least the longest example. It changes no number."""
+    """Longest packed sequence of a micro-batch in tokens; "auto" is the longest example, or as many more as
+    recompute nothing more than that, up to a whole step. It changes no number."""
     share_prompts: bool = True
     """Compute a prompt once for all of its answers in a micro-batch, where that takes less time than CUDA graphs over
     whole sequences; losses and gradients are the same."""

@@ -14,8 +14,6 @@ from ulysses.plan.step_cost import (
     Plan,
     Question,
     fits,
-    fits_host,
-    pinned_bytes,
     predict,
     states,
     step_seconds,
@@ -36,7 +34,7 @@ def candidates(question: Question, resident: bool) -> Iterator[Plan]:
         plan, most = Plan(question, (level,) * count, resident=resident), 0
         if "none" not in (offload, level):
             room = question.machine.host_budget - predict(plan).host
-            most = sum(x <= room for x in accumulate(pinned_bytes(plan)))
+            most = sum(x <= room for x in accumulate(plan.kept))
         least = most if offload == "checkpoints" else 0
         if faster and not least:
             for n in range(1, count):
@@ -80,7 +78,7 @@ def choose_memory(question: Question) -> Plan:
     plan = choose(question)
     if question.machine.is_gpu:
         p = predict(plan)
-        if not fits_host(plan):
+        if not p.fits_host:
             raise ConfigError(_host_refusal(plan))
         if p.gpu > question.machine.gpu_bytes:
             raise ConfigError(_gpu_refusal(plan))

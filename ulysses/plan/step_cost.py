@@ -19,12 +19,12 @@ Letters: S local tokens, D width, V vocabulary, W processes.
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import repeat
 from math import gcd
 from typing import NamedTuple
 
 from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
 from ulysses.memory.levels import LEVELS
-from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.parallel.layout import squares
 from ulysses.plan.hardware import Machine
 from ulysses.plan.layer_cost import LayerCost, Model, Setting, layer_costs
@@ -66,8 +66,7 @@ STEP_SECONDS = 0.007  # per micro-batch: metadata, the first gather, the last re
 # read and written per trained parameter: by norm and zero/update.py, 8 of them the float32 gradient's, and where a
 # micro-batch adds its gradient
 UPDATE_BYTES, ADDITION_BYTES = 34, 10
-ADAPTER_SECONDS = 6e-4  # of the many small kernels for a layer's adapters, forward and backward
-# more than that where experts have adapters and the layer is gathered, as measured on NF4 bases
+# of a layer that is gathered and whose experts have adapters, as measured on NF4 bases
 GATHERED_EXPERTS = 6e-3
 
 
@@ -211,7 +210,9 @@ class Prediction(NamedTuple):
     """Bytes of one rank.
 
     gpu: all that the GPU must hold. states, kept, working: parts of the allocator's peak; beside: what sampling or the
-    passes of frozen models take above these. host: the host's; moved: what the settings moved there.
+    passes of frozen models take above these. host: the host's; moved: what the settings moved there; fits_host: whether
+    the node has room for that. One of unknown memory has, and where nothing is moved, what seems free decides nothing:
+    some kernels report memory that grows on demand.
     """
 
     gpu: float
@@ -221,6 +222,7 @@ class Prediction(NamedTuple):
     beside: float
     host: float
     moved: float
+    fits_host: bool
 
     @property
     def allocated(self) -> float:
@@ -252,57 +254,39 @@ def predict(plan: Plan) -> Prediction:
         working = head + layer + of_graphs
     if plan.keeps_gradients:  # the head's comes first
         kept = max(kept + words * model.is_full, q.element_size * model.trained - of_graphs)
-    passes = [max(_moments(plan, m._replace(trained=0), ["block"])) for m in q.others]
+    passes = [max(_moments(plan, m._replace(trained=0), repeat("block"))) for m in q.others]
     sampled = [(model, q.rollout), *((m, q.samples) for m in (model, *q.others) if m.has_head)]
     passes += [_sampling_bytes(plan, m, rollout) for m, rollout in sampled if rollout]
-    beside = max(0, *passes, 0) - kept - working
-    allocated = on_gpu + kept + working + max(beside, 0)
+    beside = max([kept + working, *passes]) - kept - working
+    allocated = on_gpu + kept + working + beside
     # each of gloo's two threads copies the tensor that it gathers
     buffers = COMMUNICATOR_BYTES if q.machine.is_gpu else 2 * words
     gpu = allocated * SLACK + CONTEXT_BYTES + buffers * (W > 1)
-    moved = weights + trained - on_gpu + sum(pinned_bytes(plan)[:away])
+    moved = weights + trained - on_gpu + sum(each[:away])
     # a checkpoint passes through, one kind of the state at a time
     host = moved + 4 * model.trained / W + PROCESS_BYTES
-    return Prediction(gpu, on_gpu, kept, working, max(beside, 0), host, moved)
-
-
-def fits_host(plan: Plan) -> bool:
-    """Return whether the node has room for what is moved there; one of unknown memory has.
-
-    Where nothing is moved, what seems free decides nothing: some kernels report memory that grows on demand.
-    """
-    p, machine = predict(plan), plan.question.machine
-    return not (p.moved and machine.host_bytes) or p.host <= machine.host_budget
+    room = not moved or not q.machine.host_bytes or host <= q.machine.host_budget
+    return Prediction(gpu, on_gpu, kept, working, beside, host, moved, room)
 
 
 def fits(plan: Plan) -> bool:
     """Return whether the GPU, with a reserve, and the host have room."""
-    room = FILL * plan.question.machine.gpu_bytes
-    return predict(plan).gpu <= room and fits_host(plan)
-
-
-def pinned_bytes(plan: Plan) -> list[float]:
-    """Return the most host bytes that each layer's activations take: any tensor's last chunk may stay partly empty."""
-    chunks = {"keep_attention": 3}
-    return [x + CHUNK_BYTES * chunks.get(level, 1) for level, x in zip(plan.levels, plan.kept)]
+    p = predict(plan)
+    return p.gpu <= FILL * plan.question.machine.gpu_bytes and p.fits_host
 
 
 def _moments(plan: Plan, model: Model, levels: Iterable[str]) -> tuple[float, float]:
     """Return the bytes of the vocabulary's loss, and of the fullest layer's backward, of one of the models."""
-    q, size, S, W = (
-        plan.question,
-        plan.question.element_size,
-        plan.question.rows,
-        plan.question.machine.gpus,
-    )
-    layers, words, V = q.layers(model), model.vocabulary_parameters, model.shape.vocab_size
+    q, W, V = plan.question, plan.question.machine.gpus, model.shape.vocab_size
+    S, size, layers, tiles = q.rows, q.element_size, q.layers(model), 1
+    words = model.vocabulary_parameters
+    rows, trained = size * model.shape.hidden_size * S, words * model.is_full
     # two layers are gathered, and the vocabulary for its loss
     gathered = 2 * model.matrix_bytes(max(x.parameters for x in layers), size)
-    rows, tiles, vocabulary = size * model.shape.hidden_size * S, 1, size * words
+    head = 3 * rows
     if q.teacher and model is q.model:  # the teacher's rows and its whole matrix beside
-        tiles, vocabulary = LOSS_TILES, vocabulary + size * q.teacher.vocabulary_parameters
-        rows += size * q.teacher.shape.hidden_size * S / 3
-    head, trained = 3 * rows, words * model.is_full
+        tiles, words = LOSS_TILES, words + q.teacher.vocabulary_parameters
+        head += size * q.teacher.shape.hidden_size * S
     if model.has_head:
         # float32 tiles of logits and one in the weights' dtype; or float32 sums of the gradient, its cast, the buffer
         # it travels in and the float32 sum over the ranks
@@ -317,7 +301,7 @@ def _moments(plan: Plan, model: Model, levels: Iterable[str]) -> tuple[float, fl
     if W > 1 or q.offload_optimizer:
         layer += size * trained + rows * model.is_full
     shared = not plan.resident
-    return head + (gathered + vocabulary) * shared, layer + gathered * shared
+    return head + (gathered + size * words) * shared, layer + gathered * shared
 
 
 def _sampling_bytes(plan: Plan, model: Model, rollout: PlannedRollout) -> float:
@@ -377,8 +361,7 @@ def step_seconds(plan: Plan) -> float:
     seconds += rows * moved / rate
     # exchanges: forward, backward and again
     seconds += 3 * size * rows * sum(x.sent for x in layers) / (LINKS * machine.link(q.sp))
-    # many small kernels, and more of them where layers are gathered
-    seconds += ADAPTER_SECONDS * L * (not model.is_full)
+    # many small kernels where layers are gathered
     seconds += GATHERED_EXPERTS * L * (model.unmet > 0 and not plan.resident)
     # a shared prompt has launches of its own, and no graph spares the host those of passes
     launch = LAUNCH_RESIDENT if plan.resident else LAUNCH
@@ -393,11 +376,10 @@ def step_seconds(plan: Plan) -> float:
     copied += 2 * model.weight_bytes(size) / W * q.offload_parameters
     copied += 2 * sum(plan.kept[: plan.offloaded_layers])
     seconds = max(seconds + later * plan.graphs, traffic, copied / HOST_LINK, launches)
-    added, of_update = ADDITION_BYTES, UPDATE_BYTES
-    if plan.keeps_gradients:
-        added, of_update = 0, UPDATE_BYTES - 8 + 2 * size
+    added = ADDITION_BYTES * (not plan.keeps_gradients)
     seconds += STEP_SECONDS + added * model.trained / rate
-    update = of_update * model.trained / W / (HOST_LINK if q.offload_optimizer else rate)
+    update = (UPDATE_BYTES - 4 * plan.keeps_gradients) * model.trained / W
+    update /= HOST_LINK if q.offload_optimizer else rate
     if q.rollout:
         update += ANSWER_SECONDS * q.rollout.answers / q.rollout.steps
     return q.micro_batches * seconds + update
