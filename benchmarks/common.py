@@ -31,6 +31,7 @@ from ulysses.check.input_files import read_shape
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.gradients.policy import StepContext
+from ulysses.options import gradient_policies
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh, gather
@@ -39,7 +40,6 @@ from ulysses.plan.layer_cost import model_flops
 from ulysses.plan.planner import choose_memory
 from ulysses.plan.question import planner_question
 from ulysses.plan.step_cost import Plan, step_flops
-from ulysses.registry import gradient_policies
 from ulysses.run.build import layer_memory, trained_engine
 from ulysses.zero.engine import ZeroEngine
 

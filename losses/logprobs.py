@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import logprobs_triton
 from .precision import at_least_float32, has_wide_products, takes_tensors, wide_product
 from .token_nll import weighted_sum
 
@@ -349,8 +350,6 @@ def _in_one_pass(logits: Tensor) -> Any:
     """Return the kernel that reads a tile once, or None for logits that it does not take: float32 on a GPU."""
     if not logits.is_cuda or logits.dtype != torch.float32:
         return None
-    from . import logprobs_triton  # a run without a GPU imports no Triton
-
     return logprobs_triton.triton and logprobs_triton.log_softmax_at
 
 

@@ -21,6 +21,7 @@ from models.families import (
     Multipliers,
     RopeScaling,
 )
+from models.multimodal import around_text, outside, text_config
 
 # Fields that change what transformers' classes of these families compute, with the one value that is computed here.
 NEUTRAL: Fields = TABLES["neutral"]
@@ -123,8 +124,6 @@ class ModelConfig:
         """
         around = ""
         if str(raw.get("model_type")) in MULTIMODAL:
-            from models.multimodal import text_config
-
             raw, around = text_config(raw)
         model_type = str(raw.get("model_type"))
         if model_type not in FAMILIES:
@@ -286,16 +285,12 @@ class ModelConfig:
         written |= family.fixed
         if not self.around or reward:
             return written
-        from models.multimodal import around_text
-
         return around_text(written, self.around)
 
     def stored_name(self, name: str) -> str:
         """Return the name that a parameter has in the whole model, and its adapters in files."""
         if not self.around:
             return name
-        from models.multimodal import outside
-
         return outside(name)
 
     def describe_window(self) -> str:

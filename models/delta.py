@@ -28,7 +28,7 @@ from models.modules import (
     is_watched,
     some_columns,
 )
-from models.ops import delta_rule
+from models.ops import delta_kernels, delta_rule
 from models.ops.gated_mlp import ActivateNode
 from models.ops.norm import NormNode, NormRule
 from ulysses.memory.levels import Rope
@@ -156,8 +156,6 @@ class GatedDelta(nn.Module):
         """Return who runs rule and convolution of such rows: plain torch, or kernels on a GPU in half precision."""
         if not rows.is_cuda or rows.dtype.itemsize > 2 or self.kernel == "reference":
             return delta_rule
-        from models.ops import delta_kernels  # which needs optional packages
-
         return delta_kernels
 
     def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,11 +11,9 @@ from torch import Tensor
 from models.arch import ModelConfig
 from models.decoder import VALUE, init_parameter
 from models.folders import VOCABULARY
+from models.hf_format import Stored, WeightFiles
 from models.kinds import empty_model
 from ulysses.parallel.random_keys import keyed_generator
-
-if TYPE_CHECKING:
-    from models.hf_format import Stored
 
 
 class InitialWeights:
@@ -46,9 +43,7 @@ class InitialWeights:
         self.stored: Mapping[str, Stored] = {}
         self.paths: list[Path] = []
         if folder:
-            from models import hf_format
-
-            self.files = hf_format.WeightFiles(folder)
+            self.files = WeightFiles(folder)
             self.stored, self.paths = self.files.tensors, self.files.paths
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:

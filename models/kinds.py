@@ -4,14 +4,11 @@ A kind is imported when it is asked for.
 """
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 
 from models.arch import ModelConfig
-
-if TYPE_CHECKING:
-    from models.decoder import HeadedDecoder
+from models.decoder import CausalLM, HeadedDecoder
 
 
 def model_class(*, reward: bool = False, value: bool = False) -> "type[HeadedDecoder]":
@@ -20,8 +17,6 @@ def model_class(*, reward: bool = False, value: bool = False) -> "type[HeadedDec
         from models.scored import PolicyValue, RewardModel
 
         return RewardModel if reward else PolicyValue
-    from models.decoder import CausalLM
-
     return CausalLM
 
 

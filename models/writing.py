@@ -5,17 +5,15 @@ import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from models.arch import ModelConfig
 from models.folders import INDEX, WEIGHTS
+from models.hf_format import StoredTensor
+from models.multimodal import file_prefix, outside
 from ulysses.disk import write_json, write_tensors
-
-if TYPE_CHECKING:
-    from models.arch import ModelConfig
-    from models.hf_format import StoredTensor
 
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
@@ -95,8 +93,6 @@ def write_weights(
 
     others = ((name, stored.whole()) for name, stored in (carried or {}).items())
     if config and config.around and not reward:
-        from models.multimodal import file_prefix, outside
-
         prefix = file_prefix(config.around)
         tensors = ((outside(name, prefix), tensor) for name, tensor in tensors)
     if config and config.moe and not config.family.clamped_experts:

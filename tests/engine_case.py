@@ -25,9 +25,9 @@ from ulysses.config.schema import LoraSection
 from ulysses.data.serve.dataset import Example
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.memory.levels import LayerMemory
+from ulysses.options import STAGES, stage_of
 from ulysses.parallel.batch import Sequence, shared_prompts
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.registry import STAGES, load, stage_of
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import initialize_distributed
@@ -173,7 +173,7 @@ def dataset(
     stage: str, count: int = 11, seed: int = 0, labels: tuple[int, ...] = LABELS
 ) -> ListDataset:
     """Examples of the stage's type, the same on every rank."""
-    wanted = load(STAGES[stage]).dataset_type
+    wanted = STAGES[stage]().dataset_type
     if wanted == "unpaired":
         return unpaired(count, labels)
     if wanted in ("text", "sequence"):
@@ -222,7 +222,7 @@ class Case:
         return ragged(made) if self.ragged else made
 
     def model(self, mesh: Any, attention: str | None = None) -> nn.Module:
-        kind = RewardModel if load(STAGES[self.stage]).reward else CausalLM
+        kind = RewardModel if STAGES[self.stage]().reward else CausalLM
         how = {"memory": LayerMemory(self.recompute), "quantize": self.quantize}
         made = kind(self.shape, mesh, attention=attention or self.attention, **how)
         if self.lora_rank:

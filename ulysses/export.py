@@ -43,7 +43,7 @@ with explained_imports():
         whole_folder,
         write_json,
     )
-    from ulysses.registry import stage_of
+    from ulysses.options import stage_of
     from ulysses.run.export_model import CARD, export_model
     from ulysses.zero.saved_slices import SavedSlices
 

@@ -26,7 +26,7 @@ from ulysses.cli import run_as
 from ulysses.config.command_line import check, known_keys, put
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.section import ConfigError, Values, existing, flat, refuse
-from ulysses.registry import STAGES
+from ulysses.config.stage_sections import LEARNING_RATES
 
 # What the shell would not pass on as it stands: variables anywhere, the rest outside of quotes.
 NOT_PLAIN = r"""[$`]|^(?:[^'"]|'[^']*'|"[^"]*")*?(?:[;|&<>()]|\s#)"""
@@ -232,7 +232,9 @@ def _rule(name: str, value: object, places: tuple[str, ...], stage: str) -> tupl
 def _ours(value: object, rule: Values, stage: str) -> tuple[str, str, Values]:
     """Apply a rule of `ours`: return which table's the setting is after all, a comment, and our settings."""
     key, choices, keys = rule["key"], rule.get("values"), (f"{key}." for key in known_keys())
-    if not f"{key}.".startswith(tuple(keys)) or key.split(".")[0] in {*STAGES} - {stage}:
+    if not f"{key}.".startswith(tuple(keys)) or key.split(".")[0] in {*LEARNING_RATES} - {
+        stage
+    }:
         return "by_hand", "a run of this stage has no such setting; leave it out", {}
     note = rule.get("note", "") if value or choices else ""
     if rule.get("list"):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.families import Delta
 from models.ops import delta_rule as plain
+from models.ops import delta_triton
 from ulysses.parallel.waves import Recurrence, Wave
 
 
@@ -47,8 +48,6 @@ def convolve(
     x: Tensor, weight: Tensor, recurrence: Recurrence, widths: Sequence[int]
 ) -> tuple[Tensor, ...]:
     """Do models/ops/delta_rule.py's `convolve`."""
-    from models.ops import delta_triton  # CPU builds of torch come without it
-
     if weight.shape[1] != delta_triton.TAPS:
         return plain.convolve(x, weight, recurrence, widths)
     first, rows, kept = recurrence.with_copies(delta_triton.TAPS - 1)
@@ -58,8 +57,6 @@ def convolve(
 
 def mix_step(shape: Delta, *given: Tensor) -> Tensor:
     """Do models/ops/delta_rule.py's `mix_step`."""
-    from models.ops import delta_triton
-
     return delta_triton.step(shape, *given)
 
 

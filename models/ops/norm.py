@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
+from models.ops import passes_triton
 from ulysses.parallel.layout import Context
 
 
@@ -71,8 +72,6 @@ def triton_kernels(x: Tensor) -> ModuleType | None:
     """Return passes_triton.py if its kernels take the tensor, else None; a run without a GPU imports no Triton."""
     if not x.is_cuda:
         return None
-    from models.ops import passes_triton
-
     fits = (
         passes_triton.triton is not None
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)

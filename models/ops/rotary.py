@@ -21,6 +21,7 @@ from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.ops.linear import column_sums, products, products_backward
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
+from models.rope_scaling import scaled
 from ulysses.parallel.layout import Context, copy
 
 NO_NORM = NormRule(0.0)
@@ -49,8 +50,6 @@ def rope_parameters(
     periods = theta**exponents
     frequencies, factor = 1.0 / periods, 1.0
     if s is not None:
-        from models.rope_scaling import scaled
-
         frequencies, factor = scaled(periods, s, theta)
     return frequencies.to(device), factor
 

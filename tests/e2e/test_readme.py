@@ -19,7 +19,7 @@ from tests.model_folder import demo_model
 from ulysses.cli import HELP
 from ulysses.config.command_line import check, known_keys, parse_command_line
 from ulysses.gradients.chain import GRADIENT_POLICIES
-from ulysses.registry import STAGES
+from ulysses.options import STAGES
 from ulysses.train import main
 
 READMES = ("README.md", "README.zh-CN.md")

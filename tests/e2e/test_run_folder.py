@@ -67,11 +67,11 @@ FACTS = {
 @pytest.mark.parametrize("fact", FACTS)
 def test_what_differs_on_a_node_is_named(tmp_path, fact):
     def before(rank):
-        import ulysses.check.agreement as agreement
+        import ulysses.run.training_run as training_run
 
-        facts_of = agreement.facts_of
+        facts_of = training_run.facts_of
         other = {fact: "x"} if rank else {}
-        agreement.facts_of = lambda *read: facts_of(*read) | other
+        training_run.facts_of = lambda *read: facts_of(*read) | other
 
     outcome = ranks(arguments(tmp_path), 2, code=2, before=before)
     outcome.refused(

@@ -14,18 +14,19 @@ from importlib.util import find_spec, resolve_name
 import pytest
 
 from tests import ROOT
-from ulysses.registry import TRACKERS
+from ulysses.options import TRACKERS
 
 PACKAGES = ("losses", "models", "ulysses")
 FLOORS = {
     name: floor
     for floor, names in enumerate(
         """losses ulysses.parallel ulysses.disk ulysses.environment ulysses.imports ulysses.config ulysses.memory \
-            ulysses.gradients ulysses.registry
+            ulysses.gradients
         ulysses.data models
         ulysses.zero
         ulysses.stages ulysses.watch
-        ulysses.rl
+        ulysses.rl ulysses.run.trackers
+        ulysses.options
         ulysses.plan
         ulysses.check
         ulysses.run
@@ -239,9 +240,9 @@ def test_every_module_imports_alone_and_the_faces_stay_light():
     for large in ("peft", "bitsandbytes", "datasets", "deepspeed"):
         importlib.import_module(large)
     names = [n for n in map(module_name, sources()) if not n.endswith("__main__")]
-    for package, place in TRACKERS.items():
+    for package in TRACKERS:
         if find_spec(package) is None:  # the checks refuse a run that asks for it
-            names.remove(place.partition(":")[0])
+            names.remove(f"ulysses.run.trackers.{package}")
     with multiprocessing.get_context("fork").Pool(2, gc.disable, maxtasksperchild=1) as pool:
         pool.map(import_alone, names, chunksize=1)
     light = (

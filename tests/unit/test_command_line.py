@@ -16,7 +16,7 @@ from ulysses.config.command_line import known_keys, parse_command_line
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.schema import Config
 from ulysses.gradients import build_chain
-from ulysses.registry import STAGES
+from ulysses.options import STAGES
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.train import main
 

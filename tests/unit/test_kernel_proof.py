@@ -11,10 +11,10 @@ from tests.engine_case import HYBRID
 from ulysses.check import kernel_proof
 from ulysses.check.kernel_proof import check_kernel, choose_kernel, prove_once
 from ulysses.config.command_line import check
+from ulysses.options import stage_of
 from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.registry import stage_of
 
 CASE = torch.float32, 4, 2, 16, 64
 

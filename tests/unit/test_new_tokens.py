@@ -23,7 +23,7 @@ from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.config.section import ConfigError
 from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.disk import write_json
-from ulysses.registry import stage_of
+from ulysses.options import stage_of
 
 ROWS = {
     61: [3, 4, 9],

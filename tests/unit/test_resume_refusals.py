@@ -11,7 +11,7 @@ from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.data.cache import digest_of_value
 from ulysses.disk import digest_of, write_json
-from ulysses.registry import gradient_policies
+from ulysses.options import gradient_policies
 
 
 def config(output, changes=""):

@@ -15,9 +15,9 @@ from tests.stage_case import STAGE_CASES
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import StepLoader
+from ulysses.options import STAGES, stage_of
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.registry import STAGES, stage_of
 from ulysses.stages.kto import KtoStage
 from ulysses.stages.referenced import (
     mismatched_lengths,

@@ -9,11 +9,11 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from tests.own_tracker import Remembers
-from ulysses.check.preflight import make_checks
+from ulysses.check.preflight import check_settings
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.disk import DiskError
-from ulysses.registry import TRACKERS
+from ulysses.options import TRACKERS
 from ulysses.run.metrics import METRICS, MetricsLog, logged
 from ulysses.run.trackers import TrackedRun
 
@@ -71,7 +71,7 @@ def package(monkeypatch):
 
     def forget(name):
         """The next import of the tracker finds what then stands for its package."""
-        sys.modules.pop(TRACKERS[name].partition(":")[0], None)
+        sys.modules.pop(f"ulysses.run.trackers.{name}", None)
 
     yield stand_in
     for name in TRACKERS:
@@ -164,4 +164,4 @@ def test_a_tracker_whose_package_is_absent_is_refused_before_any_work(monkeypatc
     with pytest.raises(
         ConfigError, match="set but the package mlflow is not installed; pip inst"
     ):
-        make_checks("settings", config=config, world_size=1)
+        check_settings(config, 1)

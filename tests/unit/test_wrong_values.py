@@ -14,7 +14,7 @@ from models.writing import write_weights
 from tests import rows_of
 from tests.e2e.launch import tiny
 from tests.model_folder import demo_model, tiny_config, write_model
-from ulysses.check.preflight import make_checks, prepare
+from ulysses.check.preflight import check_settings, prepare
 from ulysses.config.command_line import check, known_keys, parse_command_line, put
 from ulysses.config.section import ConfigError
 from ulysses.disk import write_json
@@ -165,7 +165,7 @@ def test_every_number_is_bounded_or_refused_in_one_sentence(key):
         put(values, key, value)
         try:
             config = check(values)
-            make_checks("settings", config=config, world_size=1)
+            check_settings(config, 1)
         except ConfigError as error:
             assert key.split(".")[-1] in str(error), value
             assert max(map(len, str(error).splitlines())) < 700

@@ -1,10 +1,10 @@
-"""Settings of adapters and experts, once the model's shape is known: what is wrong with them, and default targets."""
+"""Settings of adapters, once the model's shape is known: what is wrong with them, and default targets."""
 
 from collections.abc import Iterator
 
 from models.arch import ModelConfig
 from models.kinds import empty_model
-from ulysses.config.schema import RULE_TARGETS, Config, LoraSection, ModelSection
+from ulysses.config.schema import RULE_TARGETS, Config, LoraSection
 
 
 def check_adapters(lora: LoraSection, shape: ModelConfig, config: Config) -> Iterator[str]:
@@ -74,15 +74,3 @@ def rule_targets(shape: ModelConfig) -> tuple[str, ...]:
     if shape.family.fused_projections:
         return RULE_TARGETS[4:]
     return *RULE_TARGETS[:4], RULE_TARGETS[-1]
-
-
-def check_routers(
-    model: ModelSection, shape: ModelConfig, routers: dict[str, float]
-) -> Iterator[str]:
-    """Yield which settings of experts have no effect; `routers` are those that somebody made."""
-    for key, value in routers.items():
-        if not shape.moe:
-            yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"
-        elif key != "freeze_router" and (model.freeze_router or model.lora.rank):
-            why = "model.freeze_router" if model.freeze_router else "model.lora.rank"
-            yield f"model.{key} is {value:g} but {why} is set, which trains no router; set it to 0"

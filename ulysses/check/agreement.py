@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from ulysses.check.preflight import RunInputs
+from ulysses.check.inputs import RunInputs
 from ulysses.config.section import ConfigError, flat
 from ulysses.data.read.tokenizer import tokenizer_digest
 from ulysses.disk import digest_of, sampled_digest

@@ -1,5 +1,6 @@
 """What a run reads besides the rows of its data: the model's shape and weights, and the tokenizer."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import chain, zip_longest
@@ -9,18 +10,21 @@ import numpy as np
 
 from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig
 from models.folders import folder_with, read_config, resolve_model
+from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
-from ulysses.config.schema import Config
+from models.published import architecture
+from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import missing_sources, parse_sources
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import check_fits
-from ulysses.registry import stage_of
+from ulysses.options import stage_of
 from ulysses.stages.base import Stage
 
+ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
 # A folder that holds none of these has no tokenizer, whatever else describes one.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
 
@@ -74,8 +78,6 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
             # random weights belong to nothing around them
             raw = (shape if model.init == "pretrained" else replace(shape, around="")).to_hf()
         elif model.arch:
-            from models.published import architecture
-
             raw = architecture(model.arch).to_hf()
         raw.pop("rope_parameters", None)  # model.config may have either style
         for name in model.config:  # which may say in other words what `raw` says
@@ -99,6 +101,16 @@ def check_model(config: Config, stage: Stage, shape: ModelConfig, folder: Path |
     if folder and config.model.init == "pretrained":
         with error_context("model.path"):
             check_weights(shape, folder, reward=stage.reward, quantize=config.model.quantize)
+
+
+def check_routers(model: ModelSection, shape: ModelConfig) -> Iterator[str]:
+    """Yield which settings of experts have no effect."""
+    for key, value in model.model_dump(include=ROUTERS, exclude_defaults=True).items():
+        if not shape.moe:
+            yield f"model.{key} is {value} but a {shape.model_type} model has no experts; remove it"
+        elif key != "freeze_router" and (model.freeze_router or model.lora.rank):
+            why = "model.freeze_router" if model.freeze_router else "model.lora.rank"
+            yield f"model.{key} is {value:g} but {why} is set, which trains no router; set it to 0"
 
 
 def fit_window(
@@ -133,8 +145,6 @@ def check_weights(
 
     Raises ValueError naming the first parameter that is missing or wrong.
     """
-    from models.hf_format import WeightFiles
-
     files = WeightFiles(folder)
     layers = {name.split(".")[2] for name in files.tensors if name.startswith("model.layers.")}
     if len(layers) != shape.num_hidden_layers:

@@ -12,6 +12,7 @@ from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, error_context
 from ulysses.config.stage_sections import is_function
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
+from ulysses.rl.rewards import load_function
 from ulysses.stages.base import AuxiliaryModel, Stage
 
 
@@ -75,8 +76,6 @@ def check_rewards(rewards: Iterable[str], strict: bool) -> list[object]:
     for reward in filter(is_function, rewards):
         with error_context(errors=errors):
             if strict:
-                from ulysses.rl.rewards import load_function
-
                 load_function(reward)
             elif "//" not in reward and find_spec(re.split("[.:]", reward)[0]) is None:
                 raise ConfigError(

@@ -1,122 +1,60 @@
-"""The table of a run's checks: when each is made, what it reads and what it finds. `prepare` makes the first ones.
+"""What is checked before a run takes memory, from the first check to the last, and what the checks find.
 
-    settings     each process by itself, before any file is opened
-    files        each process by itself: all that is wrong or absent is told at once
-    all files    each process by itself, if nothing was absent
-    data         after the data are tokenised and open
-    resuming     before a checkpoint is continued
-    processes    after the processes have met
-    folder       after they agree; nothing is written there yet but who holds it
-    plan         after the run is planned, before it takes memory
+`prepare` makes the checks of one process by itself. Those that come later are called where they fall due:
+
+    data         check_examples, once the data are open (run/build.py)
+    resuming     changes, before a checkpoint is continued
+    processes    agree, once the processes have met
+    folder       hold_output, after they agree; nothing is written there yet but who holds it
+    plan         check_kernel and choose_memory, before the run takes memory (run/training_run.py)
 
 Each error is one sentence: what was given, what is required and what to change.
 """
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from pathlib import Path
 
-from models.arch import ModelConfig
-from models.initial_weights import InitialWeights
+from ulysses.check.input_files import (
+    check_model,
+    check_routers,
+    check_sources,
+    fit_window,
+    initial_weights,
+    read_shape,
+    read_tokenizer,
+)
+from ulysses.check.inputs import RunInputs
+from ulysses.check.kernel_proof import choose_kernel
+from ulysses.check.resuming import check_same_run
+from ulysses.check.run_folder import check_disk, check_folders, resume_point
+from ulysses.check.setting_checks import (
+    check_packages,
+    check_processes,
+    check_tables,
+    contradictions,
+)
 from ulysses.config.schema import Config
-from ulysses.config.section import Values, error_context, refuse
-from ulysses.data.read.chat import ChatTemplate
+from ulysses.config.section import error_context, refuse
 from ulysses.data.read.sources import parse_sources, repeated_data
-from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.data.serve.steps import StepLoader
-from ulysses.parallel.kernels.choice import KernelChoice
-from ulysses.registry import load, stage_of
-from ulysses.stages.base import Stage
+from ulysses.options import check_parts, stage_of
+from ulysses.plan.question import published_shape
 
-ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
 LEAST_KNOWN = 0.9
 
-# When a check is made, where it is, what it reads and what it finds. It is a function of this room, or of another one
-# that is named, and is imported when it is made. Its arguments are what it reads. One with "?" may be unknown; without
-# any other the check is left out, because that it is absent or wrong has been told. A check that finds nothing returns
-# the sentences or errors about what is wrong.
-TABLE = """
-settings   setting_checks:check_processes      config world_size
-settings   setting_checks:contradictions       config
-settings   setting_checks:check_packages       config
-settings   setting_checks:check_tables         config
-files      input_files:check_sources           config
-files      plan.question:published_shape       config absent                                   shape
-files      input_files:read_shape              config strict                                   shape folder
-files      input_files:check_model             config stage shape folder?
-files      input_files:fit_window              config shape                                    shape
-files      adapter_settings:check_routers      model shape routers
-files      adapter_settings:check_adapters     adapters shape config
-files      adapter_settings:choose_targets     config adapters shape                           config
-files      input_files:read_tokenizer          config stage shape folder?  shape tokenizer place template
-files      other_models:read_others            config models strict others
-files      kernel_proof:choose_kernel          config stage shape strict                       attention kernel
-files      other_models:check_rewards          rewards strict
-files      run_folder:resume_point             run                                             resume_from
-files      resuming:check_same_run             config shape resume_from
-all files  other_models:check_vocabularies     stage shape tokenizer models others
-all files  input_files:initial_weights         config stage shape tokenizer template? folder? place?  shape weights
-all files  run_folder:check_folders            config folder? place? weights others
-all files  run_folder:check_disk               config shape resume_from?                       disk_warning
-data       input_files:check_examples          config train held_out?
-resuming   resuming:changes                    config resume_from digests                      changes
-processes  agreement:facts_of                  inputs digests verify                           facts
-processes  agreement:agree                     facts
-folder     run_folder:hold_output              config resources                                run_id left_by
-plan       kernel_proof:check_kernel           config stage shape attention device mesh
-plan       plan.planner:choose_memory          question                                          memory
-plan       plan.planner:check_host             config memory
-"""
 
-
-@dataclass
-class RunInputs:
-    """What a run starts from, as the checks found it; after a dry run with findings some of it is None."""
-
-    config: Config
-    stage: Stage
-    shape: ModelConfig
-    folder: Path | None  # of the model; None for a shape given by name or keys
-    tokenizer: PreTrainedTokenizerFast
-    place: Path  # the folder, or the tokenizer.json, that the tokenizer was read from
-    template: ChatTemplate | None  # None for plain text
-    weights: InitialWeights
-    # of the stage's other models, by the settings that name them
-    others: dict[str, InitialWeights]
-    attention: str  # what the layers are told of the kernel
-    kernel: KernelChoice
-    resume_from: Path | None
-    disk_warning: str
-
-
-def make_checks(moment: str, findings: list[str] | None = None, **known: object) -> Values:
-    """Make a moment's checks in their order, and return `known` with what they found.
-
-    Args:
-        findings: as in `prepare`.
-        known: what the checks read, by name.
-
-    Raises ConfigError for all that is wrong.
-    """
+def check_settings(
+    config: Config, world_size: int = 0, findings: list[str] | None = None
+) -> None:
+    """Refuse settings by themselves, before any file is opened; the arguments are those of `prepare`."""
     errors: list[object] = []
-    for line in TABLE.strip().splitlines():
-        when, check, reads, *finds = re.split(" {2,}", line)
-        given = {name: known.get(name.rstrip("?")) for name in reads.split()}
-        lacks = [name for name, value in given.items() if value is None and name[-1] != "?"]
-        if when != moment or lacks:
-            continue
-        room = "ulysses" if "." in check else "ulysses.check"
-        with error_context(errors=errors):
-            found = load(f"{room}.{check}")(*given.values())
-            if not finds:
-                errors += found or ()
-                continue
-            names = finds[0].split()
-            known |= zip(names, found if len(names) > 1 else [found])
+    errors += check_processes(config, world_size)
+    errors += contradictions(config)
+    errors += check_packages(config)
+    with error_context(errors=errors):
+        check_tables(config)
     refuse(errors, findings)
-    return known
 
 
 def prepare(
@@ -124,7 +62,8 @@ def prepare(
 ) -> RunInputs:
     """Check a configuration against the machine and the files, and read what they say about the model.
 
-    Nothing is written, and no data are opened. With `run.deterministic`, torch's switches are set here.
+    Nothing is written, and no data are opened. With `run.deterministic`, torch's switches are set here. What a check
+    could not read stays None, and the checks that need it are left out: that it is absent or wrong has been told.
 
     Args:
         world_size: number of processes; 0 asks the launcher.
@@ -133,25 +72,86 @@ def prepare(
 
     Raises ConfigError: all errors about settings or, if there are none, about what they name.
     """
-    known = make_checks("settings", findings, config=config, world_size=world_size)
-    stage, model = stage_of(config), config.model
-    known |= {
-        "stage": stage,
-        "strict": findings is None,
-        # a dry run that continues no checkpoint says itself that the folder is taken
-        "run": config.run if findings is None or config.run.resume != "never" else None,
-        "absent": model.path if model.path and not Path(model.path).is_dir() else None,
-        "model": model,
-        "routers": model.model_dump(include=ROUTERS, exclude_defaults=True) or None,
-        "adapters": model.lora if model.lora.rank else None,
-        "models": [other for other in stage.requirements.models if other.path] or None,
-        "rewards": config.ppo.reward or None,
-        "others": {},
-    }
-    for moment in ("files", "all files"):
-        if not findings:
-            known = make_checks(moment, findings, **known)
-    return RunInputs(**{field.name: known.get(field.name) for field in fields(RunInputs)})
+    check_settings(config, world_size, findings)
+    stage, model, strict = stage_of(config), config.model, findings is None
+    others = [other for other in stage.requirements.models if other.path]
+    shape = folder = tokenizer = place = template = weights = kernel = resume_from = None
+    attention, other_weights, disk_warning = model.attention, {}, ""
+    errors: list[object] = []
+
+    # ---------------------------------------------------------------- files, each of which may be absent
+    with error_context(errors=errors):
+        check_sources(config)
+    if model.path and not Path(model.path).is_dir():
+        with error_context(errors=errors):
+            shape = published_shape(config, model.path)
+    with error_context(errors=errors):
+        shape, folder = read_shape(config, strict)
+    if shape:
+        if absent := [*check_parts(config, shape)]:
+            refuse(errors + absent)
+        with error_context(errors=errors):
+            check_model(config, stage, shape, folder)
+        with error_context(errors=errors):
+            shape = fit_window(config, shape)
+        errors += check_routers(model, shape)
+        if model.lora.rank:
+            from ulysses.check.adapter_settings import check_adapters, choose_targets
+
+            errors += check_adapters(model.lora, shape, config)
+            config = choose_targets(config, model.lora, shape)
+        with error_context(errors=errors):
+            shape, tokenizer, place, template = read_tokenizer(config, stage, shape, folder)
+        with error_context(errors=errors):
+            attention, kernel = choose_kernel(config, stage, shape, strict)
+    if others:
+        from ulysses.check.other_models import read_others
+
+        errors += read_others(config, others, strict, other_weights)
+    if config.ppo.reward:
+        from ulysses.check.other_models import check_rewards
+
+        errors += check_rewards(config.ppo.reward, strict)
+    # a dry run that continues no checkpoint says itself that the folder is taken
+    if strict or config.run.resume != "never":
+        with error_context(errors=errors):
+            resume_from = resume_point(config.run)
+    if shape and resume_from:
+        with error_context(errors=errors):
+            check_same_run(config, shape, resume_from)
+    refuse(errors, findings)
+
+    # ---------------------------------------------------------------- all of them, if nothing was absent
+    if not findings:
+        if others:
+            from ulysses.check.other_models import check_vocabularies
+
+            errors += check_vocabularies(stage, shape, tokenizer, others, other_weights)
+        with error_context(errors=errors):
+            shape, weights = initial_weights(
+                config, stage, shape, tokenizer, template, folder, place
+            )
+        if weights:
+            with error_context(errors=errors):
+                check_folders(config, folder, place, weights, other_weights)
+        with error_context(errors=errors):
+            disk_warning = check_disk(config, shape, resume_from)
+        refuse(errors, findings)
+    return RunInputs(
+        config=config,
+        stage=stage,
+        shape=shape,
+        folder=folder,
+        tokenizer=tokenizer,
+        place=place,
+        template=template,
+        weights=weights,
+        others=other_weights,
+        attention=attention,
+        kernel=kernel,
+        resume_from=resume_from,
+        disk_warning=disk_warning,
+    )
 
 
 def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:

@@ -6,7 +6,7 @@ from models.arch import ModelConfig
 from ulysses.check.run_folder import HELD_OUT, read_run_state
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, error_context, flat
-from ulysses.registry import gradient_policies
+from ulysses.options import gradient_policies
 
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")

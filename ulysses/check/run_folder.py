@@ -21,7 +21,7 @@ import torch.distributed as dist
 from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from ulysses import environment
-from ulysses.check.preflight import RunInputs
+from ulysses.check.inputs import RunInputs
 from ulysses.config.schema import Config, RunSection
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.config.stage_sections import is_function

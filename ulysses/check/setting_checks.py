@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from operator import attrgetter
+from pkgutil import resolve_name
 
 import torch
 
 from ulysses import environment
 from ulysses.config.schema import Config
 from ulysses.config.section import CREDENTIALS, visible
+from ulysses.options import STAGES, TRACKERS, check_parts, gradient_policies, stage_of
 from ulysses.parallel.mesh import divisors
-from ulysses.registry import STAGES, TRACKERS, gradient_policies, load, stage_of
 from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -52,9 +53,10 @@ def check_packages(config: Config) -> Iterator[str]:
             yield (
                 f"{key} is set but the package {package} is not installed; pip install {package}"
             )
+    yield from check_parts(config)
     for name in sorted({*config.run.trackers} - {*TRACKERS}):
         try:
-            load(name)
+            resolve_name(name)
         except (Exception, SystemExit) as error:  # the module is the user's code
             yield (
                 f"run.trackers has {name!r}, which cannot be imported ({visible(str(error))}); name "

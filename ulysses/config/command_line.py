@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from ulysses.config.explanations import sentences
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError, Values, absolute, existing, refuse
 
@@ -60,8 +61,6 @@ def check(values: dict[str, object], table: type[Table] = Config) -> Table:
         try:
             return table.model_validate(values)
         except ValidationError as error:
-            from ulysses.config.explanations import sentences
-
             errors = sentences(error, known_keys(table))
     except RecursionError:
         errors = ["the settings are nested too deeply; write tables of one or two levels"]

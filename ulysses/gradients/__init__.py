@@ -9,14 +9,10 @@ if not context.skip: ...                      # step with lr * context.lr_scale
 policy.py has the policies of every run; chain.py names all of them, and their files.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from ulysses.gradients.chain import GradientPolicyChain, build_chain
 from ulysses.gradients.gradients import Gradients, GradientSlice
 from ulysses.gradients.policy import ClipGlobalNorm, GradientPolicy, StepContext
-
-if TYPE_CHECKING:
-    from ulysses.gradients.torch_gradients import TorchGradients
+from ulysses.gradients.torch_gradients import TorchGradients
 
 __all__ = [
     "ClipGlobalNorm",
@@ -28,12 +24,3 @@ __all__ = [
     "TorchGradients",
     "build_chain",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import what only users of the library need when it is asked for."""
-    if name == "TorchGradients":
-        from ulysses.gradients.torch_gradients import TorchGradients
-
-        return TorchGradients
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

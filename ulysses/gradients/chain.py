@@ -5,13 +5,19 @@
 The chain acts once per optimizer step on the accumulated, averaged gradient, just before the optimizer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
 
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext, StopOnNonFinite
+from ulysses.gradients.policy import (
+    ClipGlobalNorm,
+    GradientPolicy,
+    Report,
+    StepContext,
+    StopOnNonFinite,
+)
 
 
 class GradientPolicyChain:
@@ -58,17 +64,29 @@ class GradientPolicyChain:
             policy.load_state_dict(entry)
 
 
-# What a configuration names, and where it is: a file of this folder, which is imported then.
-GRADIENT_POLICIES = {
-    "stop_on_non_finite": "policy:StopOnNonFinite",
-    "clip_global_norm": "policy:ClipGlobalNorm",
-    "skip_non_finite": "skipping:SkipNonFinite",
-    "skip_spike": "skipping:SkipSpike",
-    "gradient_noise": "ulysses_pro:GradientNoise",
-    "gradient_centralization": "ulysses_pro:GradientCentralization",
-    "scale_small_gradients": "ulysses_pro:ScaleSmallGradients",
-    "boost_learning_rate": "ulysses_pro:BoostLearningRate",
-    "ulysses_pro": "ulysses_pro:UlyssesPro",
+def _skipping() -> ModuleType:
+    import ulysses.gradients.skipping as skipping
+
+    return skipping
+
+
+def _pro() -> ModuleType:
+    import ulysses.gradients.ulysses_pro as ulysses_pro
+
+    return ulysses_pro
+
+
+# What a configuration names. Only the first two are part of every run; the others' files are imported when asked for.
+GRADIENT_POLICIES: dict[str, Callable[[], type[GradientPolicy]]] = {
+    "stop_on_non_finite": lambda: StopOnNonFinite,
+    "clip_global_norm": lambda: ClipGlobalNorm,
+    "skip_non_finite": lambda: _skipping().SkipNonFinite,
+    "skip_spike": lambda: _skipping().SkipSpike,
+    "gradient_noise": lambda: _pro().GradientNoise,
+    "gradient_centralization": lambda: _pro().GradientCentralization,
+    "scale_small_gradients": lambda: _pro().ScaleSmallGradients,
+    "boost_learning_rate": lambda: _pro().BoostLearningRate,
+    "ulysses_pro": lambda: _pro().UlyssesPro,
 }
 PRESETS = {"default": "clip_global_norm", "ulysses-pro": "ulysses_pro"}
 GONE = "auto_clip", "zclip"
@@ -104,7 +122,7 @@ def _build_policy(index: int, table: Mapping[str, Any]) -> GradientPolicy:
             raise ValueError(
                 f"policy is {name!r} but must be one of {', '.join(GRADIENT_POLICIES)}{hint}"
             )
-        kind = resolve_name(f"ulysses.gradients.{GRADIENT_POLICIES[name]}")
+        kind = GRADIENT_POLICIES[name]()
         known = [f.name for f in fields(kind) if f.init]
         for key in settings.keys() - known:
             raise ValueError(
@@ -113,3 +131,7 @@ def _build_policy(index: int, table: Mapping[str, Any]) -> GradientPolicy:
         return kind(**settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"gradients.policies[{index}]: {error}") from None
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"gradients: {name} needs {error.name}, which is not part of this installation"
+        ) from None

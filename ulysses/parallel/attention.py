@@ -20,6 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .dense import attend_dense
+from .exchange import (
+    exchange_out_backward,
+    exchange_out_forward,
+    exchange_qkv_backward,
+    exchange_qkv_forward,
+)
 from .kernels.choice import KERNELS, VARLEN, Kernel, check_name, resolve_kernel
 from .kernels.document import ONE_DOCUMENT, SHORT, Gradients, Inputs, Results, join
 from .layout import (
@@ -119,8 +126,6 @@ class UlyssesAttention(nn.Module):
             return _Attend.apply(query, key, value, sink, attention, plan)
 
         if is_dense:
-            from .dense import attend_dense  # which no model here needs
-
             return attend_dense(attend, self.mesh, query, key, value, causal)
         if plan is None:
             plan = self._make_plan(cu_seqlens, query)
@@ -146,30 +151,22 @@ class UlyssesAttention(nn.Module):
         """Send q [S, H, E], k and v [S, K, E] to the ranks that attend with them (exchange.py); records no graph."""
         if plan.mesh.sequence_parallel_size == 1:
             return heads
-        from .exchange import exchange_qkv_forward
-
         return exchange_qkv_forward(heads, plan)
 
     def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
             return grads
-        from .exchange import exchange_qkv_backward
-
         return exchange_qkv_backward(grads, plan, self.num_heads, self.num_kv_heads)
 
     def to_tokens(self, output: Tensor, plan: AttentionPlan) -> Tensor:
         """Bring outputs back to their tokens' ranks, as collectively as q, k and v."""
         if plan.mesh.sequence_parallel_size == 1:
             return output
-        from .exchange import exchange_out_forward
-
         return exchange_out_forward(output, plan)
 
     def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
         if plan.mesh.sequence_parallel_size == 1:
             return grad
-        from .exchange import exchange_out_backward
-
         return exchange_out_backward(grad, plan)
 
     def attend_forward(

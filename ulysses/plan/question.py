@@ -14,13 +14,13 @@ from models.published import recognised
 from ulysses.config.schema import Config
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
+from ulysses.options import stage_of
 from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors
 from ulysses.plan.hardware import Machine
 from ulysses.plan.layer_cost import Model, plain_model
 from ulysses.plan.planner import PlannedStep, choose, cut_steps
 from ulysses.plan.step_cost import Question, fits, step_seconds
-from ulysses.registry import stage_of
 from ulysses.stages.base import AuxiliaryModel, PlannedRollout
 
 MOMENT_BYTES = {"32bit": 8.0, "8bit": 2 * (1 + 4 / 256)}  # and absmax of every block

@@ -28,7 +28,6 @@ from ulysses.memory.levels import LEVELS
 from ulysses.parallel.layout import squares
 from ulysses.plan.hardware import Machine
 from ulysses.plan.layer_cost import LayerCost, Model, Setting, layer_costs
-from ulysses.rl.sampler import sampling_bytes
 from ulysses.stages.base import PlannedRollout
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
@@ -306,6 +305,8 @@ def _moments(plan: Plan, model: Model, levels: Iterable[str]) -> tuple[float, fl
 
 def _sampling_bytes(plan: Plan, model: Model, rollout: PlannedRollout) -> float:
     """Return the bytes of one of the models, gathered, and of what a sampler takes; nothing if servers answer."""
+    from ulysses.rl.sampler import sampling_bytes
+
     size, answers = plan.question.element_size, rollout.batch >> plan.question.halvings
     weights = size * model.parameters * (rollout.merged and model is plan.question.model)
     weights += model.weight_bytes(size) * (not plan.resident)

@@ -23,8 +23,9 @@ from ulysses.config.stage_sections import PpoSection, is_function
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
-from ulysses.registry import SAMPLERS, load
 from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.engine_sampler import EngineSampler
+from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
 from ulysses.rl.sampler import Completion, SamplingOptions
@@ -184,7 +185,7 @@ class PpoStage(ReferencedStage):
             engine=run.engine,
             mesh=run.mesh,
             config=ppo,
-            sampler=load(SAMPLERS["servers" if ppo.sampler else "engine"]).of(
+            sampler=(OutsideSampler if ppo.sampler else EngineSampler).of(
                 run, self.config, options
             ),
             tokens_per_microbatch=memory.tokens_per_microbatch,

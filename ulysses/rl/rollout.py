@@ -176,7 +176,7 @@ def answer_metrics(answers: list[Completion]) -> dict[str, Tensor]:
 
 
 class AnswerSampler(Protocol):
-    """What decodes answers: ulysses/registry.py names them."""
+    """What decodes answers: ulysses/rl/ppo.py chooses one."""
 
     def synchronise(self, rollout: int = 0) -> None: ...
 

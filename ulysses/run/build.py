@@ -9,7 +9,8 @@ from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from models.kinds import model_class
 from models.layers import DecoderLayer
-from ulysses.check.preflight import RunInputs, make_checks
+from ulysses.check.input_files import check_examples
+from ulysses.check.inputs import RunInputs
 from ulysses.config.schema import Config
 from ulysses.config.section import Values, error_context
 from ulysses.data.read.sources import parse_sources
@@ -18,10 +19,10 @@ from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.data.serve.tokenise import open_dataset
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.offload import Offloader
+from ulysses.options import stage_of
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.layer_cost import Setting, layer_costs
 from ulysses.plan.step_cost import Plan
-from ulysses.registry import stage_of
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
@@ -53,7 +54,8 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
         held_out = opened(data.train, held_out=True)
     elif data.eval:
         held_out = opened(data.eval)
-    make_checks("data", config=config, train=train, held_out=held_out)
+    with error_context():
+        check_examples(config, train, held_out)
     return train, held_out
 
 

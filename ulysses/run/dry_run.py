@@ -5,7 +5,8 @@ A dry run needs no weights, no data and no GPU: it reports what is absent as fin
 
 import torch
 
-from ulysses.check.preflight import RunInputs, prepare, remarks
+from ulysses.check.inputs import RunInputs
+from ulysses.check.preflight import prepare, remarks
 from ulysses.check.run_folder import resume_point
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError

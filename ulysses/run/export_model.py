@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from torch import Tensor
 from models.arch import ModelConfig
 from models.families import Fields
 from models.folders import CONFIG, folder_with, resolve_model
+from models.hf_format import WeightFiles
 from models.kinds import empty_model
 from models.modules import Exact
 from models.writing import (
@@ -35,16 +35,13 @@ from models.writing import (
     copy_side_files,
     write_weights,
 )
-from ulysses.check.preflight import RunInputs
+from ulysses.check.inputs import RunInputs
 from ulysses.config.schema import Config
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import SPECIAL_NAMES
 from ulysses.disk import whole_folder, write_json
-from ulysses.registry import stage_of
+from ulysses.options import stage_of
 from ulysses.run.metrics import METRICS, logged
-
-if TYPE_CHECKING:
-    from models.hf_format import WeightFiles
 
 CARD = "README.md"
 
@@ -121,13 +118,6 @@ def _edited(path: Path) -> Iterator[Fields]:
 # ---------------------------------------------------------------- weights
 
 
-def stored_weights(folder: Path) -> "WeightFiles":
-    """Return the WeightFiles of a folder, which a run that began at random does not need."""
-    from models import hf_format
-
-    return hf_format.WeightFiles(folder)
-
-
 def export_model(
     read: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]],
     out: Path,
@@ -163,10 +153,10 @@ def export_model(
     has_others = shape.around or shape.delta  # tensors of vision, or of MTP
     if has_others and source.init == "pretrained" and whole and not stage.reward:
         folder = resolve_model(str(source.path), source.revision)
-        carried = stored_weights(folder).carried
+        carried = WeightFiles(folder).carried
     known = source.init == "pretrained" and Path(str(source.path)).is_dir()
     if known and dtype < source.dtype and not lora.rank:
-        files = stored_weights(Path(str(source.path)))
+        files = WeightFiles(Path(str(source.path)))
         base = files.tensors
 
     exact = set()

@@ -4,11 +4,12 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from pkgutil import resolve_name
 
 from ulysses.config.section import CREDENTIALS, ConfigError, visible
 from ulysses.disk import DiskError, replace_file, writing
+from ulysses.options import TRACKERS, enter
 from ulysses.progress import progress
-from ulysses.registry import TRACKERS, load
 from ulysses.run.trackers import TrackedRun, Tracker, Values
 
 SHOWN = {  # by the progress bar, of those that a stage has
@@ -53,7 +54,7 @@ class MetricsLog:
     """Show a progress bar, and give the metrics to the trackers of a run. Rank 0 only.
 
     Args:
-        names: of trackers, as in ulysses/registry.py or places of one's own; metrics.jsonl is always written.
+        names: of trackers, as in ulysses/options.py or places of one's own; metrics.jsonl is always written.
 
     Attributes:
         failure: the first file that could not be written; the loop stops once it has tried to save a checkpoint.
@@ -66,7 +67,7 @@ class MetricsLog:
         self.trackers: dict[str, Tracker] = {}
         for name in dict.fromkeys((METRICS, *names)):
             try:
-                tracker = MetricsFile() if name == METRICS else load(TRACKERS.get(name, name))()
+                tracker = self._made(name)
                 tracker.start(run)
             except DiskError:
                 raise
@@ -77,6 +78,14 @@ class MetricsLog:
                 ) from None
             self.trackers[name] = tracker
         self.bar = progress(total=total_steps, initial=run.step, unit="steps", seconds=math.inf)
+
+    @staticmethod
+    def _made(name: str) -> Tracker:
+        """Make a tracker: the engine's own, one by its name, or the user's class at module:Class."""
+        if name == METRICS:
+            return MetricsFile()
+        kind = enter(TRACKERS, name, "run.trackers") if name in TRACKERS else resolve_name(name)
+        return kind()
 
     def report(self, step: int, values: dict[str, float], due: bool) -> None:
         """Move the progress bar to `step`, and log the values if that is due or if there was an evaluation.

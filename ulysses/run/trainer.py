@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,15 +26,13 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.random_keys import seed_of
 from ulysses.plan.hardware import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
+from ulysses.run.host_time import HostTime
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate
 from ulysses.stages.base import Metrics, MetricSums, Stage, StepBatches, Term
 from ulysses.watch.failure import grace_note
 from ulysses.watch.watch import Watch
-
-if TYPE_CHECKING:
-    from ulysses.run.host_time import HostTime
-    from ulysses.run.routers import Routers
+from ulysses.zero.saved_slices import load_state
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,20 +74,14 @@ class Trainer:
         self._next: StepBatches | None = None  # of the coming step, if they are read already
         config = self.stage.config
         # of a model with experts, which take part in every step
-        self.routers: Routers | None = None
+        self.routers = None
         if self.engine.module.config.moe:
-            from ulysses.run import routers
+            from ulysses.run.routers import Routers
 
-            self.routers = routers.Routers(
-                self.engine, config.model.router_aux_loss_coefficient
-            )
+            self.routers = Routers(self.engine, config.model.router_aux_loss_coefficient)
         self.host: HostTime | None = None  # of a GPU, which may wait for it
         if self.engine.device.type == "cuda":
-            from ulysses.run import host_time
-
-            self.host = host_time.HostTime(
-                config.batch.tokens_per_microbatch, self.mesh.world_size
-            )
+            self.host = HostTime(config.batch.tokens_per_microbatch, self.mesh.world_size)
 
     # ---------------------------------------------------------------- the loop
 
@@ -306,8 +297,6 @@ class Trainer:
 
     def resume(self, checkpoint: Path) -> None:
         """Restore weights, optimizer, gradient policies, stage and position from a checkpoint."""
-        from ulysses.zero.saved_slices import load_state
-
         state = read_run_state(checkpoint)
         check_share(checkpoint, state["files"])
         self.step, self.best = state["step"], state["best"]

@@ -16,20 +16,24 @@ from torch import Tensor
 
 from models.decoder import VALUE
 from ulysses import environment
-from ulysses.check.preflight import make_checks, prepare, remarks
-from ulysses.check.run_folder import digests_of_inputs, restarts
+from ulysses.check.agreement import agree, facts_of
+from ulysses.check.kernel_proof import check_kernel
+from ulysses.check.preflight import prepare, remarks
+from ulysses.check.resuming import changes
+from ulysses.check.run_folder import digests_of_inputs, hold_output, restarts
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
+from ulysses.config.section import error_context
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import replace_file
+from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.hardware import GIB, slow_products, this_machine
 from ulysses.plan.layer_cost import model_flops
-from ulysses.plan.planner import memory_line, micro_batch_line
+from ulysses.plan.planner import check_host, choose_memory, memory_line, micro_batch_line
 from ulysses.plan.question import run_question
 from ulysses.plan.step_cost import predict
-from ulysses.registry import gradient_policies
 from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
 from ulysses.run.checkpoint import clear_run_folder
 from ulysses.run.export_model import export_model, save_tokenizer
@@ -82,8 +86,9 @@ class TrainingRun:
             self.say("reading the data ...")
             self.train_data, self.eval_data = data = open_data(inputs)
             self.digests = digests_of_inputs(inputs, *data)
-            known = make_checks("resuming", **vars(inputs), digests=self.digests)
-            self.changes: list[str] = known.get("changes", [])
+            self.changes: list[str] = []  # since the checkpoint that the run continues
+            if inputs.resume_from:
+                self.changes = changes(inputs.config, inputs.resume_from, self.digests)
             self.watch.pause()  # a host program may look at the data, and never enter
         except BaseException:
             self.watch.stop()
@@ -111,14 +116,12 @@ class TrainingRun:
         """Refuse processes that differ, and take the run folder."""
         inputs, output = self.inputs, self.config.output
         if dist.get_world_size() > 1:
-            verify = self.verify_weights
-            make_checks("processes", inputs=inputs, digests=self.digests, verify=verify)
-        held = make_checks("folder", config=self.config, resources=self.resources)
-        self.run_id = held["run_id"]
-        if held["left_by"]:
-            self.say(
-                f"{output} was left by {held['left_by']}, which has ended, and is taken over"
-            )
+            with error_context():
+                agree(facts_of(inputs, self.digests, self.verify_weights))
+        with error_context():
+            self.run_id, left_by = hold_output(self.config, self.resources)
+        if left_by:
+            self.say(f"{output} was left by {left_by}, which has ended, and is taken over")
         if restarts(self.config.run):
             self.say("torchrun may restart this run, so run.resume is auto")
 
@@ -133,10 +136,11 @@ class TrainingRun:
         heads = question.common_heads
         self.mesh = ParallelMesh(question.sp, num_heads=heads, windows=shape.windows)
         self.watch.phase("kernels")
-        found = make_checks(
-            "plan", **vars(inputs), device=self.device, mesh=self.mesh, question=question
-        )
-        self.memory = memory = found["memory"]
+        with error_context():
+            given = config, inputs.stage, shape, inputs.attention, self.device, self.mesh
+            check_kernel(*given)
+            self.memory = memory = choose_memory(question)
+            check_host(config, memory)
         self.say(f"attention kernel: {inputs.kernel.name} ({inputs.kernel.reason})")
         if self.device.type == "cpu" and (slow := slow_products(config.model.dtype)):
             self.say(slow)

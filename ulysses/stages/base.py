@@ -1,7 +1,7 @@
 """What a stage is: everything that one training algorithm decides, and nothing about the loop.
 
 A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
-ulysses/config/stage_sections.py. The rest asks ulysses/registry.py and never compares `config.stage` with a name.
+ulysses/config/stage_sections.py. The rest asks ulysses/options.py and never compares `config.stage` with a name.
 
 before the run     check, check_tokenizer, requirements, exported_config
 construction       build, arguments, extend_data, loader, total_steps

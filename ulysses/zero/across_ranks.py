@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from ulysses import environment
 from ulysses.parallel.mesh import gather
+from ulysses.zero import gpu_kernels
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.update import ParameterSlice
 
@@ -50,8 +51,6 @@ class AveragedReduction(GradientReduction):
         self._make_groups(ranks_of_a_node())
         self._kernel: Any = None  # which also adds to the sum
         if self._slices[0].home.master.is_cuda:
-            from ulysses.zero import gpu_kernels
-
             if gpu_kernels.AVAILABLE:
                 self._kernel = gpu_kernels.average
         self._waiting: list[tuple[ParameterSlice, Tensor]] = []

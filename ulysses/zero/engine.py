@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ulysses.gradients.gradients import Gradients
+from ulysses.zero.across_ranks import AveragedReduction
 from ulysses.zero.construct import streaming_memory
 from ulysses.zero.partition import MakeOptimizer, parameter_slices, shard_of, sub_groups
 from ulysses.zero.reduce import GradientReduction
@@ -108,8 +109,6 @@ class TrainedEngine(ZeroEngine):
         if dist.get_world_size() == 1:
             self.reduction = GradientReduction(*given, **options)
         else:
-            from ulysses.zero.across_ranks import AveragedReduction
-
             self.reduction = AveragedReduction(*given, between=reduce_between, **options)
 
     def backward(self, loss: Tensor, *, alone: bool = False) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ulysses.zero import gpu_kernels
 from ulysses.zero.update import ParameterGroup, ParameterSlice, SubGroup
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -71,8 +72,6 @@ def sub_groups(
 
                 kind = EightBitSubGroup
             elif master.is_cuda and weights[0].is_cuda:
-                from ulysses.zero import gpu_kernels
-
                 if gpu_kernels.one_pass_does(made):
                     kind = gpu_kernels.OnePassSubGroup
             lengths = [shard_of(p).length for p in few]

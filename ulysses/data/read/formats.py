@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from ulysses.data import BadRowError, DataError, DropRowError
+from ulysses.data.read.columns import PROMPTS, continued, parse_answer
 from ulysses.data.read.messages import (
     PAIR_KEYS,
     Message,
@@ -27,6 +28,7 @@ from ulysses.data.read.messages import (
     type_name,
     weights_of,
 )
+from ulysses.data.read.preferences import compared, inner_prompt
 from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source
 
 Event = tuple[str, str, str]  # what is counted: dropped or notes, what it is, and file and row
@@ -211,8 +213,6 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
             )
         for answer in answers:
             _check_answer(answer, kind)
-        from ulysses.data.read.preferences import compared
-
         return [replace(record, **changes) for changes in compared(row, kind, answers)]
     if kind in ("pair", "ranked"):
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
@@ -253,8 +253,6 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     if row_format == "messages":
         prompt = parse_messages(_required(row, "messages")[0], row)
     else:
-        from ulysses.data.read.columns import PROMPTS
-
         prompt = PROMPTS[row_format](row)
     if row.get("system") and role_of(prompt, 0) != "system":
         prompt.insert(0, Message("system", string(row["system"], "system")))
@@ -267,8 +265,6 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     may_hold_prompt = len(values) > 1 or not asks
     answers: list[Messages] = []
     if values:
-        from ulysses.data.read.columns import parse_answer
-
         answers = [parse_answer(key, value, may_hold_prompt) for key, value in values]
     # messages beside a pair may be its prompt, or its prompt and the chosen answer
     if len(answers) > 1 and ends_with_answer and prompt[-1:] == answers[0][-1:]:
@@ -283,14 +279,10 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     first_roles = {role_of(answer, 0) for answer in answers}
     holds_prompt = may_hold_prompt or any(prompt[-1] in answer for answer in answers)
     if holds_prompt and answers and not first_roles & {"", "assistant"}:
-        from ulysses.data.read.preferences import inner_prompt
-
         return inner_prompt(prompt, [key for key, _ in values], answers)
     if not prompt:
         raise _without(row, PROMPT_KEYS)
     if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
-        from ulysses.data.read.columns import continued
-
         return continued(prompt, answers, kind)
     return prompt, answers
 

@@ -28,6 +28,7 @@ from pydantic.dataclasses import dataclass
 from ulysses.config.section import Values
 from ulysses.data import BadRowError, DataError
 from ulysses.data.cache import content_digest, digest_of_value
+from ulysses.data.read.library import files_by_split, hub_commit, opened, written_rows
 from ulysses.data.read.messages import unique_keys
 from ulysses.environment import rank
 
@@ -145,8 +146,6 @@ def pinned(source: Source) -> Source:
 
     Raises DataError: the hub does not answer or has no such dataset, and there is no copy of it in the hub's cache.
     """
-    from ulysses.data.read.library import hub_commit
-
     if not rank():
         print(f"asking the Hugging Face hub for the dataset {source.path}", flush=True)
     with _explained(source, source.place):
@@ -204,8 +203,6 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
     if source.is_saved or path.is_file():
         own = files
     else:
-        from ulysses.data.read.library import files_by_split
-
         own = _chosen(source, files_by_split(path, files))
     return own, sorted({*found} - {*own})
 
@@ -361,8 +358,6 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
-    from ulysses.data.read.library import opened, written_rows
-
     rows = opened(path, source.subset, source.split, source.revision)
     yield from written_rows(_chosen(source, rows) if isinstance(rows, dict) else rows)
 

@@ -58,6 +58,7 @@ from ulysses.data.read.tokenizer import (
     tokenizer_digest,
 )
 from ulysses.data.serve.dataset import DIGESTS, TokenizedDataset
+from ulysses.data.serve.documents import cut_documents, document_part
 from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.progress import progress
@@ -163,8 +164,6 @@ class Tokenising:
         names = ", ".join(source.path for source in self.sources)
         chunks = self._encoded(report)
         if self.template is None:
-            from ulysses.data.serve.documents import cut_documents
-
             parts = chain.from_iterable(chunks)
             chunks = cut_documents(parts, self.encoder, self.settings.max_length)
         _write_columns(folder, chunks, report)
@@ -207,8 +206,6 @@ class Tokenising:
                         with use(row.where):
                             rendered.append((row, record, self._render(record)))
         if self.template is None:
-            from ulysses.data.serve.documents import document_part
-
             parts = [document_part(row, each.text, self.encoder) for row, each, _ in rendered]
             return parts, self.events
         encode = partial(self.encoder.encode_batch, as_whole=self.kind == "sequence")

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Segments
+from . import varlen
 from .document import DOCUMENT_KERNELS, Gradients, Inputs, Results, run_backward, run_forward
 
 VARLEN = ("flash4", "torch")  # on a GPU; the others take document by document
@@ -94,9 +95,7 @@ def why_missing(name: str, device: torch.device) -> str | None:
         return f"{name} does not run on compute capability {major}"
     if name == "cudnn":
         return None if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
-    from .varlen import flash4
-
-    module = flash4()
+    module = varlen.flash4()
     return f"flash4 cannot be imported ({module})" if isinstance(module, str) else None
 
 
@@ -132,8 +131,6 @@ def _why_unfit(
 
 def _forward(name: str, inputs: Inputs, segments: Segments) -> Results:
     if inputs.q.is_cuda and name in VARLEN:
-        from . import varlen
-
         return varlen.forward(name, inputs, segments)
     return run_forward(DOCUMENT_KERNELS[name], inputs, segments)
 
@@ -143,8 +140,6 @@ def _backward(
 ) -> Gradients:
     given = dout, inputs, out, lse, segments
     if dout.is_cuda and name in VARLEN:
-        from . import varlen
-
         return varlen.backward(name, *given)
     return run_backward(DOCUMENT_KERNELS[name], *given)
 

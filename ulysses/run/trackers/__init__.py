@@ -1,6 +1,6 @@
 """What a tracker is: a service or a file that is given the metrics of a run. Every tracker is one file in this folder.
 
-`run.trackers` names them, as ulysses/registry.py does or as module:Class of one's own. They live on rank 0 alone. A
+`run.trackers` names them, as ulysses/options.py does or as module:Class of one's own. They live on rank 0 alone. A
 tracker raises DiskError for a file that cannot be written: the run then ends after a checkpoint. Any other error takes
 the tracker out of the run, which goes on.
 """

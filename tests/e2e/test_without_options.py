@@ -1,0 +1,124 @@
+"""The files of options, which CONTRIBUTING lists, can be deleted: what is left trains, and says what it lacks.
+
+A file that the list names wrongly, or an import past an option's door, fails here.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.e2e.launch import EXPERTS, environment, metrics, tiny
+from tests.harness import free_port
+
+# Start train.py of a copied tree, in which an editable installation must not find what was deleted.
+START = """
+import runpy, sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+sys.path.insert(0, {tree!r})
+runpy.run_path({tree!r} + "/train.py", run_name="__main__")
+"""
+
+
+def listed() -> dict[str, tuple[list[str], list[str]]]:
+    """Read CONTRIBUTING's list: of each option its files and the options without which it is of no use."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    block = re.search(r"## Options\n.*?```\n(.*?)```", text, re.S)[1]
+    found = {}
+    for line in block.splitlines():
+        name, files, needs = re.fullmatch(
+            r"([\w -]+\w) {2,}(.*?)(?: {2,}needs (.*))?", line
+        ).groups()
+        found[name] = files.split(), (needs or "").split(", ") if needs else []
+    return found
+
+
+OPTIONS = listed()
+# What asks for an option, and the file that its sentence names.
+REFUSED = {
+    "--stage dpo": "ulysses.stages.dpo",
+    "--model.lora.rank 4": "models.lora",
+    "--optimizer.moments 8bit": "ulysses.zero.eight_bit",
+    "--gradients.preset ulysses-pro": "ulysses.gradients.ulysses_pro",
+    '--run.trackers ["tensorboard"]': "ulysses.run.trackers.tensorboard",
+    EXPERTS: "models.moe",
+}
+
+
+def without(names: list[str], folder: Path) -> Path:
+    """Copy the product into a folder, and delete the files of options and of the options that need them."""
+    tree = folder / "tree"
+    for name in ("losses", "models", "ulysses"):
+        shutil.copytree(
+            ROOT / name,
+            tree / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    shutil.copy(ROOT / "train.py", tree)
+    gone = {*names}
+    while more := {name for name, (_, needs) in OPTIONS.items() if gone & {*needs}} - gone:
+        gone |= more
+    for name in gone:
+        for file in OPTIONS[name][0]:
+            path = tree / file
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (tree / "start.py").write_text(START.format(tree=str(tree)))
+    return tree
+
+
+def start(
+    tree: Path, arguments: list[str], processes: int = 1
+) -> subprocess.CompletedProcess[str]:
+    launcher = [
+        *("-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
+        f"--master_port={free_port()}",
+    ]
+    line = [sys.executable, *(launcher if processes > 1 else []), tree / "start.py", *arguments]
+    return subprocess.run(
+        line,
+        cwd=ROOT,
+        env=environment() | {"PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def trained(tree: Path, arguments: list[str], processes: int = 1) -> list[float]:
+    """Train, and return the losses of the steps."""
+    done = start(tree, arguments, processes)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    output = Path(arguments[arguments.index("--run.output") + 1])
+    assert (output / "export/config.json").exists()
+    return [row["loss"] for row in metrics(output)]
+
+
+def test_the_core_trains_and_exports_with_all_options_deleted(tmp_path: Path) -> None:
+    tree = without([*OPTIONS], tmp_path)
+    given = "--run.steps 2 --run.log_every 1 --optimizer.warmup 1 --run.trackers [] --parallel.sequence_parallel_size"
+    alone = trained(tree, tiny("sft", tmp_path / "alone", f"{given} 1"))
+    split = trained(tree, tiny("sft", tmp_path / "split", f"{given} 2"), 2)
+    assert alone == pytest.approx(split, rel=1e-5) and len(alone) == 2
+    assert alone == trained(
+        without([], tmp_path / "all"), tiny("sft", tmp_path / "whole", f"{given} 1")
+    )
+    again = f"{given} 1 --model.path {tmp_path / 'alone/export'} --model.init pretrained"
+    trained(tree, tiny("sft", tmp_path / "again", again))
+    for typed, lacking in REFUSED.items():
+        refused = start(tree, tiny("sft", tmp_path / "refused", f"{given} 1 {typed}"))
+        [sentence] = re.findall("error: .*", refused.stderr)
+        assert refused.returncode == 2, refused.stderr
+        assert re.search(f"needs {lacking}, which is not part of this installation", sentence)
+        assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_can_be_deleted_alone(name: str, tmp_path: Path) -> None:
+    tree = without([name], tmp_path)
+    given = "--run.steps 1 --optimizer.warmup 1 --run.trackers [] --parallel.sequence_parallel_size 1"
+    trained(tree, tiny("sft", tmp_path / "run", given))

@@ -1,0 +1,145 @@
+"""The doors of the engine's options: the one import by which each is entered, under the name that a setting gives it.
+
+An option's files can be deleted (CONTRIBUTING lists them). What is deleted is refused by its name before any work.
+"""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from models.arch import ModelConfig
+from ulysses.config.schema import Config, GradientsSection
+from ulysses.config.section import ConfigError
+from ulysses.gradients.chain import GradientPolicyChain, build_chain
+from ulysses.run.trackers import Tracker
+from ulysses.stages.base import Stage
+from ulysses.stages.sft import SftStage
+
+
+def _pt() -> type[Stage]:
+    from ulysses.stages.pt import PtStage
+
+    return PtStage
+
+
+def _distill() -> type[Stage]:
+    from ulysses.stages.distill import DistillStage
+
+    return DistillStage
+
+
+def _rm() -> type[Stage]:
+    from ulysses.stages.rm import RmStage
+
+    return RmStage
+
+
+def _dpo() -> type[Stage]:
+    from ulysses.stages.dpo import DpoStage
+
+    return DpoStage
+
+
+def _kto() -> type[Stage]:
+    from ulysses.stages.kto import KtoStage
+
+    return KtoStage
+
+
+def _ppo() -> type[Stage]:
+    from ulysses.rl.ppo import PpoStage
+
+    return PpoStage
+
+
+STAGES: dict[str, Callable[[], type[Stage]]] = {
+    "pt": _pt,
+    "sft": lambda: SftStage,
+    "distill": _distill,
+    "rm": _rm,
+    "dpo": _dpo,
+    "kto": _kto,
+    "ppo": _ppo,
+}
+
+
+def _tensorboard() -> type[Tracker]:
+    from ulysses.run.trackers.tensorboard import TensorBoard
+
+    return TensorBoard
+
+
+def _wandb() -> type[Tracker]:
+    from ulysses.run.trackers.wandb import Wandb
+
+    return Wandb
+
+
+def _mlflow() -> type[Tracker]:
+    from ulysses.run.trackers.mlflow import Mlflow
+
+    return Mlflow
+
+
+def _trackio() -> type[Tracker]:
+    from ulysses.run.trackers.trackio import Trackio
+
+    return Trackio
+
+
+def _swanlab() -> type[Tracker]:
+    from ulysses.run.trackers.swanlab import Swanlab
+
+    return Swanlab
+
+
+# run.trackers; the package that each needs has its name
+TRACKERS: dict[str, Callable[[], type[Tracker]]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
+    "swanlab": _swanlab,
+}
+
+
+def enter(doors: dict[str, Callable[[], Any]], name: str, setting: str) -> Any:
+    """Open a door; ConfigError, one sentence, if its files have been taken away."""
+    try:
+        return doors[name]()
+    except ModuleNotFoundError as error:
+        raise ConfigError(_absent(f'{setting} "{name}"', error.name)) from None
+
+
+def _absent(what: str, module: str | None) -> str:
+    return f"{what} needs {module}, which is not part of this installation; install the whole engine"
+
+
+def check_parts(config: Config, shape: ModelConfig | None = None) -> Iterator[str]:
+    """Yield what settings, or the layers of a model, ask for that is not part of this installation."""
+    model = config.model
+    for what, asked, module in (
+        ("model.lora.rank", model.lora.rank, "models.lora"),
+        ("model.quantize", model.quantize != "none", "models.quantized"),
+        ("optimizer.moments", config.optimizer.moments == "8bit", "ulysses.zero.eight_bit"),
+        ("run.samples", config.run.samples, "ulysses.run.samples"),
+        *(
+            (f'run.trackers "{name}"', True, f"ulysses.run.trackers.{name}")
+            for name in config.run.trackers
+            if name in TRACKERS
+        ),
+        ("a model with experts", shape and shape.moe, "models.moe"),
+        ("a model with linear attention", shape and shape.delta, "models.delta"),
+    ):
+        if asked and find_spec(module) is None:
+            yield _absent(what, module)
+
+
+def stage_of(config: Config) -> Stage:
+    """Return the stage of a configuration, which is not yet built around an engine."""
+    return enter(STAGES, config.stage, "stage")(config)
+
+
+def gradient_policies(settings: GradientsSection) -> GradientPolicyChain:
+    """Build the chain of gradient policies; ValueError names the table and the key that cannot be honoured."""
+    return build_chain(settings.policies or settings.preset, settings.max_norm)
