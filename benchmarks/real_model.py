@@ -14,6 +14,7 @@ greedily, and right if their last number is. Settings of train.py may follow, fo
 import json
 import random
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,7 +77,7 @@ class Study:
     def train(self, name: str, gpus: int, **settings: Any) -> Path:
         """Run train.py with one process per GPU, all of one sequence-parallel group; return the run's folder."""
         own = {
-            "model.path": self.o.model, "run.output": self.out / name, "run.overwrite": True, "run.save_last": False,
+            "model.path": self.o.model, "run.output": self.out / name, "run.save_last": False,
             "parallel.sequence_parallel_size": gpus, "data.cache": self.out / "cache",
         }  # fmt: skip
         words = [
@@ -87,6 +88,7 @@ class Study:
                 value if isinstance(value, str) else json.dumps(value, default=str).strip('"'),
             )
         ]
+        shutil.rmtree(self.out / name, ignore_errors=True)  # of an earlier study
         with open(self.out / f"{name}.log", "w") as log:
             line = [*torchrun(gpus), "-m", "ulysses.train", *words, *self.more]
             subprocess.run(line, stdout=log, stderr=subprocess.STDOUT, check=True, cwd=ROOT)

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,7 +114,10 @@ def main() -> int:
     first = "--model.init=pretrained", f"--model.path={sft / 'export'}"
     for stage, run, more in (("sft", sft, ()), ("dpo", dpo, first)):
         config = f"configs/demo/{stage}.toml"
-        launch(arguments.ranks, config, f"--run.output={run}", sp, "--run.overwrite", *more)
+        if (ROOT / run / "config.json").exists():  # of an earlier demo: a run deletes nothing
+            shutil.rmtree(ROOT / run)
+        often = "--run.log_every=5"
+        launch(arguments.ranks, config, f"--run.output={run}", sp, often, *more)
     picture = Path(arguments.output) / "demo.png"
     plot(ROOT / sft, ROOT / dpo, ROOT / picture)
     report(ROOT / sft, ROOT / dpo)

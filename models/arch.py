@@ -3,7 +3,6 @@
 The decoder reads ModelConfig, its family's row (families.py) and the kinds of its layers, and knows no family by name.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import cycle, islice
@@ -132,13 +131,7 @@ class ModelConfig:
                 "here; use a model of these families"
             )
         family = FAMILIES[model_type]
-        for name, (wanted, example) in KINDS.items():
-            given: Any = raw.get(name)
-            several = name == "eos_token_id" and isinstance(given, list)
-            if {*map(type, given if several else [given])} - {type(example), type(None)}:
-                raise ValueError(
-                    f"config.json has {name} = {given!r:.60} but it must be {wanted}; correct the file or setting"
-                )
+        check_kinds(raw)
         if quantised := raw.get("quantization_config"):
             method = quantised.get("quant_method")
             is_nf4 = method == "bitsandbytes" and quantised.get("bnb_4bit_quant_type") == "nf4"
@@ -162,7 +155,15 @@ class ModelConfig:
         if "type" in scaling:  # the older name, also beside a newer table
             scaling = {"rope_type": scaling["type"], **scaling}
         table = {**table, **scaling} or family.rope_scaling
+        kind = table.get("rope_type", table.get("type"))
+        if (scaling or "factor" in table) and not isinstance(kind, str):
+            raise ValueError(
+                f"config.json has rotary scaling {table!r:.60} without a rope_type; name it, or remove the scaling"
+            )
+        check_kinds(table)
         named = {family.aliases.get(k, k): v for k, v in raw.items()}
+        if "rope_local_base_freq" not in family.defaults:  # nor has the class
+            named.pop("rope_local_base_freq", None)
         stated = {**family.defaults, **named, **table}
         if (theta := raw.get("rope_theta")) not in (None, stated["rope_theta"]):
             raise ValueError(
@@ -171,7 +172,8 @@ class ModelConfig:
             )
         fixed = {**NEUTRAL, "hidden_act": family.activation, **family.fixed}
         for name, value in fixed.items():
-            if name not in family.defaults and stated.get(name) not in (None, value):
+            is_neutral = name in NEUTRAL and name in family.defaults  # the family computes it
+            if not is_neutral and stated.get(name) not in (None, value):
                 raise ValueError(
                     f"config.json has {name} = {stated[name]!r:.60}, which these models do not compute; use a model "
                     "without it"
@@ -287,11 +289,19 @@ class ModelConfig:
             return written
         return around_text(written, self.around)
 
-    def stored_name(self, name: str) -> str:
-        """Return the name that a parameter has in the whole model, and its adapters in files."""
-        if not self.around:
-            return name
-        return outside(name)
+    def adapted_class(self, auto: str) -> str:
+        """Return the class that transformers' AutoModelFor... makes of the model's folder; adapters are for it.
+
+        auto: CausalLM or SequenceClassification.
+        """
+        if self.around:
+            return MULTIMODAL[self.model_type.removesuffix("_text")][auto]
+        return str(self.to_hf(reward=auto != "CausalLM")["architectures"][0])
+
+    def adapted_name(self, name: str, auto: str) -> str:
+        """Return the name that a parameter has in that class."""
+        is_text = not self.around or self.adapted_class(auto).endswith("ForCausalLM")
+        return name if is_text else outside(name)
 
     def describe_window(self) -> str:
         """Return a line about the longest sequence that the positions were made for."""
@@ -310,6 +320,18 @@ _INNER = (
 
 
 # ---------------------------------------------------------------- fields of config.json
+
+
+def check_kinds(given: Fields) -> None:
+    """Raise ValueError for a field of KINDS that holds something of another kind."""
+    for name, (wanted, example) in KINDS.items():
+        value: Any = given.get(name)
+        several = name in ("eos_token_id", "mlp_only_layers") and isinstance(value, list)
+        kinds = {int} if several else {type(example), type(None)}
+        if {*map(type, value if several else [value])} - kinds:
+            raise ValueError(
+                f"config.json has {name} = {value!r:.60} but it must be {wanted}; correct the file or setting"
+            )
 
 
 def read_experts(known: Fields, family: Family) -> Experts:
@@ -341,8 +363,8 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
         return given[:count]
 
     period = family.mixers
-    if "full_attention_interval" in family.defaults:
-        interval = number(known, "full_attention_interval", int)
+    for name in {"full_attention_interval", "sliding_window_pattern"} & family.defaults.keys():
+        interval = number(known, name, int)
         period = (*period[:1] * (interval - 1), period[-1])
     mixers = of_layers("layer_types", str, [*islice(cycle(period), count)])
     rotated = [1] * count
@@ -377,13 +399,11 @@ def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
 def number(known: Fields, name: str, kind: type[T]) -> T:
     """Return a positive number; ValueError names the field that holds none."""
     value: Any = known.get(name)
-    most = MOST.get(name, 1 << 31 if kind is int else math.inf)
+    most = MOST.get(name, 1 << 31 if kind is int else 1e38)
     if type(value) not in (int, float) or not 0 < value < most or kind(value) != value:
-        wanted = f"a {'whole ' * (kind is int)}number above 0"
-        if most < math.inf:
-            wanted += f" and below {most:,}"
         raise ValueError(
-            f"config.json has {name} = {value!r} but it must be {wanted}; correct the file or the setting"
+            f"config.json has {name} = {value!r:.60} but it must be a {'whole ' * (kind is int)}number above 0 and "
+            f"below {most:,.15g}; correct the file or the setting"
         )
     return kind(value)
 

@@ -84,6 +84,11 @@ class BlockTensor(NamedTuple):
                 codes = blocks[number, :, first:last].to(device)
                 powers = (scales[number, :, first:last].to(device).float() - 127).exp2()
                 columns = pairs[codes.int()].flatten(2) * powers.to(self.dtype)[..., None]
+                if not columns.isfinite().all():
+                    raise FloatingPointError(
+                        f"{self.scales.name} in {self.scales.file.absolute()} holds scales that make infinite weights; "
+                        "download it again"
+                    )
                 before = place - first * 32 * outputs
                 found.append(columns.flatten(1).t().flatten()[before : before + count])
                 start += count
@@ -91,22 +96,37 @@ class BlockTensor(NamedTuple):
 
 
 def join_blocks(found: dict[str, Any]) -> None:
-    """Make one tensor of the blocks and the scales of matrices in MXFP4, under the name of the matrices."""
+    """Make one tensor of the blocks and the scales of matrices in MXFP4, under the name of the matrices.
+
+    Raises ValueError for blocks or scales of other shapes than these have.
+    """
     for name in [name for name in found if name.endswith(BLOCKS)]:
         stem = name.removesuffix(BLOCKS)
         if stem + SCALES in found:
-            found[stem] = BlockTensor(found.pop(name), found.pop(stem + SCALES))
+            blocks, scales = found.pop(name), found.pop(stem + SCALES)
+            kinds = {blocks.dtype, scales.dtype}
+            if (len(scales.shape), *scales.shape, 16, kinds) != (
+                3,
+                *blocks.shape,
+                {torch.uint8},
+            ):
+                raise ValueError(
+                    f"{blocks.file.absolute()} holds {name} of shape {[*blocks.shape]} with scales of shape "
+                    f"{[*scales.shape]}, but MXFP4 has bytes: blocks [experts, outputs, groups, 16] and scales "
+                    "[experts, outputs, groups]; download it again"
+                )
+            found[stem] = BlockTensor(blocks, scales)
 
 
 # What files hold in place of a parameter with all experts' matrices: a matrix of each expert, or two.
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.(\w+)\.weight")
 
 
 def join_experts(found: dict[str, Any]) -> None:
     """Make one tensor of the matrices of a layer's experts, where files hold them one by one and all of them.
 
-    Raises ValueError if they are quantised, each with scales of its own.
+    Raises ValueError if an expert before the last one is missing, or they are quantised, each with scales of its own.
     """
     each: dict[str, dict[tuple[int, str], str]] = {}
     for name in found:
@@ -114,18 +134,23 @@ def join_experts(found: dict[str, Any]) -> None:
             stem, number, matrix = match.groups()
             each.setdefault(stem, {})[int(number), matrix] = name
     for stem, names in each.items():
-        count = 1 + max(number for number, _ in names)
+        numbers = {number for number, _ in names}
+        count = len(numbers)
+        if count <= max(numbers):
+            raise ValueError(
+                f"the files hold {stem}.{max(numbers)} but only {count} of these experts, which are numbered from 0; "
+                "download them again"
+            )
         for joined, matrices in EXPERT_PARTS.items():
             wanted = [names.get((i, matrix), "") for i in range(count) for matrix in matrices]
-            shapes = {found[name].shape if name else None for name in wanted}
-            if len(shapes) == 1 and None not in shapes:
+            sides, *others = {found[name].shape if name else torch.Size() for name in wanted}
+            if len(sides) == 2 and not others:
                 if any(found[name].state for name in wanted):
                     raise ValueError(
                         f"{found[wanted[0]].file.absolute()} holds {wanted[0]} quantised apart from other experts'; "
                         "use the model that they were made from, with model.quantize"
                     )
-                rows, width = found[wanted[0]].shape
-                shape = torch.Size([count, rows * len(matrices), width])
+                shape = torch.Size([count, sides[0] * len(matrices), sides[1]])
                 parts = [found.pop(name) for name in wanted]
                 found[f"{stem}.{joined}"] = JoinedTensor(parts, shape)
 

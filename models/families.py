@@ -82,6 +82,7 @@ class Family:
 TABLES: Fields = json.loads(Path(__file__).with_name("families.json").read_text())
 FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in TABLES["families"].items()}
 # Multimodal models by model_type; that of the text model is the same with "_text". class_name: transformers' class.
+# CausalLM, SequenceClassification: the classes that transformers' AutoModelFor... make of the folder.
 # prefix: what files have before the text model's names, if they are not those of modules.
 MULTIMODAL: Mapping[str, dict[str, str]] = TABLES["multimodal"]
 

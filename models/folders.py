@@ -38,11 +38,17 @@ def resolve_model(
     if folder.is_dir():
         return folder
     from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     unreached: Exception | None = None
     try:
         # asked first, because the download waits for an answer without end; the cache may have what is not reached
         HfApi().model_info(path_or_id, revision=revision or "main", timeout=HUB_SECONDS)
+    except HFValidationError:
+        raise FileNotFoundError(
+            f"{key} is {path_or_id!r}: there is no folder {folder.absolute()}, and no id of the hub is like that; "
+            "correct the path"
+        ) from None
     except Exception as error:
         unreached = error
     try:
@@ -78,7 +84,7 @@ def read_config(folder: Path, **rope: object) -> ModelConfig:
     for name, token in ids:
         if not 0 <= token < shape.vocab_size:
             raise ValueError(
-                f"config.json has {name} {token} but vocab_size {shape.vocab_size}; correct one of them"
+                f"config.json has {name} {token!r:.60} but vocab_size {shape.vocab_size}; correct one of them"
             )
     return shape
 
@@ -126,6 +132,19 @@ def read_adapter_config(folder: Path) -> Fields:
     return raw
 
 
+def name_of_base(folder: Path) -> tuple[str, str | None]:
+    """Return the folder or hub id of an adapter's base, and its revision."""
+    raw = read_adapter_config(folder)
+    base = raw.get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"base_model_name_or_path in {(folder / ADAPTER_CONFIG).absolute()} is missing; write the base model's "
+            "folder or hub id there"
+        )
+    beside = folder / Path(expanduser(base))
+    return str(beside.absolute()) if beside.is_dir() else base, raw.get("revision")
+
+
 def base_folder(
     folder: Path, *, need_weights: bool = True, above: tuple[Path, ...] = ()
 ) -> Path:
@@ -133,14 +152,9 @@ def base_folder(
 
     `above` are the adapters that lie on this one, of which its base can be none.
     """
-    raw = read_adapter_config(folder)
-    base = raw.get("base_model_name_or_path")
+    base, revision = name_of_base(folder)
     key = f"base_model_name_or_path in {(folder / ADAPTER_CONFIG).absolute()}"
-    if not base:
-        raise ValueError(f"{key} is missing; write the base model's folder or hub id there")
-    beside = folder / Path(expanduser(base))
-    base = str(beside) if beside.is_dir() else base
-    found = resolve_model(base, raw.get("revision"), need_weights=need_weights, key=key)
+    found = resolve_model(base, revision, need_weights=need_weights, key=key)
     above = (*above, folder.resolve())
     if found.resolve() in above:
         raise ValueError(f"{key} is {base}, an adapter of itself; write the base model's there")

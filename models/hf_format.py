@@ -6,8 +6,9 @@ Reading touches only the bytes asked for. models/writing.py writes new ones.
 import json
 import math
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +25,7 @@ from models.folders import (
     read_adapter_config,
     read_json,
 )
-from models.multimodal import inside, split_text
+from models.multimodal import CARRIED, inside
 
 if TYPE_CHECKING:
     from models.expert_files import BlockTensor, JoinedTensor
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
 )
+NF4_PARTS = "", ".absmax", ".nested_quant_map", ".nested_absmax"
 STAGED = 32 << 20  # elements that are on their way to a GPU together
 
 
@@ -52,9 +54,8 @@ class StoredTensor(NamedTuple):
         """Return a quantised matrix as models/quantized.py holds it."""
         from models.quantized import join_parts
 
-        parts = "", ".absmax", ".nested_quant_map", ".nested_absmax"
         with safe_open(self.file, "pt") as file:
-            codes, sizes, *numbers = (file.get_tensor(self.name + part) for part in parts)
+            codes, sizes, *numbers = (file.get_tensor(self.name + part) for part in NF4_PARTS)
         mean = torch.tensor([self.state["nested_offset"]])
         return join_parts(codes, sizes, torch.cat([mean, *numbers]))
 
@@ -127,24 +128,46 @@ def _join_packed(path: Path, found: dict[str, StoredTensor]) -> None:
     """Make one tensor of those that a quantised matrix consists of, under its name and with its former dtype."""
     for description in [name for name in found if name.endswith(NF4_STATE)]:
         name = description.removesuffix(NF4_STATE)
-        state = json.loads(bytes(found[description].whole().tolist()))
-        from models.quantized import BLOCK, OUTER
+        from models.quantized import BLOCK, OUTER, packed_parts
 
-        layout = state["blocksize"], state.get("nested_blocksize"), state["quant_type"]
-        if layout != (BLOCK, OUTER, "nf4"):
+        try:
+            state = json.loads(bytes(found[description].whole().tolist()))
+            layout = state["blocksize"], state["nested_blocksize"], state["quant_type"]
+            shape, dtype = torch.Size(state["shape"]), getattr(torch, state["dtype"])
+            codes, sizes, *numbers = (found[name + part].shape.numel() for part in NF4_PARTS)
+            sums = [codes, sizes, 4 * (1 + sum(numbers))]
+            is_nf4 = layout == (BLOCK, OUTER, "nf4") and sums == packed_parts("nf4", shape)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            is_nf4 = False
+        if not is_nf4:
             raise ValueError(
                 f"{path.absolute()} holds {name} otherwise than in NF4 doubly quantised, in blocks of 64 and "
                 "256; quantise the original model anew with model.quantize"
             )
         for part in [part for part in found if part.startswith(f"{name}.")]:
             del found[part]
-        shape, dtype = torch.Size(state["shape"]), getattr(torch, state["dtype"])
         found[name] = StoredTensor(path, name, shape, dtype, state)
 
 
 def lora_scale(rank: int, alpha: float, rslora: bool) -> float:
     """Return the factor of B A in an adapted matrix."""
     return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+class NamedTensors(dict[str, Any]):
+    """The tensors of a folder by name; a second one of a name, however files hold it, is refused with ValueError."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __setitem__(self, name: str, tensor: Any) -> None:
+        if name in self:
+            raise ValueError(
+                f"{self.folder.absolute()} holds {name} more than once: in two files, under two names, or whole and in "
+                "parts (experts one by one, blocks of MXFP4); remove all but one"
+            )
+        super().__setitem__(name, tensor)
 
 
 Stored: TypeAlias = "StoredTensor | JoinedTensor | BlockTensor"
@@ -166,8 +189,8 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, Stored] = {}
-        self.carried: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, Stored] = NamedTensors(folder)
+        self.carried: dict[str, StoredTensor] = NamedTensors(folder)
         self.adapter: Fields | None = None
         self.dtype: torch.dtype | None = None
         self.quantize = "none"
@@ -176,11 +199,12 @@ class WeightFiles:
         if (self.folder / ADAPTER_CONFIG).is_file():
             self._read_adapter()
         else:
-            self.paths = _weight_paths(self.folder)
-            for path in self.paths:
-                text, carried = split_text(_stored_tensors(path))
-                self.tensors |= text
-                self.carried |= carried
+            self.paths = weight_paths(self.folder)
+            for name, tensor in chain(*(_stored_tensors(path).items() for path in self.paths)):
+                if name.startswith(CARRIED):
+                    self.carried[name] = tensor
+                else:
+                    self.tensors[inside(name)] = tensor
             if any(".experts." in name for name in self.tensors):
                 from models.expert_files import join_blocks, join_experts
 
@@ -202,7 +226,7 @@ class WeightFiles:
         self.adapter = read_adapter_config(self.folder)
         rank, parameters = self.adapter["r"], self.adapter.get("target_parameters") or ()
         scale = lora_scale(
-            rank, self.adapter.get("lora_alpha", 8), bool(self.adapter.get("use_rslora"))
+            rank, self.adapter.get("lora_alpha") or 8, bool(self.adapter.get("use_rslora"))
         )
         base = WeightFiles(base_folder(self.folder))
         self.tensors, self._updates = dict(base.tensors), base._updates
@@ -214,17 +238,20 @@ class WeightFiles:
         pairs: dict[str, dict[str, StoredTensor]] = {}
         with safe_open(path, "pt") as file:
             self.quantize = (file.metadata() or {}).get("quantize", "none")
+        found = NamedTensors(self.folder)
         for key, tensor in _stored_tensors(path).items():
+            found[inside(key.removeprefix("base_model.model."))] = tensor
+        for key, tensor in found.items():
             self.dtype = tensor.dtype
-            stem, _, kind = inside(key.removeprefix("base_model.model.")).partition(".lora_")
+            stem, _, kind = key.partition(".lora_")
             if stem in ("score.weight", *VOCABULARY):
                 self.tensors[stem] = tensor
             elif kind in ("A.weight", "B.weight"):
                 pairs.setdefault(adapted_name(stem, parameters), {})[kind[0]] = tensor
             else:
                 raise ValueError(
-                    f"{path.absolute()} holds {key}, which is neither a LoRA matrix nor a score head; merge the "
-                    "adapter into its base with PEFT"
+                    f"{path.absolute()} holds {tensor.name}, which is neither a LoRA matrix nor a score head; merge "
+                    "the adapter into its base with PEFT"
                 )
         own = [name for name in VOCABULARY if self.tensors.get(name) != base.tensors.get(name)]
         if own and is_tied and (len(own) < 2 or not torch.equal(*map(self.read, own))):
@@ -235,7 +262,8 @@ class WeightFiles:
         for name, pair in pairs.items():
             adapted = self.tensors.get(name)
             shapes = {kind: list(tensor.shape) for kind, tensor in pair.items()}
-            *count, outputs, inputs = adapted.shape if adapted else (0, 0)
+            shape = adapted.shape if adapted else ()
+            *count, outputs, inputs = shape if len(shape) > 1 else (0, 0)
             if self._is_transposed(name):
                 outputs, inputs = inputs, outputs
             rows = rank * math.prod(count)  # of all experts
@@ -288,6 +316,10 @@ class WeightFiles:
             flat = flat.float() + (scale * update).flatten()[begin : begin + len(flat)]
         return flat
 
+    def take_adapter(self) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+        """Take the topmost adapter out of the weights; return its A and B by the names of what they adapt."""
+        return {name: updates.pop()[:2] for name, updates in self._updates.items()}
+
     def base(self, name: str) -> Tensor:
         """Return all elements of a tensor without what adapters add to it."""
         return self.tensors[name].read(0, self.tensors[name].shape.numel())
@@ -334,7 +366,8 @@ class WeightFiles:
             )
 
 
-def _weight_paths(folder: Path) -> list[Path]:
+def weight_paths(folder: Path) -> list[Path]:
+    """Return the files that hold a model's weights; FileNotFoundError or ValueError if one is absent."""
     names = [WEIGHTS]
     # beside the whole file, which transformers prefers too, an index is left from an earlier save in several files
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():

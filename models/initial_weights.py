@@ -24,6 +24,8 @@ class InitialWeights:
     +-1 / sqrt(inputs) and B zero.
 
     Args:
+        continues: the folder holds an adapter, whose A and B are the start of those that are trained; its base has the
+            other weights. Otherwise an adapter is a part of them.
         new_rows: rows of the vocabulary's matrices that the files lack, or have for no token yet, and those of which
             each is the mean.
     """
@@ -36,14 +38,16 @@ class InitialWeights:
         quantize: str = "none",
         *,
         new_rows: Mapping[int, list[int]] = {},
+        continues: bool = False,
     ) -> None:
         self.shape, self.quantize, self.new_rows = shape, quantize, new_rows
         self.seed = seed
-        self.files = None
+        self.files, self.started = None, {}
         self.stored: Mapping[str, Stored] = {}
         self.paths: list[Path] = []
         if folder:
             self.files = WeightFiles(folder)
+            self.started = self.files.take_adapter() if continues else {}
             self.stored, self.paths = self.files.tensors, self.files.paths
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
@@ -60,8 +64,16 @@ class InitialWeights:
                 self._fill_rows(plain, shape[1], start, out)
             return
         elif ".lora_" in name:
+            owner, _, kind = plain.partition(".lora_")
+            last = kind.rpartition(".")[2] if len(shape) == 3 else "weight"
             whole = torch.zeros(shape, device=device)
-            if ".lora_A." in name:
+            if stored := self.started.get(f"{owner}.{last}"):
+                whole = stored[kind[0] == "B"].whole()
+                if (
+                    len(shape) == 3 and kind[0] == "B"
+                ):  # the expert's number is last in the file
+                    whole = whole.view(*shape[1:], shape[0]).permute(2, 0, 1)
+            elif ".lora_A." in name:
                 bound = 1 / math.sqrt(shape[-1])
                 generator = keyed_generator(device, self.seed, name)
                 whole.uniform_(-bound, bound, generator=generator)
@@ -69,7 +81,7 @@ class InitialWeights:
             whole = init_parameter(
                 plain, shape, self.shape, self.seed, device=device, dtype=out.dtype
             )
-        out.copy_(whole.view(-1)[start:stop])
+        out.copy_(whole.reshape(-1)[start:stop])
 
     def _fill_rows(self, name: str, width: int, start: int, out: Tensor) -> None:
         """Write what a slice of a matrix holds of the new rows."""

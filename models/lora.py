@@ -24,6 +24,7 @@ from models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, VOCABULARY
 from models.hf_format import lora_scale
 from models.modules import Linear
 from models.moe import ExpertMatrices
+from models.multimodal import OUTSIDE
 from ulysses.disk import write_json, write_tensors
 
 # of modules that are saved whole
@@ -41,7 +42,8 @@ def add_adapters(model: Any, config: Any) -> Any:
     if modules := _module_targets(config, dict(model.named_parameters())):
         # given the whole model, PEFT would take the names of MLPs' modules for those of experts
         inject_adapter_in_model(
-            _peft_config(config, target_modules=modules), model.model.layers
+            _peft_config(config, target_modules=modules, init_lora_weights=False),
+            model.model.layers,
         )
     scale = lora_scale(config.rank, config.alpha, config.rslora)
     for matrices in experts:
@@ -80,7 +82,6 @@ def _peft_config(config: Any, **options: Any) -> PeftConfig:
         lora_alpha=config.alpha,
         use_rslora=config.rslora,
         lora_dropout=config.dropout,
-        init_lora_weights=False,
         **options,
     )
 
@@ -165,12 +166,13 @@ def save_adapters(
 
     Args:
         by_parameter: beside experts, modules of MLPs are named by their weights, as the family's mlp_by_parameter says.
-        tensors: adapters (and score head) by our parameter names.
+        tensors: adapters (and score head) by the parameter names of the class that they are for.
         config: names the base model, which is written as an absolute path or a hub id.
     """
     base = config.path if config.init == "pretrained" else None
     if base and Path(expanduser(base)).is_dir():
         base = str(Path(expanduser(base)).absolute())
+    is_whole = any(name.startswith(OUTSIDE) for name in tensors)
     modules = {n.split(".")[-2]: n for n in tensors if n.endswith(WHOLE)}
     if "embed_tokens" in modules and "lm_head" not in modules and not reward:
         # PEFT ties no copy of a module
@@ -193,6 +195,9 @@ def save_adapters(
         base_model_name_or_path=base,
         revision=config.revision,
         inference_mode=True,
+        init_lora_weights=True,  # B of what a file lacks is zero
+        # the vision model may have a q_proj too
+        exclude_modules=r"model\.(?!language_model\.).*" if is_whole else None,
         target_modules=[t for t in targets if t not in of_mlps] or None,
         target_parameters=parameters or None,
     )

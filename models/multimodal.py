@@ -27,9 +27,14 @@ def text_config(raw: Fields) -> tuple[Fields, str]:
         raise ValueError(
             f"config.json has text_config = {text!r:.60} but it must be the text model's table; correct the file"
         )
+    own = f"{raw['model_type']}_text"
+    if text.get("model_type", own) != own:
+        raise ValueError(
+            f"config.json is of {raw['model_type']} but its text_config of {text['model_type']!r:.60}, which must be "
+            f"{own}; correct the file"
+        )
     of_both = {name: raw[name] for name in _OF_BOTH if raw.get(name) is not None}
-    named = {"model_type": f"{raw['model_type']}_text", **text, **of_both}
-    return named, json.dumps(raw)
+    return {**text, **of_both, "model_type": own}, json.dumps(raw)
 
 
 def around_text(written: Fields, around: str) -> Fields:
@@ -48,13 +53,6 @@ def around_text(written: Fields, around: str) -> Fields:
         "tie_word_embeddings": written["tie_word_embeddings"],
         **dtypes,
     }
-
-
-def split_text(found: Fields) -> tuple[Fields, Fields]:
-    """Return a folder's tensors: the text model's by the names that they have here, and the others by their own."""
-    carried = {name: x for name, x in found.items() if name.startswith(CARRIED)}
-    text = {inside(name): x for name, x in found.items() if name not in carried}
-    return text, carried
 
 
 def file_prefix(around: str) -> str:

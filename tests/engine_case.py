@@ -69,7 +69,7 @@ class ListDataset:
         self.lengths = self.sequence_lengths.sum(axis=1)
         self.columns = {k: np.array(v) for k, v in (columns or {}).items()}
         self.sources = np.zeros(len(examples), dtype=np.int32)
-        self.source_weights, self.source_names = [1.0], [""]
+        self.source_weights, self.source_names, self.source_paths = [1.0], [""], ["rows"]
         self.token_columns: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -251,7 +251,8 @@ class Case:
 class StartedAdapters(HostWeights):
     """B is random too, as after some training: otherwise A would have no gradient. All is drawn on the CPU.
 
-    Where the weights are to be quantised, a matrix that is not is what its bytes stand for.
+    A third of what A is drawn as: with B's few columns that alone would give adapters larger than the weights, and
+    errors of float32 as large. Where the weights are to be quantised, a matrix that is not is what its bytes stand for.
     """
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:
@@ -265,6 +266,8 @@ class StartedAdapters(HostWeights):
             out.copy_(unpack(self.quantize, data, shape, torch.float32).view(-1))
             return
         super().fill(name.replace(".lora_B.", ".lora_A."), shape, start, out)
+        if ".lora_B." in name:
+            out.div_(3)
 
 
 class CaptureChain(GradientPolicyChain):

@@ -51,7 +51,7 @@ def build(
             values.normal_(0, BIASES.get(name.rpartition(".")[2], 0.1), generator=draw)
             parameter.data.copy_(values)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
-            values.uniform_(0.5, 2, generator=draw)
+            values.uniform_(0.5, 1.5, generator=draw)
             parameter.data.copy_(values - float(config.family.centred_norms))
         elif name.endswith(
             ("A_log", "dt_bias")

@@ -3,12 +3,21 @@
 The fields are those that vLLM 0.11 and SGLang 0.5 publish, as far as they are read.
 """
 
+import gzip
 import json
 import threading
 import time
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+# answers that are packed although nobody asked for it
+PACKINGS = {
+    "gzip": gzip.compress,
+    "gzip, gzip": lambda content: gzip.compress(gzip.compress(content)),
+    "deflate": zlib.compress,
+}
 
 
 class QuietServer(ThreadingHTTPServer):
@@ -23,9 +32,9 @@ class SamplingServer:
 
     Attributes:
         asked: (path, body) of all requests.
-        keys: what they had in the header of keys.
+        keys, encodings: what they had in the headers of keys and of packings.
         fault: "" for none, "hang", "drip", "slow head", "endless", "redirect", "cut", "no HTTP", "refuse", "garbage",
-            "no fields", "nan", "no stop token" or "reload".
+            "no fields", "nan", "no stop token", "deep", one of PACKINGS or "reload".
         scores: what a reward answers; if empty, it counts the letters of each answer.
     """
 
@@ -33,6 +42,7 @@ class SamplingServer:
         self.asked: list[tuple[str, Any]] = []
         self.fault, self.scores = "", []
         self.keys: set[str | None] = set()
+        self.encodings: set[str | None] = set()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -44,6 +54,10 @@ class SamplingServer:
                     time.sleep(5)
                 found = outer.reply(self.path, body)
                 text = b"not JSON" if outer.fault == "garbage" else json.dumps(found).encode()
+                if outer.fault == "deep":
+                    text = b"[" * 200_000 + b"]" * 200_000
+                if outer.fault in PACKINGS:
+                    text = PACKINGS[outer.fault](bytes(1 << 24))
                 if outer.fault == "slow head":
                     self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
                     for _ in range(300):
@@ -57,6 +71,9 @@ class SamplingServer:
                 more = {"cut": 1, "endless": 1 << 40, "drip": 1 << 20}.get(outer.fault, 0)
                 self.send_header("Content-Length", str(len(text) + more))
                 self.send_header("Location", f"{outer.address}/elsewhere")
+                outer.encodings.add(self.headers["Accept-Encoding"])
+                if outer.fault in PACKINGS:
+                    self.send_header("Content-Encoding", outer.fault)
                 self.end_headers()
                 self.wfile.write(text)
                 while outer.fault in ("endless", "drip"):

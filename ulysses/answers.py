@@ -1,7 +1,8 @@
 """Use a trained model on one device: `ulysses chat FOLDER`, `ulysses generate FOLDER ROWS OUT`, `ulysses score ...`.
 
 FOLDER is an export, adapters, a run (its newest checkpoint), a checkpoint, or a model's hub id. Adapters are merged
-first. The model runs in transformers, and a prompt has the tokens that it has in training.
+first. The model runs in transformers, and a prompt has the tokens that it has in training, chat_template_kwargs
+included.
 """
 
 import argparse
@@ -9,10 +10,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import islice
+from functools import cache, partial
+from itertools import chain, islice
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from ulysses.imports import explained_imports
 
@@ -20,57 +23,139 @@ with explained_imports():
     import torch
     import transformers
 
-    from models.folders import ADAPTER_CONFIG, resolve_model
+    from models.folders import ADAPTER_CONFIG, read_json, resolve_model
+    from models.hf_format import weight_paths
+    from models.writing import GENERATION
     from ulysses.check.run_folder import saved_checkpoints
-    from ulysses.config.section import ConfigError
-    from ulysses.data import BadRowError
+    from ulysses.config.section import ConfigError, Values
+    from ulysses.data import DropRowError
     from ulysses.data.read.chat import ChatTemplate
     from ulysses.data.read.formats import Event, Record, dropping, read_row
-    from ulysses.data.read.messages import Message
+    from ulysses.data.read.messages import Message, Row
     from ulysses.data.read.sources import Report, locate_rows, parse_sources
     from ulysses.data.read.tokenizer import load_tokenizer
     from ulysses.export import export_checkpoint, merge_adapter
 
 BATCH = 8  # prompts that are answered together
+# What generation_config.json may say of how a token is drawn, and what is of no interest there. Whatever else stands
+# there, such as several answers to a prompt, is for other programs.
+DRAWING = "do_sample temperature top_k top_p min_p typical_p repetition_penalty no_repeat_ngram_size".split()
+UNTOLD = "bos_token_id eos_token_id pad_token_id transformers_version".split()
+
+
+def load_model(kind: type[transformers.PreTrainedModel], folder: Path) -> Any:
+    """Load a model that has all its weights, no others, and finite ones, from safetensors; else raise an error."""
+    weight_paths(folder)
+    options = {"use_safetensors": True, "output_loading_info": True}
+    # the report has weights of another shape too
+    model, report = kind.from_pretrained(
+        folder, dtype="auto", ignore_mismatched_sizes=True, **options
+    )
+    for wrong in report.pop("mismatched_keys"):
+        raise ValueError("its {} is {}, but config.json says {}".format(*wrong))
+    for fault, names in report.items():
+        if names:
+            raise ValueError(
+                f"{folder} does not fit its config.json: {fault} {sorted(map(str, names))!s:.300}; check that it "
+                "belongs to these weights"
+            )
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise FloatingPointError(
+                f"{name} in {folder} holds infinite weights, or some that are not numbers; download it again"
+            )
+    return model.eval()
 
 
 class Trained:
-    """A model with its tokenizer and its chat template; `options` are those of transformers' generate."""
+    """A model with its tokenizer and its chat template, to score answers (`reward`) or to write them.
 
-    def __init__(self, folder: Path, **options: object) -> None:
+    `options` are those of transformers' generate: max_new_tokens, and do_sample in place of the folder's drawing.
+
+    Raises all kinds of errors for a folder that cannot be loaded.
+    """
+
+    def __init__(self, folder: Path, reward: bool, options: Values) -> None:
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
-        name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
-        model = getattr(transformers, name).from_pretrained(folder, dtype="auto").eval()
-        self.model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        config = transformers.AutoConfig.from_pretrained(folder)
+        name = str((config.architectures or ["model without architectures in config.json"])[0])
+        kind, labels = getattr(transformers, name, None), config.num_labels
+        scores = kind and name.endswith("ForSequenceClassification") and labels == 1
+        if not (scores if reward else getattr(kind, "can_generate", bool)()):
+            raise ValueError(
+                f"it is a {name}; ulysses score takes a reward model, a ...ForSequenceClassification of one label "
+                f"(this has {labels}), chat and generate any language model that transformers knows"
+            )
         self.tokenizer = load_tokenizer(folder)
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-        self.template, self.options = ChatTemplate(self.tokenizer), options
+        # what the run gave to its template (export_model.py)
+        variables = self.tokenizer.init_kwargs.get("chat_template_kwargs", {})
+        self.template = ChatTemplate(self.tokenizer, variables=variables)
+        self.shape, self.options = config.get_text_config(), options
+        self.window = getattr(self.shape, "max_position_embeddings", sys.maxsize)
+        drawing = None if reward else self._drawing(folder / GENERATION)
+        model = load_model(kind, folder)
+        self.model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.model.generation_config = drawing
+
+    def _drawing(self, path: Path) -> transformers.GenerationConfig:
+        """Return how answers are drawn, and say in a line what generation_config.json asks for."""
+        given = read_json(path) if path.exists() else {}
+        ends = given.get("eos_token_id", self.shape.eos_token_id)
+        if {*map(type, ends if isinstance(ends, list) else [ends])} - {int, type(None)}:
+            raise ValueError(
+                f"eos_token_id in {path.name} is {ends!r}, but must be a number, or a list of numbers; correct it"
+            )
+        used = {key: given[key] for key in DRAWING if isinstance(given.get(key), int | float)}
+        used |= self.options
+        if any(key not in UNTOLD and given[key] not in (None, 0, 1) for key in given):
+            print(
+                f"{path.name} has {json.dumps(given):.400}; answers follow {json.dumps(used)}",
+                file=sys.stderr,
+            )
+        pad = self.tokenizer.pad_token_id
+        return transformers.GenerationConfig(**used, eos_token_id=ends, pad_token_id=pad)
 
     def tokens(self, record: Record, *answer: Message) -> list[int]:
-        """Return the tokens of a prompt, open for an answer or with one and what ends it."""
+        """Return the tokens of a prompt, open for an answer or with one and what ends it.
+
+        Raises DropRowError if the model's window does not hold them, and a token of an answer that is to be written.
+        """
         messages = [*record.prompt, *answer]
         answers = [len(messages) - 1] if answer else []
         given = messages, record.tools, answers
         texts = self.template.render(*given, variables=record.variables)
-        return self.template.encoder.encode_batch(texts)[0][0]
+        found = self.template.encoder.encode_batch(texts)[0][0]
+        if len(found) + (not answer) > self.window:
+            raise DropRowError(
+                f"the model's window of {self.window:,} tokens is too short for it"
+            )
+        return found
 
     def answers(
-        self, *records: Record, streamer: transformers.TextStreamer | None = None
+        self, *prompts: list[int], streamer: transformers.TextStreamer | None = None
     ) -> list[str]:
-        """Answer prompts together."""
-        prompts = {"input_ids": [*map(self.tokens, records)]}
-        padded = self.tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
-        given = padded.to(self.model.device)
-        said = self.model.generate(**given, **self.options, streamer=streamer)
-        new = said[:, padded["input_ids"].shape[1] :]
+        """Answer prompts together, each to the end of the model's window at most."""
+        padded = self.tokenizer.pad(
+            {"input_ids": [*prompts]}, padding_side="left", return_tensors="pt"
+        )
+        given, room = padded.to(self.model.device), [self.window - len(x) for x in prompts]
+        longest = min(self.options["max_new_tokens"], max(room))
+        said = self.model.generate(**given, max_new_tokens=longest, streamer=streamer)
+        new = said[:, padded["input_ids"].shape[1] :].tolist()
+        new = [tokens[:most] for tokens, most in zip(new, room)]
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
 
-    def scores(self, record: Record) -> list[float]:
-        """Return the rewards of a record's answers."""
-        rows = (self.tokens(record, *answer) for answer in record.answers)
+    def scores(self, *rows: list[int]) -> list[float]:
+        """Return the rewards of whole sequences."""
         device = self.model.device
-        return [self.model(torch.tensor([row], device=device)).logits.item() for row in rows]
+        found = [self.model(torch.tensor([row], device=device)).logits.item() for row in rows]
+        if not all(map(isfinite, found)):
+            raise FloatingPointError(
+                f"the scores of a row are {found}, of a model in {self.model.dtype}; export it with --dtype float32"
+            )
+        return found
 
 
 def chat(trained: Trained) -> None:
@@ -80,14 +165,16 @@ def chat(trained: Trained) -> None:
     with suppress(EOFError):
         for line in iter(partial(input, "> "), ""):
             said.append(Message("user", line))
-            answers = trained.answers(Record(said, []), streamer=show)
+            answers = trained.answers(trained.tokens(Record(said, [])), streamer=show)
             said.append(Message("assistant", *answers))
 
 
-def read(rows: str, kind: str, report: Report) -> Iterator[Record]:
-    """Yield the rows of a file as records; `report` counts what is left out.
+def read(
+    load: Callable[[], Trained], rows: str, kind: str, report: Report
+) -> Iterator[tuple[Row, list[list[int]]]]:
+    """Yield the rows of a file, with the tokens of the prompt or of each answer; `report` counts what is left out.
 
-    Raises DataError: a missing or broken file or row.
+    The model is loaded once a row is found. Raises DataError: a missing or broken file or row.
     """
     sources = parse_sources(rows)
     events: list[Event] = []
@@ -96,14 +183,10 @@ def read(rows: str, kind: str, report: Report) -> Iterator[Record]:
         def note(what: str, where: str = row.where) -> None:
             events.append(("notes", what, where))
 
-        given = row.found, sources[row.source]
         with dropping(events, "error", row.where):
-            try:
-                yield from read_row(*given, kind, note)
-            except BadRowError:
-                if kind == "prompt":
-                    raise
-                yield from read_row(*given, "sequence", note)  # of one answer
+            for record in read_row(row.found, sources[row.source], kind, note):
+                tokens = partial(load().tokens, record)
+                yield record.row, [tokens(*answer) for answer in record.answers]
     for event in events:
         report.count(*event)
 
@@ -111,24 +194,30 @@ def read(rows: str, kind: str, report: Report) -> Iterator[Record]:
 def write(load: Callable[[], Trained], rows: str, out: Path, *, reward: bool) -> None:
     """Write the rows with the responses that were generated, or with the scores of their answers.
 
-    Rows that are missing are told before the model is loaded. What fails before the first answers leaves no file.
+    What fails before the first answers leaves no file.
     """
     if out.exists():
         raise ValueError(f"{out.absolute()} exists already; name another file")
+    if not out.parent.is_dir():
+        raise ValueError(
+            f"there is no folder {out.parent.absolute()} for {out.name}; make it, or name another file"
+        )
     report = Report()
-    records = read(rows, "ranked" if reward else "prompt", report)
-    batch = [*islice(records, BATCH)]
-    trained = load()
-    while batch:
-        found = [*map(trained.scores, batch)] if reward else trained.answers(*batch)
+    found = read(load, rows, "scored" if reward else "prompt", report)
+    while batch := [*islice(found, BATCH)]:
+        kept, asked = zip(*batch)
+        if reward:
+            values = [load().scores(*answers) for answers in asked]
+        else:
+            values = load().answers(*chain(*asked))
         with out.open("a" if report.kept else "x", encoding="utf-8") as file:
-            for record, value in zip(batch, found):
+            for row, value in zip(kept, values):
                 name = "scores" if reward else "response"
-                named = {f"new_{name}" if name in record.row else name: value}
-                line = json.dumps(record.row | named, ensure_ascii=False, default=str)
+                named = {f"new_{name}" if name in row else name: value}
+                line = json.dumps(row | named, ensure_ascii=False, default=str)
                 print(line, file=file)
                 report.kept += 1
-        batch = [*islice(records, BATCH)]
+    load()  # a model of another kind is told without rows, too
     print(report)
 
 
@@ -174,15 +263,14 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"--tokens is {given.tokens} but must be at least 1")
         with TemporaryDirectory() as temporary, torch.inference_mode():
 
+            @cache
             def load() -> Trained:
-                place = Path(temporary, "export")
-                trained = Trained(whole_model(given.folder, place), **options)
-                if trained.model.can_generate() == reward:
-                    raise ValueError(
-                        f"{given.folder} is a {type(trained.model).__name__}; ulysses score takes a reward model, chat "
-                        "and generate any other"
-                    )
-                return trained
+                try:
+                    folder = whole_model(given.folder, Path(temporary, "export"))
+                    return Trained(folder, reward, options)
+                except Exception as error:  # every layer below has its own classes
+                    said = " ".join(str(error).split()) or repr(error)
+                    raise ValueError(f"{given.folder} cannot be used: {said:.600}") from None
 
             if command == "chat":
                 chat(load())

@@ -5,6 +5,7 @@ ulysses train --config dpo.toml        in one process; torchrun --nproc_per_node
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -39,6 +40,10 @@ def main() -> int:
             import_module("ulysses.train").start([*given, *rest])
         case "report" | "export" | "migrate" | "chat" | "generate" | "score":
             announce_imports()
+            # an exception lets temporary folders go; nohup's SIGHUP stays ignored
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    signal.signal(number, lambda number, _: sys.exit(128 + number))
             with interruptible():
                 with explained_imports():
                     import_module("ulysses.run")  # which refuses foreign packages

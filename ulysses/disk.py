@@ -1,14 +1,12 @@
 """What a run asks of disks: folders that one process holds, verified and written files, a sentence when a write fails.
 
 RUN/.lock      locked as long as the run lasts        RUN/.holder    the run's id, its process and its machine
-FOLDER/.written.json    the files of a folder that was written as a whole, with digests: what may be replaced
 """
 
 import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EACCES, EDQUOT, EFBIG, ENOENT, ENOSPC, EPERM
@@ -27,7 +25,6 @@ LEASE_SECONDS = 60.0
 NATIVE_SECONDS = 3.0  # a process that was just killed may take so long to end
 NETWORK = ("nfs", "lustre", "beegfs", "gpfs", "ceph", "cifs", "smb", "9p", "glusterfs", "fuse.")
 HOLDER = ".holder"
-RECORD = ".written.json"  # of a folder that was written as a whole
 # Bytes that the processor's cache still holds when they are hashed after they were written.
 CHUNK = 1 << 20
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -155,11 +152,15 @@ def check_files(
 
 
 @contextmanager
-def whole_folder(folder: Path, when: str = "") -> Iterator[Path]:
-    """Yield a new folder that replaces `folder` when the block ends without an error, as `replace_folder` does.
+def whole_folder(folder: Path, when: str = "", *, replaces: bool = False) -> Iterator[Path]:
+    """Yield a new folder that gets the name `folder` when the block ends without an error.
 
     One process at a time writes it, and others wait.
-    `when` says in a DiskError at what time the folder was written.
+
+    Args:
+        when: says in a DiskError at what time the folder was written.
+        replaces: what has the name now is the caller's own, and is deleted then. Otherwise the name is free, or an
+            empty folder's.
     """
     folder = Path(os.path.realpath(folder))
     new, old, lock = (
@@ -173,75 +174,24 @@ def whole_folder(folder: Path, when: str = "") -> Iterator[Path]:
         try:
             new.mkdir(parents=True)
             yield new
-            write_json(
-                new / RECORD, {"files": {n: sampled_digest(new / n) for n in _names(new)}}
-            )
-            replace_folder(folder, new)
+            if replaces and folder.exists():
+                folder.rename(old)
+            new.rename(folder)  # which the system refuses where a folder holds something
+            shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(new, ignore_errors=True)
             lock.unlink(missing_ok=True)
 
 
-def _names(folder: Path) -> list[str]:
-    """Return the names of all that a folder holds, at any depth, except folders that hold something."""
-    return sorted(
-        str(p.relative_to(folder))
-        for p in folder.rglob("*")
-        if p.is_symlink() or not p.is_dir() or not any(p.iterdir())
-    )
-
-
-def strangers(folder: Path, record: str = RECORD) -> list[str]:
-    """Return the names of what lies in a folder and was not written there, as its record tells, or has changed since.
-
-    Args:
-        record: the file that names the others; run.json of a checkpoint, whose files are told by their names alone.
-    """
-    if folder.exists() and not folder.is_dir():
-        return [folder.name]
-    files: dict[str, str] = {}
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        own = {record: sampled_digest(folder / record)}
-        files = json.loads((folder / record).read_text())["files"] | own
-
-    def is_own(name: str) -> bool:
-        path = folder / name
-        return path.is_file() and (record != RECORD or sampled_digest(path) == files[name])
-
-    return [name for name in _names(folder) if name not in files or not is_own(name)]
-
-
-def check_replaceable(folder: Path, record: str = RECORD) -> None:
-    """Raise ValueError for a folder that holds anything but what was written there as a whole, naming what it is."""
-    if found := strangers(folder, record):
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+def check_empty(folder: Path, what: str) -> None:
+    """Raise ValueError for a folder that holds something, or a file in its place; `what` is what would be written."""
+    held = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] * folder.exists()
+    if held:
+        more = f" and {len(held) - 3} more" if len(held) > 3 else ""
         raise ValueError(
-            f"{folder.absolute()} holds {', '.join(found[:3])}{more}, which no run or export wrote there, or which has "
-            "changed since; move that away, or give another folder"
+            f"{folder.absolute()} holds {', '.join(held[:3])}{more}, but {what} needs a new or empty folder; choose "
+            "another one, or delete it"
         )
-
-
-def replace_folder(folder: Path, new: Path | None = None, record: str = RECORD) -> None:
-    """Remove a folder, or a link in its place, in one rename, and give its name to a new one.
-
-    What was written there as a whole is deleted. A folder that holds anything else is kept as NAME.found-TIME, and that
-    is said.
-    """
-    away, found = folder.with_name(f".{folder.name}.old.tmp"), strangers(folder, record)
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        if found:
-            away = folder.with_name(f"{folder.name}.found-{time.time_ns()}")
-            print(
-                f"{folder} holds {found[0]}, which no run or export wrote, and is kept as {away}",
-                flush=True,
-            )
-        folder.rename(away)
-    if new:
-        new.rename(folder)
-    if not found:
-        shutil.rmtree(away, ignore_errors=True)
 
 
 def check_apart(key: str, out: Path, read: Iterable[tuple[str, Path]]) -> None:
@@ -307,7 +257,8 @@ def writing(path: Path, when: str = "", advice: str = "use another disk") -> Ite
     except DiskError:
         raise
     except OSError as error:
-        name = os.fsdecode(error.filename or path.absolute())
+        # of two files that are copied or renamed the second is written
+        name = os.fsdecode(error.filename2 or error.filename or path.absolute())
         what = f"{name} cannot be written{when}: {error.strerror or error}"
         # safetensors says in words alone what happened
         if error.errno in (None, ENOSPC, EDQUOT, EFBIG):
@@ -317,8 +268,8 @@ def writing(path: Path, when: str = "", advice: str = "use another disk") -> Ite
                 free = "no room for another file, but " + free
             what, advice = f"{what} ({free} are free there)", f"make room or {advice}"
         elif error.errno == ENOENT:
-            what = f"{name} was deleted while the run wrote it"
-            advice = "leave its folder in its place"
+            what = f"{name} or its folder was moved or deleted while the run wrote there"
+            advice = "put it back beside what has been written there since"
         elif error.errno in (EACCES, EPERM):
             advice = f"let this user write there, or {advice}"
         raise DiskError(f"{what}; {advice}") from None

@@ -34,12 +34,12 @@ with explained_imports():
         write_weights,
     )
     from ulysses.check.run_folder import read_run_state
-    from ulysses.config.command_line import check
+    from ulysses.config.command_line import check, still_known
     from ulysses.config.section import ConfigError, absolute, existing
     from ulysses.disk import (
         check_apart,
+        check_empty,
         check_files,
-        check_replaceable,
         whole_folder,
         write_json,
     )
@@ -106,7 +106,7 @@ def export_checkpoint(
         asked: dtype and shard_gib in place of the run's settings under [export], where they are not empty or 0.
 
     Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
-    checkpoint, the base of merged adapters is in no file, or `out` may not be replaced.
+    checkpoint, the base of merged adapters is in no file, or `out` holds something.
     """
     state = read_run_state(checkpoint)
     check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})
@@ -115,7 +115,7 @@ def export_checkpoint(
     export = state["config"].setdefault("export", {})
     export |= {key: value for key, value in asked.items() if value}
     state["config"]["run"]["output"] = str(checkpoint.parent.parent)
-    config, shape = check(state["config"]), ModelConfig.from_hf(state["shape"])
+    config, shape = check(still_known(state["config"])), ModelConfig.from_hf(state["shape"])
     source, stage, saved = config.model, stage_of(config), SavedSlices(checkpoint)
     if merge and source.init == "random":  # a GPU drew other numbers
         raise ValueError(
@@ -147,8 +147,8 @@ def export_checkpoint(
 
 
 def _check_out(out: Path, read: Iterable[Path]) -> None:
-    """Raise ValueError for a folder that an export may not replace, or that belongs to what it reads."""
-    check_replaceable(out)
+    """Raise ValueError for a folder that holds something, or belongs to what the export reads."""
+    check_empty(out, "an export")
     check_apart("the export's folder", out, (("read for it", place) for place in read))
 
 
@@ -162,7 +162,7 @@ def merge_adapter(
     Args:
         dtype: of the weights; by default the adapters', in which they were trained.
 
-    Raises ValueError if it is no plain LoRA adapter, or `out` may not be replaced.
+    Raises ValueError if it is no plain LoRA adapter, or `out` holds something.
     """
     files, shape = WeightFiles(folder), read_config(folder)
     _check_out(out, [folder, *(path.parent for path in files.paths)])

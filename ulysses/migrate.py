@@ -11,25 +11,20 @@ import argparse
 import json
 import math
 import re
-import shlex
 import sys
 import tomllib
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
-from ulysses.check.setting_checks import contradictions
 from ulysses.cli import run_as
-from ulysses.config.command_line import check, known_keys, put
+from ulysses.config.command_line import check, contradictions, known_keys, put
+from ulysses.config.foreign_files import found_at, read_settings, read_yaml
 from ulysses.config.foreign_names import foreign_names
-from ulysses.config.section import ConfigError, Values, existing, flat, refuse
+from ulysses.config.section import SECRETS, ConfigError, Values, existing, flat, refuse
 from ulysses.config.stage_sections import LEARNING_RATES
 
-# What the shell would not pass on as it stands: variables anywhere, the rest outside of quotes.
-NOT_PLAIN = r"""[$`]|^(?:[^'"]|'[^']*'|"[^"]*")*?(?:[;|&<>()]|\s#)"""
 NOTHING = (None, "", "auto", -1, [], {})
 PROCESSES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[= ](\d+)")
 NAMES = foreign_names()
@@ -60,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = read_settings(Path(expanduser(asked.file)))
         if asked.stage:
             given["stage"] = asked.stage
-        print(translate(given, asked.file, asked.gpus))
+        print(SECRETS.sub("***", translate(given, asked.file, asked.gpus)))
     except Exception as error:  # a value of a wrong kind may fail anywhere
         said = str(error)
         if not isinstance(error, ConfigError):
@@ -70,58 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {asked.file}: {said}", file=sys.stderr)
         return 2
     return 0
-
-
-def read_settings(path: Path) -> Values:
-    """Read their settings from YAML, JSON, or the arguments of a command such as `trl dpo --config FILE --beta 0.2`."""
-    text = existing(path).read_text(encoding="utf-8-sig")
-    if path.suffix == ".toml":
-        raise ConfigError("this is TOML, which ulysses train --config reads as it is")
-    if path.suffix in (".yaml", ".yml", ".json"):
-        values = yaml.safe_load(text)
-        if not isinstance(values, dict):
-            raise ConfigError(
-                "this file holds no settings; give the YAML that the trainer reads"
-            )
-        return {str(name): value for name, value in values.items()}
-    method, arguments = _command(text)
-    # llamafactory-cli train FILE
-    name, given = "config", {"stage": [method]} if method else {}
-    # the shell leaves a quoted ~, and one after =, as it is, which here would be a home
-    for word in shlex.split(re.sub(r"""(["'=])(?=~)""", r"\1./", arguments)):
-        if word.startswith("--"):
-            name, _, word = word[2:].partition("=")
-            name = name.replace("-", "_")
-        given.setdefault(name, []).append(word)
-    values = {name: [word for word in words if word] or True for name, words in given.items()}
-    for file in values.pop("config", []):
-        values = read_settings(_find(file, path.parent)) | values
-    return values
-
-
-def _command(text: str) -> tuple[str, str]:
-    """Return the method that a shell text's only command trains by ("" if its file says it), and its arguments."""
-    commands, scripts = NAMES["commands"], NAMES["scripts"]
-    starts, programs = ("|".join(map(re.escape, table)) for table in (commands, scripts))
-    lines = text.replace("\\\n", " ").splitlines()
-    lines = [line for line in lines if not re.match(r"\s*(#|export\s|set\s|$)", line)]
-    # a launcher's own options lie before the first script or module
-    launched = rf"(?:{'|'.join(NAMES['launchers'])})\s+(?:(?!\S*\.py\s|-m\s)\S+\s+)*?(?:-m\s+)?(?:\S*/)?({programs})"
-    found = re.match(
-        rf"\s*(?:\w+=\S*\s+)*(?:({starts})|{launched})(?:\s+(.*)|$)", "\n".join(lines)
-    )
-    if not found:
-        raise ConfigError(
-            f"no command here starts a trainer; what can be read is one command {', '.join(commands)}, or one of "
-            f"{', '.join(NAMES['launchers'])} with one of {', '.join(scripts)}"
-        )
-    start, script, arguments = found.groups(default="")
-    # the shell would change them, or start something else besides
-    if len(lines) > 1 or re.search(NOT_PLAIN, arguments):
-        raise ConfigError(
-            "leave one command alone in this file, without variables, pipes or comments behind it"
-        )
-    return (commands | scripts)[start or script], arguments
 
 
 def translate(given: Values, path: Path, gpus: int | None) -> str:
@@ -134,7 +77,9 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
     Raises ConfigError if no stage is named, or if the settings would train something else here.
     """
     system = _system(given)
-    given, method = _complete(given, system, path.parent)
+    given, method, written, left_out = _complete(given, system, path.parent)
+    kinds = _kinds(given, path.parent)
+    owners = [*(f"{kind}:{system}" for kind in kinds), *kinds, system, method]
     settings: Values = {}
     comments: dict[str, str] = {}
     remarks: list[str] = []
@@ -143,13 +88,7 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
     for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
         for value in [given[name]] if name in NAMES["ours"] else _entries(given[name]):
             stage = settings.get("stage", "")
-            places = (
-                f"{system}:{name}",
-                f"{method}:{name}",
-                f"{stage}.{name}={value}".lower(),
-                f"{stage}.{name}",
-            )
-            kind, rule = _rule(name, value, places, stage)
+            kind, rule = _rule(name, value, owners, stage)
             if kind == "ours":
                 if rule["key"] in ("data.train", "data.eval"):
                     sources = []
@@ -167,6 +106,8 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
                 remarks.append(f"{name} = {value}: {rule}")
             elif kind == "not_supported":
                 refused.append((name, value, rule))
+            elif kind == "not_needed" and value and name in written:
+                left_out[name] = rule
     if not method:
         methods = ", ".join(NAMES["ours"]["stage"]["values"])
         raise ConfigError(f"no stage is named; add --stage with one of {methods}")
@@ -185,11 +126,13 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
         raise ConfigError(
             "this file names no training data, so it does not train; give the one that the trainer reads"
         )
-    return _toml(settings, comments, remarks)
+    return _toml(settings, comments, left_out, remarks)
 
 
-def _toml(settings: Values, comments: dict[str, str], remarks: list[str]) -> str:
-    """Write settings with their comments, and below them as comments what is left to do or contradicts itself.
+def _toml(
+    settings: Values, comments: dict[str, str], left_out: dict[str, str], remarks: list[str]
+) -> str:
+    """Write settings with their comments; below them what is left out, what is left to do, and what contradicts itself.
 
     Raises ConfigError for a value that is none of ours.
     """
@@ -210,6 +153,7 @@ def _toml(settings: Values, comments: dict[str, str], remarks: list[str]) -> str
             raise ConfigError(f"{key} is {value}, which is not a finite number") from None
         lines.append(f"{key} = {written}{comments.get(key, '')}")
     remarks += contradictions(check(tomllib.loads("\n".join(lines))))
+    lines += [f"# left out: {name}: {why}" for name, why in left_out.items()]
     if remarks:
         lines += ["", "# Without a counterpart here or still wrong, and what to do:"]
     for line in "\n".join(remarks).splitlines():
@@ -217,10 +161,12 @@ def _toml(settings: Values, comments: dict[str, str], remarks: list[str]) -> str
     return "\n".join(lines)
 
 
-def _rule(name: str, value: object, places: tuple[str, ...], stage: str) -> tuple[str, Any]:
+def _rule(name: str, value: object, owners: list[str], stage: str) -> tuple[str, Any]:
     """Return the rule that says most about a setting, and the table that it stands in."""
     rules, said, table = NAMES["rules"], f"{name}={value}".lower(), name.partition(".")[0]
-    place = next((place for place in (*places, said, name, table) if place in rules), said)
+    places = [f"{owner}:{each}" for owner in owners for each in (said, name)]
+    places += [f"{stage}.{said}", f"{stage}.{name}", said, name, table]
+    place = next((place for place in places if place in rules), said)
     kind, rule = rules.get(place, ("not_supported", UNKNOWN))
     if kind == "ours":
         key = rule["key"].replace("STAGE", stage)
@@ -311,12 +257,14 @@ def _system(given: Values) -> str:
     return next((name for name, marks in NAMES["marks"].items() if given.keys() & marks), "")
 
 
-def _complete(given: Values, system: str, folder: Path) -> tuple[Values, str]:
+def _complete(
+    given: Values, system: str, folder: Path
+) -> tuple[Values, str, set[str], dict[str, str]]:
     """Add what their trainer takes where the file says nothing and what other files say; remove what is void.
 
-    Returns the settings and the method, which says more than our stage.
+    Returns the settings, the method, which says more than our stage, the names in the file, and those that are void.
     """
-    found = _find(str(given.get("deepspeed")), folder)
+    found = found_at(str(given.get("deepspeed")), folder)
     if found.is_file():
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
     # the older mixture of alignment-handbook, whose splits tell by their names what they are for
@@ -348,6 +296,7 @@ def _complete(given: Values, system: str, folder: Path) -> tuple[Values, str]:
     for name, stage in NAMES["implied"].items():
         if given.get(name):
             given.setdefault("stage", stage)
+    written, void = {*given}, {}
     # SimPO's own trainer
     if "gamma_beta_ratio" in given and given.get("loss_type", "sigmoid") == "sigmoid":
         gamma = given.pop("gamma_beta_ratio") * given.setdefault("beta", 2.0)
@@ -372,6 +321,8 @@ def _complete(given: Values, system: str, folder: Path) -> tuple[Values, str]:
     for rule in NAMES["replaces"]:
         value = str(given.get(rule["name"], 0)).lower()
         if value in rule["when"] if "when" in rule else value not in rule["unless"]:
+            why = f"it does nothing beside {rule['name']}"
+            void |= dict.fromkeys(written & {*rule["names"]}, why)
             given = {name: given[name] for name in given if name not in rule["names"]}
     given["adam_beta1"] = [given["adam_beta1"], given.pop("adam_beta2")]
     trained, tested = (given.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
@@ -392,7 +343,7 @@ def _complete(given: Values, system: str, folder: Path) -> tuple[Values, str]:
         }
     # LLaMA-Factory describes data sets by their names in a file of this folder
     if "dataset_dir" in given:
-        info = _find(f"{given['dataset_dir']}/dataset_info.json", folder)
+        info = found_at(f"{given['dataset_dir']}/dataset_info.json", folder)
         described = json.loads(info.read_text(encoding="utf-8")) if info.exists() else {}
         most = {"max_samples": given.pop("max_samples", None)}
         unknown = {"unknown": "dataset_info.json does not describe it, so write its path"}
@@ -410,11 +361,22 @@ def _complete(given: Values, system: str, folder: Path) -> tuple[Values, str]:
             given["interleave_probs"] = given.pop("mix_strategy", "concat")
     # v1 describes them in a file of their own
     for name in given.keys() & {"train_dataset", "eval_dataset"}:
-        file = _find(str(given[name]), folder)
+        file = found_at(str(given[name]), folder)
         if file.suffix in (".yaml", ".yml"):
-            described = yaml.safe_load(file.read_text(encoding="utf-8"))
+            described = read_yaml(file.read_text(encoding="utf-8"))
             given[name] = [each | {"path": str(each["path"])} for each in described.values()]
-    return given, method
+    return given, method, written, void
+
+
+def _kinds(given: Values, folder: Path) -> list[str]:
+    """Return what rules may ask for: the chat template, and what the model is by its config.json, else by its name."""
+    model = next((str(given[name]) for name in NAMES["models"] if name in given), "")
+    if (file := found_at(f"{model}/config.json", folder)).is_file():
+        model = str(json.loads(file.read_text()).get("model_type"))
+    kinds = [
+        name for name, pattern in NAMES["kinds"].items() if re.search(pattern, model, re.I)
+    ]
+    return [str(given.get("chat_template")), *kinds]
 
 
 def _source(
@@ -430,7 +392,10 @@ def _source(
             for table in ("sources", "rows")
         )
         for pattern, means in NAMES["row_settings"].items():
-            source |= means if re.fullmatch(pattern, f"{key or name}={value}") else {}
+            for place, meant in (
+                flat(means).items() if re.fullmatch(pattern, f"{key or name}={value}") else ()
+            ):
+                put(source, place, meant)
         said = (f"{name}={entry}" for entry in _entries(value))
         wrong += [(name, value, reasons[each]) for each in said if each in reasons]
         if value in NOTHING or key == f"columns.{value}" or allowed == []:
@@ -467,12 +432,6 @@ def _plain(value: Any) -> Any:
     except (TypeError, ValueError):
         words = {"true": True, "false": False, "yes": True, "no": False, "none": None}
         return words.get(str(value).lower(), value)
-
-
-def _find(path: str, folder: Path) -> Path:
-    """Return a path as it is, or as seen from `folder` or one above it, wherever the file exists."""
-    path, places = expanduser(path), (Path(), folder, *folder.absolute().parents)
-    return next((place / path for place in places if (place / path).exists()), Path(path))
 
 
 run_as("migrate", __name__)

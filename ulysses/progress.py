@@ -22,7 +22,12 @@ def progress(
     if not sys.stderr.isatty():
         plain = "{desc}{n_fmt}/{total_fmt} {unit}, {elapsed}<{remaining}{postfix}"
         options |= {"bar_format": plain, "file": SimpleNamespace(write=_line), "leave": False}
-        options |= {"mininterval": seconds, "delay": seconds}
-    return tqdm(
+        # a bar beside another one would move the cursor
+        options |= {"mininterval": seconds, "delay": seconds, "position": 0}
+    bar = tqdm(
         *counted, desc=desc and f"{desc.removesuffix(': ')}: ", dynamic_ncols=True, **options
     )
+    # nobody knows how long it will take
+    if not bar.disable and bar.total is None and bar.bar_format:
+        bar.bar_format = bar.bar_format.replace("{remaining}", "?")
+    return bar

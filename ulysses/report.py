@@ -1,20 +1,21 @@
 """Plot what runs have logged, several runs in the same panels: `python -m ulysses.report RUN [RUN ...]`.
 
-It reads metrics.jsonl and writes report.png and report.html, a page that loads nothing from elsewhere, into the first
-run's folder.
+It reads metrics.jsonl and samples.jsonl and writes into the first run's folder report.html, a page that loads nothing
+from elsewhere, and report.png, its first screen.
 """
 
 import argparse
 import io
 import json
-import math
 import re
 import sys
 import warnings
 from collections.abc import Sequence
 from html import escape
+from itertools import chain, cycle, product
 from os.path import expanduser
 from pathlib import Path
+from typing import Any
 
 from ulysses.cli import run_as
 from ulysses.imports import explained_imports
@@ -29,131 +30,148 @@ with explained_imports():
 
     from ulysses.config.section import existing
 
-SMOOTHED = 60  # curves of at least this many points get a running mean on top
+Runs = dict[str, pd.DataFrame]  # by their folders
 COLUMNS = 3
 TITLES = {
     "loss": "Loss",
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
+    "tokens_per_second": "Tokens per second",
 }
-LAST = re.compile(r"grad|time/|tokens|seconds|mfu|peak_memory")  # panels, after the stage's own
-# of the legend: alpha and format of grey lines
-LEGEND = {"each step": (0.3, "-"), "running mean": (1, "-"), "held out": (1, "o:")}
+MARKERS = "os^Dv*PX"
+BY_POSITION = "Held-out nll by position (dotted: first evaluation, line: last)"
+# panels of the first screen, of those that a run has: between loss and speed what its stage is judged by
+OWN = "divergence accuracy margin rewards/accuracies rewards/margins objective/scores objective/kl"
+FIRST = ["loss", BY_POSITION, *OWN.split(), "lr", "grad_norm", "tokens_per_second"]
 OCTAVE = re.compile(r"nll(_se)?/\d.*")  # see stages/sft.py
 
 
 def read_run(folder: Path) -> pd.DataFrame:
-    """Return a run folder's metrics, a column each, by step; ValueError if it holds none.
+    """Return the numbers that a run folder's metrics hold, a column each, by step; ValueError if there is no line.
 
-    Incomplete lines, such as the last one of a killed run, are left out. No step is repeated: a run that continues from
-    an earlier checkpoint first drops the lines of later steps.
+    No step is repeated: a run that continues from an earlier checkpoint first drops the lines of later steps.
     """
-    lines = complete_lines(existing(folder) / "metrics.jsonl")
+    lines = pd.DataFrame(complete_lines(existing(folder) / "metrics.jsonl"))
     if lines.empty:
         raise ValueError(
             f"{folder} holds no metrics.jsonl with a complete line; give the folder (run.output) of a run that has "
             "logged a step"
         )
-    return lines.set_index("step").select_dtypes("number")
+    return lines[lines.map(type).eq(float)].astype(float).set_index("step")
 
 
-def complete_lines(path: Path) -> pd.DataFrame:
-    """Return the objects of a run's file, of which a kill may have cut the last one short."""
-    text = path.read_text() if path.is_file() else ""
-    return pd.DataFrame(map(json.loads, re.findall(r'^\{"step": .*\}$', text, re.MULTILINE)))
+def complete_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a run's file, their numbers as floats; ValueError if a line is broken.
+
+    Incomplete lines, such as the last one of a killed run, are left out.
+    """
+    found = []
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    for line in re.findall(r'^\{"step": \d{1,15}\b.*\}$', text, re.MULTILINE):
+        try:
+            found.append(json.loads(line, parse_int=float))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path} holds a line that is not JSON ({error}): {line:.80}"
+            ) from None
+    return found
 
 
-def samples_table(folder: str) -> str:
-    """Return a run's answers (run.samples) as HTML: a row for each prompt, and a column for each who answered it."""
-    lines = complete_lines(Path(folder) / "samples.jsonl").drop_duplicates()
-    if lines.empty:
-        return ""
-    cells = lines.pivot_table("answer", "prompt", "by", "\n\n".join, sort=False)
-    cells = cells.fillna("").reset_index().rename_axis(columns=None)
-    # str: pandas itself writes the ends of lines out, and an index takes no formatters
-    shown = cells.to_html(index=False, formatters=[str] * len(cells.columns), border=0)
-    return f"<div>{shown}</div>"
+def samples_tables(folder: str) -> str:
+    """Return a run's answers (run.samples) as HTML: a table for each prompt, with a row for each who answered it."""
+    lines = complete_lines(Path(folder) / "samples.jsonl")
+    rows = pd.DataFrame(lines, columns=["prompt", "by", "answer"]).fillna("").astype(str)
+    # str: pandas itself writes the ends of lines out
+    style = {"index": False, "header": False, "formatters": [str, str], "border": 0}
+    return "".join(
+        f"<h4>{escape(prompt)}</h4>{answers[['by', 'answer']].to_html(**style)}"
+        for prompt, answers in rows.drop_duplicates().groupby("prompt", sort=False)
+    )
 
 
-def series(run: pd.DataFrame, metric: str) -> pd.Series:
-    """Return a metric's finite values by the steps that logged it."""
-    return run.get(metric, pd.Series(dtype=float)).dropna()
-
-
-def draw_curves(axis: Axes, runs: dict[str, pd.DataFrame], metric: str) -> None:
-    """Draw a metric over steps: training as a line, held-out values as dots."""
-    for i, (name, run) in enumerate(runs.items()):
-        color, curve = f"C{i}", series(run, metric)
-        noisy = len(curve) >= SMOOTHED and metric != "lr"
-        axis.plot(curve, color=color, alpha=0.3 if noisy else 1)
-        if noisy:
-            axis.plot(curve.rolling(len(curve) // 30).mean(), color=color)
-        # matplotlib drops labels that begin with _
-        label, held_out = f" {name}", series(run, f"eval/{metric}")
-        axis.plot(held_out, "o:", color=color, markersize=4, label=label)
-
-
-def draw_octaves(axis: Axes, runs: dict[str, pd.DataFrame], octaves: Sequence[str]) -> None:
-    """Draw the first (dotted) and the last evaluation's nll by position, with standard errors."""
-    axis.set_xticks(range(len(octaves)), octaves)
-    for i, run in enumerate(runs.values()):
-        reached = [x for x, name in enumerate(octaves) if f"eval/nll/{name}" in run]
-        for style, place in (("o:", 0), ("o-", -1)):
-            values, errors = (
-                [series(run, f"eval/{metric}/{octaves[x]}").iloc[place] for x in reached]
-                for metric in ("nll", "nll_se")
+def draw_panel(
+    axis: Axes, runs: Runs, metric: str, sets: dict[str, str], octaves: list[str]
+) -> None:
+    """Draw a metric over steps, or the nll of the first (dotted) and the last evaluation by position."""
+    for (i, (name, run)), (prefix, marker) in product(enumerate(runs.items()), sets.items()):
+        style = {"color": f"C{i}", "marker": marker, "markersize": 4}
+        if metric == BY_POSITION:
+            nll, se = (
+                run.reindex(columns=[f"{prefix}{kind}/{octave}" for octave in octaves])
+                for kind in ("nll", "nll_se")
             )
-            axis.errorbar(reached, values, errors, fmt=style, color=f"C{i}", markersize=4)
+            axis.errorbar(octaves, nll.bfill().iloc[0], se.bfill().iloc[0], ls=":", **style)
+            axis.errorbar(octaves, nll.ffill().iloc[-1], se.ffill().iloc[-1], **style)
+        elif prefix + metric in run:
+            curve = run[prefix + metric].dropna()
+            window = 1 if marker or metric == "lr" else max(1, len(curve) // 30)
+            style["ls"] = ":" if marker else "-"
+            axis.plot(curve, alpha=0.3, **style)
+            # matplotlib drops labels that begin with _
+            label = f" {name} {prefix}".rstrip(" /")
+            axis.plot(curve.rolling(window).mean(), label=label, **style)
+            axis.locator_params("x", integer=True)
+    axis.set_xlabel("tokens before it" if metric == BY_POSITION else "step")
+    axis.set_title(TITLES.get(metric, metric), fontsize=10, loc="left")
+    axis.grid(alpha=0.25)
 
 
-def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
-    """Draw the metrics in TITLES, every other metric that changes, and octaves; a stage's own before the gradient's."""
-    seen: dict[str, set[float]] = {}
-    for run in runs.values():
-        for metric in run:
-            seen.setdefault(metric.removeprefix("eval/"), set()).update(series(run, metric))
-    of_octaves = list(filter(OCTAVE.match, seen))
+def draw_figures(runs: Runs) -> list[Figure]:
+    """Draw the panels of the first screen, and in a second figure every other metric that changes."""
+    logged = dict.fromkeys(chain(*runs.values()))
+    named = [name.removesuffix("loss") for name in logged if re.fullmatch("eval/.+/loss", name)]
+    # training, all held-out data and each named set, by the prefix of their metrics
+    sets = {"": ""} | dict(zip(["eval/", *named], cycle(MARKERS)))
+    prefixes = "|".join(map(re.escape, sorted(sets, reverse=True)))
+    seen: dict[str, set[float]] = {"loss": set()}
+    for name, run in product(logged, runs.values()):
+        values = seen.setdefault(re.sub(prefixes, "", name, count=1), set())
+        values.update(run.get(name, pd.Series(dtype=float)).dropna())
+    of_octaves = [metric for metric in seen if OCTAVE.fullmatch(metric)]
     # as they were logged, from the first to the last
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
-    drawn = [m for m in seen.keys() - of_octaves if m in TITLES or len(seen[m]) > 1]
-    panels = sorted(drawn, key=lambda m: (bool(LAST.match(m)), m not in TITLES, m))
-    if octaves:
-        panels.append("Held-out nll by position")
+    first = [m for m in FIRST if m in seen or (m == BY_POSITION and len(octaves) > 1)]
+    rest = sorted(m for m in seen if len(seen[m]) > 1 and m not in first + of_octaves)
 
-    rows = math.ceil(len(panels) / COLUMNS)
-    figure = Figure((5.5 * COLUMNS, 0.4 + 2.8 * rows), layout="constrained")
-    for place, panel in enumerate(panels, 1):
-        axis = figure.add_subplot(rows, COLUMNS, place)
-        if panel in seen:
-            draw_curves(axis, runs, panel)
-            axis.set_xlabel("step")
-            axis.locator_params("x", integer=True)
-        else:
-            draw_octaves(axis, runs, octaves)
-            axis.set_xlabel("tokens before it (dotted: first evaluation, line: last)")
-        axis.set_title(TITLES.get(panel, panel), fontsize=10, loc="left")
-        axis.grid(alpha=0.25)
-    axis = figure.axes[0]
-    for label, (alpha, style) in LEGEND.items():
-        axis.plot([], style, color="grey", alpha=alpha, markersize=4, label=label)
-    entries = axis.get_legend_handles_labels()
-    figure.legend(*entries, loc="outside upper left", ncols=4)
-    return figure
+    figures = []
+    for panels in first, rest:
+        rows = -(-len(panels) // COLUMNS)
+        figure = Figure((5.5 * COLUMNS, 0.4 + 2.8 * rows), layout="constrained")
+        for place, panel in enumerate(panels, 1):
+            draw_panel(figure.add_subplot(rows, COLUMNS, place), runs, panel, sets, octaves)
+        figures.append(figure)
+    entries = figures[0].axes[0].get_legend_handles_labels()
+    said = "pale: each step; line: running mean; dots: held out"
+    figures[0].legend(*entries, title=said, loc="outside upper left", ncols=4)
+    return figures
 
 
-def html_page(runs: dict[str, pd.DataFrame], figure: Figure) -> str:
-    """Return a page with the figure as SVG and a table of each run's last values; all text is escaped."""
+def html_page(runs: Runs, figures: list[Figure]) -> str:
+    """Return a page with the first figure as SVG, and the rest folded away below; all text is escaped."""
     last = {name: run.reset_index().ffill().iloc[-1] for name, run in runs.items()}
-    table = pd.DataFrame(last).to_html(float_format="{:.7g}".format, na_rep="", border=0)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    svg = buffer.getvalue()
+    table = pd.DataFrame(last).dropna(how="all")
+    drawn = []
+    for figure in figures:
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        svg = buffer.getvalue()
+        drawn.append(svg[svg.index("<svg") :])
+    folded = {
+        "Other metrics": drawn[1],
+        "Last values": table.to_html(float_format="{:.7g}".format, na_rep="", border=0),
+        **{f"Samples of {name}": samples_tables(name) for name in runs},
+    }
+    details = "".join(
+        f"<details><summary>{escape(title)}</summary>{text}</details>"
+        for title, text in folded.items()
+        if text
+    )
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(", ".join(runs))}</title>
-<style>body {{ font: 14px sans-serif }} svg {{ max-width: 100%; height: auto }} td {{ padding: 2px 12px }}
-div td {{ min-width: 14em }}
-th, td {{ text-align: left; vertical-align: top; white-space: pre-wrap }}</style>
-</head><body>{svg[svg.index("<svg") :]}{table}{"".join(map(samples_table, runs))}</body></html>
+<style>body {{ font: 14px sans-serif }} svg {{ max-width: 100%; height: auto }} summary {{ padding: 4px }}
+td, th {{ padding: 2px 12px; text-align: left; vertical-align: top; border-top: 1px solid #ddd }}
+h4, td {{ max-width: 60em; margin: 1em 12px 4px; white-space: pre-wrap }}</style>
+</head><body>{drawn[0]}{details}</body></html>
 """
 
 
@@ -176,9 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = {str(folder): read_run(folder) for folder in folders}
         whole = pd.option_context("display.max_colwidth", None)
         with whole, matplotlib.rc_context(style), warnings.catch_warnings(action="ignore"):
-            figure = draw_figure(runs)
-            page.write_text(html_page(runs, figure), encoding="utf-8")
-            figure.savefig(picture, dpi=110)
+            figures = draw_figures(runs)
+            page.write_text(html_page(runs, figures), "utf-8", "replace")
+            figures[0].savefig(picture, dpi=110)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

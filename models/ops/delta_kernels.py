@@ -48,11 +48,17 @@ def convolve(
     x: Tensor, weight: Tensor, recurrence: Recurrence, widths: Sequence[int]
 ) -> tuple[Tensor, ...]:
     """Do models/ops/delta_rule.py's `convolve`."""
-    if weight.shape[1] != delta_triton.TAPS:
-        return plain.convolve(x, weight, recurrence, widths)
-    first, rows, kept = recurrence.with_copies(delta_triton.TAPS - 1)
-    outs = delta_triton.Convolve.apply(x[rows], weight, first, widths)
-    return tuple(out[kept] for out in outs)
+    from fla.modules.causal_conv1d import causal_conv1d  # as slow an import as the rule's
+
+    pack = recurrence.with_copies(weight.shape[1] - 1)
+    out, _ = causal_conv1d(
+        x[pack.rows][None],
+        weight,
+        activation="silu",
+        cu_seqlens=pack.cu_seqlens,
+        cu_seqlens_cpu=torch.tensor(pack.bounds),
+    )
+    return out.squeeze(0)[pack.kept].split(widths, 1)
 
 
 def mix_step(shape: Delta, *given: Tensor) -> Tensor:

@@ -34,13 +34,15 @@ def convolve(
     x: Tensor, weight: Tensor, recurrence: Recurrence, widths: Sequence[int]
 ) -> tuple[Tensor, ...]:
     """Return silu of the causal convolution of packed rows x [T, F] with a filter of each column [F, W], in parts."""
-    first, rows, kept = recurrence.with_copies(weight.shape[1] - 1)
-    wide, taps = at_least_float32(x)[rows], at_least_float32(weight)
+    pack = recurrence.with_copies(weight.shape[1] - 1)
+    wide, taps = at_least_float32(x)[pack.rows], at_least_float32(weight)
+    lengths = pack.cu_seqlens.diff()
+    first = pack.cu_seqlens[:-1].repeat_interleave(lengths, output_size=len(wide))
     place = (torch.arange(len(wide), device=x.device) - first)[:, None]
     total = wide * taps[:, -1]
     for age in range(1, weight.shape[1]):
         total = total + (wide.roll(age, 0) * taps[:, -1 - age]).masked_fill(place < age, 0)
-    return F.silu(total[kept]).to(x.dtype).split(widths, 1)
+    return F.silu(total[pack.kept]).to(x.dtype).split(widths, 1)
 
 
 def decays(a: Tensor, log_rates: Tensor, bias: Tensor) -> Tensor:

@@ -1,89 +1,22 @@
 # ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
-"""Triton kernels around the gated delta rule: the short convolution before it, and one token of decoding.
+"""A Triton kernel that takes one token through the short convolution and the gated delta rule, for decoding.
 
 Float32 inside, rounded once, no atomics: every result is the same on every run.
 
-Shapes: T rows, F columns of q | k | v, W = 4 taps, n documents, K key heads of width E, H value heads of width V.
+Shapes: n documents, K key heads of width E, H value heads of width V.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from models.families import Delta
 from models.ops.delta_rule import EPSILON
 from models.ops.passes_triton import triton
-from ulysses.parallel.layout import Context
-
-TAPS = 4  # of the models that exist; the kernels of the convolution hold the rows before one in registers
-ROWS, BLOCK = 128, 128  # of a program, which goes through its rows one after the other
-
 
 if triton is not None:
     import triton.language as tl
 
     from models.ops.passes_triton import load, store
-
-    @triton.jit
-    def _convolve_kernel(
-        x, first, weight, out, grad, partial,
-        rows, columns, x_row, partial_row,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """Write silu of the convolution to `out`; with `grad` the gradient of x instead, and sums for the weights'."""
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = column < columns
-        # of the row itself, and of those one, two and three before it
-        w0 = load(weight + column * 4 + 3, mask)
-        w1 = load(weight + column * 4 + 2, mask)
-        w2 = load(weight + column * 4 + 1, mask)
-        w3 = load(weight + column * 4, mask)
-        begin = tl.program_id(0).to(tl.int64) * ROWS
-        x += column
-        x1 = load(x + (begin - 1) * x_row, mask & (begin >= 1))
-        x2 = load(x + (begin - 2) * x_row, mask & (begin >= 2))
-        x3 = load(x + (begin - 3) * x_row, mask & (begin >= 3))
-        # what is complete of the gradients of the three rows before; sums over rows for the weights
-        d1 = tl.zeros((BLOCK,), dtype=tl.float32)
-        d2, d3, s0, s1, s2, s3 = d1, d1, d1, d1, d1, d1
-        # the next row is loaded while one is computed
-        after = load(x + begin * x_row, mask)
-        slope = d1
-        if grad is not None:
-            grad += column
-            slope = load(grad + begin * columns, mask)
-        # of a gradient, three rows more, which these are among the taps of
-        for i in range(ROWS if grad is None else ROWS + 3):
-            row = begin + i
-            now, g, more = after, slope, mask & (row + 1 < rows)
-            after = load(x + (row + 1) * x_row, more)
-            age = row - tl.load(first + row, mask=row < rows, other=row)
-            y1 = tl.where(age >= 1, x1, 0.0)
-            y2 = tl.where(age >= 2, x2, 0.0)
-            y3 = tl.where(age >= 3, x3, 0.0)
-            total = w0 * now + w1 * y1 + w2 * y2 + w3 * y3
-            part = tl.sigmoid(total)
-            if grad is None:
-                store(out + row * columns + column, total * part, mask & (row < rows))
-            else:
-                slope = load(grad + (row + 1) * columns, more)
-                g *= part * (1 + total * (1 - part))
-                d1 += tl.where(age >= 1, w1 * g, 0.0)
-                d2 += tl.where(age >= 2, w2 * g, 0.0)
-                d3 += tl.where(age >= 3, w3 * g, 0.0)
-                store(out + (row - 3) * x_row + column, d3, mask & (i >= 3) & (row - 3 < rows))
-                d3, d2, d1 = d2, d1, w0 * g
-                own = tl.where(i < ROWS, g, 0.0)
-                s0, s1, s2, s3 = s0 + own * now, s1 + own * y1, s2 + own * y2, s3 + own * y3
-            x3, x2, x1 = x2, x1, now
-        if grad is not None:
-            partial += tl.program_id(0).to(tl.int64) * partial_row + column * 4
-            tl.store(partial, s3, mask=mask)
-            tl.store(partial + 1, s2, mask=mask)
-            tl.store(partial + 2, s1, mask=mask)
-            tl.store(partial + 3, s0, mask=mask)
 
     @triton.jit
     def _next_input(inputs, new, weight, column, mask, columns, TAPS: tl.constexpr):
@@ -138,53 +71,6 @@ if triton is not None:
             tl.debug_barrier()
             tl.store(place, state, mask=mask)
             store(out + at * V + v, tl.sum(q[:, None] * state, axis=0), v < V)
-
-
-class Convolve(torch.autograd.Function):
-    """silu of the causal convolution of rows x [T, F] with filters [F, 4], its columns in dense parts of some widths.
-
-    first [T] int32: the first row of each row's document.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Context[Sequence[int]],
-        x: Tensor,
-        weight: Tensor,
-        first: Tensor,
-        widths: Sequence[int],
-    ) -> tuple[Tensor, ...]:
-        x, weight = x.contiguous(), weight.contiguous()
-        ctx.save_for_backward(x, weight, first)
-        ctx.rest = widths
-        outs = [x.new_empty(len(x), width) for width in widths]
-        for out, rows, taps in zip(outs, x.split(widths, 1), weight.split(widths)):
-            _convolve(rows, first, taps, out)
-        return tuple(outs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context[Sequence[int]], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, first = ctx.saved_tensors
-        found = torch.empty_like(x)
-        sums = x.new_empty(triton.cdiv(len(x), ROWS), *weight.shape, dtype=torch.float32)
-        parts = (
-            a.split(ctx.rest, dim) for a, dim in ((x, 1), (weight, 0), (found, 1), (sums, 1))
-        )
-        for rows, taps, out, partial, grad in zip(*parts, grads):
-            _convolve(rows, first, taps, out, grad.contiguous(), partial)
-        return found, sums.sum(0).to(weight.dtype), None, None
-
-
-def _convolve(x: Tensor, first: Tensor, weight: Tensor, out: Tensor, *back: Tensor) -> None:
-    rows, columns = x.shape
-    grad, partial = back or (None, None)
-    with torch.cuda.device(x.device):
-        _convolve_kernel[(triton.cdiv(rows, ROWS), triton.cdiv(columns, BLOCK))](
-            x, first, weight, out, grad, partial,
-            rows, columns, x.stride(0), 0 if partial is None else partial.stride(0),
-            ROWS=ROWS, BLOCK=BLOCK, num_warps=1,
-        )  # fmt: skip
 
 
 def step(shape: Delta, inputs: Tensor, memory: Tensor, qkv: Tensor, *others: Tensor) -> Tensor:

@@ -2,19 +2,29 @@
 
 import io
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from models.arch import ModelConfig
 from models.folders import CONFIG
 from models.scored import RewardModel
-from models.writing import write_weights
+from models.writing import GENERATION, write_weights
 from tests import rows_of
+from tests.e2e.launch import tiny
+from tests.e2e.test_stage_runs import on_ranks
+from tests.harness import PATIENCE
 from tests.model_folder import demo_model, init_weights
-from ulysses.answers import main
+from tests.tiny_tokenizer import write_rows
+from ulysses.answers import Trained, main
 from ulysses.data.read.chat import template_text
 from ulysses.disk import write_json
 
@@ -98,10 +108,247 @@ def test_scores_are_those_of_transformers(place, tmp_path):
             assert score == pytest.approx(model(tokens).logits.item(), abs=1e-5)
 
 
+UP, SCORE = "model.layers.0.mlp.up_proj.weight", "score.weight"
+# what happens to one of the weights, and what is said instead of an answer
+WEIGHTS = """
+generate model UP gone => does not fit its config.json: missing_keys ['model.layers.0.mlp.up_proj.weight']; check that
+generate model UP twice => does not fit its config.json: unexpected_keys ['model.layers.0.mlp.up_proj.weight2']; check
+generate model UP short => its model.layers.0.mlp.up_proj.weight is torch.Size([351, 128]), but config.json says
+generate model UP nan => model.layers.0.mlp.up_proj.weight in PLACE holds infinite weights, or some that are not numbers
+generate model UP inf => model.layers.0.mlp.up_proj.weight in PLACE holds infinite weights
+generate model UP pickled => there is no model.safetensors in PLACE; download it again, or convert the model to safeten
+score reward SCORE gone => does not fit its config.json: missing_keys ['score.weight']; check that
+score reward SCORE twice => unexpected_keys ['score.weight2']
+score reward SCORE nan => score.weight in PLACE holds infinite weights
+score reward SCORE huge => the scores of a row are [
+"""
+
+
+@pytest.mark.parametrize("words, sentence", rows_of(WEIGHTS))
+def test_weights_that_are_not_the_models_give_no_answers(
+    words, sentence, place, tmp_path, capsys
+):
+    command, kind, name, fault = words.split()
+    name = {"UP": UP, "SCORE": SCORE}[name]
+    folder = shutil.copytree(place / kind, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    tensor = weights[name]
+    if fault == "gone":
+        del weights[name]
+    elif fault == "twice":
+        weights[f"{name}2"] = tensor.clone()
+    elif fault == "short":
+        weights[name] = tensor[:-1].contiguous()
+    elif fault == "huge":
+        tensor.fill_(3e38)
+    elif fault in ("nan", "inf"):
+        tensor[0, 0] = float(fault)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    if fault == "pickled":
+        torch.save(weights, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    rows = "rows.jsonl" if command == "generate" else "pairs.jsonl"
+    assert main([command, str(folder), str(place / rows), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and sentence.replace("PLACE", str(folder)) in said
+    assert not (tmp_path / "out").exists()
+
+
+def variant(place, name, base="model", config=(), generation=()):
+    """Copy a model's folder with changes of its config.json, and with a generation_config.json."""
+    folder = shutil.copytree(place / base, place / name)
+    write_json(folder / CONFIG, json.loads((folder / CONFIG).read_text()) | dict(config))
+    write_json(folder / GENERATION, dict(generation))
+    return folder
+
+
+@pytest.fixture
+def generate(place, tmp_path, capsys):
+    """Return the responses of a folder to the questions, and what is said."""
+
+    def answers(folder, *words):
+        out = tmp_path / f"{folder.name}.jsonl"
+        given = str(folder), str(place / "rows.jsonl"), str(out)
+        assert main(["generate", *given, "--tokens", "6", *words]) == 0
+        said = capsys.readouterr()
+        return [row.get("response") for row in lines(out)], said.err + said.out
+
+    return answers
+
+
+def test_settings_of_the_folder_are_followed_or_told(place, generate):
+    plain, said = generate(place / "model")
+    assert GENERATION not in said
+    others = {
+        "num_return_sequences": 3,
+        "num_beams": 4,
+        "return_dict_in_generate": True,
+        "stop_strings": ["a"],
+    }
+    rows, said = generate(variant(place, "several", generation=others))
+    assert rows == plain and len(plain) == 3
+    [line] = [x for x in said.splitlines() if GENERATION in x]
+    assert '"num_return_sequences": 3' in line and '"num_beams": 4' in line
+    assert generate(variant(place, "no beam", generation={"num_beams": 0}))[0] == plain
+    wishes = {"do_sample": True, "temperature": 0.5, "top_k": 3}
+    drawn = variant(place, "drawn", generation=wishes)
+    rows, said = generate(drawn)
+    assert rows != plain and 'answers follow {"do_sample": true, "temperature": 0.5' in said
+    assert generate(variant(place, "word", generation={"temperature": "hot"}))[0] == plain
+    drawn = drawn.rename(place / "drawn greedily")
+    assert generate(drawn, "--greedy")[0] == plain
+
+
+def test_answers_end_at_the_window(place, generate, monkeypatch, capsys):
+    plain, _ = generate(place / "model")
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    chat = [{"role": "user", "content": QUESTIONS[1]}]
+    asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    longest = len(asked)
+    for more in (3, 0):
+        name, shape = f"window {more}", {"max_position_embeddings": longest + more}
+        rows, said = generate(variant(place, name, config=shape))
+        if more:
+            assert (
+                len(tokenizer.encode(plain[1])) == 6 + 1
+                and len(tokenizer.encode(rows[1])) == 3 + 1
+            )
+            assert plain[1].startswith(rows.pop(1))
+        assert rows == plain[::2]
+    assert f"dropped, the model's window of {longest} tokens is too short for it: 1 (" in said
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTIONS[0]}\n{QUESTIONS[0]}\n"))
+    assert main(["chat", str(place / "window 0"), "--tokens", "90"]) == 2
+    assert "window" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_equal_and_unranked_answers_are_scored(place, tmp_path):
+    rows = [
+        {"prompt": "Hi", "chosen": "Yes.", "rejected": "Yes."},
+        {"prompt": "Hi", "completions": ["Yes.", "No.", "Yes."]},
+        {"prompt": "Hi", "completions": ["Yes.", "No."], "ranks": [1, 1]},
+        {"prompt": "Hi", "completions": ["Yes."]},
+        {"prompt": "Hi", "response": "Yes.", "label": False},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}], "weight": 0},
+    ]  # fmt: skip
+    given = write_rows(tmp_path / "rows.jsonl", rows)
+    assert main(["score", str(place / "reward"), given, str(tmp_path / "out.jsonl")]) == 0
+    yes, no = (lines(tmp_path / "out.jsonl")[1]["scores"][i] for i in (0, 1))
+    assert [row["scores"] for row in lines(tmp_path / "out.jsonl")] == [
+        [yes, yes], [yes, no, yes], [yes, no], [yes], [yes], [yes]
+    ]  # fmt: skip
+
+
+def test_a_prompt_gets_the_variables_of_its_run(place, tmp_path, monkeypatch):
+    """What `data.chat_template_kwargs` was in the run is in its exports, its checkpoints and what is merged of them."""
+    template = (
+        "{% if mood is defined %}Be {{ mood }}. {% endif %}{% for m in messages %}[{{ m.role }}] {{ m.content }}END"
+        "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    ).replace("END", AutoTokenizer.from_pretrained(place / "model").eos_token)
+    conversation = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ahoy!"},
+    ]
+    data = write_rows(tmp_path / "train.jsonl", [{"messages": conversation}] * 4)
+    typed = (
+        f"--run.steps 1 --run.save_every 1 --model.lora.rank 2 --data.train {data} --data.eval [] "
+        f"--model.path {place / 'model'} --model.init pretrained"
+    )
+    line = tiny("sft", tmp_path / "run", typed)
+    line += ["--data.chat_template", template, "--data.chat_template_kwargs", '{"mood": "gay"}']
+    on_ranks(1, line)
+    monkeypatch.setattr(
+        Trained,
+        "answers",
+        lambda self, *asked, **_: [self.tokenizer.decode(tokens) for tokens in asked],
+    )
+    shutil.copytree(tmp_path / "run/export", tmp_path / "elsewhere")
+    for name in ("run", "run/export", "run/checkpoints/step-1", "elsewhere"):
+        out = tmp_path / f"{Path(name).name}.jsonl"
+        assert (
+            main(["generate", str(tmp_path / name), str(place / "rows.jsonl"), str(out)]) == 0
+        )
+        assert all(">Be gay. [user] " in row["response"] for row in lines(out)), name
+        assert len(lines(out)) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_chat_that_is_killed_leaves_no_merged_model(place, tmp_path, number):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(place / "model")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(
+        tmp_path / "adapters"
+    )
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ulysses.cli", "chat", str(tmp_path / "adapters")],
+        stdin=-1, stdout=-1, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+    )  # fmt: skip
+    assert process.stdout.read(2) == b"> " and any((tmp_path / "tmp").glob("*/export"))
+    process.send_signal(number)
+    process.communicate(timeout=PATIENCE)
+    assert not [*(tmp_path / "tmp").glob("*/export")] and process.returncode == 128 + number
+
+
+FOLDERS = {
+    "nameless": {"config": {"architectures": None}},
+    "empty": {"config": {"architectures": []}},
+    "unknown": {"config": {"architectures": ["FooForCausalLM"]}},
+    "no model": {"config": {"architectures": ["pipeline"]}},
+    "two": {"base": "reward", "config": {"num_labels": 2, "id2label": {"0": "a", "1": "b"}}},
+    "tagger": {"base": "reward", "config": {"architectures": ["LlamaForTokenClassification"]}},
+    "word": {"generation": {"eos_token_id": "</s>"}},
+    "words": {"generation": {"eos_token_id": [2, "2"]}},
+    "tables": {"generation": {"eos_token_id": {"a": 1}}},
+}
+BROKEN = {
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "nothing": lambda file: os.truncate(file, 0),
+    "garbage": lambda file: file.write_bytes(b"x" * 1000),
+    "misshapen": lambda file: save_file(
+        {name: t[:-2].clone() if "q_proj" in name else t for name, t in load_file(file).items()}, file, {"format": "pt"}
+    ),
+}  # fmt: skip
+UNUSABLE = """
+generate nameless => nameless cannot be used: it is a model without architectures in config.json; ulysses score
+generate empty => it is a model without architectures in config.json
+generate unknown => it is a FooForCausalLM; ulysses score takes
+generate no-model => it is a pipeline; ulysses score takes
+score nameless => it is a model without architectures in config.json
+score two => ulysses score takes a reward model, a ...ForSequenceClassification of one label (this has 2)
+score tagger => it is a LlamaForTokenClassification; ulysses score takes
+generate word => eos_token_id in generation_config.json is '</s>', but must be a number, or a list of numbers
+generate words => is [2, '2'], but must be a number, or
+generate tables => is {'a': 1}, but must be a number
+generate cut => Error while deserializing header
+score cut-reward => Error while deserializing header
+generate nothing => Error while deserializing header
+generate garbage => Error while deserializing header
+generate misshapen => q_proj.weight is torch.Size([126, 128]), but config.json says
+score misshapen-reward => q_proj.weight is torch.Size([126, 128]), but config.json says
+"""
+
+
+@pytest.mark.parametrize("words, sentence", rows_of(UNUSABLE))
+def test_folders_that_cannot_be_used(words, sentence, place, tmp_path, capsys):
+    command, name = words.split()
+    kind, _, base = name.partition("-")
+    if kind in BROKEN:
+        folder = shutil.copytree(place / (base or "model"), tmp_path / name)
+        BROKEN[kind](folder / "model.safetensors")
+    else:
+        folder = variant(place, tmp_path / name, **FOLDERS[name.replace("-", " ")])
+    assert main([command, str(folder), str(place / "pairs.jsonl"), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: {folder} cannot be used: ") and sentence in said
+    assert not (tmp_path / "out").exists()
+
+
 REFUSED = """
 score model rows.jsonl out => is a LlamaForCausalLM; ulysses score takes a reward model
 chat reward => is a LlamaForSequenceClassification
 generate model rows.jsonl rows.jsonl => rows.jsonl exists already; name another file
+generate absent/model rows.jsonl no/such/out => there is no folder {place}/no/such for out; make it
+score absent/model pairs.jsonl rows.jsonl/out => there is no folder {place}/rows.jsonl for out
 generate absent/model absent.jsonl out => absent.jsonl does not exist
 generate absent/model rows.jsonl out => there is no folder
 generate model rows.jsonl out --tokens 0 => --tokens is 0 but must be at least 1
@@ -119,5 +366,5 @@ def test_refusals(words, sentence, place, capsys, monkeypatch):
     before = held()
     assert main(words.split()) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: ") and sentence in said
+    assert said.startswith("error: ") and sentence.format(place=place) in said
     assert held() == before

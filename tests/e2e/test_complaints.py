@@ -63,9 +63,9 @@ held folder => sft --run.output PLACE/held => held already holds checkpoints; se
 lacking weights => MODEL/lacking \
 => does not fit .*: model.layers.1.mlp.up_proj.weight is missing, the first of 1 diff
 older checkpoint => sft --run.output PLACE/later --run.resume PLACE/later/checkpoints/step-2 \
-=> later already holds checkpoints; set run.resume = \"auto\" .*run.overwrite = true to delete step-4, or
+=> later already holds checkpoints; set run.resume = \"auto\" .*delete step-4, or set another run.output
 another run's checkpoint => sft --run.output PLACE/held --run.resume PLACE/later/checkpoints/step-4 \
-=> held already holds checkpoints; .*run.overwrite = true to delete step-3, or another run.output
+=> held already holds checkpoints; .*delete step-3, or set another run.output
 """
 
 
@@ -158,7 +158,7 @@ def test_the_sentence_stands_below_the_launchers_report(launcher, place):
 
 
 def test_what_the_run_holds_already_counts_as_free_disk(place, tmp_path, monkeypatch):
-    more = f"/model --run.output {tmp_path} --run.save_every 1 --run.overwrite"
+    more = f"/model --run.output {tmp_path} --run.save_every 1"
     config = parse_command_line(arguments(place, MODEL + more)).config
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))

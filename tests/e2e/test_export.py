@@ -1,10 +1,12 @@
 """An export loads in transformers, equals what was trained, and is written and loaded without holding the model."""
 
+import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
 from models.arch import ModelConfig
@@ -13,8 +15,10 @@ from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
 from models.writing import write_weights
+from tests import rows_of
 from tests.e2e.launch import ranks, tiny
 from tests.harness import memory_of, run_distributed
+from tests.model_folder import demo_model, logps_there
 from ulysses.check.input_files import read_shape
 from ulysses.check.run_folder import write_run_state
 from ulysses.config.command_line import check
@@ -48,6 +52,74 @@ def test_export_of_a_checkpoint_equals_the_runs_own(run, tmp_path):
     assert main([str(run / "checkpoints/step-2"), str(tmp_path / "out")]) == 0
     assert_same_folder(tmp_path / "out", run / "export")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+CONTINUED = """
+ => is continued; its base is {base}
+--model.lora.alpha 8 => is merged into its base; exports are whole models
+--model.lora.rank 0 --optimizer.lr 0 => is merged into its base
+--stage dpo --dpo.reference live => is merged into its base
+"""
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A base, and adapters of it, both with bfloat16 weights."""
+    base = demo_model(tmp_path_factory.mktemp("adapter") / "model")
+    line = f"--model.path {base} {ADAPTED} --run.steps 1"
+    ranks(tiny("sft", base.parent / "run", line), 1)
+    return base, base.parent / "run/export"
+
+
+ADAPTED = "--model.init pretrained --model.lora.rank 4 --optimizer.lr 0.01 --optimizer.schedule constant"
+
+
+@pytest.mark.parametrize("typed, sentence", rows_of(CONTINUED))
+def test_a_run_on_an_adapter_says_what_becomes_of_it_and_its_export_loads(
+    adapter, tmp_path, typed, sentence
+):
+    """A continued one starts from its A and B, and its base is the base; a merged one is a part of whole exports."""
+    base, start = adapter
+    stage = "dpo" if "dpo" in typed else "sft"
+    given = f"--model.path {start} {ADAPTED} {typed.replace('--stage dpo', '')} --run.steps 1"
+    said = ranks(tiny(stage, tmp_path / "run", given), 1).stdout
+    assert f"model.path {start} is an adapter, which {sentence.format(base=base)}" in said
+    out, files = tmp_path / "run/export", WeightFiles(tmp_path / "run/export")
+    is_continued = not typed
+    assert (out / "adapter_config.json").exists() == is_continued
+    if is_continued:
+        settings = json.loads((out / "adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == str(base)
+        assert 'base_model: "model"' in (out / "README.md").read_text()
+    # all of them begin with the merged weights, and one step moves them little
+    before, name = WeightFiles(start), "model.layers.0.self_attn.q_proj.weight"
+    moved = (files.read(name).float() - before.read(name).float()).norm()
+    trained = (before.read(name).float() - WeightFiles(base).read(name).float()).norm()
+    assert moved < 3 * trained
+    for name in ("again", "whole"):
+        merge = ["--merge"] * (name == "whole" and is_continued)
+        assert (
+            main([str(tmp_path / "run/checkpoints/step-1"), str(tmp_path / name), *merge]) == 0
+        )
+    if is_continued:  # a merged one's card knows no metrics
+        assert_same_folder(tmp_path / "again", out)
+    kind = AutoPeftModelForCausalLM if is_continued else AutoModelForCausalLM
+    theirs = kind.from_pretrained(out, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    row = torch.arange(3, 30)
+    torch.testing.assert_close(
+        logps_there(whole, row), logps_there(theirs, row), rtol=1e-2, atol=2e-2
+    )
+
+
+def test_a_checkpoint_of_a_merged_adapter_is_not_continued_on_its_base(adapter, tmp_path):
+    _, start = adapter
+    line = f"--model.path {start} {ADAPTED} --run.steps"
+    ranks(tiny("sft", tmp_path / "run", f"{line} 1 --model.lora.alpha 8"), 1)
+    outcome = ranks(tiny("sft", tmp_path / "run", f"{line} 2 --run.resume auto"), 1, code=2)
+    outcome.refused(
+        f"had model.path '{start}' but this run has '.*/model'; set the same, or another run.output"
+    )
 
 
 def test_export_complains_in_one_sentence(run, tmp_path, capsys, monkeypatch):

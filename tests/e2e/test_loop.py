@@ -77,7 +77,7 @@ def test_an_evaluation_that_is_not_finite_is_never_the_best():
 
 def test_a_cache_of_other_values_stops_the_first_step(tmp_path):
     cache = tmp_path / "cache"
-    typed = f"--data.cache {cache} --run.steps 1 --run.overwrite true --run.export false --run.save_last false"
+    typed = f"--data.cache {cache} --run.steps 1 --run.export false --run.save_last false"
     line = settings("dpo", tmp_path / "run", typed)
     assert on_ranks(1, line)[0]["reference_gap"] < 1e-5
     # only a stop would have saved one

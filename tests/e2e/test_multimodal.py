@@ -18,6 +18,7 @@ from tests.family_case import EXPERTS, FAMILIES, LINEAR
 from tests.memory_case import packed
 from tests.model_folder import logps_there, write_model
 from tests.zero_case import filled
+from ulysses.check.input_files import check_weights
 from ulysses.export import main
 
 SIDE_FILES = {
@@ -148,10 +149,32 @@ def test_the_text_model_trains_and_the_rest_travels(base, tmp_path):
     assert read_config(tmp_path / "again") == read_config(out / "export")
 
 
-def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path):
+def in_peft(adapters, base, kind="CausalLM", **options):
+    """The model that PEFT makes of adapters by its own Auto class and on transformers', which the card names."""
+    import peft
+    import transformers
+
+    options["dtype"] = torch.float32
+    auto = getattr(peft, f"AutoPeftModelFor{kind}").from_pretrained(adapters, **options)
+    whole = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(base, **options)
+    named = type(whole).__name__
+    card = (adapters / "README.md").read_text()
+    assert f"{named}." in card and f"AutoPeftModelFor{kind}.from_pretrained(" in card
+    twin = peft.PeftModel.from_pretrained(whole, adapters)
+    ours, theirs = auto.state_dict(), twin.state_dict()
+    known = [n for n in ours if ".lora_" in n or ".modules_to_save." in n]
+    assert all(torch.equal(ours[name], theirs[name]) for name in known)  # none is drawn
+    stored = load_file(adapters / "adapter_model.safetensors")
+    assert len(known) == len(stored)
+    for name in known:
+        file = name.replace(".modules_to_save", "").replace(".default", "")
+        assert torch.equal(theirs[name], stored[file].float()), name
+    return twin
+
+
+def test_adapters_load_in_peft_by_its_auto_class(base, tmp_path):
     """Adapters of every kind of projection give the same logits there, and merged ones carry the rest."""
-    from peft import PeftModel
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM
 
     out = tmp_path / "run"
     line = f"--model.path {base} --model.init pretrained --model.lora.rank 3 --run.steps 2 --optimizer.lr 0.01"
@@ -162,12 +185,18 @@ def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path):
         names += ["shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"]
     for name in names:
         assert any(f".{name}.lora_A" in key for key in adapted), name
-    whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     plain = logps_there(whole, TOKENS)
-    twin = PeftModel.from_pretrained(whole, out / "export")
-    theirs = logps_there(twin.float(), TOKENS)
+    theirs = logps_there(in_peft(out / "export", base), TOKENS)
     assert not torch.allclose(plain, theirs, atol=1e-3)
     torch.testing.assert_close(logps_here(out / "export", TOKENS), theirs, rtol=1e-4, atol=1e-4)
+    # a run on them goes on with them
+    line = line.replace(str(base), str(out / "export")).replace("0.01", "0")
+    ranks(tiny("sft", tmp_path / "more", line), 2)
+    again = load_file(tmp_path / "more/export/adapter_model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in adapted.items())
+    settings = json.loads((tmp_path / "more/export/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(base)
     assert main([str(out / "checkpoints/step-2"), str(tmp_path / "merged"), "--merge"]) == 0
     assert side_files(out / "export") == side_files(tmp_path / "merged") == SIDE_FILES
     before, after = carried(base), carried(tmp_path / "merged")
@@ -177,7 +206,6 @@ def test_adapters_load_in_peft_on_the_whole_model(base, tmp_path):
 
 def test_gemma3_trains_in_its_multimodal_folder(tmp_path) -> None:
     """Files keep their names, which are not those of the modules that adapters belong to."""
-    from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
     base = saved("gemma3", tmp_path / "base", GEMMA, SIGLIP)
@@ -206,10 +234,32 @@ def test_gemma3_trains_in_its_multimodal_folder(tmp_path) -> None:
         torch.testing.assert_close(logps_here(out, TOKENS), theirs, rtol=1e-5, atol=1e-5)
         assert plain is None or not torch.allclose(plain, theirs, atol=1e-3)
         plain = theirs if plain is None else plain
-    whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
-    found = logps_there(PeftModel.from_pretrained(whole, adapters).float(), TOKENS)
+    found = logps_there(in_peft(adapters, base), TOKENS)
     torch.testing.assert_close(logps_here(adapters, TOKENS), found, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(theirs, found, rtol=1e-4, atol=1e-4)
+
+
+def test_a_folder_with_a_vision_config_and_no_vision_is_refused(tmp_path) -> None:
+    base = folder_of("qwen3_5", tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    text = {name: x for name, x in weights.items() if ".visual." not in name}
+    assert any(name.startswith("mtp.") for name in text)
+    save_file(text, base / "model.safetensors", {"format": "pt"})
+    sentence = f"{base} has a config.json with a vision model but holds no tensors of one; complete the files, or write"
+    with pytest.raises(ValueError, match=sentence):
+        check_weights(read_config(base), base, reward=False)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma3"])
+def test_adapters_of_reward_models_load_in_peft(model_type, tmp_path) -> None:
+    """Its class for them holds the whole model, of both families; qwen3_5_moe has none."""
+    if model_type == "gemma3":
+        base = saved("gemma3", tmp_path / "base", GEMMA, SIGLIP)
+    else:
+        base = folder_of(model_type, tmp_path / "base")
+    line = f"--model.path {base} --model.init pretrained --run.steps 1 --optimizer.lr 0.01 --model.lora.rank 3"
+    ranks(tiny("rm", tmp_path / "run", line), 1)
+    assert in_peft(tmp_path / "run/export", base, "SequenceClassification", num_labels=1)
 
 
 def test_tensors_of_mtp_travel_beside_a_text_model(tmp_path) -> None:

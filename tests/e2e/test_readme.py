@@ -75,6 +75,26 @@ def test_every_shipped_configuration_can_be_planned(path, tmp_path, capsys, monk
         assert seconds == pytest.approx(float(promised[1]), rel=0.15)
 
 
+def test_the_lengths_that_fit_are_what_the_dry_run_says(capsys):
+    """A row of docs/i-want-to.md: a model, a length and GPUs, the settings, and what the plan of a step is."""
+    _, *rows = table("docs/i-want-to.md", r"model \| tokens")
+    assert len(rows) > 4
+    for model, tokens, gpus, settings, *promised in rows:
+        count, gib = re.findall(r"\d+", gpus)
+        line = f"--dry-run --model.arch {model[1:-1]} --model.init random --run.steps 9 {settings[1:-1]}"
+        line += f" --data.max_length {tokens.replace(',', '')} --gpus {count} --gpu-memory {gib} --host-memory 500"
+        code, said = main(line.split()), capsys.readouterr().out
+        found = re.findall(
+            r"longest sequence at \D+ \d: ([\d,]+)|\(auto: ([\d.]+) GiB|([\d.]+) s / step$",
+            said,
+            re.M,
+        )
+        predicted = [next(filter(None, column)).replace(",", "") for column in zip(*found)]
+        assert code == 3, said
+        for value, told, near in zip(predicted, promised[2:] + promised[:2], (0.1, 0.1, 0.15)):
+            assert float(value) == pytest.approx(float(told.replace(",", "")), rel=near)
+
+
 def packages_of(extras):
     """The packages that extras of pyproject.toml bring, those of other extras among them."""
     known = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -34,7 +35,7 @@ def test_two_runs_do_not_share_a_folder_and_a_dead_one_is_succeeded(tmp_path):
     run = re.search(r"run (\w{8}),", sentence)[1]
     first.send(signal.SIGKILL)
     first.until(lambda: False)
-    said = ranks(arguments(tmp_path, "--run.overwrite"), 1).stdout
+    said = ranks(arguments(tmp_path), 1).stdout
     assert f"run was left by run {run}, {process}" in said
     assert "which has ended, and is taken over" in said
     assert {line["run"] for line in metrics(tmp_path / "run")} != {run}
@@ -109,29 +110,38 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_nothing_is_deleted_before_all_checks_have_passed(tmp_path):
-    """The checkpoint to go back to is damaged; then it is whole, and a link to another disk."""
+def test_a_run_deletes_nothing_that_it_finds(tmp_path):
+    """It refuses a folder with later checkpoints, and rotation deletes its own old ones; of a link the link alone."""
     saves = "--run.steps 3 --run.save_every 1 --run.keep 0"
     ranks(arguments(tmp_path, saves), 1)
     checkpoints, moved = tmp_path / "run/checkpoints", tmp_path / "moved"
     line = f"touch notes ../tensorboard/notes; mv step-2 {moved}; ln -s {moved} step-2"
     subprocess.run(["bash", "-ec", line], cwd=checkpoints, check=True)
     weights, before = moved / "rank-00000.master.safetensors", names(checkpoints)
+    back = f"{saves} --run.resume {checkpoints}/step-2"
+    ranks(arguments(tmp_path, back), 1, code=2).refused(
+        "delete step-3, or set another run.output"
+    )
+    ranks(arguments(tmp_path), 1, code=2).refused(
+        "delete step-1, step-2, step-3, or set another"
+    )
+    assert names(checkpoints) == before
+    shutil.rmtree(checkpoints / "step-3")
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + b"x")
-    back = f"{saves} --run.resume {checkpoints}/step-2 --run.overwrite"
-    damage = "master.safetensors is missing or does not"
-    ranks(arguments(tmp_path, back), 1, code=1).refused(damage)
-    assert names(checkpoints) == before
+    ranks(arguments(tmp_path, back), 1, code=1).refused(
+        "master.safetensors is missing or does not"
+    )
     weights.write_bytes(whole)
     said = ranks(arguments(tmp_path, back), 1).stdout
     assert f"resumed {checkpoints}/step-2 at step 2" in said
-    assert re.findall(r"deleted .*/(.*)", said) == ["step-3"]
     assert names(checkpoints) == before and (checkpoints / "step-2").is_symlink()
-    said = ranks(arguments(tmp_path, "--run.steps 4 --run.resume auto"), 1).stdout
+    kept = "--run.steps 4 --run.resume auto --run.keep 1 --run.export true"
+    (tmp_path / "run/export").mkdir()
+    said = ranks(arguments(tmp_path, kept), 1).stdout
     assert f"resumed {checkpoints}/step-3 at step 3" in said
-    ranks(arguments(tmp_path, "--run.overwrite"), 1)
-    assert names(checkpoints) == ["notes", "step-2"] and "run.json" in names(moved)
+    assert f"exported {tmp_path}/run/export-step-4" in said
+    assert names(checkpoints) == ["notes", "step-4"] and "run.json" in names(moved)
     assert "notes" in names(tmp_path / "run/tensorboard")
 
 

@@ -1,15 +1,19 @@
 """run.samples: answers at every evaluation, in samples.jsonl, TensorBoard and the report."""
 
 import json
+import os
+import shutil
+import signal
 from collections import Counter
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.launch import rows, tiny
+from tests.e2e.launch import ranks, rows, tiny
 from tests.e2e.test_stage_runs import on_ranks, settings
 from tests.harness import full
 from ulysses.report import main
+from ulysses.run.samples import Samples
 
 SHORT = "--run.steps 2 --run.eval_every 1 --run.save_every 1 --run.export false"
 
@@ -32,10 +36,11 @@ def test_held_out_rows_are_answered_at_every_evaluation(stage, tmp_path):
     assert prompts == prompts[:2] * len(wanted) and prompts[0] != prompts[1]
     assert all(by["data"]) and (not held or by["reference"] == by["step 0"])
     # a run that continues answers again where it does
-    on_ranks(
-        2, [*line, "--run.resume", str(tmp_path / "run/checkpoints/step-1"), "--run.overwrite"]
-    )
+    shutil.rmtree(tmp_path / "run/checkpoints/step-2")
+    on_ranks(2, [*line, "--run.resume", str(tmp_path / "run/checkpoints/step-1")])
     again = lines(tmp_path / "run")
+    first, *_, last = (line.pop("run") for line in again)
+    assert first != last and [line.pop("run") for line in found] == [first] * len(found)
     assert again == found + found[-2:]
     assert main([str(tmp_path / "run")]) == 0
     page = (tmp_path / "run/report.html").read_text()
@@ -52,6 +57,52 @@ def test_groups_of_a_rollout_stand_with_their_scores(tmp_path):
     assert count["rollout 0"] == 3 * 4 and count["step 1"] == 3 and not count["data"]
     answers = [x["answer"] for x in lines(tmp_path / "run") if x["by"] == "rollout 0"]
     assert all(-1.5 <= float(answer.partition(": ")[0]) <= 2.5 for answer in answers)
+
+
+@pytest.mark.parametrize("processes, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_samples_before_the_first_step_end_when_the_run_is_asked_to_stop(
+    processes, number, tmp_path
+):
+    """One rank alone may hear it: the others sample to their end, and all meet in the step that is saved."""
+
+    def before(rank):
+        renew, asked = Samples._renew, []
+
+        def signalled(self):
+            if rank == processes - 1 and not asked:
+                asked.append(os.kill(os.getpid(), number))
+            renew(self)
+
+        Samples._renew = signalled
+
+    typed = f"{SHORT} --run.samples 3 --parallel.sequence_parallel_size 1 --run.steps 3 --run.eval_every 3"
+    outcome = ranks(
+        settings("dpo", tmp_path / "run", f"{typed} --dpo.reference live"),
+        processes,
+        before=before,
+    )
+    assert "checkpoint step-1 continues" in outcome.stdout
+    by = {line["by"] for line in lines(tmp_path / "run")}
+    assert by == ({"data"} if processes == 1 else {"data", "reference", "step 0"})
+
+
+def test_answers_end_at_the_window(tmp_path, monkeypatch):
+    window, sizes, write = 40, tmp_path / "sizes", Samples._write
+
+    def measured(self, by, prompts, answers):
+        both = [*zip(prompts, answers)]
+        with sizes.open("a") as file:
+            print(*(len(prompt) + len(answer.tokens) for prompt, answer in both), file=file)
+        write(self, by, [prompt for prompt, _ in both], [answer for _, answer in both])
+
+    monkeypatch.setattr(Samples, "_write", measured)
+    typed = (
+        f"{SHORT} --data.max_length {window} --model.config.max_position_embeddings {window}"
+    )
+    line = settings("sft", tmp_path / "run", f"{typed} --data.eval_fraction 0")
+    on_ranks(1, [*line, "--run.samples", '["Hi", "How?"]'])
+    found = [*map(int, sizes.read_text().split())]
+    assert max(found) == window and len(found) >= 6
 
 
 def test_prompts_of_ones_own(tmp_path):

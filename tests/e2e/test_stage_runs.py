@@ -83,9 +83,9 @@ def test_deterministic_runs_have_the_same_numbers(tmp_path):
 
 
 def test_kto_begins_at_the_reference(tmp_path):
-    for typed in ("", "--kto.reference live", "--model.lora.rank 2"):
-        once = f"--run.steps 1 --run.overwrite true {typed}"
-        [first] = on_ranks(1, settings("kto", tmp_path / "run", once))
+    for number, typed in enumerate(("", "--kto.reference live", "--model.lora.rank 2")):
+        line = settings("kto", tmp_path / f"run-{number}", f"--run.steps 1 {typed}")
+        [first] = on_ranks(1, line)
         assert first["loss"] == pytest.approx(0.5, abs=1e-6)
         assert abs(first["rewards/margins"]) < 1e-5
         assert first["kl"] == pytest.approx(0.0, abs=1e-4) and first["reference_gap"] < 1e-5

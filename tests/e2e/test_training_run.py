@@ -20,7 +20,7 @@ from ulysses.zero.construct import initialize_distributed
 
 def changed(place, typed=""):
     """A run of DPO with these changes, without held-out data."""
-    usual = f"--run.overwrite true --run.steps 2 --batch.examples 4 {typed}"
+    usual = f"--run.save_last false --run.steps 2 --batch.examples 4 {typed}"
     values = configured(settings("dpo", place / "run", usual)).model_dump()
     values["data"]["eval"] = []
     return TrainingRun(values)
@@ -68,7 +68,7 @@ def live_bytes():
 
 def one(place, fault="", typed=""):
     """Train (or fail) and return the tensors' bytes inside and after, and the last loss."""
-    run = changed(place, typed)
+    run = changed(place, f"--run.export false {typed}")
     inside, loss = 0, None
     try:
         with run:

@@ -22,8 +22,6 @@ import torch.distributed as dist
 
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, tiny
 from tests.harness import PATIENCE, STUCK, Processes, until
-from ulysses.check.run_folder import resume_point
-from ulysses.config.schema import RunSection
 from ulysses.watch.failure import grace_note, report_failure, tell
 from ulysses.watch.watch import Watch
 
@@ -106,9 +104,10 @@ def slow_steps(rank):
     Trainer.train_step = lambda self: (time.sleep(0.2), step(self))[1]
 
 
-def training(folder, before=slow_steps):
+def training(folder, before=slow_steps, processes=2, typed=""):
     """Start a long run, and wait for its second step."""
-    run, file = start(folder, "--run.steps 400", before), folder / "run/metrics.jsonl"
+    run = start(folder, f"--run.steps 400 {typed}", before, processes)
+    file = folder / "run/metrics.jsonl"
     run.until(lambda: file.exists() and file.read_text().count("\n") > 1)
     return run
 
@@ -191,9 +190,20 @@ def test_a_deleted_run_folder_is_told(tmp_path):
     # at once, as nothing that deletes file by file can do while a run writes there
     shutil.rmtree((tmp_path / "run").rename(tmp_path / "gone"))
     run.wait().check(1).refused(
-        r"(metrics.jsonl|tfevents\S+) was deleted while the run wrote it; leave its folder in its place"
+        r"(metrics.jsonl|tfevents\S+) or its folder was moved or deleted while the run wrote there; put it back"
     )
     assert len(saved(tmp_path)) == 1
+
+
+def test_a_run_folder_that_is_moved_is_told_in_one_error(tmp_path):
+    """The process that speaks for rank 0 where it ends without a word has nothing to add."""
+    alone = "--parallel.sequence_parallel_size 1 --run.trackers []"
+    run = training(tmp_path, processes=1, typed=alone)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    outcome = run.wait().check(1)
+    outcome.refused("run/metrics.jsonl or its folder was moved or deleted while the run wrote")
+    assert outcome.stderr.count("error:") == 1
+    assert "as requested" not in outcome.stdout and len(saved(tmp_path)) == 1
 
 
 def test_an_interrupt_saves(tmp_path):
@@ -350,14 +360,6 @@ def test_ranks_whose_launcher_is_gone_save_and_end(tmp_path):
     front.send(signal.SIGKILL)
     assert until(lambda: not any(map(psutil.Process.is_running, ranks))) and len(ranks) == 2
     assert len(saved(tmp_path)) == 1
-
-
-def test_restarts_and_overwriting_exclude_each_other(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(
-        ValueError, match="run.overwrite would delete the checkpoints that a restart continues"
-    ):
-        resume_point(RunSection(output=str(tmp_path), steps=1, overwrite=True))
 
 
 def test_a_step_that_outlasts_the_launchers_patience_is_said(monkeypatch):

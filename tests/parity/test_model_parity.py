@@ -80,7 +80,7 @@ def filled(model: Any) -> Any:
             scale = 0.01 if "o_proj" in name else BIASES.get(name.rpartition(".")[2], 0.1)
             parameter.data.normal_(0, scale, generator=generator)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
-            parameter.data.uniform_(0.5, 2, generator=generator)
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
             parameter.data -= float(model.config.family.centred_norms)
     return model
 

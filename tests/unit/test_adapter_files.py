@@ -20,12 +20,16 @@ from models.initial_weights import InitialWeights
 from models.lora import add_adapters, base_name, is_adapter, save_adapters
 from models.quantized import dense as unquantised
 from models.quantized import pack, unpack
+from tests import rows_of
 from tests.family_case import FAMILIES
 from tests.memory_case import packed
 from tests.model_folder import logps_there, tiny_config, write_model
 from ulysses import export
+from ulysses.check.adapter_settings import choose_base
+from ulysses.config.command_line import check
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.disk import write_json
+from ulysses.options import stage_of
 
 SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=64, hidden_size=16))
 
@@ -127,6 +131,12 @@ def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, merge):
     refused("does not fit", r=4)
     norm = {"base_model.model.model.norm.weight": torch.ones(16)}
     refused("neither a LoRA matrix", more=norm)
+    [key, *_] = weights
+    inner = key.replace("model.model.", "model.model.language_model.")
+    name = re.escape(key.removeprefix("base_model.model."))
+    refused(f"holds {name} more than once", more={inner: weights[key].clone()})
+    flat = {f"base_model.model.model.norm.lora_{x}.weight": torch.ones(3, 3) for x in "AB"}
+    refused("adapts model.norm.weight by matrices of shapes", more=flat)
     (folder / "model.safetensors").touch()
     refused("an adapter and a whole model")
     for file in folder.glob("*.safetensors"):
@@ -266,6 +276,65 @@ QWEN3_5_MOE, QWEN3_NEXT, PARTLY_DENSE = (
 EXPERTS = ("gate_proj", "up_proj"), ("down_proj",), ("gate_proj", "up_proj", "down_proj")
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss"])
+def test_a_continued_adapter_is_the_start_and_its_base_stays_apart(model_type, tmp_path):
+    """Also one of experts, and slice by slice; what the adapter lacks starts as it does without one."""
+    shape = {"llama": SHAPE, "qwen3_moe": MOE, "gpt_oss": GPT_OSS}[model_type]
+    write_model(tmp_path / "base", shape, torch.bfloat16)
+    lora, model = LoraSection(rank=4, targets=["q_proj", *EXPERTS[2]]), CausalLM(shape)
+    folder = write_adapters(
+        tmp_path / "adapter", tmp_path / "base", model, lora, torch.nn.init.normal_
+    )
+    path = folder / "adapter_model.safetensors"
+    stored = {n: x for n, x in load_file(path).items() if "layers.1.self_attn" not in n}
+    save_file(stored, path)
+    fresh = InitialWeights(shape, 0, tmp_path / "base")
+    weights = InitialWeights(shape, 0, folder, continues=True)
+    continued = 0
+    for name, parameter in model.named_parameters():
+        found, plain = torch.empty(parameter.numel()), torch.empty(parameter.numel())
+        for part, start in zip(found.split(50), range(0, len(found), 50)):
+            weights.fill(name, parameter.shape, start, part)
+        fresh.fill(name, parameter.shape, 0, plain)
+        is_continued = ".lora_" in name and "layers.1.self_attn" not in name
+        assert torch.equal(found, parameter.view(-1) if is_continued else plain), name
+        continued += is_continued
+    assert continued == len(stored)
+
+
+OTHERS = """
+=>
+{"lora": {"rank": 2}} => merged
+{"lora": {"alpha": 8.0}} => merged
+{"lora": {"rslora": true}} => merged
+{"lora": {"targets": ["q_proj", "up_proj"]}} => merged
+{"lora": {"targets": ["q_proj", "gate_proj", "up_proj", "down_proj", "v_proj"]}} => merged
+{"lora": {"train": ["embeddings"]}} => merged
+{"lora": {"dropout": 0.1}} =>
+"""
+
+
+@pytest.mark.parametrize("changes, becomes", rows_of(OTHERS))
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_an_adapter_is_continued_with_its_own_settings_alone(
+    model_type, changes, becomes, tmp_path
+):
+    shape = {"llama": SHAPE, "qwen3_moe": MOE}[model_type]
+    write_model(tmp_path / "base", shape, torch.bfloat16)
+    lora = {"rank": 4, "targets": ["q_proj", *EXPERTS[2]]}
+    args = tmp_path / "base", CausalLM(shape), LoraSection(**lora), torch.nn.init.ones_
+    folder = write_adapters(tmp_path / "adapter", *args)
+    changes = json.loads(changes or "{}")
+    model = {"path": str(folder)} | changes | {"lora": lora | changes.get("lora", {})}
+    for stage, whole in (("sft", False), ("dpo", True)):
+        config = check({"stage": stage, "data": {"train": ["x"]}, "model": model})
+        found = choose_base(config, stage_of(config), folder).model
+        is_merged = becomes == "merged" or (whole and not becomes)
+        assert found.lora.merge == is_merged
+        is_continued = not becomes and not is_merged
+        assert found.path == str(tmp_path / "base" if is_continued else folder)
+
+
 @pytest.mark.parametrize("targets", EXPERTS, ids=" ".join)
 @pytest.mark.parametrize("kind", ["none", "nf4", "fp8"])
 @pytest.mark.parametrize(
@@ -284,12 +353,13 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
     sparse, dense = kinds.count("experts"), kinds.count("mlp")
     lora = LoraSection(rank=4, alpha=8.0, targets=["q_proj", *targets])
     model, draw = CausalLM(shape, quantize=kind), torch.Generator().manual_seed(0)
+    # of the size of the weights: far larger adapters would let float32's rounding decide, on each processor otherwise
     folder = write_adapters(
         tmp_path / "adapter",
         base,
         model,
         lora,
-        partial(torch.nn.init.normal_, std=0.3, generator=draw),
+        partial(torch.nn.init.normal_, std=0.1, generator=draw),
     )
     weights = InitialWeights(shape, 0, base, kind)
     with torch.no_grad():

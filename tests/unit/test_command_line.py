@@ -32,8 +32,8 @@ def test_arguments_override_toml(tmp_path):
     toml.write_text(
         'stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 5\n[optimizer]\nlr = 1e-5\nbetas = [0.9, 0.99]\n'
     )
-    config = read(f"--config {toml} --optimizer.lr 1e-6 --run.overwrite")
-    assert config.stage == "sft" and config.run.overwrite
+    config = read(f"--config {toml} --optimizer.lr 1e-6 --run.resume_anyway")
+    assert config.stage == "sft" and config.run.resume_anyway
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-6, (0.9, 0.99))
 
 

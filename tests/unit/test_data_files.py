@@ -10,6 +10,7 @@ from pyarrow import parquet
 
 from tests.tiny_tokenizer import write_rows
 from tests.unit.test_data_formats import load, refused, texts
+from ulysses.config.command_line import check, put
 from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read import sources
@@ -185,11 +186,24 @@ def test_parquet_without_rows_or_with_numbers_that_are_none(tmp_path, opened):
 def test_rows_that_are_too_long_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MOST_BYTES", 1000)
     write_rows(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "word " * 300}, {"text": "b"}])
-    refused(
-        r"a.jsonl row 2 has 1,\d\d\d bytes, and may have 1,000; cut it", tmp_path / "a.jsonl"
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    for file in (tmp_path / "a.jsonl", packed):
+        refused(f"{file.name} row 2 has more than 1,000 bytes; cut it", file)
+        records, report = load(file, bad_rows="drop")
+        assert [record.text for record in records] == ["a", "b"]
+        assert (report.read, report.dropped.total()) == (3, 1)
+
+
+def test_a_packed_line_is_not_unpacked_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MOST_BYTES", 1000)
+    asked, read = [], gzip.GzipFile.readline
+    monkeypatch.setattr(
+        gzip.GzipFile, "readline", lambda self, size=-1: asked.append(size) or read(self, size)
     )
-    records, _ = load(tmp_path / "a.jsonl", bad_rows="drop")
-    assert [record.text for record in records] == ["a", "b"]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"a" * 5000))
+    refused("row 1 has more than 1,000 bytes", tmp_path / "a.jsonl.gz")
+    assert {*asked} == {1001}
 
 
 @pytest.mark.parametrize("kind", ["text", "sequence"])
@@ -215,6 +229,22 @@ def test_a_path_with_a_nul_is_refused(key):
     ):
         DataSection(**{key: "a\0b"})
     assert "does not exist" in missing_sources([Source("a\0b.jsonl")])[0]
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("model.add_tokens", ["\ud800"]),
+        ("run.output", "\udcff"),
+        ("data.train", [{"path": "a\ud800"}]),
+        ("data.chat_template_kwargs", {"a": {"b": ["\ud800"]}}),
+        ("model.lora.targets", ["\ud800"]),
+    ],
+)
+def test_a_setting_that_is_no_unicode_is_refused_by_its_name(key, value):
+    put(given := {"stage": "sft"}, key, value)
+    with pytest.raises(ValueError, match=rf"^{key} is .*: this holds an unpaired surrogate"):
+        check(given)
 
 
 def test_more_examples_than_can_be_counted_are_refused():

@@ -32,6 +32,7 @@ MESSAGES = {
     "human": '{"from": "human", "value": "q"}',
     "gpt": '{"from": "gpt", "value": "a"}',
     "call": '{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments":',
+    "parts": '{"role": "assistant", "content": [',
 }
 
 
@@ -291,7 +292,7 @@ def test_message_weights(read):
 => sequence => type 'image'; only text
 {"messages": [$user, {"role": "user", "content": "x", "weight": 1}]} \
 => sequence => gives the weight 1 to a user message
-{"messages": [$user, {"role": "assistant", "content": "x", "weight": -1}]} => sequence => negative weight
+{"messages": [$user, {"role": "assistant", "content": "x", "weight": -1}]} => sequence => has the weight -1; give 0
 {"messages": [$user, {"from": "function_call", "value": "not json"}]} => sequence => tool call as JSON
 {"instruction": "q", "output": "a", "images": ["a.png"]} \
 => sequence => the column 'images', but only text .*columns = .unused = .images
@@ -301,7 +302,25 @@ def test_message_weights(read):
 {"messages": [$user, $bot], "loss_mask": [1, 1]} => sequence => message 1 gives the weight 1 to a user message
 {"messages": [$user, $bot], "loss_mask": [0, "yes"]} => sequence => not a finite number
 {"prompt": "q", "completion": "a", "loss_mask": [0, 1]} => sequence => not a finite number
-{"prompt": "q", "completion": "a", "train": "0"} => sequence => not a finite number
+{"prompt": "q", "completion": "a", "train": "maybe"} => sequence => 'train' is 'maybe', not a finite number
+{"prompt": "q", "completion": "a", "weight": "0.5"} => sequence => has the weight 0.5, but only messages and sources
+{"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1e300} => ranked => 'margin' is 1e[+]300, not a finite number
+{"messages": [$user, {"role": "assistant", "content": "x", "weight": 1e300}]} => sequence => 'weight' is 1e[+]300, not a
+{"messages": [$user, {"role": "assistant", "content": "x", "weight": 1e7}]} \
+=> sequence => message 2 has the weight 1e[+]07; give 0, or one from 1e-06 to 1e[+]06
+{"messages": [$user, {"role": "assistant", "content": "x", "weight": 1e-300}]} \
+=> sequence => message 2 has the weight 1e-300; give 0
+{"messages": [$user, {"role": "assistant", "content": "x", "weight": 1e5, "loss": 1e5}]} \
+=> sequence => message 2 has the weight 1e[+]10; give 0
+{"messages": [$user, {"role": "assistant", "content": "x", "value": "y"}]} \
+=> sequence => message 2 has 'content' and 'value', which mean the same, with different values; remove one
+{"messages": [$user, {"role": "assistant", "from": "human", "content": "x"}]} => sequence => has 'role' and 'from'
+{"messages": [$user, $parts {"type": "text", "text": "x"}, {"type": "reasoning", "text": "y"}]}]} \
+=> sequence => message 2 has thinking in its content; only an assistant's can have it, before all text
+{"messages": [$user, $parts {"type": "thinking", "thinking": "y"}], "thinking": "z"}]} \
+=> sequence => message 2 has thinking in its content
+{"messages": [{"role": "user", "content": [{"type": "reasoning", "text": "y"}]}, $bot]} \
+=> sequence => message 1 has thinking in its content
 {"prompt": "q", "completion": "a", "weight": 0.5} => sequence => has the weight 0.5, but only messages and sources
 {"messages": [$user, $bot], "loss": 0.5} => sequence => has the weight 0.5, but only messages and sources
 {"messages": [$user, $bot], "chat_template_kwargs": [1]} => sequence => 'chat_template_kwargs' is not JSON

@@ -283,7 +283,16 @@ messages system_message documents history enable_thinking => sequence => \
 documents enable_thinking history system_message
 prompt completion label reasoning_content => unpaired => reasoning_content
 text documents enable_thinking => text => documents
-instruction input output history users is_tool => sequence =>
+prompt completion tool_defs tool_schema cot => sequence => cot tool_defs tool_schema
+prompt completion response question => sequence => question response
+question answer output completions => sequence => completions output
+messages conversations prompt text => sequence => conversations prompt text
+instruction output prompt response => sequence => output prompt
+prompt chosen rejected completion instruction => pair => completion prompt
+prompt question answer => prompt => question
+text content => text => content
+prompt completion label kto_tag tool_functions => unpaired => kto_tag tool_functions
+instruction input output history users is_tool system_prompt => sequence =>
 prompt completion id tools => sequence =>
 """
 
@@ -293,7 +302,7 @@ def test_a_column_that_means_something_elsewhere_is_counted(open_rows, keys, kin
     unread = unread.split()
     values = {"messages": [ASK, said("a")], "history": [["q", "a"]], "label": True, "tools": []}
     values |= {"enable_thinking": False, "rejected": "b"}
-    row = {key: values.get(key, "a") for key in keys.split()}
+    row = {key: values.get(key, "c" if key in unread else "a") for key in keys.split()}
     rows = [row, row, row | dict.fromkeys(unread), row | dict.fromkeys(unread, "")]
     notes = open_rows(rows, kind, template="qwen3").report.notes
     said_of = {f"the column {name!r} was not read": 2 for name in unread}
@@ -301,6 +310,45 @@ def test_a_column_that_means_something_elsewhere_is_counted(open_rows, keys, kin
     read = {"columns": {f"other{i}": name for i, name in enumerate(unread)}}
     notes = open_rows([row], kind, template="qwen3", source=read, cache="other").report.notes
     assert not any("column" in name for name in notes)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "completion": "a", "response": "a", "question": "q"},
+        {"messages": [ASK, said("a")], "prompt": "q"},
+        {"messages": [ASK | {"from": "human", "value": "q"}, said("a", value="a")]},
+        {"prompt": "", "question": "q", "completion": "", "response": "a"},
+        {"messages": [ASK, {"role": "assistant", "content": "", "value": "a"}]},
+    ],
+)
+def test_what_stands_in_a_row_twice_is_read_once_and_not_told(open_rows, shown, row):
+    assert shown([row]) == shown([{"prompt": "q", "completion": "a"}])
+    assert not open_rows([row]).report.notes
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "reasoning", "text": "t"},
+        {"type": "reasoning", "reasoning": "t"},
+        {"type": "thinking", "thinking": "t", "signature": "s"},
+        {"type": "thinking", "thinking": [{"type": "text", "text": "t"}]},
+    ],
+)
+def test_parts_of_thinking_are_thinking(shown, part):
+    content = [part, {"type": "text", "text": "a"}]
+    (found,) = shown([{"messages": [ASK, said(content)]}], template="qwen3")
+    (wanted,) = shown([{"messages": [ASK, said("a", reasoning_content="t")]}], template="qwen3")
+    assert found == wanted and "<think>\nt\n</think>\n\na<" in found
+
+
+def test_marks_of_csv_are_numbers_and_switches(tmp_path, open_rows):
+    marks = {"1": 1, "True": 1, "1.0": 1, "": 1, "0": 0, "false": 0, "0.0": 0}
+    text = "".join(f"q,a,{mark}\n" for mark in marks)
+    data = open_rows(f"prompt,completion,weight\n{text}", name="rows.csv")
+    assert len(data) == sum(marks.values())
+    assert data.report.dropped == {"it is marked as not to be trained": 3}
 
 
 # ------------------------------------------------------------------------------------------------------------- calls
@@ -405,6 +453,9 @@ CALLS, TEXT = OBJECT["messages"][1]["tool_calls"], json.dumps({"x": "é"})
         ([{key: "s", "question": "q", "response": "a"} for key in ("system_prompt", "system")], "system\ns<|im_end|>"),
         ([OBJECT, *map(calling, (TEXT, json.dumps(TEXT), json.dumps(json.dumps(TEXT)))),
           {**OBJECT, "messages": [ASK, said("", tool_calls=json.dumps(CALLS))]},
+          *({**OBJECT, "messages": [ASK, said("", tool_calls=[
+              {"type": "function", "function": {"name": "f", "arguments": inner}, "arguments": {"x": "é"}}])]}
+            for inner in (None, {}, TEXT)),
           {**OBJECT, "messages": [ASK, said(None, function_call=CALLS[0]["function"])]}], '"arguments": {"x": "é"}}'),
         ([*map(calling, ({}, "{}", "", None, "null"))], '"arguments": {}}'),
     ],
@@ -426,6 +477,13 @@ def test_rows_that_say_the_same_are_the_same(shown, rows, shows):
             {"train_mask": [0, 1]}, {"labels": [None, False]}, {"assistant_masks": [0.0, 1.0]})),
         *(("message 2 has a tool call with the key '.*', which is not read",
            {"tool_calls": [{"name": "f", key: {"x": 1}}]}, {}) for key in ("parameters", "input", "args")),
+        *(("message 2 has a tool call with the key '.*', which is not read", {"tool_calls": [call]}, {}) for call in (
+            {"name": "f", "arguments": {}, "parameters": {"x": 1}}, {"name": "f", "arguments": {"x": 1}, "args": "{}"},
+            {"function": {"name": "f", "arguments": "{}"}, "input": {"x": 1}})),
+        ("message 2 has a tool call with 'arguments' in its function and others beside it; remove one",
+         {"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}, "arguments": '{"x": 2}'}]}, {}),
+        ("message 2 has calls in two places, tool_calls and function_call; remove one",
+         {"tool_calls": [{"name": "f"}], "function_call": {"name": "g"}}, {}),
         *(("has a tool without a name", {}, {"tools": tools}) for tools in (
             [{}], {"f": {"parameters": {}}}, [{"name": 1}])),
     ],

@@ -117,7 +117,7 @@ def test_source_weights_repeat_and_sample():
     assert (sum(counts)[10:] > 0).all()  # another half each epoch
     assert StepLoader(dataset, 7, **given, shuffle=False).examples_per_epoch == 30
     dataset.source_weights = [0.01, 0.01]
-    with pytest.raises(ValueError, match=r"leave no example"):
+    with pytest.raises(ValueError, match=r"leave no example of rows in an epoch, which has 10"):
         check_examples(check({"stage": "sft"}), dataset, None)
 
 

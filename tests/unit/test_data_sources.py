@@ -9,7 +9,9 @@ import torch
 
 from tests import rows_of
 from tests.tiny_tokenizer import write_rows
+from ulysses.check.input_files import check_examples
 from ulysses.config.command_line import check
+from ulysses.config.section import ConfigError
 from ulysses.data import DataError
 from ulysses.data.serve.steps import StepLoader
 from ulysses.stages.base import Stage, StepBatches, Term
@@ -72,6 +74,57 @@ def test_an_epoch_has_the_shares_that_are_asked_for(opened, strategy, shares, ta
             assert sorted(e.index for e in found if len(e.sequences[0].tokens)) == sorted(
                 indices
             )
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.75, 1.3, 0.1])
+def test_every_example_has_its_turn_over_the_epochs(opened, weight):
+    data = opened({"path": "a", "weight": weight}, {"path": "b"})
+    seen = np.zeros(40)
+    for epoch in range(24):
+        order = loader(data).order(
+            epoch
+        )  # whatever was asked before, and on any number of ranks
+        assert (order == loader(data, data_parallel_size=4, dp_rank=3).order(epoch)).all()
+        copies = np.bincount(order, minlength=50)
+        assert (copies[40:] == 1).all() and copies[:40].sum() == round(40 * weight)
+        seen += copies[:40]
+        assert seen.max() - seen.min() <= 1
+    once = [loader(data).order(epoch) for epoch in (1, 2)]
+    assert weight != 0.5 or len({*np.concatenate(once)}) == 50
+
+
+UNEVEN = (
+    "an epoch of data.train has .* examples, but can have 268,435,456; give less uneven ones"
+)
+UNUSED = "leave no example of .*/b.jsonl in an epoch, which has 10; raise its own, or remove it"
+
+
+@pytest.mark.parametrize(
+    "tables, strategy, sentence",
+    [
+        (mixed(0.999, 0.001), "first_exhausted", UNUSED),
+        (({"path": "a"}, {"path": "b", "weight": 0.04}), "first_exhausted", UNUSED),
+        (mixed(1e-7, 1 - 1e-7), "all_exhausted", UNEVEN),
+        (mixed(1e-300, 1), "all_exhausted", UNEVEN),
+        (({"path": "a", "weight": 1e18},), "first_exhausted", UNEVEN),
+        (({"path": "a", "weight": 1e308},), "first_exhausted", UNEVEN),
+    ],
+)
+def test_an_epoch_without_a_source_or_without_an_end_is_refused(
+    opened, tables, strategy, sentence
+):
+    data = opened(*tables, stopping_strategy=strategy)
+    with pytest.raises(ConfigError, match=sentence):
+        check_examples(check({"stage": "sft"}), data, None)
+
+
+def test_a_source_of_which_no_example_is_left_is_said(opened):
+    report = opened({"path": "a"}, {"path": "c"}).report
+    assert report.notes["sources of which no example is left"] == 1
+    with pytest.raises(
+        DataError, match=r"c.jsonl, .* \(read 41 rows, .*empty prompt: 1 \(.*c.jsonl"
+    ):
+        opened({"path": "a", "probability": 0.5}, {"path": "c", "probability": 0.5})
 
 
 @pytest.mark.parametrize(

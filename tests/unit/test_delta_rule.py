@@ -112,7 +112,6 @@ def test_the_convolution_sees_its_own_document_and_what_it_shares():
             wanted = F.silu(wanted[:, : len(whole)].T)[-length:]
             torch.testing.assert_close(found[own], wanted)
         # as the kernels get it: a pack in which copies of the prompt's last rows come before an answer
-        first, rows, kept = Recurrence(bounds, prefixes, CPU).with_copies(W - 1)
-        cuts = [*first.unique().tolist(), len(first)]
-        (with_copies,) = convolve(x[rows], weight, Recurrence(cuts, {}, CPU), [5])
-        torch.testing.assert_close(with_copies[kept], found)
+        pack = Recurrence(bounds, prefixes, CPU).with_copies(W - 1)
+        (with_copies,) = convolve(x[pack.rows], weight, Recurrence(pack.bounds, {}, CPU), [5])
+        torch.testing.assert_close(with_copies[pack.kept], found)

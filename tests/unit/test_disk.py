@@ -30,7 +30,7 @@ EDQUOT => make room or use another disk$
 EXDEV => cross-device link; use another disk$
 EIO => error; use another disk$
 EROFS => system; use another disk$
-ENOENT => /file was deleted while the run wrote it; leave its folder in its place$
+ENOENT => /file or its folder was moved or deleted while the run wrote there; put it back beside what has been
 EACCES => denied; let this user write there, or use another disk$
 """
 
@@ -40,6 +40,17 @@ def test_only_a_full_disk_needs_room(name, advice, tmp_path):
     number = getattr(errno, name)
     with pytest.raises(DiskError, match=f"(?i)^/.*{advice}"), writing(tmp_path / "file"):
         raise OSError(number, os.strerror(number), os.fsencode(tmp_path / "file"))
+
+
+def test_of_two_files_the_one_that_is_written_is_named(tmp_path):
+    """shutil names both where a copy meets a limit of the size of files, and so does a rename."""
+    with (
+        pytest.raises(DiskError, match="^target cannot be written: too large"),
+        writing(tmp_path),
+    ):
+        raise OSError(errno.EFBIG, "too large", "source", None, "target")
+    with pytest.raises(DiskError, match="^[^ ]*/target or its folder"), writing(tmp_path):
+        (tmp_path / "source").rename(tmp_path / "target")
 
 
 def test_who_may_no_longer_write_into_its_folder_tells_what_it_could_not_write(tmp_path):

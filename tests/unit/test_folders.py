@@ -29,7 +29,7 @@ from ulysses.check.run_folder import (
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.data.cache import build_once
-from ulysses.disk import check_replaceable, whole_folder, write_json
+from ulysses.disk import DiskError, check_empty, whole_folder, write_json
 from ulysses.export import main
 from ulysses.rl.rewards import load_function
 
@@ -40,8 +40,8 @@ def shell(folder, line):
     subprocess.run(["bash", "-ec", line], cwd=folder, check=True)
 
 
-def write_export(folder):
-    with whole_folder(folder) as new:
+def write_export(folder, **options):
+    with whole_folder(folder, **options) as new:
         shell(new, "echo {} >config.json; mkdir more; echo 1 >more/weights")
     return folder
 
@@ -56,45 +56,43 @@ def tree(folder):
     }
 
 
-# ---------------------------------------------------------------- what may be replaced
+# ---------------------------------------------------------------- folders that are written as a whole
 
 
-def test_an_empty_folder_and_an_export_are_replaced(tmp_path):
-    shell(tmp_path, "mkdir out; ln -s out/ link")
-    for name in ("out", "out", "link", "link"):
-        check_replaceable(tmp_path / name)
-        write_export(tmp_path / name)
-        assert {p.name for p in tmp_path.iterdir()} == {"out", "link"}
-        assert (tmp_path / "link").is_symlink() and (tmp_path / "out/config.json").exists()
-
-
-STRANGERS = """
+HELD = """
 notes.txt => touch notes.txt
 .hidden => touch .hidden
-other/weights => mkdir other; touch other/weights
-more/empty => mkdir more/empty
+other => mkdir other
 away => ln -s /nowhere away
-linked => ln -s .. linked
-config.json => echo mine >config.json
-more/weights => echo 2 >more/weights
-pipe => mkfifo pipe
-config.json, more/weights => rm .written.json
-.written.json, config.json, more/weights => echo [] >.written.json
+config.json, more => echo {} >config.json; mkdir more
 a, b, c and 4 more => touch {a..g}
 """
 
 
-@pytest.mark.parametrize("found, line", rows_of(STRANGERS))
-def test_what_no_export_wrote_is_refused_by_name_and_survives(found, line, tmp_path):
-    out = write_export(tmp_path / "out")
-    shell(out, line)
-    before = tree(out)
-    with pytest.raises(ValueError, match=re.escape(f"{out} holds {found}, which no run or")):
-        check_replaceable(out)
-    assert tree(out) == before
-    write_export(out)  # what came while it was written is kept under another name
-    [kept] = tmp_path.glob("out.found-*")
-    assert tree(kept) == before
+@pytest.mark.parametrize("found, line", rows_of(HELD))
+def test_a_folder_that_holds_something_is_refused_by_name_and_survives(found, line, tmp_path):
+    shell(tmp_path, f"mkdir out; cd out; {line}")
+    before = tree(tmp_path / "out")
+    with pytest.raises(
+        ValueError, match=re.escape(f"{tmp_path}/out holds {found}, but an export needs a new")
+    ):
+        check_empty(tmp_path / "out", "an export")
+    with pytest.raises(DiskError, match="out.* cannot be written: Directory not empty"):
+        write_export(tmp_path / "out")  # what came while it was written stays
+    assert tree(tmp_path / "out") == before and len([*tmp_path.iterdir()]) == 1
+
+
+def test_an_empty_folder_a_link_to_one_and_the_writers_own_are_written(tmp_path):
+    shell(tmp_path, "mkdir out; ln -s out/ link; echo mine >file")
+    check_empty(tmp_path / "link", "an export")
+    check_empty(tmp_path / "none", "an export")
+    write_export(tmp_path / "link")
+    with whole_folder(tmp_path / "out", replaces=True) as new:
+        (new / "second").touch()
+    assert (tmp_path / "link").is_symlink() and [*tree(tmp_path / "out")] == ["second"]
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "link", "file"}
+    with pytest.raises(ValueError, match="file holds file, but an export needs a new or empty"):
+        check_empty(tmp_path / "file", "an export")
 
 
 def test_two_that_write_one_folder_take_turns(tmp_path):
@@ -109,18 +107,12 @@ def test_two_that_write_one_folder_take_turns(tmp_path):
     with ThreadPoolExecutor() as threads:
         one = threads.submit(first)
         assert writes.wait(60)
-        two = threads.submit(write_export, tmp_path / "out")
+        two = threads.submit(write_export, tmp_path / "out", replaces=True)
         assert wait([two], timeout=0.5).not_done
         goes_on.set()
         one.result(), two.result()
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
     assert (tmp_path / "out/config.json").exists() and not (tmp_path / "out/a").exists()
-
-
-def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(ValueError, match="out holds out, which no run or export wrote there"):
-        check_replaceable(tmp_path / "out")
 
 
 # ---------------------------------------------------------------- where a run may write
@@ -208,9 +200,9 @@ def test_its_own_folder_is_nobody_elses(model, folder):
     assert check(folder, model).disk_warning == ""
     for line in (
         "ln -s elsewhere run",
-        "rm run; mkdir -p run/{wandb,checkpoints,export}; ln -s nowhere run/wandb/latest",
+        "rm run; mkdir -p run/checkpoints; touch run/.lock",
         "ln -s nowhere run/checkpoints/step-4",
-        "rmdir run/export; ln -s nowhere run/export",
+        """echo '{"stage": "sft"}' >run/config.json; ln -s nowhere run/export; touch run/notes""",
     ):
         shell(folder, line)
         assert check(folder, model).disk_warning == ""
@@ -227,25 +219,23 @@ def test_the_folder_of_sampling_servers_is_one_of_its_own(name, model, folder):
     typed = f"""--stage ppo --ppo.reward math:sqrt --ppo.sampler vllm+http://localhost:1
         --ppo.advantage reinforce++ --ppo.sampler_folder {folder}/{name}"""
     apart = "ppo.sampler_folder .*; give a folder apart"
-    with pytest.raises(ConfigError, match="holds weights, which" if name == "mine" else apart):
+    held = "mine holds weights, but ppo.sampler_folder needs a new or empty folder"
+    with pytest.raises(ConfigError, match=held if name == "mine" else apart):
         check(folder, model, typed)
     assert check(folder, model, f"{typed} --ppo.sampler_folder {folder}/run/sampler").shape
 
 
 # what lies in the folder already, what is typed, and the refusal
 OCCUPIED = """
-mkdir run; touch run/checkpoints => => run/checkpoints holds checkpoints, which no run
-mkdir run; touch run/tensorboard => => run/tensorboard holds tensorboard, which no run
-mkdir -p run/config.json => => run holds config.json, which no run wrote
-mkdir -p run/metrics.jsonl => => run holds metrics.jsonl, which no run wrote
-mkdir run; echo mine >run/config.json => => run holds config.json, which no run wrote; move it away
-mkdir run; echo mine >run/metrics.jsonl => => run holds metrics.jsonl, which no run wrote
-mkdir run; echo '{"step": 1, "mine": 2}' >run/metrics.jsonl => => run holds metrics.jsonl
-mkdir -p run/tokenizer; touch run/tokenizer/notes => => run/tokenizer holds notes, which no run or export wrote
-mkdir -p run/export; touch run/export/model.safetensors => => run/export holds model.safetensors, which no run
-mkdir c; SAVED => --run.output FOLDER/c => FOLDER/c is or lies in FOLDER/c, which a run or export
-mkdir c; SAVED => --run.output FOLDER/c/a/b => lies in FOLDER/c, which a run or export wrote as
-mkdir e; touch e/.written.json => --run.output FOLDER/e/run => lies in FOLDER/e, which a run or export wrote
+mkdir run; touch run/notes => => run holds notes, but run.output needs a new or empty folder; choose another one, or
+mkdir -p run/config.json => => run holds config.json, but run.output needs
+mkdir run; echo mine >run/config.json => => run holds config.json, but run.output needs
+mkdir run; touch run/metrics.jsonl => => run holds metrics.jsonl, but run.output needs
+mkdir -p run/export; touch run/export/model.safetensors => => run holds export, but run.output needs a new
+touch run => => run holds run, but run.output needs a new or empty folder
+mkdir c; SAVED => --run.output FOLDER/c => c holds run.json, but run.output needs
+mkdir c; SAVED => --run.output FOLDER/c/a/b => lies in FOLDER/c, which belongs to another run
+mkdir e; echo '{"stage": "sft"}' >e/config.json => --run.output FOLDER/e/run => lies in FOLDER/e, which belongs to
 cp -r TOKENIZER t => --run.output FOLDER/t --model.tokenizer FOLDER/t => which is model.tokenizer
 """
 
@@ -258,9 +248,8 @@ def test_a_folder_that_holds_what_is_no_runs_is_no_output(row, model, folder):
     )
     shell(folder, line.replace("TOKENIZER", f"{DEMO}/data/tokenizer"))
     before = tree(folder)
-    for more in ("", "--run.overwrite --run.export false"):
-        with pytest.raises(ConfigError, match=re.escape(sentence)):
-            check(folder, model, f"{typed} {more}")
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        check(folder, model, typed)
     assert tree(folder) == before
 
 
@@ -370,15 +359,9 @@ def test_folders_of_other_names_are_no_checkpoints(checkpoints):
 
 def test_a_linked_checkpoint_is_a_checkpoint(checkpoints, tmp_path):
     shell(checkpoints, f"mv step-6 {tmp_path}/moved; ln -s {tmp_path}/moved step-6")
-    for given in ("auto", checkpoints / "step-6", f"{tmp_path}/moved --run.overwrite"):
+    for given in ("auto", checkpoints / "step-6", tmp_path / "moved"):
         found = resume_point(run_section(checkpoints.parent, f"--run.resume {given}"))
         assert found.samefile(tmp_path / "moved")
-
-
-def test_a_users_file_in_a_checkpoint_that_would_be_deleted_is_refused(checkpoints):
-    (checkpoints / "step-4/notes").touch()
-    with pytest.raises(ConfigError, match="run.overwrite: .*step-4 holds notes, which no run"):
-        resume_point(run_section(checkpoints.parent, "--run.overwrite"))
 
 
 # ---------------------------------------------------------------- paths

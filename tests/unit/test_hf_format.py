@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -21,9 +22,10 @@ from models.folders import read_config, resolve_model
 from models.hf_format import WeightFiles
 from models.published import ARCHITECTURES
 from models.writing import write_weights
-from tests import ROOT
+from tests import ROOT, rows_of
 from tests.harness import memory_of
 from tests.model_folder import tiny_config, write_model
+from ulysses.disk import write_json
 
 TINY = tiny_config(
     vocab_size=64,
@@ -138,6 +140,73 @@ def test_wrong_folders_are_refused_by_one_sentence(tmp_path):
     files.check({"a": size, "score.weight": one}, may_lack=("score.weight",))
     refused(FileNotFoundError, "there is no folder", resolve_model, str(tmp_path / "absent"))
     assert resolve_model(str(tmp_path)) == tmp_path
+
+
+# what a folder holds beside a norm and two experts, which it has one by one, and what it has twice then
+TWICE = """
+model.language_model.norm.weight => model.norm.weight
+language_model.model.norm.weight => model.norm.weight
+a/model.norm.weight => model.norm.weight
+a/mtp.norm.weight mtp.norm.weight => mtp.norm.weight
+model.layers.0.mlp.experts.gate_up_proj => model.layers.0.mlp.experts.gate_up_proj
+model.layers.0.mlp.experts.down_proj => model.layers.0.mlp.experts.down_proj
+model.layers.0.mlp.experts.down_proj_blocks model.layers.0.mlp.experts.down_proj_scales => \
+    model.layers.0.mlp.experts.down_proj
+"""
+
+
+@pytest.mark.parametrize("more, name", rows_of(TWICE))
+def test_weights_that_a_folder_holds_twice_are_refused(tmp_path, more, name):
+    """In two files, under two names, or whole and in parts: which one counts nobody could say."""
+    experts = [
+        f"model.layers.0.mlp.experts.{n}.{p}_proj.weight"
+        for n in (0, 1)
+        for p in ("gate", "up", "down")
+    ]
+    shards = {"a": {}, "b": {n: torch.ones(2, 2) for n in ["model.norm.weight", *experts]}}
+    save_file(shards["b"], tmp_path / "model.safetensors")
+    assert len(WeightFiles(tmp_path).tensors) == 3
+    (tmp_path / "model.safetensors").unlink()
+    for place in more.split():
+        shard, _, own = place.rpartition("/")
+        packed = {
+            "blocks": torch.ones(2, 2, 1, 16).byte(),
+            "scales": torch.ones(2, 2, 1).byte(),
+        }
+        shards[shard or "b"][own] = packed.get(own.rpartition("_")[2], torch.ones(2, 2, 2))
+    for shard, tensors in shards.items():
+        save_file(tensors, tmp_path / shard)
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"x": "a", "y": "b"}})
+    with pytest.raises(
+        ValueError,
+        match=f"^{tmp_path} holds {re.escape(name)} more than once: in two files, under",
+    ):
+        WeightFiles(tmp_path)
+
+
+# experts beside number 0, and what is said
+NUMBERED = """
+9999999 => hold model.layers.0.mlp.experts.9999999 but only 2 of these experts, which are numbered from 0; download
+2 => hold model.layers.0.mlp.experts.2 but only 2 of these experts
+00 => model.layers.0.mlp.experts.0.down_proj.weight has no place in the model
+99999999999999999999 => model.layers.0.mlp.experts.99999999999999999999.down_proj.weight has no place in the model
+"""
+
+
+@pytest.mark.parametrize("number, sentence", rows_of(NUMBERED))
+def test_experts_that_are_not_numbered_through_are_refused(tmp_path, number, sentence):
+    stem = "model.layers.0.mlp.experts"
+    names = [f"{stem}.{n}.down_proj.weight" for n in ("0", number)]
+    with pytest.raises(ValueError, match=sentence):
+        files = write(tmp_path, {name: torch.ones(2, 2) for name in names})
+        files.check({f"{stem}.down_proj": torch.Size([1, 2, 2])})
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 2, 2)])
+def test_experts_of_another_shape_are_refused_by_their_names(tmp_path, shape):
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    with pytest.raises(ValueError, match=f"{name} has no place in the model"):
+        write(tmp_path, {name: torch.ones(shape)}).check({})
 
 
 def test_a_head_beside_tied_embeddings_is_their_copy_or_refused(tmp_path):

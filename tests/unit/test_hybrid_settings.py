@@ -68,6 +68,7 @@ NOT_COMPUTED = """
 {"model_type": "qwen3_moe", "mlp_only_layers": "0"} => mlp_only_layers = '0' but it must be a list of
 {"model_type": "qwen3_moe", "decoder_sparse_step": 0} => decoder_sparse_step = 0 but it must be a whole number
 {"model_type": "qwen3_moe", "decoder_sparse_step": 9} => decoder_sparse_step = 9, which leave no layer with experts
+{"model_type": "qwen3_moe", "mlp_only_layers": ["0"]} => mlp_only_layers = .'0'. but it must be a list of the numbers
 {"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2, 3]} => 2, 3] .* leave no layer with experts
 """
 
@@ -95,6 +96,7 @@ def test_a_multimodal_config_keeps_what_is_around_the_text_model():
         config.tie_word_embeddings and config.rope_scaling and config.rope_scaling.factor == 4
     )
     written = config.to_hf(dtype="float32")
+    assert ModelConfig.from_hf(written).to_hf(dtype="float32") == written
     assert ModelConfig.from_hf(written) == ModelConfig.from_hf(
         ModelConfig.from_hf(written).to_hf(dtype="float32")
     )
@@ -109,6 +111,9 @@ def test_a_multimodal_config_keeps_what_is_around_the_text_model():
         ValueError, match="text_config = None but it must be the text model's table"
     ):
         ModelConfig.from_hf({"model_type": "qwen3_5"})
+    sentence = "is of qwen3_5_moe but its text_config of 'qwen3_5_text', which must be qwen3_5_moe_text; correct"
+    with pytest.raises(ValueError, match=sentence):
+        ModelConfig.from_hf(written | {"model_type": "qwen3_5_moe"})
 
 
 TARGETS = """

@@ -299,6 +299,28 @@ WRONG = LLAMAFACTORY_DPO.replace("template: llama3", "flash_attn: fa9").replace(
     "pref_beta: 0.2", "loss_type: exo_pair"
 )
 GROWN = "resize_vocab: true\nadd_tokens: <think>,</think>\nadditional_target: lm_head,embed_tokens\n"
+GPT_OSS = """
+base_model: openai/gpt-oss-20b
+model_quantization_config: Mxfp4Config
+model_quantization_config_kwargs: {dequantize: true}
+plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin, axolotl.integrations.kernels.KernelsPlugin]
+use_scattermoe: true
+quantize_moe_experts: true
+experts_implementation: scattermoe
+datasets: [{path: a/b, type: chat_template, field_thinking: thinking, template_thinking_key: thinking}]
+experimental_skip_move_to_device: true
+eot_tokens: ["<|end|>", "<|return|>"]
+chat_template: gpt_oss
+adapter: lora
+lora_r: 8
+lora_target_linear: true
+lora_target_modules: [q_proj]
+sequence_len: 4096
+micro_batch_size: 1
+num_epochs: 1
+learning_rate: 2e-4
+output_dir: out
+"""
 MIXED = "interleave_probs: 0.7,0.3\nmix_strategy: interleave_over\n"
 PACKED = "a packed sequence counts as one example there"
 
@@ -325,7 +347,7 @@ TRANSLATED = {
 "memory.offload_parameters" = false
 "run.epochs" = 3
 "run.eval_every" = 500
-"run.overwrite" = false
+"run.export" = true
 """, "per_device_train_batch_size 1 x gradient_accumulation_steps 8 x 8 GPU",
         "a mean over the tokens of the whole step"),
     "LLaMA-Factory's LoRA": (LLAMAFACTORY_LORA, "", """
@@ -371,7 +393,10 @@ TRANSLATED = {
 "optimizer.min_lr" = 0.1
 "optimizer.warmup" = 20
 "optimizer.betas" = [0.9, 0.95]
-""", KNOWN, "balance loss of experts, by config.json's router_aux_loss_coef"),
+""", KNOWN, "not: balance loss"),
+    "TRL's DPO of experts": (
+        TRL_DPO.replace("Qwen2.5-0.5B-Instruct", "Qwen3-30B-A3B"), "--stage dpo", "",
+        "balance loss of experts, by config.json's router_aux_loss_coef"),
     "several losses": (TRL_DPO.replace("[sigmoid]", MORE_LOSSES), "--stage dpo", """
 "dpo.loss_type" = ["sigmoid", "bco_pair"]
 "dpo.loss_weights" = [0.8, 0.2]
@@ -419,7 +444,45 @@ TRANSLATED = {
     "a choice that is not ours": (WRONG, "", "",
         "flash_attn = fa9: model.attention has no such choice, so its default stands"),
     "a setting that is wrong here": (WRONG.replace("pref_loss: sigmoid", ""), "", "",
-        "\n#   dpo: loss_type 'exo_pair' is infinite at label_smoothing 0"),
+        "# loss_type: infinite at label_smoothing 0, for which dpo.label_smoothing = 1e-3 stands there"),
+    "settings that contradict each other": (
+        LLAMAFACTORY_KTO + "early_stopping_steps: 3\n", "", "",
+        "\n#   run.patience is 3 evaluations but only the end of the run is evaluated"),
+    "what is dropped is said, without its value": (
+        f"{TRL_DPO}push_to_hub: true\nrun_name: mine\nhub_token: hf_secret\nuse_peft: true\nlora_dropout: 0.1\n"
+        "torch_compile: false\n", "--stage dpo", '"model.lora.dropout" = 0',
+        "# left out: push_to_hub: run.output/export can be uploaded as it is\n",
+        "# left out: run_name: run.output names the run\n",
+        "# left out: lora_dropout: it does nothing beside disable_dropout\n",
+        "left out: hub_token", "not: hf_secret", "not: torch_compile"),
+    "what the settings of full training make void": (
+        LLAMAFACTORY_KTO.replace(": lora", ": full"), "", "",
+        "# left out: lora_target: it does nothing beside finetuning_type\n", "not: lora_rank"),
+    "a tracker": (f"{TRL_SFT.strip()} --report_to trackio --project mine", "", """
+"run.trackers" = ["tensorboard", "trackio"]
+"run.project" = "mine"
+"""),
+    "axolotl's tracker": (f"{AXOLOTL_SFT}use_mlflow: true\n", "", '"run.trackers" = ["tensorboard", "mlflow"]'),
+    "axolotl's gpt-oss": (
+        GPT_OSS, "", """
+"model.path" = "openai/gpt-oss-20b"
+"model.lora.targets" = ["q_proj", "k_proj", "v_proj", "o_proj"]
+"data.chat_template" = "tokenizer"
+""", "eot_tokens = <|end|>: what ends a turn in the chat template is trained", "not: balance loss",
+        "lora_target_linear: every Linear module, as there, and no matrices of experts",
+        "left out: model_quantization_config_kwargs.dequantize: MXFP4 weights are read as bfloat16",
+        "left out: quantize_moe_experts: NF4", "left out: use_scattermoe", "left out: plugins: the engine has"),
+    "axolotl's reward model": (
+        AXOLOTL_SFT.replace("type: chat_template", "type: bradley_terry.chat_template").replace(
+            "chat_template: llama3", "reward_model: true\nnum_labels: 1\nchat_template: gemma3").replace(
+            "NousResearch/Meta-Llama-3-8B", "google/gemma-3-4b-it"), "", """
+"stage" = "rm"
+"data.chat_template" = "tokenizer"
+"data.train" = [
+    {path = "fozziethebeat/alpaca_messages_2k_test", columns = {prompt = "input"}},
+    {path = "data/own.jsonl", columns = {messages = "conversation"}},
+]
+""", "chat_template = gemma3: the model's own template is taken", "left out: num_labels"),
     "TRL's GRPO with its own defaults": (GRPO, "", """
 "ppo.advantage" = "group"
 "ppo.kl_coefficient" = 0
@@ -637,6 +700,100 @@ def test_translation(migrate, case):
         assert (remark.removeprefix("not: ") in shown) != remark.startswith("not: ")
 
 
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+FUSED, APART = ["in_proj_qkvz", "in_proj_ba"], [f"in_proj_{x}" for x in ("qkv", "z", "b", "a")]
+
+
+@pytest.mark.parametrize(
+    "model, targets",
+    [
+        *(
+            (f"Qwen/{name}", ATTENTION + MLP)
+            for name in ("Qwen3-8B", "Qwen3.5-9B", "Qwen2.5-7B-Instruct")
+        ),
+        *(
+            (name, ATTENTION)
+            for name in (
+                "Qwen/Qwen3-30B-A3B",
+                "openai/gpt-oss-120b",
+                "mistralai/Mixtral-8x7B-v0.1",
+            )
+        ),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", [*ATTENTION, *FUSED, "out_proj"]),
+        ("Qwen/Qwen3.5-35B-A3B", [*ATTENTION, *APART, "out_proj"]),
+        ("own:qwen3_5_moe", [*ATTENTION, *APART, "out_proj"]),
+        ("own:gpt_oss", ATTENTION),
+        ("moe:llama", ATTENTION + MLP),
+    ],
+)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "base_model: M\nadapter: lora\nlora_r: 8\nlora_target_linear: true\ndatasets: [{path: d}]\n",
+        "model_name_or_path: M\nstage: sft\nfinetuning_type: lora\nlora_target: all\ndataset: d\n",
+        "model_name_or_path: M\nstage: sft\ndataset: d\ntemplate: chatml\n",
+        "model_name_or_path: M\nstage: sft\nuse_peft: true\nlora_target_modules: all-linear\ndataset_name: d\n",
+        "model: M\nstage: sft\npeft_config: {name: lora, target_modules: all}\ntrain_dataset: d\n",
+        "model: M\nstage: sft\npeft_config: {name: lora}\ntrain_dataset: d\n",
+    ],
+)  # fmt: skip
+def test_all_linear_modules_are_no_matrices_of_experts(migrate, tmp_path, text, model, targets):
+    """What a model is says its config.json, and otherwise its name."""
+    folder, of, kind = model.partition(":")
+    if of:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    config, _ = migrate(text.replace("M\n", f"{folder}\n") + "max_steps: 3\n")
+    assert config.model.lora.rank and config.model.lora.targets == targets
+
+
+def bomb(*lines):
+    """Each line twice what the one before has, thirty times."""
+    first, more, last = lines
+    levels = "".join(more.format(i, i - 1) for i in range(1, 31))
+    return f"model_name_or_path: m\ndataset_name: d\nstage: sft\n{first}{levels}{last}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb("a0: &a0 [x, x]\n", "a{0}: &a{0} [*a{1}, *a{1}]\n", ""),
+        bomb("a0: &a0 {x: 1}\n", "a{0}: &a{0} {{x: *a{1}, y: *a{1}}}\n", ""),
+        bomb("a0: &a0 {x: 1}\n", "a{0}: &a{0} {{<<: [*a{1}, *a{1}]}}\n", ""),
+        f"model_name_or_path: &long {'x' * 3000}\nlist: [{'*long, ' * 500}1]\n",
+    ],
+)
+def test_aliases_that_grow_without_end_are_refused_at_once(refusal, text, tmp_path):
+    assert "its aliases repeat far more than stands there; write the" in refusal(text)
+    (tmp_path / "data" / "d.yaml").write_text(text)
+    said = refusal(
+        "model: m\npeft_config: {r: 8}\ntrain_dataset: data/d.yaml\n", "--stage", "sft"
+    )
+    assert "its aliases repeat far more than stands there" in said
+
+
+def test_aliases_that_save_writing_are_read(migrate):
+    text = "defaults: &it {path: a/b, type: chat_template}\ndatasets: [*it, {<<: *it, split: test}]\n"
+    with pytest.raises(AssertionError, match="defaults.path = a/b has no counterpart"):
+        migrate(f"base_model: m\nmax_steps: 3\n{text}")
+    one = "base_model: &m m\nhub_model_id: *m\nmax_steps: 3\ndatasets: [{path: a/b}]\n"
+    assert migrate(one)[0].model.path == "m"
+
+
+def test_a_translation_imports_no_torch(tmp_path):
+    (tmp_path / "run.yaml").write_text(LLAMAFACTORY_KTO)
+    code = (
+        "import sys; from ulysses.cli import main; sys.argv[1:] = ['migrate', 'run.yaml']; main(); "
+        "print({*sys.modules} & {'torch', 'numpy', 'transformers', 'deepspeed'}, file=sys.stderr)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, text=True, capture_output=True
+    )
+    assert tomllib.loads(done.stdout)["stage"] == "kto" and done.stderr.endswith("set()\n")
+
+
 LORA_OF = {
     "trl": "trl {} --model_name_or_path m --dataset_name d --max_steps 5 --use_peft true "
     "--per_device_train_batch_size 8 --lora_dropout 0.1",
@@ -775,6 +932,20 @@ def test_all_that_is_refused_is_named_at_once(refusal):
         assert said in error
 
 
+def test_no_key_is_shown(migrate, refusal):
+    key = "0123456789abcdef0123456789abcdef01234567"
+    given = f"wandb_api_key: {key}\nheaders: 'Authorization: Bearer abc.def'\nother: wandb_v1_AbCdEf_0\n"
+    error = refusal(f"stage: dpo\n{given}", lines=5)
+    assert "line 2: wandb_api_key = ***" in error
+    assert not any(secret in error for secret in (key, "abc.def", "AbCdEf"))
+    given = yaml.safe_load(LLAMAFACTORY_KTO) | {
+        "model_revision": key,
+        "wandb_project": f"Bearer {key}",
+    }
+    config, shown = migrate(json.dumps(given))
+    assert config.model.revision == key and shown.count(key) == 1  # which is no secret
+
+
 def test_switches_that_are_off_and_values_that_change_nothing_are_not_refused(migrate):
     text = """finetuning_type: full\ndo_train: true\ndo_predict: true\nuse_dora: false\nuse_galore: false
 roles_to_train: [assistant, gpt]\noptim: adamw_torch\nsync_ref_model: false\nnew_special_tokens: null
@@ -831,13 +1002,13 @@ def test_other_shell_text_is_refused(command, refusal):
     "end", ["\n", "\r", "\v", "\f", "\x1b", "\x85", "\u2028", "\\", '"', '"""\n', "'''\n"]
 )
 def test_nothing_breaks_out_of_a_comment_or_a_string(migrate, end):
-    evil = f"x{end}run.overwrite = true{end}#{end}"
+    evil = f"x{end}run.resume_anyway = true{end}#{end}"
     given = yaml.safe_load(LLAMAFACTORY_KTO) | {
         "save_strategy": evil, "wandb_project": evil,
         "special_tokens": {evil.replace(".", ""): "b"}, "flash_attn": evil,
     }  # fmt: skip
     config, shown = migrate(json.dumps(given))
-    assert not config.run.overwrite and config.run.wandb == evil
+    assert not config.run.resume_anyway and config.run.wandb == evil
     assert all(
         line.startswith("#   ") for line in shown[shown.index("# Without") :].splitlines()[1:]
     )
@@ -845,7 +1016,7 @@ def test_nothing_breaks_out_of_a_comment_or_a_string(migrate, end):
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\0", "\x1b", "\u2028", '"""\n'])
 def test_what_would_break_out_is_refused_without_a_translation(end, refusal):
-    evil, given = f"x{end}run.overwrite = true{end}#{end}", yaml.safe_load(LLAMAFACTORY_KTO)
+    evil, given = f"x{end}run.resume_anyway = true{end}#{end}", yaml.safe_load(LLAMAFACTORY_KTO)
     for more in {"unknown_to_all": evil}, {f"unknown{evil}": 1}, {"chat_template": evil}:
         refusal(json.dumps(given | more), name="run.json")
     if end == "\0":  # which no setting holds
@@ -872,6 +1043,11 @@ UNKNOWN = {
     "new_special_tokens: <tool>": "none of which is special",
     "finetuning_type: lora\nadditional_target: [embed_tokens]": "lm_head are trained together",
     "interleave_probs: [1.0]": "mix_strategy is interleave_under or interleave_over beside it",
+    "eot_tokens: ['<|im_end|>', '</mine>']": "eot_tokens = </mine> has no counterpart here; write it into a .jinja",
+    "chat_template: llama3\neot_tokens: ['<|im_end|>']": "this template ends turns otherwise",
+    "chat_template: metharme": "data.chat_template has no such choice; take it out",
+    "model_quantization_config_kwargs: {dequantize: false}": "weights are trained in bfloat16; set it to true",
+    "model_quantization_config: AwqConfig": "export a model with this configuration first",
     "mix_strategy: interleave_under": "give interleave_probs too",
     "optim: lion_8bit": 'optimizer.moments = "8bit" makes its state small',
     "disable_shuffling: true": "every epoch is shuffled here",
@@ -886,6 +1062,7 @@ UNKNOWN = {
     "datasets: 5": "it cannot be read, or holds a value of a wrong kind: ",
     "1: 2": "1 = 2",
     "- a: [": "expected",
+    "loop: &loop [1, *loop]": "it cannot be read, or holds a value of a wrong kind: maximum recursion",
 }  # fmt: skip
 
 

@@ -57,6 +57,13 @@ BASE --model.dtype float16 => model.dtype is 'float16': input should be 'bfloat1
 BASE --model.attention flash_attention_2 => model.attention is 'flash_attention_2': input should be 'auto'
 BASE --batch.tokens_per_microbatch 16k => as an integer, or input should be 'auto' (Longest packed
 BASE --dpo.beta 0 => dpo.beta is '0': input should be greater than 0
+BASE --optimizer.betas [0.9] => optimizer.betas is [0.9], too short: field required (Decay of AdamW's running
+BASE --dry-run --gpus 1000000000 => gpus is '1000000000': input should be less than or equal to 1000000 (With
+--stage sft --run.steps 3 --data.train PLACE/chats.jsonl --model.path /no/such/model \
+=> model.path is '/no/such/model': there is no folder /no/such/model, and no id of the hub is like that; correct
+SFT --data.train PLACE/empty.jsonl => l: read 2 rows, kept 0 examples, dropped 2 rows; dropped, empty answer: 2
+SFT --data.eval PLACE/chats.jsonl --data.max_length 9 --model.config.max_position_embeddings 9 \
+    --run.samples ["abcdefghijklmnop"] => run.samples: the model's window of 9 tokens is too short for 'abc
 BASE --memory.recompute none --memory.offload checkpoints => makes no checkpoints; set memory.recompute
 BASE --run.steps many => run.steps is 'many'
 BASE --model.arch llama3-8b => model.path and model.arch are both set; set only one of them
@@ -71,7 +78,8 @@ BASE --data.eval_fraction 0.1 --data.eval x.jsonl => data.eval names held-out da
 BASE --data.eval_fraction 1 => data.eval_fraction is '1': input should be less than 1
 BASE --run.patience 2 => run.patience is 2 evaluations but only the end of the run is evaluated
 BASE --gpus 8 => describe a machine to plan for; add --dry-run or leave them out
-BASE --data.train --run.overwrite => --data.train needs a value
+BASE --run.overwrite true => run.overwrite: not supported; a run deletes nothing that it finds; choose another
+BASE --data.train --run.save_last => --data.train needs a value
 BASE --deepspeed zero3.json => deepspeed is 'zero3.json': input should be a valid dictionary
 BASE --deepspeed.train_batch_size 8 => deepspeed.train_batch_size: unknown; here it is batch.examples
 DEMO --deepspeed.zero_optimization.zero_hpz_partition_size 2 \
@@ -195,7 +203,6 @@ DEMO --gradients.policies [{"policy":"gradient_noise","sigma":1,"ratio":1}] => e
 DEMO --data.train PLACE/none.jsonl => none.jsonl does not exist
 DEMO --data.train {path="PLACE/none.jsonl"} => none.jsonl does not exist
 DEMO --data.train {path:"PLACE/none.jsonl"} => which is neither JSON nor TOML; write a table as {path =
-DEMO --run.resume auto --run.overwrite true => run.resume is "auto", which continues the newest checkpoint, but
 DEMO --data.train {"path":"PLACE/chats.jsonl","col":{}} => its keys are path, format, weight, columns
 DEMO --data.train PLACE/chats.jsonl => chats.jsonl row 1 has no chosen and rejected answers
 DEMO --data.train {"path":"PLACE/chats.jsonl","columns":{"chosen":"conv.best"}} \
@@ -301,6 +308,7 @@ def place(tmp_path_factory):
     for name, text in BROKEN.items():
         (folder / f"{name}.py").write_text(text)
     turns = [{"role": role, "content": "hello"} for role in ("user", "assistant")]
+    write_rows(folder / "empty.jsonl", [{"prompt": "q", "completion": ""}] * 2)
     write_rows(folder / "chats.jsonl", [{"conv": {"messages": turns}, "messages": turns}])
     return folder
 

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from models.arch import ModelConfig
-from models.families import RopeScaling
+from models.families import FAMILIES, RopeScaling
 from models.published import ARCHITECTURES
+from tests import rows_of
+from tests.family_case import FAMILIES as CASES
 from tests.model_folder import tiny_config
 from ulysses.check.input_files import read_shape
 from ulysses.config.command_line import check
@@ -64,6 +66,79 @@ def test_defaults_are_those_of_transformers():
             assert ours.to_hf()[name] == getattr(theirs, name), name
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+OF_SOME = json.loads("""{
+    "norm_topk_prob": false, "mlp_only_layers": [1], "decoder_sparse_step": 2, "rope_local_base_freq": 77.0,
+    "full_attention_interval": 3, "sliding_window_pattern": 3, "no_rope_layer_interval": 2, "no_rope_layers": [1, 0],
+    "sliding_window": 5, "use_sliding_window": true, "attention_bias": true, "mlp_bias": true, "head_dim": 4,
+    "embedding_multiplier": 3.0, "logits_scaling": 3.0, "query_pre_attn_scalar": 3, "partial_rotary_factor": 0.5,
+    "shared_expert_intermediate_size": 7, "linear_key_head_dim": 6, "swiglu_limit": 3.0, "num_local_experts": 9,
+    "final_logit_softcapping": 3.0
+}""")
+# what a class reads and does not declare: from its keywords, or with a default where it builds the layers
+READ = {
+    "gemma3_text": ("rope_local_base_freq", "sliding_window_pattern"),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), ("full_attention_interval",)
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_field_counts_that_transformers_class_does_not_have(model_type):
+    """It is refused, or changes nothing."""
+    from transformers import CONFIG_MAPPING
+
+    cls = CONFIG_MAPPING[model_type]
+    own = {*cls().to_dict(), *cls.attribute_map, *READ.get(model_type, ()), "head_dim"}
+    cases = {raw["model_type"]: raw for raw in CASES.values()}
+    raw = cases.get(model_type, LLAMA | {"model_type": model_type})
+    raw = {name: x for name, x in raw.items() if name != "layer_types"}
+    for name in OF_SOME.keys() - own:
+        try:
+            found = ModelConfig.from_hf(raw | {name: OF_SOME[name]})
+        except ValueError as error:
+            assert f"config.json has {name} = " in str(error)
+        else:
+            assert found == ModelConfig.from_hf(raw), name
+
+
+def test_a_field_of_another_value_is_refused_although_it_has_a_default():
+    for model_type in ("gpt_oss", "qwen3_5_moe_text"):
+        for name in ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"):
+            sentence = f"config.json has {name} = .*, which these models do not compute"
+            with pytest.raises(ValueError, match=sentence):
+                ModelConfig.from_hf(LLAMA | {"model_type": model_type, name: OF_SOME[name]})
+
+
+SCALING = r"""
+{"type": null, "factor": 4.0} => has rotary scaling .* without a rope_type; name it, or remove the scaling
+{"factor": 4.0} => has rotary scaling .*'factor': 4.0} without a rope_type
+{"rope_type": 5, "factor": 4.0} => has rotary scaling .* without a rope_type
+{"type": "yarn", "factor": 4.0, "truncate": "maybe"} => has truncate = 'maybe' but it must be true or false; correct
+{"type": "yarn", "factor": 1e308} => has factor = 1e.308 but it must be a number above 0 and below 1e.38; correct
+{"type": "yarn", "factor": 1e37} => has max_position_embeddings = 2.* but it must be a whole number above 0 and below
+{"type": "linear", "factor": BIG} => has factor = 9{60} but it must be a number above 0 and below
+"""
+
+
+@pytest.mark.parametrize("scaling, sentence", rows_of(SCALING))
+def test_a_scaling_that_says_too_little_or_too_much_is_refused(scaling, sentence):
+    table = json.loads(scaling.replace("BIG", "9" * 400))
+    for style in ({"rope_scaling": table}, {"rope_parameters": {"rope_theta": 1e4, **table}}):
+        with pytest.raises(ValueError, match=f"^config.json {sentence}") as caught:
+            ModelConfig.from_hf(LLAMA | style)
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "rms_norm_eps", "initializer_range", "num_hidden_layers"]
+)
+def test_numbers_of_400_digits_are_refused(name):
+    with pytest.raises(ValueError, match=f"has {name} = 9{{60}} but it must be a") as caught:
+        ModelConfig.from_hf(LLAMA | {name: int("9" * 400)})
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -1,5 +1,7 @@
 """gpt-oss's files: experts in MXFP4 are read into bfloat16, as transformers dequantises them, also slice by slice."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -8,6 +10,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from models.arch import ModelConfig
 from models.hf_format import WeightFiles
 from models.kinds import empty_model
+from tests import rows_of
 from tests.family_case import raw
 from tests.model_folder import write_model
 from ulysses.disk import write_json
@@ -90,6 +93,59 @@ def test_a_slice_takes_no_memory_for_experts_that_it_does_not_hold(tmp_path):
     sizes = [e.self_cpu_memory_usage for e in found.events()]
     allocated = sum(size for size in sizes if size > 0) - 2 * path.stat().st_size
     assert 2 * one < allocated < 20 * one
+
+
+# shapes of blocks and scales; those of three experts with 192 outputs and 64 inputs are 3 192 2 16 and 3 192 2
+SHAPES = """
+3 192 2 16 => 3 192 1
+3 192 2 16 => 3 1 2
+3 192 2 16 => 1 192 2
+3 192 2 16 => 192 2
+3 192 2 16 => 3 192 2 1
+3 192 2 8 => 3 192 2
+3 192 2 32 => 3 192 2
+192 2 16 => 192 2
+3 192 32 => 3 192
+"""
+
+
+def block_file(folder, blocks, scales):
+    tensors = {f"{STEM}_blocks": blocks, f"{STEM}_scales": scales}
+    save_file(tensors, folder / "model.safetensors")
+    return WeightFiles(folder)
+
+
+STEM = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize("blocks, scales", rows_of(SHAPES))
+def test_blocks_and_scales_of_other_shapes_are_refused(tmp_path, blocks, scales):
+    shapes = [[*map(int, text.split())] for text in (blocks, scales)]
+    sentence = f"holds {STEM}_blocks of shape {shapes[0]} with scales of shape {shapes[1]}, but MXFP4 has bytes: blocks"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        block_file(tmp_path, *(torch.full(shape, 127).byte() for shape in shapes))
+    for dtypes in ((torch.uint8, torch.float32), (torch.float32, torch.uint8)):
+        with pytest.raises(ValueError, match="but MXFP4 has bytes: blocks"):
+            block_file(
+                tmp_path,
+                torch.ones(3, 8, 2, 16).to(dtypes[0]),
+                torch.ones(3, 8, 2).to(dtypes[1]),
+            )
+
+
+@pytest.mark.parametrize("scale", [254, 255])
+def test_scales_of_infinite_weights_are_refused(tmp_path, scale):
+    scales = torch.full((2, 8, 2), 252).byte()
+    files = block_file(tmp_path, torch.full((2, 8, 2, 16), 119).byte(), scales)
+    assert files.read(STEM).isfinite().all()
+    scales[1, 3, 1] = scale
+    files = block_file(tmp_path, torch.full((2, 8, 2, 16), 119).byte(), scales)
+    assert files.read(STEM, 0, 512).isfinite().all()  # of the first expert
+    with pytest.raises(
+        FloatingPointError,
+        match=f"{STEM}_scales in /.* holds scales that make infinite weights",
+    ):
+        files.read(STEM)
 
 
 def test_blocks_without_scales_are_refused(tmp_path):

@@ -86,6 +86,10 @@ def test_tokenizer_and_vocabulary_grow_together(tmp_path):
         config = check({"model": given | {"add_tokens": wrong}, **rest})
         with pytest.raises(ConfigError, match="model.add_tokens: .* has an empty token"):
             read_tokenizer(config, stage_of(config), base, folder)
+    # the rows of the tokens that this tokenizer has beyond the model's would never be filled
+    small = replace(base, vocab_size=len(before) - 12)
+    with pytest.raises(ConfigError, match=rf"has {len(before)} tokens but the model's vocab"):
+        read_tokenizer(check({"model": given, **rest}), stage_of(config), small, folder)
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ def test_prompts_go_out_and_tokens_come_back(tmp_path, server, dialect):
     found = sampler(tmp_path, f"{dialect}+{server.address}").sample(PROMPTS, 2)
     ends = [(len(c.tokens), c.ended) for c in found.values()]
     assert ends == [(2, True), (3, True), (6, False)]
+    assert server.encodings == {"identity"}
     assert found[1].tokens[-1] == STOP and found[1].logps == pytest.approx([-1.0, -1.1, -1.2])
     bodies = [body for path, body in server.asked if path in ("/v1/completions", "/generate")]
     settings = [body if dialect == "vllm" else body["sampling_params"] for body in bodies]
@@ -92,6 +93,10 @@ cut => 3 => peer closed connection
 no HTTP => 3 => RemoteProtocolError
 refuse => 3 => HTTP 503
 garbage => 3 => Expecting value
+deep => 1 => failed .it answered JSON that is nested too deeply.; look at its log
+gzip => 3 => failed .it packed its answer .Content-Encoding., which was not asked for
+gzip, gzip => 3 => failed .it packed its answer
+deflate => 3 => failed .it packed its answer
 nan => 1 => answered prompt 0 with log-probabilities that are not finite or above 0
 no stop token => 1 => an end but without the token that ends it
 gone => 0 => refused

@@ -288,6 +288,9 @@ np.ones((2, 1)) => TypeError
 [1] => returned \[1\] for 2 answers
 np.ones(3) => returned \[1.0, 1.0, 1.0\] for 2 answers
 [1, float('inf')] => on example 5 returned inf; return a finite number
+[1e300, 1] => on example 4 returned 1e\+300; return a finite number, of at most 2\^53
+[1, -1e17] => on example 5 returned -1e\+17; return a finite number
+[1, 10**400] => OverflowError
 """
 
 

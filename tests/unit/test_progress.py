@@ -68,7 +68,18 @@ def test_other_bars_write_lines_now_and_then(screen, total):
         time.sleep(0.05)
     lines = written.getvalue().split("\n")[:-1]
     assert 0 < len(lines) < 4
-    assert all(re.match(rf"reading: \d/{total or '[?]'} rows, 00:00<", line) for line in lines)
+    shown = rf"reading: \d/{total or '[?]'} rows, 00:00<{'00:0' if total else '[?]$'}"
+    assert all(re.match(shown, line) for line in lines)
+
+
+def test_a_bar_inside_another_one_moves_no_cursor_in_a_file(shown, screen):
+    written = screen(False)
+    with progress(total=6, seconds=0.0) as outer, progress(desc="inner", seconds=0.0) as inner:
+        for _ in range(4):
+            inner.update(1)
+            outer.write("a line")
+            time.sleep(0.02)
+    assert "inner: 2/?" in written.getvalue() and "\x1b" not in written.getvalue()
 
 
 COMMANDS = """

@@ -97,6 +97,57 @@ def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder):
     assert_close(whole, unpack("nf4", data, (48, 32), torch.float32))
 
 
+def change_state(**changes):
+    def change(weights, stem):
+        name = f"{stem}.quant_state.bitsandbytes__nf4"
+        state = json.loads(bytes(weights[name].tolist())) | changes
+        weights[name] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+
+    return change
+
+
+def cut(part):
+    def change(weights, stem):
+        weights[stem + part] = weights[stem + part][:-1].contiguous()
+
+    return change
+
+
+def put(part, tensor):
+    return lambda weights, stem: weights.update({stem + part: tensor})
+
+
+STATE = ".quant_state.bitsandbytes__nf4"
+BROKEN = {
+    "json": put(STATE, torch.tensor([*b"{"], dtype=torch.uint8)),
+    "list": put(STATE, torch.tensor([*b"[1]"], dtype=torch.uint8)),
+    "floats": put(STATE, torch.ones(3)),
+    "codes": cut(""),
+    "sizes": cut(".absmax"),
+    "numbers": cut(".nested_quant_map"),
+    "part": lambda weights, stem: weights.pop(f"{stem}.nested_absmax"),
+    "whole": lambda weights, stem: weights.pop(stem),
+    "shape": change_state(shape="x"),
+    "large": change_state(shape=[64, 64]),
+    "none": change_state(shape=None),
+    "dtype": change_state(dtype="foo"),
+    "blocks": change_state(blocksize=128),
+    "nested": change_state(nested_blocksize=None),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_quantised_matrix_is_refused_by_its_name(packed_folder, fault):
+    weights = load_file(packed_folder / "model.safetensors")
+    BROKEN[fault](weights, MATRIX)
+    save_file(weights, packed_folder / "model.safetensors")
+    with pytest.raises(
+        ValueError,
+        match=f"holds {MATRIX} otherwise than in NF4 doubly quantised, in blocks of 64",
+    ):
+        WeightFiles(packed_folder)
+
+
 def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     packed_folder, tmp_path, capsys
 ):

@@ -1,6 +1,8 @@
 """The parts of the stages that need no process group: metrics, KTO's pairs, the reference cache."""
 
+import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +20,7 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.options import STAGES, stage_of
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.progress import progress
 from ulysses.stages.kto import KtoStage
 from ulysses.stages.referenced import (
     mismatched_lengths,
@@ -167,9 +170,14 @@ def test_reference_values_are_written_whole_or_not_at_all_and_mismatched_ones_to
         assert values[pair] == pytest.approx(expected)
 
 
-def test_each_side_of_a_pair_has_its_own_reference_values(tmp_path):
+def test_each_side_of_a_pair_has_its_own_reference_values(tmp_path, monkeypatch, capsys):
+    """The bar counts the examples themselves, and not whole chunks of them."""
     data = dataset("dpo")
+    at_once = partial(progress, seconds=0)
+    monkeypatch.setattr("ulysses.stages.referenced.progress", at_once)
     values, _ = read(tmp_path / "values.bin", data, [])
+    shown = re.findall(r"reference: (\d+)/(\d+) items", capsys.readouterr().err)
+    assert shown[-1] == (str(len(data)), str(len(data)))
     everything = [s for example in data.examples for s in example]
     expected = torch.cat([fake_reference(pack_shard([s], ParallelMesh(1))) for s in everything])
     assert values == pytest.approx(expected)

@@ -2,12 +2,15 @@
 
 import math
 import sys
+from copy import deepcopy
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from unittest import mock
 from unittest.mock import MagicMock, call
 
 import pytest
 
+from tests import ROOT
 from tests.own_tracker import Remembers
 from ulysses.check.preflight import check_settings
 from ulysses.config.command_line import check
@@ -16,6 +19,7 @@ from ulysses.disk import DiskError
 from ulysses.options import TRACKERS
 from ulysses.run.metrics import METRICS, MetricsLog, logged
 from ulysses.run.trackers import TrackedRun
+from ulysses.train import main
 
 SETTINGS = {"run_id": "1a2b", "stage": "sft", "optimizer": {"lr": 1e-3}}
 FOLDER = Path("run")
@@ -139,7 +143,51 @@ def test_a_tracker_that_fails_loses_neither_the_run_nor_the_others(capsys):
     said = capsys.readouterr()
     [line] = [x for x in (said.out + said.err).splitlines() if "has failed" in x]
     assert "Remembers has failed and gets no more metrics; metrics.jsonl does" in line
-    assert "sk-0123" not in line and "\x1b" not in line
+    assert "\x1b" not in line and "no answer from" in line
+    for secret in ("sk-0123", "abc.def", "0123456789abcdef", "wandb_v1"):
+        assert secret not in line
+
+
+def test_a_tracker_changes_no_settings_and_ends_no_run(capsys):
+    Remembers.steps.clear()
+    names = "tests.own_tracker:Meddles", "tests.own_tracker:Remembers"
+    before = deepcopy(SETTINGS)
+    log = followed(*names)
+    log.report(1, {"loss": 1.0}, due=True)
+    log.close()
+    assert SETTINGS == before and Remembers.steps == [1]
+    assert logged(FOLDER / METRICS) == [{"step": 1, "run": "1a2b", "loss": 1.0}]
+    said = capsys.readouterr()
+    assert "Meddles has failed and gets no more metrics" in said.out + said.err
+    with (
+        mock.patch.object(Remembers, "start", side_effect=SystemExit(0)),
+        pytest.raises(ConfigError, match="Remembers does not start .SystemExit"),
+    ):
+        followed("tests.own_tracker:Remembers")
+
+
+@pytest.mark.parametrize("command", ["--dry-run", "--inspect"])
+def test_a_command_that_only_looks_runs_no_tracker_and_needs_none(
+    command, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    (tmp_path / "my_tracker.py").write_text("raise RuntimeError('it ran')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    line = f"--config {ROOT}/configs/demo/sft.toml --parallel.sequence_parallel_size 1 {command}".split()
+    line += ["1"] * (command == "--inspect")
+    line += [
+        "--run.trackers",
+        '["mlflow", "my_tracker:Mine"]',
+        "--data.cache",
+        str(tmp_path / "cache"),
+    ]
+    monkeypatch.chdir(ROOT)
+    assert main(line) == 0
+    assert "my_tracker" not in sys.modules
+    refusal = (
+        "the run would be refused: run.trackers is set but the package mlflow is not installed"
+    )
+    assert (refusal in capsys.readouterr().out) == (command == "--dry-run")
 
 
 def test_a_file_that_cannot_be_written_is_told_once_the_run_has_saved():
@@ -147,8 +195,8 @@ def test_a_file_that_cannot_be_written_is_told_once_the_run_has_saved():
     (FOLDER / METRICS).unlink()
     for step in (1, 2):
         log.report(step, {"loss": 1.0}, due=True)
-        assert "was deleted while the run wrote it" in str(log.failure)
-    with pytest.raises(DiskError, match="was deleted while the run wrote it"):
+        assert "was moved or deleted while the run wrote there" in str(log.failure)
+    with pytest.raises(DiskError, match="was moved or deleted while the run wrote there"):
         log.close()
 
 

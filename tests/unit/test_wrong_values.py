@@ -52,13 +52,15 @@ def refusal(typed, folder):
 # what config.json is given, and what is said
 FIELDS = r"""
 {"eos_token_id": [1, "x"]} => eos_token_id = [1, 'x'] but it must be the number of a token; correct
+{"eos_token_id": [1, null]} => eos_token_id = [1, None] but it must be the number of a token
 {"eos_token_id": 1000000} => eos_token_id 1000000 but vocab_size
 {"pad_token_id": 1000000} => pad_token_id 1000000 but vocab_size
 {"eos_token_id": -1} => eos_token_id -1 but vocab_size
 {"bos_token_id": [1]} => bos_token_id = [1] but it must be the number of a token
 {"rope_theta": 0} => rope_theta = 0 and 10000.0 in rope_parameters or rope_scaling; correct one
 {"rope_theta": Infinity} => rope_theta = inf and 10000.0 in rope_parameters
-{"rope_parameters": {"rope_theta": Infinity}, "rope_theta": null} => rope_theta = inf but it must be a number above 0;
+{"rope_parameters": {"rope_theta": Infinity}, "rope_theta": null} => rope_theta = inf but it must be a number above 0 \
+and below 1e+38;
 {"rope_parameters": {"rope_theta": 0}, "rope_theta": null} => rope_theta = 0 but it must be a number above 0
 {"rope_scaling": "x"} => rope_scaling = 'x' but it must be a table
 {"tie_word_embeddings": "no"} => tie_word_embeddings = 'no' but it must be true or false
@@ -104,6 +106,9 @@ lora_alpha              => -1 "4" true [4] NaN Infinity
 base_model_name_or_path => 5 ["base"] {"a":1} true
 use_rslora              => "no" 1 []
 revision                => 5 []
+target_modules          => 5 {"a":1} true
+target_parameters       => 5 "x"
+modules_to_save         => 5 "embed_tokens"
 """
 
 

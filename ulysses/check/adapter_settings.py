@@ -1,10 +1,14 @@
 """Settings of adapters, once the model's shape is known: what is wrong with them, and default targets."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from models.arch import ModelConfig
+from models.folders import ADAPTER_CONFIG, base_folder, name_of_base, read_adapter_config
 from models.kinds import empty_model
 from ulysses.config.schema import RULE_TARGETS, Config, LoraSection
+from ulysses.config.section import Values
+from ulysses.stages.base import Stage
 
 
 def check_adapters(lora: LoraSection, shape: ModelConfig, config: Config) -> Iterator[str]:
@@ -64,6 +68,29 @@ def choose_targets(config: Config, lora: LoraSection, shape: ModelConfig) -> Con
         return config
     targets = [*lora.targets, *rule_targets(shape)]
     model = {"lora": lora.model_copy(update={"targets": targets})}
+    return config.model_copy(update={"model": config.model.model_copy(update=model)})
+
+
+def choose_base(config: Config, stage: Stage, folder: Path) -> Config:
+    """Name the base of the adapters if there is an adapter in the model's folder.
+
+    One with the settings of the run is continued: its base is the run's, and its A and B are the start. Another one is
+    merged, into a base that lies in no folder, so that exports are whole models. It is merged too where the stage
+    compares with the model that training starts from, which is the base without the run's adapters.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return config
+    lora, raw = config.model.lora, read_adapter_config(folder)
+    named = [*(raw.get("target_modules") or ()), *(raw.get("target_parameters") or ())]
+    lasts = [str(name).removesuffix(".weight").rpartition(".")[2] for name in named]
+    targets = {*" ".join(lasts).replace("gate_up_proj", "gate_proj up_proj").split()}
+    whole = "embed_tokens" in (raw.get("modules_to_save") or ())
+    given = raw["r"], raw.get("lora_alpha") or 8, bool(raw.get("use_rslora")), targets, whole
+    own = lora.rank, lora.alpha, lora.rslora, {*lora.targets}, bool(lora.train)
+    is_plain = not (base_folder(folder, need_weights=False) / ADAPTER_CONFIG).is_file()
+    model: Values = {"lora": lora.model_copy(update={"merge": True})}
+    if given == own and is_plain and all(x.path for x in stage.requirements.models):
+        model = dict(zip(("path", "revision"), name_of_base(folder)))
     return config.model_copy(update={"model": config.model.model_copy(update=model)})
 
 

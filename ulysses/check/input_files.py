@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig
-from models.folders import folder_with, read_config, resolve_model
+from models.folders import (
+    ADAPTER_CONFIG,
+    folder_with,
+    name_of_base,
+    read_config,
+    resolve_model,
+)
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.kinds import empty_model
@@ -17,6 +23,7 @@ from models.published import architecture
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import missing_sources, parse_sources
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
@@ -27,6 +34,7 @@ from ulysses.stages.base import Stage
 ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
 # A folder that holds none of these has no tokenizer, whatever else describes one.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
+MOST_EXAMPLES = 2**28  # of an epoch, whose order is in memory
 
 
 # ---------------------------------------------------------------- data
@@ -48,10 +56,19 @@ def check_examples(
     config: Config, train: TokenizedDataset, held_out: TokenizedDataset | None
 ) -> None:
     """Refuse open data of which nothing is trained on, or an example that is longer than a micro-batch."""
-    weights = train.source_weights
-    copies = np.bincount(train.sources, minlength=len(weights)) * weights
-    if not copies.round().any():
-        raise ConfigError("the weights of the data sources leave no example; raise them")
+    counts = np.bincount(train.sources, minlength=len(train.source_weights))
+    taken = (counts * train.source_weights).round()
+    if taken.sum() > max(MOST_EXAMPLES, len(train)):
+        raise ConfigError(
+            f"by the weights or probabilities of its sources an epoch of data.train has {taken.sum():,.0f} examples, "
+            f"but can have {MOST_EXAMPLES:,}; give less uneven ones"
+        )
+    for path, count, own in zip(train.source_paths, counts, taken):
+        if count and not own:
+            raise ConfigError(
+                f"the weights or probabilities of data.train leave no example of {path} in an epoch, which has "
+                f"{count}; raise its own, or remove it"
+            )
     budget = config.batch.tokens_per_microbatch
     for data in (train, held_out):
         if data and budget != "auto":
@@ -75,15 +92,17 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
     with error_context("model"):
         if folder is not None:
             shape = read_config(folder, **rope)
-            # random weights belong to nothing around them
-            raw = (shape if model.init == "pretrained" else replace(shape, around="")).to_hf()
+            if model.init == "random":  # which belongs to nothing around it
+                shape = replace(shape, around="")
+            raw = shape.to_hf()
         elif model.arch:
             raw = architecture(model.arch).to_hf()
-        raw.pop("rope_parameters", None)  # model.config may have either style
-        for name in model.config:  # which may say in other words what `raw` says
-            raw.pop(name, None)
-            raw.pop(LISTS.get(name, ""), None)
-        shape = ModelConfig.from_hf({**raw, **model.config}, **rope)
+        if model.config or folder is None:
+            raw.pop("rope_parameters", None)  # model.config may have either style
+            for name in model.config:  # which may say in other words what `raw` says
+                raw.pop(name, None)
+                raw.pop(LISTS.get(name, ""), None)
+            shape = ModelConfig.from_hf({**raw, **model.config}, **rope)
     family = shape.family
     known = {*shape.to_hf(), *KINDS, *NEUTRAL, *family.defaults, *family.fixed, *family.aliases}
     for name in sorted(model.config.keys() - known):
@@ -152,6 +171,11 @@ def check_weights(
             f"{folder.absolute()} holds {len(layers)} layers, but its config.json has num_hidden_layers = "
             f"{shape.num_hidden_layers}; check that config.json belongs to these weights"
         )
+    if shape.around and all(name.startswith("mtp.") for name in files.carried):
+        raise ValueError(
+            f"{folder.absolute()} has a config.json with a vision model but holds no tensors of one; complete the "
+            "files, or write its text_config alone as config.json"
+        )
     packed = {
         bool(t.state) for name, t in files.tensors.items() if name.endswith("_proj.weight")
     }
@@ -184,6 +208,9 @@ def initial_weights(
         ends = {template.end_of_turn, template.encoder.eos, *known}
         shape = replace(shape, eos_token_id=tuple(sorted(ends)))
     found, rows = folder if pretrained else None, {}
+    continues = False
+    if found and (found / ADAPTER_CONFIG).is_file():
+        continues = name_of_base(found)[0] == config.model.path
     if added := config.model.add_tokens:
         before = load_tokenizer(place, **config.model.special_tokens)
         pieces = [before.encode(text, add_special_tokens=False) for text in added]
@@ -194,7 +221,7 @@ def initial_weights(
         ]
         rows = dict(zip_longest(numbers, pieces, fillvalue=pieces[-1]))
     given = config.run.seed, found, config.model.quantize
-    return shape, InitialWeights(shape, *given, new_rows=rows)
+    return shape, InitialWeights(shape, *given, new_rows=rows, continues=continues)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -229,6 +256,11 @@ def read_tokenizer(
         )
     with error_context("model.tokenizer"):
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
+    if len(tokenizer) > shape.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "
+            "use the model's own tokenizer or, for random weights, raise model.config.vocab_size"
+        )
     if added := config.model.add_tokens:
         if len({*added} - {"", *tokenizer.get_vocab()}) < len(added):
             raise ConfigError(
@@ -244,9 +276,12 @@ def read_tokenizer(
         with error_context("data.chat_template"):
             given = config.data.chat_template, config.data.chat_template_kwargs
             template = ChatTemplate(tokenizer, *given)
-    if len(tokenizer) > shape.vocab_size:
-        raise ConfigError(
-            f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "
-            "use the model's own tokenizer or, for random weights, raise model.config.vocab_size"
-        )
+        samples, window = config.run.samples, shape.max_position_embeddings
+        with error_context("run.samples"):
+            for text in samples if isinstance(samples, list) else ():
+                prompt = template.render([Message("user", text)])
+                if len(template.encoder.encode_batch(prompt)[0][0]) >= window:
+                    raise ValueError(
+                        f"the model's window of {window:,} tokens is too short for {text[:40]!r} and an answer"
+                    )
     return shape, tokenizer, place, template

@@ -31,8 +31,8 @@ from ulysses.check.setting_checks import (
     check_packages,
     check_processes,
     check_tables,
-    contradictions,
 )
+from ulysses.config.command_line import contradictions
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
 from ulysses.data.read.sources import parse_sources, repeated_data
@@ -50,8 +50,8 @@ def check_settings(
     """Refuse settings by themselves, before any file is opened; the arguments are those of `prepare`."""
     errors: list[object] = []
     errors += check_processes(config, world_size)
-    errors += contradictions(config)
-    errors += check_packages(config)
+    errors += contradictions(config, stage_of(config))
+    errors += check_packages(config, looks=findings is not None)
     with error_context(errors=errors):
         check_tables(config)
     refuse(errors, findings)
@@ -96,10 +96,17 @@ def prepare(
             shape = fit_window(config, shape)
         errors += check_routers(model, shape)
         if model.lora.rank:
-            from ulysses.check.adapter_settings import check_adapters, choose_targets
+            from ulysses.check.adapter_settings import (
+                check_adapters,
+                choose_base,
+                choose_targets,
+            )
 
             errors += check_adapters(model.lora, shape, config)
             config = choose_targets(config, model.lora, shape)
+            if folder and model.init == "pretrained":
+                with error_context(errors=errors):
+                    config = choose_base(config, stage, folder)
         with error_context(errors=errors):
             shape, tokenizer, place, template = read_tokenizer(config, stage, shape, folder)
         with error_context(errors=errors):
@@ -133,7 +140,7 @@ def prepare(
             )
         if weights:
             with error_context(errors=errors):
-                check_folders(config, folder, place, weights, other_weights)
+                check_folders(config, folder, place, weights, other_weights, resume_from)
         with error_context(errors=errors):
             disk_warning = check_disk(config, shape, resume_from)
         refuse(errors, findings)
@@ -159,6 +166,12 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
     if inputs.disk_warning:
         yield inputs.disk_warning
     config, total = inputs.config, inputs.stage.total_steps(loader)
+    files = inputs.weights and inputs.weights.files  # a dry run may have found none
+    if files and files.adapter:
+        how = "merged into its base; exports are whole models"
+        if inputs.weights.started:
+            how = f"continued; its base is {config.model.path}"
+        yield f"model.path {files.folder} is an adapter, which is {how}"
     data = config.data
     if data.eval and (
         both := repeated_data(parse_sources(data.train), parse_sources(data.eval))

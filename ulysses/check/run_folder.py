@@ -30,12 +30,12 @@ from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.disk import (
     HOLDER,
-    RECORD,
     DiskError,
     check_apart,
-    check_replaceable,
+    check_empty,
     digest_of,
     held,
+    lies_in,
     write_json,
 )
 from ulysses.environment import NODE
@@ -47,8 +47,8 @@ FIELDS = {"step", "files", "config", "shape", "policies", "inputs"}  # of run.js
 CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
 TRAINED_ON, HELD_OUT = "the training data or how they are tokenised", "the held-out data"
 OWN = "model.path"  # the setting of the trained model
-# How files begin that are written anew whenever a run starts, config.json and metrics.jsonl.
-BEGINNING = re.compile(rb'\{\s*"stage": |\{"step": \d+, "run": |$')
+FIRST = {".lock", HOLDER, "checkpoints"}  # what a run makes before its config.json
+BEGINNING = re.compile(rb'\{\s*"stage": ')  # of a run's config.json
 
 
 # ---------------------------------------------------------------- the folder
@@ -60,14 +60,15 @@ def check_folders(
     place: Path | None,
     weights: InitialWeights,
     others: Mapping[str, InitialWeights],
+    resume_from: Path | None,
 ) -> None:
-    """Refuse an output folder in which something of the user's would be lost, or that belongs to what the run reads.
+    """Refuse an output folder that is neither new, empty nor a run's own, or that belongs to what the run reads.
 
     Args:
         folder: of the trained model.
         place: of its tokenizer.
     """
-    run, output, data = config.run, config.output, config.data
+    output, data = config.output, config.data
     read = []
     for setting, given in (("data.train", data.train), ("data.eval", data.eval)):
         read += [(setting, s.place) for s in parse_sources(given) if not s.is_on_hub]
@@ -81,27 +82,28 @@ def check_folders(
     parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
     for place in (output, *parts):
         check_apart("run.output", place, read)
-    replaced = parts[1:] if run.export or run.overwrite else parts[1:2]
     if config.ppo.sampler:
         taken = (("a folder of run.output", part) for part in parts)
         check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
-        replaced.append(config.sampler_folder)
-    # a file in the place of a folder that is not replaced is refused, too
-    replaced += [p for p in (parts[0], output / "tensorboard") if not p.is_dir()]
-    for place in replaced:
-        check_replaceable(place)
-    for around in (output, *output.parents):
-        if (around / RECORD).exists() or is_checkpoint(around):
+        if not lies_in(config.sampler_folder, output):
+            check_empty(config.sampler_folder, "ppo.sampler_folder")
+    has_begun = output.is_dir() and {*os.listdir(output)} <= FIRST
+    if not has_begun and not is_run_folder(output):
+        check_empty(output, "run.output")
+    if config.run.export and resume_from is None:
+        check_empty(output / "export", "the run's export")
+    for around in output.parents:
+        if is_run_folder(around) or is_checkpoint(around):
             raise ConfigError(
-                f"run.output {output} is or lies in {around}, which a run or export wrote as a whole; set a folder "
-                "apart from it"
+                f"run.output {output} lies in {around}, which belongs to another run; set a folder apart from it"
             )
-    for name in ("config.json", "metrics.jsonl"):
-        path = output / name
-        if path.exists() and not (path.is_file() and BEGINNING.match(path.open("rb").read(64))):
-            raise ConfigError(
-                f"run.output {output} holds {name}, which no run wrote; move it away, or set another folder"
-            )
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return whether a run has begun in a folder, by its config.json."""
+    with suppress(OSError):
+        return bool(BEGINNING.match((folder / "config.json").open("rb").read(64)))
+    return False
 
 
 def check_disk(config: Config, shape: ModelConfig, resume_from: Path | None) -> str:
@@ -219,13 +221,6 @@ def saved_checkpoints(folder: Path) -> list[Path]:
     return [folder / f"step-{step}" for step in steps]
 
 
-def superseded(folder: Path, chosen: Path | None) -> list[Path]:
-    """Return the checkpoints in RUN/checkpoints that are neither `chosen` nor on the way to it, oldest first."""
-    saved = saved_checkpoints(folder)
-    kept = [n for n, path in enumerate(saved, 1) if chosen and path.samefile(chosen)]
-    return saved[max(kept, default=0) :]
-
-
 def read_run_state(path: Path) -> RunState:
     """Read a checkpoint's run.json, and see that it is what was written there, of the files next to it.
 
@@ -270,30 +265,22 @@ def resume_point(run: RunSection) -> Path | None:
     """Return the checkpoint that a run continues; None starts afresh.
 
     Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
-    later be mistaken for this run's own, unless run.overwrite allows their deletion.
+    later be mistaken for this run's own.
     """
-    folder, chosen, again = Path(run.output) / "checkpoints", None, restarts(run)
-    if again and run.overwrite:
-        raise ValueError(
-            "run.overwrite would delete the checkpoints that a restart continues; leave it out, or start torchrun with "
-            "--max-restarts 0"
-        )
-    if again or run.resume == "auto":
-        chosen = next(reversed(saved_checkpoints(folder)), None)
+    saved, chosen = saved_checkpoints(Path(run.output) / "checkpoints"), None
+    if restarts(run) or run.resume == "auto":
+        chosen = next(reversed(saved), None)
     elif run.resume != "never":
         chosen = Path(run.resume)
         with error_context("run.resume"):
             read_run_state(chosen)
-    gone = superseded(folder, chosen)
-    if gone and not run.overwrite:
-        left = ", ".join(path.name for path in gone)
+    known = [n for n, path in enumerate(saved, 1) if chosen and path.samefile(chosen)]
+    if later := saved[max(known, default=0) :]:
+        names = ", ".join(path.name for path in later)
         raise ValueError(
             f'run.output {run.output} already holds checkpoints; set run.resume = "auto" to continue the '
-            f"newest, run.overwrite = true to delete {left}, or another run.output"
+            f"newest, delete {names}, or set another run.output"
         )
-    with error_context("run.overwrite"):
-        for path in gone:
-            check_replaceable(path, "run.json")
     return chosen
 
 

@@ -4,19 +4,37 @@
 """
 
 import json
+import re
 import tomllib
+from collections.abc import Iterator
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from types import UnionType
-from typing import Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ulysses.config.explanations import sentences
 from ulysses.config.schema import Config, Options
-from ulysses.config.section import ConfigError, Values, absolute, existing, refuse
+from ulysses.config.section import (
+    CREDENTIALS,
+    ConfigError,
+    Values,
+    absolute,
+    existing,
+    flat,
+    refuse,
+)
+from ulysses.config.stage_sections import LEARNING_RATES
 
+MOST_LR = 10.0
+# a path with parameters, or a field that holds a secret, in what a server is sent
+SECRET_FIELDS = re.compile(
+    r'"/[^"]*[?#;@&=]|"[^"]*(key|token|secret|passw(or)?d|pwd|auth(orization)?|bearer|credentials?|cookie)":',
+    re.I,
+)
 Table = TypeVar("Table", bound=BaseModel)
 
 
@@ -67,6 +85,16 @@ def check(values: dict[str, object], table: type[Table] = Config) -> Table:
     refuse(errors)
 
 
+def still_known(values: Values) -> Values:
+    """Return those of a checkpoint's settings that this version has; an earlier one may have had others."""
+    found: Values = {}
+    for key, value in flat(values).items():
+        # a table of names that the user chose is one setting
+        if any(known == key or key.startswith(f"{known}.") for known in known_keys()):
+            put(found, key, value)
+    return found
+
+
 def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, FieldInfo]:
     """Return pydantic's description of every setting by its dotted key, in the order of the schema."""
     keys: dict[str, FieldInfo] = {}
@@ -101,8 +129,8 @@ def _read_arguments(arguments: list[str]) -> Values:
                 value = "1"
             else:
                 raise ConfigError(f"--{key} needs a value")
-        # what the text of a number or a word means, the schema decides
-        if not takes or value.startswith(("[", "{")):
+        # what the text of a number or a word means, the schema decides; a template may begin like a table
+        if not takes or (takes != ["str"] and value.startswith(("[", "{"))):
             value = _read_value(key, value)
         if "list" in takes and "int" not in takes:
             value = given.get(key, []) + (value if isinstance(value, list) else [value])
@@ -166,3 +194,105 @@ def forms(annotation: object) -> list[str]:
     if isinstance(annotation, str):
         return [annotation]
     return [getattr(annotation, "__origin__", annotation).__name__]
+
+
+def contradictions(config: Config, built: Any = None) -> Iterator[str]:
+    """Yield what is wrong with settings of which each is right by itself.
+
+    Args:
+        built: the Stage, which `ulysses migrate` does without; its own checks come last.
+    """
+    stage, model, data, run, memory = (
+        config.stage,
+        config.model,
+        config.data,
+        config.run,
+        config.memory,
+    )
+    if model.path and model.arch:
+        yield "model.path and model.arch are both set; set only one of them"
+    elif not model.path and (model.init == "pretrained" or not (model.arch or model.config)):
+        yield (
+            "the model is missing; set model.path to a folder or hub id, or model.arch with model.init = "
+            '"random"'
+        )
+    elif model.init == "pretrained" and model.config:
+        yield (
+            "model.config changes the shape, which pretrained weights do not fit; remove it, or set model.init = "
+            '"random"'
+        )
+    if model.quantize != "none" and not model.lora.rank:
+        yield (
+            f'model.quantize is "{model.quantize}" but all weights are trained, which needs them as they are; set '
+            'model.lora.rank, or model.quantize = "none"'
+        )
+    if model.add_tokens and model.lora.rank and not model.lora.train:
+        yield (
+            "model.add_tokens makes rows of the embedding, which adapters alone neither train nor hold; set "
+            'model.lora.train = ["embeddings"]'
+        )
+    if config.optimizer.lr > MOST_LR:
+        yield f"optimizer.lr is {config.optimizer.lr:g}, after which nothing of a model is left; rates lie below 1e-2"
+    if memory.recompute == "none" and memory.offload == "checkpoints":
+        yield (
+            'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set '
+            'memory.recompute to "auto", or memory.offload to "none"'
+        )
+    if memory.weights == "resident" and memory.offload_parameters:
+        yield (
+            'memory.weights is "resident" but memory.offload_parameters keeps them in host memory; set '
+            'memory.weights to "auto", or memory.offload_parameters to false'
+        )
+    for name, settings in config.model_dump(exclude={"stage"}).items():
+        for key, value in settings.items():
+            text = json.dumps(value, ensure_ascii=False)
+            if CREDENTIALS.search(text) or (
+                key == "sampler_reload" and SECRET_FIELDS.search(text)
+            ):
+                yield (
+                    f"{name}.{key} holds a key, a name or parameters beside host, port and path of an address, which "
+                    "the log and config.json would show; take them out, and set the environment variable "
+                    f"{'ULYSSES_API_KEY, which servers get as a bearer token' if name == 'ppo' else 'HF_TOKEN'}"
+                )
+    if bool(run.steps) == bool(run.epochs):
+        yield (
+            f"run.steps is {run.steps} and run.epochs is {run.epochs:g}, but exactly one of them must be above "
+            "0; set the one that you mean"
+        )
+    unread = {
+        name: f"stage {stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
+        for name in {*LEARNING_RATES} - {stage}
+    }
+    if not model.lora.rank:
+        unread["model.lora"] = (
+            "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
+        )
+    for table, reason in unread.items():
+        # the defaults of a configuration that a run has written out are nobody's wish
+        if given := attrgetter(table)(config).model_dump(exclude_defaults=True):
+            yield f"{', '.join(f'{table}.{key}' for key in sorted(given))}: {reason}"
+    if data.eval and data.eval_fraction:
+        yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
+    if run.patience and not run.eval_every:
+        yield (
+            f"run.patience is {run.patience} evaluations but only the end of the run is evaluated; set "
+            "run.eval_every"
+        )
+    for key in ("eval_every", "samples"):
+        if (value := getattr(run, key)) and not (data.eval or data.eval_fraction):
+            yield (
+                f"run.{key} is {value} but there is nothing to evaluate; set data.eval or data.eval_fraction, or "
+                f"run.{key} = 0"
+            )
+    if data.turns == "separate" and data.train_on != "assistant":
+        yield (
+            f'data.turns is "separate" but data.train_on is {data.train_on!r}, which trains each conversation as '
+            'one sequence; set data.train_on = "assistant"'
+        )
+    if built and run.samples and built.dataset_type in ("text", "ranked"):
+        yield f"run.samples is {run.samples} but stage {stage!r} answers no prompts; set it to 0"
+    given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
+    for key in given if built and built.dataset_type != "sequence" else ():
+        yield f"data.{key} is {given[key]!r} but stage {stage!r} trains the last answer only; remove it"
+    if built:
+        yield from built.check()

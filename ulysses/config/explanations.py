@@ -19,8 +19,8 @@ def sentences(error: ValidationError, keys: dict[str, FieldInfo]) -> list[str]:
             names = flat({key: problem["input"]})
             unknown += [explain_unknown(name, list(keys)) for name in names]
             continue
-        if problem["type"] == "missing":
-            given = "missing"
+        if problem["type"] == "missing":  # it, or an entry of a list
+            given = "missing" if key in keys else f"{given}, too short"
         while key not in keys and "." in key:
             # without the position in a list, or the member of a union
             key = key.rpartition(".")[0]

@@ -282,8 +282,6 @@ class RunSection(Section):
     """Number of newest checkpoints that are kept, in addition to the best one; 0 keeps all."""
     resume: PlaceOrWord = "never"
     """What to continue from: "never", "auto" (the newest complete checkpoint, if any) or the folder of a checkpoint."""
-    overwrite: bool = False
-    """Delete what an earlier run left in output or, when resuming from a folder, the checkpoints that came after it."""
     resume_anyway: bool = False
     """Continue a checkpoint although the training data, the weights of frozen models (with LoRA, of the base),
     the file of a reward function, batch.examples, run.seed or the stage have changed since."""
@@ -329,7 +327,7 @@ class Options(Section):
     """Check everything, print the plan and exit; this needs no weights, no data and no GPU."""
     inspect: PositiveInt | None = None
     """Print this many training samples with the trained tokens highlighted, and exit."""
-    gpus: PositiveInt | None = None
+    gpus: int | None = Field(None, ge=1, le=1_000_000)
     """With --dry-run: plan for this many GPUs."""
     gpu_memory: PositiveFloat | None = None
     """With --dry-run: memory of each GPU in GiB."""

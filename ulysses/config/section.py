@@ -1,5 +1,6 @@
 """The base class of the configuration's tables, and the errors that refuse a setting."""
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +26,15 @@ CREDENTIALS = re.compile(
     r"[A-Za-z0-9]{16,}[\w.-]*",
     re.I,
 )
+# What no output shows besides: the keys of Weights & Biases (but not a revision of the hub), and what follows "Bearer"
+SECRETS = re.compile(
+    CREDENTIALS.pattern
+    + r"""|\bBearer\s+[^\s"']+|\bwandb_v\d+_\w+|(?<![\w/-])(?<!revision )(?<!revision = ")[0-9a-f]{40}(?![\w/-])""",
+    re.I,
+)
 # by their names, as TOML, YAML or JSON have them; whoever reads them checks them
 Values = dict[str, Any]
+SURROGATE = re.compile("[\ud800-\udfff]")  # which is no character by itself
 LARGEST = 2**53  # up to which every whole number is a float too
 
 
@@ -40,7 +48,7 @@ class ConfigError(ValueError):
 
     def __init__(self, sentence: object, key: str = "") -> None:
         text = f"{key}: {sentence}" if key else str(sentence)
-        super().__init__(CREDENTIALS.sub("***", text))
+        super().__init__(SECRETS.sub("***", text))
 
 
 def visible(text: str, *, lines: bool = False) -> str:
@@ -139,12 +147,19 @@ class Section(BaseModel):
     def _is_meant(
         cls, value: object, check: Callable[[object], object], info: ValidationInfo
     ) -> object:
-        kinds = str(cls.model_fields[info.field_name or ""].annotation)
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        kinds = str(annotation)
         if isinstance(value, bool) and "bool" not in kinds and "Any" not in kinds:
             raise PydanticCustomError("switch", "this is a number or a text, not true or false")
         if isinstance(value, str) and "\0" in value:
             raise PydanticCustomError(
                 "nul", "this holds a NUL character, which no path or name has"
+            )
+        written = json.dumps(value, ensure_ascii=False, default=str)
+        if not hasattr(annotation, "model_fields") and SURROGATE.search(written):
+            raise PydanticCustomError(
+                "surrogate",
+                "this holds an unpaired surrogate or bytes that are not UTF-8; write it as Unicode",
             )
         found = check(value)
         if isinstance(found, int | float) and abs(found) > LARGEST:

@@ -35,10 +35,24 @@ class Wave(NamedTuple):
     hands_on: Tensor | None
 
 
+class Copies(NamedTuple):
+    """A pack in which what shares a prompt begins with copies of the prompt's last rows.
+
+    bounds: where each document begins, and the end. cu_seqlens: the same on the device, int64. rows: the packed rows
+    that it consists of. kept: which of its rows are no copies.
+    """
+
+    bounds: list[int]
+    cu_seqlens: Tensor
+    rows: slice | Tensor
+    kept: slice | Tensor
+
+
 class Recurrence:
     """What recurrences and the convolutions before them need of a pack, on its device; made once for all layers.
 
     waves: the documents in their order. `prefixes` are the packed rows that some of them leave out.
+    with_copies(count): the pack whose copies are so many rows at most.
     """
 
     def __init__(
@@ -75,15 +89,10 @@ class Recurrence:
             given = (x if len(x) else None for x in others)
             self.waves.append(Wave(rows, bounds, cu, *given))
 
-    def _with_copies(self, count: int) -> tuple[Tensor, slice | Tensor, slice | Tensor]:
-        """Return a pack in which what shares a prompt begins with copies of the prompt's last `count` rows.
-
-        That is the first row of every row's document [T] int32, the packed rows that it consists of, and which of them
-        are no copies.
-        """
+    def _with_copies(self, count: int) -> Copies:
         if not self.prefixes:
-            count = self.documents[-1][1]
-            return _first_rows(self.waves[0].cu_seqlens, count), slice(None), slice(None)
+            wave = self.waves[0]
+            return Copies(wave.bounds, wave.cu_seqlens, slice(None), slice(None))
         bounds, rows, originals = [0], [], []
         for i, (start, end) in enumerate(self.documents):
             first, last = self.prefixes.get(i, (0, 0))
@@ -91,12 +100,5 @@ class Recurrence:
             rows += [torch.arange(last - copies, last), torch.arange(start, end)]
             bounds.append(bounds[-1] + copies + end - start)
             originals.append(torch.arange(bounds[-1] - (end - start), bounds[-1]))
-        found = torch.tensor(bounds), torch.cat(rows), torch.cat(originals)
-        cu_seqlens, packed, own = (x.to(self.device) for x in found)
-        return _first_rows(cu_seqlens, bounds[-1]), packed, own
-
-
-def _first_rows(cu_seqlens: Tensor, count: int) -> Tensor:
-    """Return the first row of each row's document, without a wait for the device."""
-    lengths = cu_seqlens.diff()
-    return cu_seqlens[:-1].int().repeat_interleave(lengths, output_size=count)
+        tensors = torch.tensor(bounds), torch.cat(rows), torch.cat(originals)
+        return Copies(bounds, *(x.to(self.device) for x in tensors))

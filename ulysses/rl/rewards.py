@@ -29,7 +29,7 @@ from queue import Queue
 from traceback import extract_tb, format_exception_only
 from typing import Protocol
 
-from ulysses.config.section import ConfigError, UserCodeError, visible
+from ulysses.config.section import LARGEST, ConfigError, UserCodeError, visible
 from ulysses.rl.servers import post
 
 Reward = Callable[..., object]  # what users write: it may return anything
@@ -145,9 +145,11 @@ class Rewards:
             found |= enumerate(result, place)
         scores = [found[place] for place in range(len(indices))]
         for index, score in zip(indices, scores):
-            if not math.isfinite(score):
+            if (
+                not abs(score) <= LARGEST
+            ):  # which float32 can square; not a number is none of them
                 raise UserCodeError(
-                    f"the reward {name} on example {index} returned {score}; return a finite number"
+                    f"the reward {name} on example {index} returned {score}; return a finite number, of at most 2^53"
                 )
         return scores
 

@@ -30,6 +30,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
+from ulysses.config.section import LARGEST
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader, shuffled
@@ -275,6 +276,11 @@ class RolloutMaker:
         weights = self.config.reward.items()
         for answer in answers:
             answer.score = sum(weight * answer.scores[name] for name, weight in weights)
+            if not abs(answer.score) <= LARGEST:
+                raise FloatingPointError(
+                    f"the weighted sum of the rewards {answer.scores} is {answer.score}, which is beyond 2^53 or no "
+                    "number; lower the weights in ppo.reward, or train another reward model"
+                )
         return rollout
 
     # ---------------------------------------------------------------- passes without gradient

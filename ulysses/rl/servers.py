@@ -20,12 +20,14 @@ def post(url: str, body: Json, timeout: float) -> Json:
 
     A request has `timeout` seconds for all of its answer, and one that takes longer is not sent again. Any other
     failure is: twice at most. A redirect is a failure, because the body would not be sent to the other place.
-    Raises OSError if the server fails, ValueError if it answers something else than JSON.
+    Raises OSError if the server fails, ValueError if it answers something else than JSON, or JSON that nobody can read.
     """
     data = json.dumps(body, default=str).encode()
     for pause in (PAUSE, 2 * PAUSE, None):
         try:
             return json.loads(_answer(url, data, timeout) or "null")
+        except RecursionError:
+            raise ValueError("it answered JSON that is nested too deeply") from None
         except (TimeoutError, httpx.TimeoutException):
             raise TimeoutError(f"timed out after {timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -53,9 +55,16 @@ def _answer(url: str, data: bytes, timeout: float) -> bytes:
 
 def _read(url: str, data: bytes, timeout: float) -> bytes:
     body = bytearray()
-    headers = {"Content-Type": "application/json", **api_headers()}
+    # what is packed may be a thousand times as large, and packed again
+    headers = {
+        "Content-Type": "application/json",
+        "Accept-Encoding": "identity",
+        **api_headers(),
+    }
     with httpx.stream("POST", url, content=data, headers=headers, timeout=timeout) as response:
-        for part in response.iter_bytes():
+        if "Content-Encoding" in response.headers:
+            raise OSError("it packed its answer (Content-Encoding), which was not asked for")
+        for part in response.iter_raw():
             body += part
             if len(body) > MOST_BYTES:
                 raise OSError(f"it answered more than {MOST_BYTES >> 20} MiB")

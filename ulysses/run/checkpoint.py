@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ulysses.check.run_folder import saved_checkpoints, superseded, write_run_state
-from ulysses.disk import check_files, digest_of, flush_to_disk, replace_folder, writing
+from ulysses.check.run_folder import saved_checkpoints, write_run_state
+from ulysses.disk import check_files, digest_of, flush_to_disk, writing
 from ulysses.parallel.mesh import gather
 from ulysses.zero.engine import TrainedEngine
 from ulysses.zero.state import save_state
@@ -57,13 +57,22 @@ def save_checkpoint(
             files |= {path.name: digest_of(path) for path in rest}
             write_run_state(temporary, {**state, "files": files})
             flush_to_disk([*rest, temporary / "run.json", temporary])
-            replace_folder(final, temporary, "run.json")
+            temporary.rename(final)
             flush_to_disk([folder])
             best, _ = state.get("best") or (None, None)
             for path in saved_checkpoints(folder)[:-keep] if keep else []:
                 if path.name != f"step-{best}":
-                    replace_folder(path, record="run.json")
+                    _delete(path)
     dist.barrier()
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete a checkpoint of the run's own, which is gone in one rename; of a link the link alone."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    else:
+        away = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.tmp"))
+        shutil.rmtree(away, ignore_errors=True)
 
 
 def check_share(checkpoint: Path, digests: dict[str, str]) -> None:
@@ -75,18 +84,3 @@ def check_share(checkpoint: Path, digests: dict[str, str]) -> None:
     files = sorted(digests.items(), key=lambda file: file[0].partition(".")[::-1])
     check_files(checkpoint, dict(files[dist.get_rank() :: dist.get_world_size()]))
     dist.barrier()  # no rank reads a file that another one is about to name
-
-
-def clear_run_folder(output: Path, resume_from: Path | None) -> list[Path]:
-    """Delete what an earlier run left in its folder, or only what came after the checkpoint that is continued.
-
-    Rank 0 calls it. Returns the deleted checkpoints.
-    """
-    gone = superseded(output / "checkpoints", resume_from)
-    for path in gone:
-        replace_folder(path, record="run.json")
-    if resume_from is None:
-        replace_folder(output / "export")
-        for events in (output / "tensorboard").glob("events.out.tfevents.*"):
-            events.unlink()
-    return gone

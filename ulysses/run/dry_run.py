@@ -8,8 +8,9 @@ import torch
 from ulysses.check.inputs import RunInputs
 from ulysses.check.preflight import prepare, remarks
 from ulysses.check.run_folder import resume_point
+from ulysses.check.setting_checks import check_trackers
 from ulysses.config.schema import Config, Options
-from ulysses.config.section import AbsentError, ConfigError
+from ulysses.config.section import AbsentError, ConfigError, refuse
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 from ulysses.environment import wants_debug, world_size
@@ -57,6 +58,7 @@ def dry_run(config: Config, options: Options) -> int:
     verdict = "the run can start"
     try:
         resume_point(config.run)
+        refuse([*check_trackers(config, strict=False)])
     except ValueError as error:
         verdict = f"the run would be refused: {error}"
     if inputs.shape is None:
@@ -152,8 +154,8 @@ def _plan_memory(inputs: RunInputs, question: Question) -> None:
         p = predict(plan)
         print(
             f"  {level:<16}{p.gpu / GIB:9.1f}{p.host * machine.local_processes / GIB:17.1f}"
-            f"{plan.offloaded_layers:18}{'resident' if plan.resident else 'sharded':>10}{step_seconds(plan):10.2f}"
-            f"{'' if fits(plan) else '   does not fit'}"
+            f"{plan.offloaded_layers:18}{'resident' if plan.resident else 'sharded':>10}"
+            f"{_time(step_seconds(plan)):>10}{'' if fits(plan) else '   does not fit'}"
         )
     if question.rollout:
         print("  (the time of sampling comes on top)")
@@ -162,25 +164,27 @@ def _plan_memory(inputs: RunInputs, question: Question) -> None:
         longest = longest_sequence(question._replace(sp=sp, documents=sequences))
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
     plan = choose_memory(question)
-    print(f"{memory_line(plan)}; {step_seconds(plan):.2f} s / step")
+    print(f"{memory_line(plan)}; {_time(step_seconds(plan))} s / step")
     print(micro_batch_line(question, config.batch.tokens_per_microbatch == "auto"))
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 0.01 else "<0.01"
 
 
 def _plan_cpu(inputs: RunInputs, machine: Machine, train: TokenizedDataset | None) -> None:
     """Print how long a step takes on this machine's CPU, which recomputes nothing."""
     config = inputs.config
-    dtype, count = config.model.dtype, config.batch.tokens_per_microbatch
-    question = run_question(config, inputs.shape, cpu_machine(machine.gpus), train)
-    plan = choose(question)
+    dtype = config.model.dtype
+    plan = choose(run_question(config, inputs.shape, cpu_machine(machine.gpus), train))
     flops = sum(step_flops(plan)) * plan.question.micro_batches
     seconds = flops * machine.gpus / cpu_flops(dtype)
     needed = predict(plan).gpu
-    line = f"on this machine's CPU a step takes about {seconds:.1f} s"
+    line = f"on this machine's CPU a step takes about {_time(seconds)} s"
     line += f", and each process about {needed / GIB:.1f} GiB of memory"
     if needed * machine.gpus > machine.host_bytes:
         line += ", which is more than is free"
     print("; ".join(filter(None, (line, slow_products(dtype)))))
-    print(micro_batch_line(question, count == "auto"))
 
 
 def inspect(config: Config, samples: int) -> int:

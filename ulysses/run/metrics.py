@@ -3,10 +3,11 @@
 import json
 import math
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from pathlib import Path
 from pkgutil import resolve_name
 
-from ulysses.config.section import CREDENTIALS, ConfigError, visible
+from ulysses.config.section import SECRETS, ConfigError, visible
 from ulysses.disk import DiskError, replace_file, writing
 from ulysses.options import TRACKERS, enter
 from ulysses.progress import progress
@@ -68,10 +69,11 @@ class MetricsLog:
         for name in dict.fromkeys((METRICS, *names)):
             try:
                 tracker = self._made(name)
-                tracker.start(run)
+                tracker.start(deepcopy(run))  # it may change the settings
             except DiskError:
                 raise
-            except Exception as error:
+            # it is other people's code, which may also ask to end the process
+            except (Exception, SystemExit) as error:
                 raise ConfigError(
                     f"{name} does not start ({visible(repr(error))}); mend that, or leave it out",
                     "run.trackers",
@@ -107,7 +109,7 @@ class MetricsLog:
         elif not due:
             return
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        self._tell(lambda tracker: tracker.log(step, clean))
+        self._tell(lambda tracker: tracker.log(step, dict(clean)))
 
     def _tell(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self.trackers.items()):
@@ -115,9 +117,9 @@ class MetricsLog:
                 call(tracker)
             except DiskError as error:
                 self.failure = self.failure or error
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 del self.trackers[name]
-                said = CREDENTIALS.sub("***", visible(repr(error)))
+                said = SECRETS.sub("***", visible(repr(error)))
                 self.bar.write(
                     f"{name} has failed and gets no more metrics; {METRICS} does: {said}"
                 )

@@ -1,14 +1,16 @@
 """Look at answers while a run trains: `run.samples` names prompts that the policy answers at every evaluation.
 
-    samples.jsonl   {"step": 20, "by": "step 20", "prompt": "...", "answer": "..."}
+    samples.jsonl   {"step": 20, "run": "1a2b3c4d", "by": "step 20", "prompt": "...", "answer": "..."}
 
-Answers are greedy. Those by "step 0" are the initial policy's, which is the reference of a run that holds no other;
-"reference" and "teacher" are such a model's, and "data" is the row's own. "rollout 3" drew all answers to its first
-prompts, each of which stands after its score. A resumed run adds the lines of its steps again.
+Answers are greedy, and end at the model's window. Those by "step 0" are the initial policy's, which is the reference of
+a run that holds no other; "reference" and "teacher" are such a model's, and "data" is the row's own. "rollout 3" drew
+all answers to its first prompts, each of which stands after its score. A resumed run adds the lines of its steps again,
+with its own id.
 """
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -32,6 +34,7 @@ class Sampled(Run, Protocol):
 
     config: Config
     inputs: RunInputs
+    run_id: str
     trainer: Trainer
     log: MetricsLog | None
     language_models: dict[str, ZeroEngine]
@@ -57,7 +60,8 @@ class Samples:
             self.prompts, answers = [encode(turn)[0][0] for turn in turns], []
         longest, stops = config.ppo.max_new_tokens, inputs.shape.eos_token_id
         options = SamplingOptions(longest, top_k=1, stop_tokens=stops)
-        self.sampler = EngineSampler.of(run, config, options)
+        self.sampler = replace(EngineSampler.of(run, config, options), renew=self._renew)
+        self.window = inputs.shape.max_position_embeddings
         if not run.trainer.step:
             self._write("data", self.prompts, answers)
             for role, engine in run.language_models.items():
@@ -76,8 +80,17 @@ class Samples:
 
     def _ask(self, by: str, sampler: EngineSampler) -> None:
         # every rank answers all of them: they are few
-        answers = sampler.sample(dict(enumerate(self.prompts)))
-        self._write(by, self.prompts, answers.values())
+        with suppress(InterruptedError):
+            answers = sampler.sample(dict(enumerate(self.prompts)))
+            for prompt, answer in zip(self.prompts, answers.values()):
+                del answer.tokens[max(0, self.window - len(prompt)) :]
+            self._write(by, self.prompts, answers.values())
+
+    def _renew(self) -> None:
+        """Show progress, and end the sampling where the run is asked to stop; each rank by itself samples on."""
+        self.run.watch.renew()
+        if self.run.watch.stop_wanted:
+            raise InterruptedError
 
     def _write(
         self, by: str, prompts: Iterable[list[int]], answers: Iterable[Completion]
@@ -93,6 +106,7 @@ class Samples:
                     "prompt": self.decode(prompt),
                     "answer": score + self.decode(answer.tokens),
                 }
-                print(json.dumps({"step": step, "by": by, **texts}), file=file)
+                line = {"step": step, "run": run.run_id, "by": by, **texts}
+                print(json.dumps(line), file=file)
                 if board:
                     board.writer.add_text(f"samples/{by}", "\n\n".join(texts.values()), step)

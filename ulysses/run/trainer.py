@@ -133,9 +133,9 @@ class Trainer:
                 "evaluations; ulysses export writes that step's checkpoint as a model"
             )
         if self.stop_requested:
+            why = "after an error" if log and log.failure else "as requested"
             self.say(
-                f"stopped at step {self.step} as requested; checkpoint step-{self.step} continues with "
-                "--run.resume auto"
+                f"stopped at step {self.step} {why}; checkpoint step-{self.step} continues with --run.resume auto"
             )
 
     def _is_due(self, every: int) -> bool:

@@ -35,7 +35,6 @@ from ulysses.plan.planner import check_host, choose_memory, memory_line, micro_b
 from ulysses.plan.question import run_question
 from ulysses.plan.step_cost import predict
 from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
-from ulysses.run.checkpoint import clear_run_folder
 from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.trackers import TrackedRun
@@ -197,9 +196,6 @@ class TrainingRun:
             for change in self.changes:
                 self.say(f"  changed since then: {change}")
         if self.mesh.is_main:
-            if config.run.overwrite:
-                for path in clear_run_folder(config.output, checkpoint):
-                    self.say(f"deleted {path}")
             os.makedirs(os.path.realpath(config.output / "checkpoints"), exist_ok=True)
             replace_file(config.output / "config.json", config.model_dump_json(indent=2))
             save_tokenizer(inputs, config.output / "tokenizer")
@@ -254,9 +250,17 @@ class TrainingRun:
             from ulysses.run.samples import Samples
 
             self.samples = Samples(self)
+            if self.log:
+                self.log.bar.unpause()  # what comes once tells nothing of the time that remains
         trainer.train(self.log, self.samples and self.samples.ask)
         if run.export and not trainer.stop_requested:
-            self.export(folder / "export")
+            out = folder / "export"
+            if out.exists():  # of the run that was continued, at an earlier end
+                out = folder / f"export-step-{trainer.step}"
+            if out.exists():
+                self.say(f"{out} is there already")
+            else:
+                self.export(out)
 
     def show(self, rollout: "Rollout") -> None:
         """Let run.samples show a finished rollout."""
@@ -290,7 +294,7 @@ class TrainingRun:
 
         merge = for_servers or config.model.lora.merge
         given = read, folder, self.inputs.shape, config, step
-        note = export_model(*given, merge=merge, dtype=dtype)
+        note = export_model(*given, merge=merge, dtype=dtype, replaces=for_servers)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}; {note}" if note else f"exported {folder}")
         dist.barrier()
@@ -311,7 +315,11 @@ class TrainingRun:
             self.watch.report_failure(error)  # while the signals of a launcher are still caught
             if self.log is not None:
                 self.log.fail()
-        self.resources.close()
+        try:
+            self.resources.close()
+        except BaseException:
+            self.watch.stop()  # who catches this error tells it
+            raise
         self.trainer = self.engine = self.log = None
         if dist.get_world_size() > 1 and error is not None:
             self.watch.stop()  # this process may go on, and a later run's good end is no failure

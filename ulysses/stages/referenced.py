@@ -283,18 +283,28 @@ def read_reference(
         size = mesh.data_parallel_size * max(
             CHUNK, 4 * tokens_per_microbatch * len(numbers) // sum(sizes)
         )
-        bar = {"desc": "reference: ", "unit": "items", "unit_scale": size, "leave": False}
-        chunks = (
-            token_values(
-                logprobs,
-                sizes[at : at + size],
-                lambda number, at=at: sequences(at + number),
-                mesh,
-                device,
-                tokens_per_microbatch,
-            ).numpy()
-            for at in progress(numbers[::size], disable=not mesh.is_main, **bar)
-        )
+        bar = {
+            "desc": "reference",
+            "unit": "items",
+            "leave": False,
+            "disable": not mesh.is_main,
+        }
+
+        def computed_chunks() -> Iterator[np.ndarray]:
+            with progress(total=len(numbers), **bar) as shown:
+                for at in numbers[::size]:
+                    some = sizes[at : at + size]
+                    yield token_values(
+                        logprobs,
+                        some,
+                        lambda number, at=at: sequences(at + number),
+                        mesh,
+                        device,
+                        tokens_per_microbatch,
+                    ).numpy()
+                    shown.update(len(some))
+
+        chunks = computed_chunks()
         with writing(temporary, advice="set data.cache to another folder"):
             if local_rank() == 0:
                 _keep(path, seal, temporary, write_digested(temporary, chunks, 4 * sum(sizes)))

@@ -86,7 +86,7 @@ def report_failure(error: Exception, *, debug: bool) -> None:
     A stack trace comes with it for every error but non-finite numbers and failures of a disk or of the user's code
     and servers, which are no programming errors of ours; on request every process prints its own.
     """
-    from ulysses.config.section import CREDENTIALS, UserCodeError
+    from ulysses.config.section import SECRETS, UserCodeError
     from ulysses.disk import DiskError
     from ulysses.zero.construct import common_store
 
@@ -96,7 +96,7 @@ def report_failure(error: Exception, *, debug: bool) -> None:
     if not isinstance(error, FloatingPointError | DiskError | UserCodeError):
         reason = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, reason])
         trace = "" if debug else "".join([*traceback.format_exception(error), "\n"])
-    reason = CREDENTIALS.sub("***", f"{trace}error: rank {environment.rank()}, {reason}")
+    reason = SECRETS.sub("***", f"{trace}error: rank {environment.rank()}, {reason}")
     store = common_store()
     if store is None:
         say(reason)

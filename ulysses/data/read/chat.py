@@ -6,22 +6,19 @@
 Because pieces are tokenised on their own, a prompt has the same tokens with and without its answer, as it has at
 inference. Strings inside a message that look like special tokens stay text; only the template writes special tokens.
 Templates of reasoning models write earlier turns differently, without their thinking. Each answer is then rendered as
-the end of its own conversation, so that it follows the history that the model will see.
+the end of its own conversation, after the prompt that the model will see; thinking.py tells whether it is whole.
 """
 
 import json
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
 from functools import partial
-from itertools import accumulate, chain
-from os.path import expanduser
-from pathlib import Path
+from itertools import accumulate
 from types import MappingProxyType
-from typing import Any
 
 from jinja2 import Environment, TemplateError, meta, nodes
 from jinja2.ext import loopcontrols
@@ -29,22 +26,28 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.messages import Arguments, Message
+from ulysses.data.read.thinking import (
+    THINKING_KEYS,
+    Plain,
+    Span,
+    is_said,
+    split_thinking,
+    ways_to_say,
+    why_unsaid,
+)
 from ulysses.data.read.tokenizer import (
     BEGUN,
     CLOSE,
-    GUARD,
+    NAMED_TEMPLATES,
     OPEN,
     SPECIAL_NAMES,
     PreTrainedTokenizerFast,
     Rendered,
     TextEncoder,
     ends,
+    template_text,
 )
 
-NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
-THINK_TAG = re.compile(f"</?think{GUARD}?>")
-# keys of what the assistant wrote
-SAID = ("content", "reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 # What strftime_now writes, so that tokens do not change by the day; templates that ask whether it is there have a date
 # of their own. The variable of that name is another date.
@@ -56,10 +59,10 @@ TURN_ENDS = (
     "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
 )
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
+QUESTION: Plain = {"role": "user", "content": "2"}
+TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 OURS = {"messages", "tools", "add_generation_prompt", *SPECIAL_NAMES}  # no row sets them
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
-Span = tuple[int, int]  # start and stop
-Plain = dict[str, Any]  # a message as templates read it
 
 
 class ChatTemplate:
@@ -71,6 +74,7 @@ class ChatTemplate:
 
     Attributes:
         variables: the names of all that it reads so.
+        with_tools: the template of rows with tools, where the tokenizer has one of its own for them ("tool_use").
 
     Raises DataError: there is no such template, it does not read one of the variables, or it writes special tokens that
     the tokenizer does not have.
@@ -81,9 +85,10 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerFast,
         template: str = "tokenizer",
         variables: Mapping[str, object] = MappingProxyType({}),
+        for_tools: bool = False,
     ) -> None:
         self.encoder = TextEncoder(tokenizer)
-        self.text = template_text(tokenizer, template)
+        self.text = template_text(tokenizer, template, for_tools)
         self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
@@ -113,7 +118,12 @@ class ChatTemplate:
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
         self.variables = meta.find_undeclared_variables(tree) - OURS
-        self.check_variables(variables, "data.chat_template_kwargs")
+        self.with_tools: ChatTemplate | None = None
+        if not for_tools:
+            if template_text(tokenizer, template, True) != self.text:
+                self.with_tools = ChatTemplate(tokenizer, template, variables, True)
+                self.variables |= self.with_tools.variables
+            self.check_variables(variables, "data.chat_template_kwargs")
         # Mistral's and Llama-2's write nothing there
         is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
         if not is_opened and not self.marks_generation:
@@ -133,8 +143,17 @@ class ChatTemplate:
     def _sample(self, environment: Environment, marked: str) -> list[str]:
         """Compile the template; render a question with and without an opened turn, and with an answer."""
         self._compiled = environment.from_string(marked)
+        answer = {"role": "assistant", "content": "2"}
         given = {**self._given, "tools": None}
-        question, answer = ({"role": role, "content": "2"} for role in ("user", "assistant"))
+        self._tools: list[
+            Plain
+        ] = []  # in the sample; some templates render nothing without any
+        try:
+            self._render(given, [QUESTION])
+        except DropRowError:
+            with suppress(DropRowError):
+                self._render({**given, "tools": [TOOL]}, [QUESTION])
+                self._tools = given["tools"] = [TOOL]
         # What a template takes for no content beside calls: "" hides them from some, or becomes a further turn.
         function = {"name": "call_1", "arguments": Arguments(key_1="value_1")}
         calls = [{"id": "call00001", "type": "function", "function": function}]
@@ -142,20 +161,23 @@ class ChatTemplate:
         for content in ("", None):
             calling = {"role": "assistant", "content": content, "tool_calls": calls}
             with suppress(DropRowError):
-                text = self._render(given, [question, calling])
+                text = self._render(given, [QUESTION, calling])
                 if "call_1" in text:
                     lengths[content] = len(text)
         self._no_content = min(lengths, key=lengths.__getitem__, default="")
+        opened, closed = (self._render(given, [QUESTION], opens) for opens in (True, False))
         # Qwen3.8's template reads thinking from a key of its own alone, and writes an empty block before thinking that
-        # stands in the content.
+        # stands in the content. Its system text may name the tags, as SmolLM3's does.
         thinks = {**answer, "content": "<think>\n1\n</think>\n\n2"}
         counts = []
         with suppress(DropRowError):
             for said in (thinks, {**answer, "reasoning_content": "1"}):
-                counts.append(self._render(given, [question, said]).count("</think>"))
+                text = self._render(given, [QUESTION, said]).removeprefix(closed)
+                counts.append(text.count("</think>"))
         self._moves_thinking = counts == [2, 1]
-        parts = ([question], True), ([question], False), ([question, answer], False)
-        return [self._render(given, *part) for part in parts]
+        answered = self._render(given, [QUESTION, answer])
+        self._answered = "".join(at_marks(answered.removeprefix(closed)))
+        return [opened, closed, answered]
 
     def check_variables(self, variables: Mapping[str, object], setting: str) -> None:
         """Raise DataError if a setting names a variable that the template does not read, or that is not the user's."""
@@ -171,7 +193,8 @@ class ChatTemplate:
         for answer in ("<think>\na\n</think>\n\na", "a"):
             with suppress(DropRowError):
                 messages = [Message("user", "a"), Message("assistant", answer)]
-                return self.encoder.encode_batch(self.render(messages, answers=[1]))[0][0][-1]
+                texts = self.render(messages, self._tools, answers=[1])
+                return self.encoder.encode_batch(texts)[0][0][-1]
         raise DataError("the chat template writes no answer where it opens its turn")
 
     def render(
@@ -181,6 +204,7 @@ class ChatTemplate:
         answers: Sequence[int] = (),
         turns: str = "together",
         variables: Mapping[str, object] | None = None,
+        note: Callable[[str], None] | None = None,
     ) -> list[Rendered]:
         """Render a conversation, and weigh what the assistant wrote; everything else has the weight 0.
 
@@ -194,9 +218,14 @@ class ChatTemplate:
                 answer, where the template writes an answer differently in a longer conversation; "separate" gives every
                 answer its own text. The last answer's text comes first.
             variables: of the template, in place of those that it was made with.
+            note: is told which answers are left out and why, unless they are rendered together or none is left.
 
         Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
         """
+        if tools and self.with_tools:
+            return self.with_tools.render(messages, tools, answers, turns, variables, note)
+        if self._tools and not tools:
+            raise DropRowError("the chat template is for rows with tools alone")
         calls = any(message.tool_calls for message in messages)
         for used, key in ((tools, "tools"), (calls, "tool_calls")):
             if used and key not in self.text:
@@ -215,7 +244,7 @@ class ChatTemplate:
             begun = bool(messages) and messages[-1].begun > 0
             text = "".join(at_marks(self._render(given, plain, not begun)))
             return [self._cut(text.partition(BEGUN)[0], {})]
-        texts = self._texts(plain, given, answers, turns)
+        texts = self._texts(plain, given, answers, turns, note)
         if turns == "together" and len(texts) > 1:
             raise DropRowError(
                 "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
@@ -232,25 +261,36 @@ class ChatTemplate:
         given: Mapping[str, object],
         answers: Sequence[int],
         turns: str,
+        note: Callable[[str], None] | None,
     ) -> dict[str, dict[int, Span]]:
         """Render the texts that hold the answers, the last one's first; return where in them each answer stands."""
-        last = answers[-1]
-        whole, known = self._up_to(messages, given, last)
-        if not self.marks_generation and turns != "separate" and len(answers) > 2:
-            known = self._at_once(messages, given, whole, known)
-        # Only templates that know of thinking are known to write earlier turns differently.
-        elif turns == "separate" or (turns == "auto" and "think" in self.text):
-            known = {last: known[last]}
         texts: dict[str, dict[int, Span]] = {}
+        problems: list[DropRowError] = []
+        whole, known = "", {}
+        # Only templates that know of thinking are known to write earlier turns differently.
+        rewrites = turns == "auto" and "think" in self.text
         for i in reversed(answers):
-            if i not in known:
-                text, spans = self._up_to(messages, given, i)
-                known[i] = spans[i]
-                if turns == "separate" or not whole.startswith(text.rstrip("\n")):
-                    whole = text
-            texts.setdefault(whole, {})[i] = known[i]
-            if is_lost(messages[i], whole[slice(*known[i])]):
-                raise DropRowError("the chat template leaves out a part of an answer")
+            try:
+                if i not in known:
+                    text, spans = self._up_to(messages, given, i)
+                    if not texts and turns != "separate":
+                        if self.marks_generation:
+                            known = {} if rewrites else spans
+                        elif len(answers) > 2:
+                            known = self._at_once(messages, given, text, spans)
+                    known[i] = spans[i]
+                    if turns == "separate" or not whole.startswith(text.rstrip("\n")):
+                        whole = text
+                elif not is_said(messages[i], whole, known[i]):
+                    raise DropRowError("the chat template leaves out a part of an answer")
+                texts.setdefault(whole, {})[i] = known[i]
+            except DropRowError as problem:
+                problems.append(problem)
+        if problems and (turns == "together" or not texts):
+            raise problems[0]
+        for problem in problems:
+            if note:
+                note(f"turns left out, {problem}")
         return texts
 
     def _plain(self, message: Message) -> Plain:
@@ -268,11 +308,16 @@ class ChatTemplate:
         if begun:
             content = self.encoder.guard(begun) + BEGUN + content
         plain = {**self.encoder.guard(message.more), "role": message.role, "content": content}
-        if self._moves_thinking and message.role == "assistant":
-            thinking, closed, rest = content.partition("</think>")
-            thinking = thinking.strip().removeprefix("<think>")
-            if closed and "<think>" not in thinking and not plain.get("reasoning_content"):
-                plain |= {"reasoning_content": thinking.strip(), "content": rest.lstrip("\n")}
+        if message.role == "assistant":
+            thinking, rest = split_thinking(content)
+            if thinking is not None:
+                # "" under a key would keep templates from looking into the content
+                plain = {k: v for k, v in plain.items() if v or k not in THINKING_KEYS}
+                if self._moves_thinking and not plain.get("reasoning_content"):
+                    plain |= {
+                        "reasoning_content": thinking.strip(),
+                        "content": rest.lstrip("\n"),
+                    }
         if message.tool_calls:
             plain["tool_calls"] = self.encoder.guard(message.tool_calls)
             plain["content"] = plain["content"] or self._no_content
@@ -281,29 +326,60 @@ class ChatTemplate:
     def _up_to(
         self, messages: list[Plain], given: Mapping[str, object], last: int
     ) -> tuple[str, dict[int, Span]]:
-        """Render the messages up to answer `last`; return the text, and where this answer and other marked ones are."""
+        """Render answer `last` after its prompt; return the text, and where this answer and other marked ones are."""
+        before, message, prompt = messages[:last], messages[last], ""
+        try:
+            prompt = "".join(at_marks(self._render(given, before, True)))
+        except DropRowError:
+            if before and not self.marks_generation:
+                raise
+        if not (prompt or self.marks_generation):
+            raise DropRowError(
+                "an answer stands where the chat template opens no turn, before the first question"
+            )
+        is_written = False
+        for way in ways_to_say(message, prompt):
+            text, spans = self._after(prompt, given, [*before, way])
+            if last in spans and is_said(message, text, spans[last]):
+                return text, spans
+            is_written |= last in spans
+        names = self.variables & given.keys() - {"strftime_now"}
+        set_to = ", ".join(f"{name} = {given[name]}" for name in sorted(names))
+        if problem := why_unsaid(message, prompt, set_to):
+            raise DropRowError(problem)
+        if is_written:
+            raise DropRowError("the chat template leaves out a part of an answer")
+        raise DropRowError(
+            "the chat template does not write an answer where it opens the assistant's turn: it opens with "
+            f"{self._opening!r}, but writes the answer '2' as {self._answered!r}"
+        )
+
+    def _after(
+        self, prompt: str, given: Mapping[str, object], messages: list[Plain]
+    ) -> tuple[str, dict[int, Span]]:
+        """Render messages whose last one answers a prompt; return the text and where it and marked answers stand."""
+        parts, last = at_marks(self._render(given, messages)), len(messages) - 1
+        text, spans = "".join(parts), {}
         if self.marks_generation:
-            text = self._render(given, messages[: last + 1])
-            parts = at_marks(text)
-            places = [i for i in range(last + 1) if messages[i]["role"] == "assistant"]
+            places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
             if (shown := len(parts) // 2) != len(places):
                 count = f"{shown} of {len(places)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
             ends = list(accumulate(map(len, parts)))
-            return "".join(parts), dict(zip(places, zip(ends[::2], ends[1::2])))
-        opened = self._render(given, messages[:last], True)
-        # Some templates cut the thinking off every answer, although the model begins its own with it.
-        content = (messages[last]["content"] or "").replace("</think>", f"</think{GUARD}>")
-        ways = [messages[last]]
-        if not opened.rstrip().endswith("</think>"):  # then an answer cannot begin with any
-            ways.append({**messages[last], "content": content})
-        for message in ways:
-            text = self._render(given, [*messages[:last], message])
-            if text.startswith(opened) and not is_lost(message, text[len(opened) :]):
-                return text, {last: (len(opened), len(text))}
-        raise DropRowError(
-            "the chat template does not write an answer, or not all of it, where it opens the assistant's turn"
+            spans = dict(zip(places, zip(ends[::2], ends[1::2])))
+        if text.startswith(prompt):
+            return text, spans or {last: (len(prompt), len(text))}
+        # Some prompts change once an answer follows: gpt-oss's template forgets the thinking before calls, and
+        # Mistral-Nemo's shows the system text in the last message alone. A model continues the prompt.
+        short = [QUESTION], [QUESTION, messages[-1]]
+        asked, answered = (
+            "".join(at_marks(self._render(given, part, len(part) == 1))) for part in short
         )
+        answer = answered.removeprefix(asked)
+        if answered.startswith(asked) and text.endswith(answer):
+            text = prompt + answer
+            spans = {last: (len(prompt), len(text))}
+        return text, spans
 
     def _at_once(
         self,
@@ -386,29 +462,6 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def template_text(tokenizer: PreTrainedTokenizerFast, name: str) -> str:
-    """Return the Jinja text, which may be the name itself; DataError if there is no such template."""
-    if name == "tokenizer":
-        try:
-            return tokenizer.get_chat_template()
-        except ValueError:
-            raise DataError(
-                "the tokenizer has no chat template; set data.chat_template to "
-                f"{', '.join(NAMED_TEMPLATES)} or a .jinja file"
-            ) from None
-    if "{%" in name or "{{" in name:
-        return name
-    path = Path(expanduser(name))
-    if name in NAMED_TEMPLATES:
-        path = Path(__file__).with_name(f"{name}.jinja")
-    if not path.is_file():
-        raise DataError(
-            f"chat template {name!r} is neither tokenizer, {', '.join(NAMED_TEMPLATES)} nor a file "
-            f"({path.absolute()})"
-        )
-    return path.read_text(encoding="utf-8")
-
-
 @contextmanager
 def bounded_time() -> Iterator[None]:
     """Raise BadRowError whenever the block has worked RENDER_SECONDS; render one row, or a few thousand, in it.
@@ -426,13 +479,6 @@ def bounded_time() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
-
-
-def is_lost(message: Plain, answer: str) -> bool:
-    """Tell whether a part of what the assistant wrote, its thinking included, is not in its rendered answer."""
-    said = [THINK_TAG.split(str(message.get(key) or "")) for key in SAID]
-    said.append([call["function"]["name"] for call in message.get("tool_calls", ())])
-    return any(part.strip() not in answer for part in chain.from_iterable(said))
 
 
 def at_marks(text: str) -> list[str]:

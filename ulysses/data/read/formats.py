@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 
 from ulysses.data import BadRowError, DataError, DropRowError
@@ -34,12 +35,18 @@ from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source
 Event = tuple[str, str, str]  # what is counted: dropped or notes, what it is, and file and row
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 ALIASES = {"functions": "tools", "system_prompt": "system"}
+ASKED = ("prompt", "scored")  # of a model that is not trained on it
 LABEL_KEYS = ("label", "kto_tag")
 OUR_LABELS = ("true", "false", "none")  # in sft, where another task may label the rows
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
-# what is not read, though it means something elsewhere
-UNREAD = {"context", "documents", "reasoning", "reasoning_content", "thinking"}
-UNREAD |= {"available_tools", "function_call", "system_message", "tool_calls"}
+# columns that are not read, though they mean something elsewhere
+UNREAD = re.compile(
+    "context|documents?|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|"
+    "tools?_.*|.*_tools|functions?_.*|.*_functions|system_.*"
+)
+# what may be a row's prompt, in the order of FORMATS, or in rows that are answered its answer
+ASKS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
+ANSWERS = (*ANSWER_KEYS, *RANKED_KEYS, *FORMATS["text"], *LABEL_KEYS, "chosen")
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 
@@ -95,7 +102,7 @@ def read_row(
 
     Args:
         found: the row, a line of JSON, or the error that was found in its place.
-        kind: text, sequence, pair, ranked, unpaired or prompt: what the stage needs.
+        kind: text, sequence, pair, ranked, unpaired or prompt: what the stage needs; scored takes any answers.
         note: is told what is to be counted.
         variables: of the chat template, which are no columns.
 
@@ -107,10 +114,14 @@ def read_row(
         del given["label"]
         note("'label' is neither true nor false, and was not read")
     only_alpaca = () if first_key(given, FORMATS["alpaca"]) else ("input", "history")
-    for name in sorted(UNREAD.union(variables, only_alpaca) & given.keys()):
+    unread = {name for name in given.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
+    unread |= given.keys() & {*variables, *only_alpaca}
+    records = _records(given, source, kind)
+    if any(len(given.keys() & {*columns}) > 1 for columns in (ASKS, ANSWERS)):
+        unread |= _second(given, kind, records)
+    for name in sorted(unread):
         if given[name] not in ("", []):
             note(f"the column {name!r} was not read")
-    records = _records(given, source, kind)
     if len(records) > 1:
         note("rows that gave several examples")
     return [replace(record, row=row) for record in records]
@@ -171,7 +182,7 @@ def _column(row: Row, name: str) -> object:
 def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
     # lists are marks of messages, and what stands beside a prompt is the reward's own
     lists = list if first_key(row, FORMATS["messages"]) else ()
-    own = (item for item in row.items() if kind != "prompt" and not isinstance(item[1], lists))
+    own = (item for item in row.items() if kind not in ASKED and not isinstance(item[1], lists))
     if (weight := prod(weights_of(own))) != 1:
         if not weight:
             raise DropRowError("it is marked as not to be trained")
@@ -206,6 +217,10 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         if role_of(prompt, -1) in ("", "system"):
             raise DropRowError("no user message to answer")
         return [replace(record, prompt=prompt, answers=[[]])]
+    if kind == "scored" and answers:  # whatever is known of their order
+        for answer in answers:
+            _check_answer(answer, kind)
+        return [record]
     if len(answers) > 1:
         if kind == "sequence":
             raise BadRowError(
@@ -235,6 +250,18 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
     return [record]
 
 
+def _second(row: Row, kind: str, records: list[Record]) -> set[str]:
+    """Return the columns that would be the prompt or the answer if others were not, and that say something else."""
+    columns = FORMATS["text"] if kind == "text" else ASKS
+    read = {first_key(row, columns)}
+    if kind not in ("text", "prompt"):  # what stands beside a prompt alone is the reward's
+        columns += ANSWERS
+        read |= {key for key, _ in _answer_values(row, kind)} | {first_key(row, LABEL_KEYS)}
+    messages = chain.from_iterable(chain(each.prompt, *each.answers) for each in records)
+    said = [*map(row.get, read), *(message.content for message in messages)]
+    return {key for key in row.keys() & {*columns} - read if row[key] not in said}
+
+
 def _check_answer(answer: Messages, kind: str) -> None:
     trained = [message for message in answer if message.role == "assistant"]
     if not trained:
@@ -261,7 +288,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     values: list[tuple[str, object]] = []
     # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
     if kind != "prompt" or not asks or row_format == "preference":
-        values = _answer_values(row)
+        values = _answer_values(row, kind)
     may_hold_prompt = len(values) > 1 or not asks
     answers: list[Messages] = []
     if values:
@@ -287,7 +314,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     return prompt, answers
 
 
-def _answer_values(row: Row) -> list[tuple[str, object]]:
+def _answer_values(row: Row, kind: str) -> list[tuple[str, object]]:
     """Return the answers of a row with their keys: chosen and rejected, a ranked list, or a single one."""
     if PAIR_KEYS <= row.keys():
         return [("chosen", row["chosen"]), ("rejected", row["rejected"])]
@@ -297,7 +324,7 @@ def _answer_values(row: Row) -> list[tuple[str, object]]:
     if isinstance(values, list) and (
         key != "output" or all(isinstance(value, str) for value in values)
     ):
-        if len(values) < 2:
+        if len(values) < 2 and kind != "scored":
             raise DropRowError("no answer is ranked above another")
         return [(key, value) for value in values]
     key = first_key(row, ANSWER_KEYS)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import UnionType
 from typing import Any
 
@@ -27,11 +28,16 @@ WEIGHT_KEYS = (
     *("loss_weight", "weight", "train", "loss", "loss_mask", "loss_masks", "loss_weights"),
     *("training", "trainable", "train_turn", "train_on_turn"),
 )
+THOUGHTS = ("reasoning", "thinking")  # types of parts of a content
+THINKING = {"reasoning_content", *THOUGHTS}  # keys of a message
+LARGEST = 1e30  # number of a row, with which float32 can still count
+MOST_WEIGHT = 1e6
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
 # other names that may tell which messages are trained
 MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
 PAIR_KEYS = {"chosen", "rejected"}
 CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
+OTHER_ARGUMENTS = ("parameters", "args", "kwargs", "input")  # what else they are called
 Row = Mapping[str, object]  # or another object of JSON
 
 
@@ -104,14 +110,35 @@ def parse_messages(value: object, row: Mapping[str, object] = {}) -> Messages:
 def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
+    for keys in (("role", "from"), ("content", "value")):
+        both = [*map(item.get, keys)]
+        if all(both) and len({ROLES.get(str(value), str(value)) for value in both}) > 1:
+            raise BadRowError(
+                f"{where} has {keys[0]!r} and {keys[1]!r}, which mean the same, with different values; remove one"
+            )
     name = item.get(first_key(item, ("role", "from")))
     if str(name) not in ROLES:
         raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
     content = item.get(first_key(item, ("content", "value")))
     called = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
-    calls = [*filter(None, [*as_list(called), item.get("function_call")])]
+    places = called, item.get("function_call"), name == "function_call"
+    if sum(map(bool, places)) > 1:
+        raise BadRowError(
+            f"{where} has calls in two places, tool_calls and function_call; remove one"
+        )
+    calls = [*filter(None, [*as_list(called), places[1]])]
+    more = {k: v for k, v in item.items() if k not in KNOWN_KEYS and v is not None}
     if isinstance(content, list):
-        content = "".join(_content_part(part, where) for part in content)
+        parts = [_content_part(part, where) for part in content]
+        content = "".join(text for is_text, text in parts if is_text)
+        thoughts = [text for is_text, text in parts if not is_text]
+        in_order = parts == sorted(parts, key=itemgetter(0))
+        if thoughts and (ROLES[name] != "assistant" or not in_order or more.keys() & THINKING):
+            raise BadRowError(
+                f"{where} has thinking in its content; only an assistant's can have it, before all text, and not "
+                "in a key of its own besides"
+            )
+        more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
@@ -125,21 +152,25 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
         raise BadRowError(
             f"{where} gives the weight {weight:g} to a {role} message; only assistant messages can be trained"
         )
-    if weight < 0:
-        raise BadRowError(f"{where} has the negative weight {weight:g}")
-    more = {k: v for k, v in item.items() if k not in KNOWN_KEYS and v is not None}
+    if weight and not 1 / MOST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise BadRowError(
+            f"{where} has the weight {weight:g}; give 0, or one from {1 / MOST_WEIGHT:g} to {MOST_WEIGHT:g}"
+        )
     calls = tuple(_call(call, where) for call in calls)
     return Message(role, content, weight, calls, more)
 
 
-def _content_part(part: object, where: str) -> str:
+def _content_part(part: object, where: str) -> tuple[bool, str]:
+    """Return whether a part is text, and not thinking, and what it says."""
     if isinstance(part, str):
-        return part
+        return True, part
     given = part if isinstance(part, Mapping) else {"type": type_name(part)}
-    kind, text = given.get("type"), given.get("text", given.get("value"))
-    if kind != "text" or not isinstance(text, str):
+    kind, text = given.get("type"), given.get(first_key(given, ("text", "value", *THOUGHTS)))
+    if isinstance(text, list):
+        text = "".join(_content_part(each, where)[1] for each in text)
+    if kind not in ("text", *THOUGHTS) or not isinstance(text, str):
         raise BadRowError(f"{where} has content of the type {kind!r}; only text is supported")
-    return text
+    return kind == "text", text
 
 
 def _call(call: Any, where: str) -> dict[str, object]:
@@ -147,14 +178,24 @@ def _call(call: Any, where: str) -> dict[str, object]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRowError(f"{where} has a tool call without a name")
     given = {key for key, value in {**call, **function}.items() if value is not None}
-    if "arguments" not in given and (unread := sorted(given - CALL_KEYS)):
+    unread = sorted(given - CALL_KEYS)
+    if "arguments" in given:
+        unread = [key for key in OTHER_ARGUMENTS if call.get(key) or function.get(key)]
+    if unread:
         raise BadRowError(
             f"{where} has a tool call with the key {unread[0]!r}, which is not read; its arguments stand in 'arguments'"
         )
     problem = f"{where} has a tool call whose arguments are not JSON of an object"
-    arguments = decoded(function.get("arguments"), problem, Mapping | None) or {}
+    arguments, outer = (
+        decoded(part.get("arguments"), problem, Mapping | None) or {}
+        for part in (function, call)
+    )
+    if arguments and outer and arguments != outer:
+        raise BadRowError(
+            f"{where} has a tool call with 'arguments' in its function and others beside it; remove one"
+        )
     named = {"id": call["id"]} if call.get("id") else {}
-    function = {"name": function["name"], "arguments": Arguments(arguments)}
+    function = {"name": function["name"], "arguments": Arguments(arguments or outer)}
     return {"type": "function", "function": function, **named}
 
 
@@ -178,17 +219,17 @@ def role_of(messages: Messages, place: int) -> str:
 
 
 def first_key(row: Row, keys: tuple[str, ...]) -> str:
-    """Return the first of `keys` that the row has a value for; "" if there is none."""
-    for key in keys:
-        if row.get(key) is not None:
-            return key
-    return ""
+    """Return the first of `keys` that the row has a value for, an empty one only if all are; "" if there is none."""
+    given = [key for key in keys if row.get(key) is not None]
+    return next((key for key in given if row[key] not in ("", [])), *given[:1] or [""])
 
 
 def weights_of(pairs: Iterable[tuple[str, object]]) -> list[float]:
     """Return the marks among keys and their values."""
     return [
-        number(value, key) for key, value in pairs if key in WEIGHT_KEYS and value is not None
+        number(value, key)
+        for key, value in pairs
+        if key in WEIGHT_KEYS and value not in (None, "")
     ]
 
 
@@ -203,10 +244,12 @@ def string(value: object, name: str) -> str:
 
 
 def number(value: object, name: str) -> float:
-    with suppress(OverflowError):  # of a long integer
-        if isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
-    raise BadRowError(f"{name!r} is {value!r:.40}, not a finite number")
+    """Return a number or a switch, which in CSV is text; BadRowError for any other value."""
+    with suppress(OverflowError, ValueError):  # of a long integer, and of other text
+        found = from_json(value.strip().lower()) if isinstance(value, str) else value
+        if isinstance(found, int | float) and abs(found) <= LARGEST:
+            return float(found)
+    raise BadRowError(f"{name!r} is {value!r:.40}, not a finite number up to {LARGEST:g}")
 
 
 def type_name(value: object) -> str:

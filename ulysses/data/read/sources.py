@@ -66,7 +66,7 @@ class Source:
     Args:
         path: a file, a folder of files, a folder saved by `datasets`, or the id of a dataset on the hub.
         format: one of FORMATS, or "auto" to detect that of each row from its keys.
-        weight: how often each example is taken in an epoch; 0.5 takes half of them, another half in each epoch.
+        weight: how often each example is taken in an epoch; 0.5 takes half of them, then the other half.
         columns: maps our key to the key that the file uses.
         split: of a hub dataset, a folder saved by `datasets`, or one whose files or folders have names of splits.
         subset, revision: of a hub dataset; the subset is what `datasets` calls a configuration.
@@ -287,9 +287,7 @@ def read_rows(source: Source) -> Iterator[tuple[str, object]]:
         with _explained(source, file, at := [0]):
             for at[0], row in read(source, file):
                 if isinstance(row, bytes) and len(row) > MOST_BYTES:
-                    row = BadRowError(
-                        f"has {len(row):,} bytes, and may have {MOST_BYTES:,}; cut it"
-                    )
+                    row = BadRowError(f"has more than {MOST_BYTES:,} bytes; cut it")
                 yield f"{source.path if is_one else file} row {at[0]}", row
 
 
@@ -352,9 +350,17 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
             yield from enumerate(json.load(text, object_pairs_hook=unique_keys), 1)
         else:
             file.seek(0)
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(_lines(file), 1):
                 if not line.isspace():
                     yield number, line
+
+
+def _lines(file: Any) -> Iterator[bytes]:
+    """Yield the lines of a file, and of one that memory may not hold no more than shows that."""
+    while line := file.readline(MOST_BYTES + 1):
+        yield line
+        while len(line) > MOST_BYTES and not line.endswith(b"\n"):
+            line = file.readline(MOST_BYTES + 1)
 
 
 def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:

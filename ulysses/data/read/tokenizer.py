@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from os.path import expanduser
@@ -25,6 +26,7 @@ from ulysses.data.read.sources import in_batches, safe_parts
 MARKS = OPEN, CLOSE, GUARD, BEGUN = "\ufdd0\ufdd1\ufdd2\ufdd3"
 TRIAL_SECONDS, TRIAL_BYTES = 20.0, 1 << 30  # for a few texts, and of memory
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
 # of texts that are tokenised together; the results of more would not stay in the processor's cache
 CHARACTERS_AT_ONCE = 1 << 15
 SAMPLE = printable * 100
@@ -77,6 +79,35 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
             f'model.special_tokens = {{ eos_token = "<|endoftext|>" }} (its special tokens are {known})'
         )
     return tokenizer
+
+
+def template_text(
+    tokenizer: PreTrainedTokenizerFast, name: str, for_tools: bool = False
+) -> str:
+    """Return the Jinja text, which may be the name itself; DataError if there is no such template.
+
+    A tokenizer may have several. As in transformers, "tool_use" is for rows with tools, and "default" for the others.
+    """
+    if name == "tokenizer":
+        for tools in sorted((None, []), key=lambda tools: (tools is None) == for_tools):
+            with suppress(ValueError):
+                return tokenizer.get_chat_template(tools=tools)
+        named = " of the name default or tool_use" * bool(tokenizer.chat_template)
+        raise DataError(
+            f"the tokenizer has no chat template{named}; set data.chat_template to "
+            f"{', '.join(NAMED_TEMPLATES)} or a .jinja file"
+        )
+    if "{%" in name or "{{" in name:
+        return name
+    path = Path(expanduser(name))
+    if name in NAMED_TEMPLATES:
+        path = Path(__file__).with_name(f"{name}.jinja")
+    if not path.is_file():
+        raise DataError(
+            f"chat template {name!r} is neither tokenizer, {', '.join(NAMED_TEMPLATES)} nor a file "
+            f"({path.absolute()})"
+        )
+    return path.read_text(encoding="utf-8")
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -46,6 +46,7 @@ class TokenizedDataset:
         share_prompts: whether examples say so, so that packs hold them once.
         columns: {name: [examples]}; sources: [examples], the index of each example's source.
         source_weights: how often the examples of each source are taken per epoch.
+        source_paths: their paths.
         source_names: the held-out sets that the sources belong to; "" for none.
         max_length: where a mismatched sequence is cut.
         token_columns: {name: [tokens of all examples as `lengths` count them, end to end]}: further columns.
@@ -91,8 +92,18 @@ class TokenizedDataset:
         self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
         self.sources: np.ndarray = arrays["_source"]
         sources = sources or [Source(str(folder))]
+        self.source_paths = [source.path for source in sources]
         self.source_names = [source.name for source in sources]
         examples = np.bincount(self.sources, minlength=len(sources)).tolist()
+        for source, count in zip(sources, examples):
+            if not count and (source.probability or source.name):
+                why = str(self.report).replace("\n ", ";")
+                raise DataError(
+                    f"no example is left of {source.path}, which has a probability or a name; remove it, or mend its "
+                    f"rows ({why})"
+                )
+            if not count:
+                self.report.count("notes", "sources of which no example is left", source.path)
         self.source_weights = source_weights(sources, examples, stopping_strategy)
         self.columns = {name: array for name, array in arrays.items() if name[0] != "_"}
         if "_prompt" in arrays:  # digests become numbers in the order of the examples
@@ -168,15 +179,7 @@ class TokenizedDataset:
 def source_weights(
     sources: list[Source], examples: list[int], stopping_strategy: str
 ) -> list[float]:
-    """Return how often the examples of each source are taken in an epoch, which has the shares that probabilities ask.
-
-    Raises DataError: there is no example of a source that has a probability or a name.
-    """
-    for source, count in zip(sources, examples):
-        if not count and (source.probability or source.name):
-            raise DataError(
-                f"no example is left of {source.path}, which has a probability or a name; remove it, or mend its rows"
-            )
+    """Return how often each source's examples are taken in an epoch, which has the shares that probabilities ask."""
     if not all(source.probability for source in sources):
         return [source.weight for source in sources]
     # the lengths of an epoch that takes every example of a source once

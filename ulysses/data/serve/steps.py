@@ -84,7 +84,9 @@ class StepLoader:
             for source, weight in enumerate(self.dataset.source_weights):
                 members = np.flatnonzero(self.dataset.sources == source)
                 copies, rest = divmod(round(len(members) * weight), max(1, len(members)))
-                extra = shuffled(len(members), self.seed, epoch, source + 1)[:rest]
+                # one permutation goes on from epoch to epoch, so that every example has its turn
+                order = shuffled(len(members), self.seed, 0, source + 1)
+                extra = np.roll(order, -epoch * rest)[:rest]
                 parts += [np.tile(members, copies), members[np.sort(extra)]]
             chosen = np.concatenate(parts)
             mixed = shuffled(len(chosen), self.seed, epoch, 0)

@@ -24,7 +24,7 @@ The files of a folder:
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, repeat
@@ -63,7 +63,7 @@ from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.progress import progress
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 BAR_AFTER_SECONDS = 2.0
 CHARACTERS_AT_ONCE = 1 << 21  # of rows
 # of the [data] table, what decides tokens besides sources, tokenizer and template
@@ -149,6 +149,7 @@ class Tokenising:
             [source_digest(source, self.cache) for source in self.sources],
             tokenizer_digest(tokenizer),
             template.text if template else None,
+            template.with_tools.text if template and template.with_tools else None,
             *filter(None, [settings.chat_template_kwargs]),
         ]
         self.folder = self.cache / "tokenized" / digest_of_value(content)[:32]
@@ -168,7 +169,8 @@ class Tokenising:
             chunks = cut_documents(parts, self.encoder, self.settings.max_length)
         _write_columns(folder, chunks, report)
         if not report.kept:
-            raise DataError(f"no example is left of {names}: {report}")
+            said = str(report).replace("\n  ", "; ")
+            raise DataError(f"no example is left of {names}: {said}")
         sizes = np.fromfile(folder / "_sizes.int64", np.int64).reshape(-1, 3)
         report.tokens, report.shared, _ = sizes.sum(0).tolist()
         index = {"kind": self.kind, "report": vars(report)}
@@ -204,7 +206,7 @@ class Tokenising:
                 with use(row.where):
                     for record in read_row(row.found, source, self.kind, note, variables):
                         with use(row.where):
-                            rendered.append((row, record, self._render(record)))
+                            rendered.append((row, record, self._render(record, note)))
         if self.template is None:
             parts = [document_part(row, each.text, self.encoder) for row, each, _ in rendered]
             return parts, self.events
@@ -225,7 +227,7 @@ class Tokenising:
     def _note(self, where: str, what: str) -> None:
         self.events.append(("notes", what, where))
 
-    def _render(self, record: Record) -> list[Rendered]:
+    def _render(self, record: Record, note: Callable[[str], None]) -> list[Rendered]:
         """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
         turns, train_on = "together", "assistant"
         if self.kind == "sequence":
@@ -244,7 +246,7 @@ class Tokenising:
                 answers = answers[-1:]
             trained = [i for i in answers if messages[i].weight] or answers
             texts += self.template.render(
-                messages, record.tools, trained, turns, record.variables
+                messages, record.tools, trained, turns, record.variables, note
             )
         return texts
 

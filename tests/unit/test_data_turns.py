@@ -1,0 +1,250 @@
+"""Each answer is trained after the prompt that inference shows, with its own text, or is left out and counted."""
+
+import re
+
+import pytest
+
+from tests.tiny_tokenizer import made_tokenizer
+from tests.unit.test_data_chat import (
+    CALL,
+    PLAIN_CHATML,
+    THINK,
+    TOOLS,
+    conversation,
+    encode_all,
+    places_of_answers,
+)
+from ulysses.data import DataError, DropRowError
+from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.messages import Message
+
+SPECIALS = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
+LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\nOPENS{% endif %}"
+CHATML = LOOP + "{{ m.content }}" + END.replace("OPENS", "")
+NAMES_TAGS = "<|im_start|>system\nWrite <think> and </think>.<|im_end|>\n" + CHATML
+# Qwen's kind: the first and the last part of an answer are all that is kept, and a block always stands before it
+SPLITS = (
+    LOOP
+    + "{% if m.role == 'assistant' %}{% set p = namespace(r=m.reasoning_content or '', c=m.content) %}"
+    "{% if not m.reasoning_content is string and '</think>' in p.c %}"
+    "{% set p.r = p.c.split('</think>')[0].split('<think>')[-1] %}"
+    "{% set p.c = p.c.split('</think>')[-1] %}{% endif %}"
+    "<think>\n{{ p.r.strip() }}\n</think>\n\n{{ p.c.strip() }}{% else %}{{ m.content }}{% endif %}"
+)
+CLOSED = "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+QWEN3 = SPLITS + END.replace("OPENS", CLOSED)
+QWEN35 = SPLITS + END.replace("OPENS", "<think>\n")
+# Mistral-Nemo's kind
+LAST_SYSTEM = (
+    "{% set s = messages[0].content + ' ' if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[Q]{{ s if loop.last }}{{ m.content }}[/Q]"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+# gpt-oss's kind: what was thought before a call is forgotten when an answer follows; only the first call is written
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.tool_calls %}{% set later = namespace(answer=false) %}"
+    "{% for n in messages[loop.index:] %}{% if n.role == 'assistant' and not n.tool_calls %}"
+    "{% set later.answer = true %}{% endif %}{% endfor %}"
+    "{% if not later.answer %} think {{ m.thinking or m.content }}{% endif %}"
+    " call {{ m.tool_calls[0].function.name }}{% else %} {{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}{# tools #}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return made_tokenizer(tmp_path_factory.mktemp("tokenizer"), SPECIALS)
+
+
+@pytest.fixture
+def shown(tokenizer):
+    """A function from a template and messages to the texts, trained parts in brackets, and what was left out."""
+
+    def shown(text, messages, turns="auto", tools=(), variables=None):
+        notes = []
+        given = messages, tools, places_of_answers(messages), turns, variables, notes.append
+        found = encode_all(ChatTemplate(tokenizer, text), *given)
+        return [
+            encoded.text.replace("<|im_start|>", "@").replace("<|im_end|>", "$")
+            for encoded in found
+        ], notes
+
+    return shown
+
+
+ASKED = "@user\nq$\n@assistant\n"
+QUOTES, RAW = "The tag </think> ends it.", "t\n</think>\n\na"
+TWICE = THINK.format("a", "b\n<think>\nc\n</think>\n\nd")
+ALONE = "an answer has <think> or </think> alone"
+
+
+@pytest.mark.parametrize(
+    "template, answer, trained",
+    [
+        (NAMES_TAGS, THINK.format("t", "a"), THINK.format("t", "a")),
+        (QWEN3, THINK.format("t", "a"), THINK.format("t", "a")),
+        (QWEN3, TWICE, TWICE),
+        (QWEN35, TWICE, TWICE),
+        (QWEN3, THINK.format("t", "Use </think> so."), THINK.format("t", "Use </think> so.")),
+        (QWEN3, QUOTES, THINK.format("", QUOTES)),
+        (QWEN3, "Use <think> and </think>.", THINK.format("", "Use <think> and </think>.")),
+        (QWEN35, RAW, THINK.format("t", "a")),
+        (QWEN35, QUOTES, ALONE),
+        (QWEN35, "<think>\ncut off", ALONE),
+        (QWEN3, "<think>\ncut off", ALONE),
+        (QWEN3, THINK.format("", "a"), THINK.format("", "a")),
+        (CHATML, QUOTES, QUOTES),
+        (CHATML, "<think>\ncut off", "<think>\ncut off"),
+    ],
+)
+def test_thinking_is_trained_as_the_row_has_it_or_the_row_is_dropped(
+    shown, template, answer, trained
+):
+    """Tags that an answer quotes are not the edges of thinking, whatever the system text names."""
+    messages = conversation("q", answer)
+    if trained == ALONE:
+        with pytest.raises(DropRowError, match=ALONE):
+            shown(template, messages)
+        return
+    (text,), notes = shown(template, messages)
+    prompt, _, said = text.partition("[")
+    assert prompt.endswith(ASKED + "<think>\n" * (template == QWEN35)) and not notes
+    assert "<think>\n" * (template == QWEN35) + said == trained + "$]"
+
+
+def test_thinking_under_a_key_may_name_the_tags_and_an_empty_key_hides_none(shown):
+    said = {"reasoning_content": "The tag </think> ends."}
+    (text,), _ = shown(QWEN3, [*conversation("q"), Message("assistant", "a", more=said)])
+    assert text == f"{ASKED}[{THINK.format('The tag </think> ends.', 'a')}$]"
+    empty = Message("assistant", THINK.format("t", "a"), more={"reasoning_content": ""})
+    assert shown(QWEN3, [*conversation("q"), empty])[0] == [
+        f"{ASKED}[{THINK.format('t', 'a')}$]"
+    ]
+
+
+def test_the_setting_that_closes_thinking_is_named(shown):
+    thinks = conversation("q", THINK.format("t", "a"))
+    with pytest.raises(
+        DropRowError, match="has thinking, but .* turn .enable_thinking = False."
+    ):
+        shown(QWEN3, thinks, variables={"enable_thinking": False})
+    empty = conversation("q", THINK.format("", "a"))
+    (text,), _ = shown(QWEN3, empty, variables={"enable_thinking": False})
+    assert text == f"{ASKED}<think>\n\n</think>\n\n[a$]"
+
+
+@pytest.mark.parametrize("turns", ["auto", "separate"])
+def test_a_system_text_that_only_the_last_question_shows_is_in_every_prompt(shown, turns):
+    messages = [Message("system", "Be brief."), *conversation("q", "a", "r", "b")]
+    texts, notes = shown(LAST_SYSTEM, messages, turns)
+    assert texts == ["[Q]q[/Q]a</s>[Q]Be brief. r[/Q][b</s>]", "[Q]Be brief. q[/Q][a</s>]"]
+    assert not notes
+    assert shown(LAST_SYSTEM, messages[:3], "together")[0] == texts[1:]
+    with pytest.raises(DropRowError, match="rewrites earlier turns"):
+        shown(LAST_SYSTEM, messages, "together")
+
+
+def calls(thinking="", content="", count=1):
+    return Message("assistant", content, 1.0, (CALL,) * count, {"thinking": thinking})
+
+
+def test_thinking_before_calls_is_shown_where_the_prompt_shows_it(shown):
+    """Calls and their final answer stay in one text; a later question forgets what was thought."""
+    task = [
+        *conversation("q"),
+        calls("t"),
+        Message("tool", "7"),
+        calls(content="u"),
+        Message("tool", "8"),
+    ]
+    messages = [*task, Message("assistant", "a"), *conversation("r", "b")]
+    first = "@user q$@assistant[ think t call f$]@tool 7$@assistant[ think u call f$]@tool 8$@assistant[ a$]"
+    later = "@user q$@assistant call f$@tool 7$@assistant call f$@tool 8$@assistant a$@user r$@assistant[ b$]"
+    assert shown(FORGETS, messages, tools=TOOLS) == ([later, first], [])
+    assert shown(FORGETS, messages[:7], "together", TOOLS) == ([first], [])
+    separate, _ = shown(FORGETS, messages, "separate", TOOLS)
+    whole = [re.sub("[][]", "", text) for text in (later, first)]
+    assert [re.sub("[][]", "", text) for text in separate[:2]] == whole
+    assert [text.count("[") for text in separate] == [1, 1, 1, 1]
+
+
+def test_a_turn_that_cannot_be_told_is_left_out_alone(shown):
+    """The second of two calls is not written."""
+    messages = [
+        *conversation("q"),
+        calls("t", count=2),
+        Message("tool", "7"),
+        Message("assistant", "a"),
+    ]
+    texts, notes = shown(FORGETS, messages, tools=TOOLS)
+    assert texts == ["@user q$@assistant think t call f$@tool 7$@assistant[ a$]"]
+    assert notes == ["turns left out, the chat template leaves out a part of an answer"]
+    with pytest.raises(DropRowError, match="leaves out a part of an answer"):
+        shown(FORGETS, messages, "together", TOOLS)
+    with pytest.raises(DropRowError, match="leaves out a part of an answer"):
+        shown(FORGETS, messages[:2], tools=TOOLS)
+
+
+def test_answers_before_a_question_and_after_an_answer(shown):
+    late = conversation("q", "a")
+    asks = "{% if messages[0].role == 'system' %}{% endif %}" + QWEN3
+    texts, notes = shown(asks, [Message("assistant", "Hello"), *late])
+    empty = THINK.format("", "{}$")
+    assert texts == ["@assistant\n" + empty.format("Hello") + f"\n{ASKED}[{empty.format('a')}]"]
+    assert notes == [
+        "turns left out, an answer stands where the chat template opens no turn, before the first question"
+    ]
+    texts, notes = shown(asks, [*late, Message("assistant", "b")])
+    assert texts == [f"{ASKED}[{empty.format('a')}]\n@assistant\n[{empty.format('b')}]"]
+
+
+def test_a_template_that_opens_turns_otherwise_shows_both_texts(shown):
+    other = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>model\n")
+    with pytest.raises(
+        DropRowError,
+        match=r"opens with '<.im_start.>model.n', but writes .* '<.im_start.>assistant.n2",
+    ):
+        shown(other, conversation("q", "a"))
+
+
+SHOWS_TOOLS = (
+    "{% for t in tools %}{{ t.function.name }} {% endfor %}"
+    + LOOP
+    + (
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+        + END.replace("OPENS", "")
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"default": PLAIN_CHATML, "tool_use": SHOWS_TOOLS},
+        {"tool_use": SHOWS_TOOLS},
+        SHOWS_TOOLS,
+    ],
+)
+def test_rows_with_tools_have_the_template_for_tools(tokenizer, given):
+    tokenizer.chat_template = given
+    template = ChatTemplate(tokenizer)
+    called = [*conversation("q"), Message("assistant", "", 1.0, (CALL,))]
+    (found,) = encode_all(template, called, TOOLS, [1])
+    assert (
+        found.text.startswith("f <|im_start|>user")
+        and '[{"name": "f", "arguments"' in found.text
+    )
+    assert template.end_of_turn == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    if "default" in given:
+        (found,) = encode_all(template, conversation("q", "a"), (), [1])
+        assert found.text.endswith("assistant\n[a<|im_end|>]")
+        return
+    with pytest.raises(DropRowError, match="is for rows with tools alone"):
+        template.render(conversation("q", "a"), (), [1])
+
+
+def test_templates_of_other_names_are_none(tokenizer):
+    tokenizer.chat_template = {"rag": PLAIN_CHATML}
+    with pytest.raises(DataError, match="no chat template of the name default or tool_use"):
+        ChatTemplate(tokenizer)
