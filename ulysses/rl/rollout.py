@@ -74,13 +74,13 @@ class Rollout:
         prompts: list[Tensor],
         answers: list[Completion],
         *,
-        shared_tokens: int = 0,
+        tokens_per_microbatch: int = 0,
         by_length: bool = False,
     ) -> "Rollout":
         """Lay out the answers, K to each prompt one after the other.
 
         Args:
-            shared_tokens: the most of the answers that share a prompt, which is in them once; 0 shares nothing.
+            tokens_per_microbatch: the most of the answers that share a prompt, which is in them once; 0 shares nothing.
             by_length: every answer weighs 1 in the loss, and not each of its tokens.
         """
         K = len(answers) // len(prompts)
@@ -91,7 +91,7 @@ class Rollout:
             # the last token of a prompt predicts, so that every sequence keeps it
             room -= 1 + count
             if n % K == 0 or room < 0:
-                owner, room = n, shared_tokens - len(prompt) - count
+                owner, room = n, tokens_per_microbatch - len(prompt) - count
             prefix = len(prompt) - 1 if owner < n else 0
             held = len(prompt) - prefix
             parts += [prompt[prefix:], answer.tokens]
@@ -265,7 +265,7 @@ class RolloutMaker:
             number,
             prompts,
             answers,
-            shared_tokens=self.tokens_per_microbatch * self.share_prompts,
+            tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
             by_length=self.config.loss_aggregation == "sequence",
         )
         if self.scorer is not None:
