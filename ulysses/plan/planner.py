@@ -10,14 +10,7 @@ from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, pack_step
 from ulysses.environment import local_world_size
 from ulysses.plan.hardware import GIB, free_host_bytes
-from ulysses.plan.step_cost import (
-    Plan,
-    Question,
-    fits,
-    predict,
-    states,
-    step_seconds,
-)
+from ulysses.plan.step_cost import Plan, Question, fits, predict, states, step_seconds
 
 # parameters of a layer times tokens, which take a CPU so long that its overhead for the layer is a hundredth
 CPU_WORK = 5e9

@@ -36,18 +36,13 @@ SLACK = 1.03  # the allocator's peak with the fragments that it cannot give back
 CONTEXT_BYTES = 1.3e9  # CUDA context and libraries, outside the allocator, on an H200
 COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
 
-# Rates measured on H200, as shares of the peaks.
-PRODUCTS, MEMORY_RATE, LINKS = (
-    0.64,
-    0.68,
-    0.36,
-)  # of matrices, of memory, and of links that transfers share
+# Rates measured on H200, as shares of the peaks: of products, of memory, and of links that transfers share.
+PRODUCTS, MEMORY_RATE, LINKS = 0.64, 0.68, 0.36
 # the time of a step's products where the layers' are of e4m3 numbers, rounding included, as a share of bfloat16's
 FP8_PRODUCTS = 0.8
 WIDE_HEADS = 1.28  # the time of attention with heads wider than 128
-CONTENTION = (
-    0.4  # of computation's and transfers' time is added to the other's: they share the memory
-)
+# of computation's and of transfers' time is added to the other's: they share the memory and the multiprocessors
+CONTENTION = 0.4
 HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at once
 # bytes that a layer's elementwise kernels move, for each token and unit of D + the feed-forward's width
 ELEMENTWISE = 33
