@@ -50,8 +50,9 @@ def choose(question: Question) -> Plan:
     """
     q = question
     if not q.machine.is_gpu:
-        level, resident = q.levels[0], places(q)[0]
-        return Plan(q, (level,) * q.model.shape.num_hidden_layers, resident=resident)
+        level, count = q.levels[0], q.model.shape.num_hidden_layers
+        away = count * (q.offload == "checkpoints" and level != "none")
+        return Plan(q, (level,) * count, away, places(q)[0])
     # to move what a level keeps may take longer than to compute it again at the next one
     asked = [q] if q.offload == "none" else [q, *(q._replace(recompute=x) for x in q.levels)]
     tried = [candidates(x, resident) for resident in places(q) for x in asked]
