@@ -41,7 +41,7 @@ from torch import Tensor
 
 from ulysses.config.section import ConfigError
 from ulysses.parallel.attention import UlyssesAttention
-from ulysses.plan.case import GIB
+from ulysses.plan.hardware import GIB
 from ulysses.watch.watch import Watch
 from ulysses.zero.construct import common_store, initialize_distributed
 

@@ -24,7 +24,7 @@ from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.random_keys import seed_of
-from ulysses.plan.case import device_peaks
+from ulysses.plan.hardware import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
 from ulysses.run.host_time import HostTime
 from ulysses.run.metrics import MetricsLog
@@ -46,6 +46,7 @@ class Trainer:
         policies: gradient policies, which act on the reduced gradient once per step.
         flops: (tokens, sum of squared lengths, tokens whose target is trained) -> model FLOPs of a forward and backward
             pass, for MFU.
+        predicted_gib: what the planner says that tensors take of a GPU, which is told beside what the first step took.
         description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
         say: prints a line.
         watch: is told of every phase, and knows whether this process was asked to stop.
@@ -57,6 +58,7 @@ class Trainer:
     total_steps: int
     policies: GradientPolicyChain
     flops: Callable[[float, float, float], float] = lambda *_: 0.0
+    predicted_gib: float = 0.0
     description: dict[str, object] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
@@ -104,6 +106,10 @@ class Trainer:
                 values = self.train_step()
                 if current == first:
                     self.say(self.watch.start_line())
+                    if measured := values.get("peak_memory_gib"):
+                        self.say(
+                            f"memory: predicted {self.predicted_gib:.1f} GiB, measured {measured:.1f} GiB"
+                        )
                 # the first step takes longer than others
                 if current == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)

@@ -182,15 +182,14 @@ class Checked(Protocol):
     resume_from: Path | None
 
 
-class MicroBatches(Protocol):
-    tokens: int
-
-
 class MemoryChoice(Protocol):
-    """How the layers run (ulysses.plan.case.Plan): tokens of a micro-batch, and of one without gradient."""
+    """How the layers run (ulysses.plan.step_cost.Plan); `graphs`: as CUDA graphs, which share no prompts."""
 
-    case: MicroBatches
-    pass_tokens: int
+    @property
+    def tokens_per_microbatch(self) -> int: ...
+
+    @property
+    def graphs(self) -> bool: ...
 
 
 class Watched(Protocol):
