@@ -13,7 +13,6 @@ from models.ops.experts import (
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
 from models.ops.linear import Adapter, Matrix, Products, linear, stacked
-from models.ops.low_rank_triton import narrow_backward
 from models.ops.norm import NormNode, NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
 
@@ -234,21 +233,6 @@ def test_dropout_is_of_the_inputs_of_adapters_alone():
     torch.manual_seed(3)
     (found,) = linear(x, Matrix(weight, adapter=Adapter(a, b, 2.0, 0.4)))
     all_near((found, *torch.autograd.grad(found, trained, grad)), wanted, torch.float32)
-
-
-@pytest.mark.gpu
-@each_dtype
-@pytest.mark.parametrize("rows, width, rank", [(130, 300, 16), (5000, 513, 3), (64, 4100, 24)])
-def test_both_products_with_a_gradient_in_one_pass(dtype, rows, width, rank):
-    grad, b, made = draw(
-        (rows, width + 24), (width, rank), (rows, 3 * rank), dtype=dtype, device="cuda"
-    )
-    grad, made = grad[:, :width], made[:, rank : 2 * rank]
-    wide = [t.double() for t in (grad, b, made)]
-    found = narrow_backward(grad, b, made, 0.7)
-    exact = 0.7 * wide[0] @ wide[1], wide[0].t() @ wide[2]
-    for mine, want in zip(found, exact):
-        near(mine, want, torch.float32)
 
 
 @each_dtype
