@@ -91,10 +91,6 @@ class GatedMLP(NamedTuple):
         tensors = self.norm, *self.pair.trained, *self.down.trained, self.after
         return [t for t in tensors if t is not None and t.requires_grad]
 
-    def normalised(self, rows: Tensor) -> Tensor:
-        """Return what gate and up multiply."""
-        return rms_norm(rows, self.norm, self.rule)
-
     def parts(self, x: Tensor, with_product: bool = True) -> tuple[Tensor, Tensor, Any]:
         """Return gate and up of normalised rows [S, D], and their product with down."""
         gate, up = self.pair.forward(x)
@@ -112,7 +108,8 @@ class GatedMLP(NamedTuple):
         """Return rows + the finished product of the normalised rows, in tiles and without a graph."""
 
         def finished(part: slice) -> Tensor:
-            return self.finished(self.parts(self.normalised(rows[part]))[2])
+            x = rms_norm(rows[part], self.norm, self.rule)
+            return self.finished(self.parts(x)[2])
 
         return add_by_tiles(finished, rows, tile)
 
@@ -140,7 +137,7 @@ class GatedMLP(NamedTuple):
         return to_hidden, sums.of(self.trained)
 
     def _tile(self, rows: Tensor, grad: Tensor, kept: Any, sums: Sums) -> Tensor:
-        x = self.normalised(rows)
+        x = rms_norm(rows, self.norm, self.rule)
         gate, up, product = kept or self.parts(x, self.after is not None)
         to_product = grad if self.factor == 1 else grad * self.factor
         if self.after is not None:
@@ -166,7 +163,7 @@ class _GatedMLPNode(torch.autograd.Function):
     def forward(
         ctx: Context[GatedMLP], rows: Tensor, mlp: GatedMLP, *trained: Tensor
     ) -> Tensor:
-        gate, up, product = mlp.parts(mlp.normalised(rows))
+        gate, up, product = mlp.parts(rms_norm(rows, mlp.norm, mlp.rule))
         ctx.save_for_backward(rows, gate, up, None if mlp.after is None else product)
         ctx.rest = mlp
         return mlp.finished(product).add_(rows)

@@ -53,7 +53,8 @@ class Matrix(NamedTuple):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the rows that are wanted."""
-        return self.part(self.packed.unpack(self.weight, dtype) if self.packed else self.weight)
+        weight = self.packed.unpack(self.weight, dtype) if self.packed else self.weight
+        return weight if self.chosen is None else weight[self.chosen]
 
     def part(self, tensor: Tensor) -> Tensor:
         """Return those of all rows that are wanted."""
@@ -115,10 +116,10 @@ class Products:
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the results [S, N]."""
-        self.start(x)
         biases = [None if m.bias is None else m.part(m.bias) for m in self.matrices]
         if not self.adapters:
             return products(x, self._dense(x.dtype), biases)
+        self.start(x)
         self._make(x)
         out = x.new_empty(len(x), sum(self.widths))
         results, parts = list(out.split(self.widths, 1)), self._parts()
@@ -151,9 +152,7 @@ class Products:
 
     def gradients(self, grad: Tensor, x: Tensor, sums: Sums) -> None:
         """Add the gradients of what is trained; after `back`."""
-        if self.made is None:
-            self._make(x)
-        parts, whole = self._parts(), all(m.chosen is None for m in self.matrices)
+        whole = all(m.chosen is None for m in self.matrices)
         if whole:
             sums.add_product([m.weight for m in self.matrices], grad, x)
         for m, own in zip(self.matrices, grad.split(self.widths, 1)):
@@ -161,10 +160,15 @@ class Products:
                 _add_rows(sums, m, m.weight, own, x)
             if m.bias is not None and m.bias.requires_grad:
                 sums.add(m.bias, _placed(column_sums(own), m, m.bias))
+        if not self.adapters:
+            return
+        if self.made is None:
+            self._make(x)
+        parts = self._parts()
+        for m, own in zip(self.matrices, grad.split(self.widths, 1)):
             if m.adapter is not None:
                 _add_rows(sums, m, m.adapter.b, own, next(parts))
-        if self.adapters:
-            sums.add_product([x.a for x in self.adapters], self.grads, self._kept(x))
+        sums.add_product([adapter.a for adapter in self.adapters], self.grads, self._kept(x))
 
     def _dense(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the matrices, those of bytes as neighbours in memory."""
@@ -186,12 +190,11 @@ class Products:
 
     def _make(self, x: Tensor) -> None:
         """Multiply by the a's, and scale before the result is rounded, so that b stays as it is."""
-        if self.adapters:
-            self.made = _scaled(self._kept(x), self._a.t(), self.adapters[0].scale)
+        self.made = _scaled(self._kept(x), self._a.t(), self.adapters[0].scale)
 
     def _parts(self) -> Iterator[Tensor]:
-        """Yield what each adapter made."""
-        yield from self.made.chunk(len(self.adapters), 1) if self.adapters else ()
+        """Return what each adapter made."""
+        return iter(self.made.chunk(len(self.adapters), 1))
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
