@@ -340,6 +340,59 @@ def test_experts_half(device, dtype, tile, kind):
     assert not of_weights[2][5].any()
 
 
+class Copied:
+    """Bytes that stand for themselves."""
+
+    def __init__(self, matrices):
+        self.shape = matrices.shape
+
+    def unpack(self, data, dtype, out):
+        return out.copy_(data)
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("form", ["dense", "packed", "packed transposed"])
+def test_adapters_of_experts(device, dtype, form):
+    """Rank 3 in room for 8; the matrices are frozen."""
+    shapes = (
+        (64, 32),
+        (64, 32),
+        (6, 48, 32),
+        (6, 32, 24),
+        (6, 3, 32),
+        (6, 48, 3),
+        (6, 3, 24),
+        (6, 32, 3),
+    )
+    grad, x, gate_up, down, *adapters = draw(*shapes, dtype=dtype, device=device)
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(64)]).to(device)
+    weights = torch.rand(64, 2).to(device)
+
+    def sums(x, weights, a, b, c, d):
+        both = torch.einsum("sd,nfd->snf", x, gate_up.double() + 0.5 * b @ a)
+        gate, up = both.chunk(2, -1)
+        every = torch.einsum("snf,ndf->snd", F.silu(gate) * up, down.double() + 0.5 * d @ c)
+        return (weights[..., None] * every.gather(1, chosen[..., None].expand(-1, -1, 32))).sum(
+            1
+        )
+
+    wanted = in_float64(sums, (x, weights, *adapters), grad)
+    x, weights, a, b, c, d = trained = [t.requires_grad_() for t in (x, weights, *adapters)]
+    turned = "transposed" in form
+    matrices = [m.mT.contiguous() if turned else m for m in (gate_up, down)]
+    stacks = [
+        Stack(m, None if form == "dense" else Copied(m), Adapter(*own, 0.5), None, turned)
+        for m, own in zip(matrices, ((a, b), (c, d)))
+    ]
+    experts = ExpertStacks(*stacks, 6, trained[2:])
+    found = ExpertsNode.apply(x, weights, chosen, experts, *trained[2:])
+    factor = 2.0 if dtype == torch.float32 else 4.0
+    grads = torch.autograd.grad(found, trained, grad)
+    for mine, want in zip((found, *grads), wanted):
+        near(mine, want, dtype, mine.dtype, factor)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 def test_kernels_run_where_the_current_device_is_another():
