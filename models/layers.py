@@ -9,9 +9,7 @@ layer's calls, but not those of what is inside it.
 Shapes: S local tokens, D width.
 """
 
-from collections.abc import Callable, Iterable
-from functools import cache
-from statistics import fmean
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +21,6 @@ from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.levels import Rope
-from ulysses.memory.size import LayerSize, Setting
 from ulysses.memory.tiling import tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.layout import AttentionPlan
@@ -31,7 +28,7 @@ from ulysses.parallel.layout import AttentionPlan
 if TYPE_CHECKING:
     from models.moe import MoE, RouterRecord
     from models.ops.experts import SparseMLP
-    from ulysses.memory.layer_node import Mixer, Pair
+    from ulysses.memory.layer_node import Mixer
     from ulysses.memory.offload import Offloader
 
 
@@ -39,8 +36,7 @@ class DecoderLayer(nn.Module):
     """One layer on this rank's tokens; ZeRO-3 gathers it as a whole.
 
     forward(hidden [S, D], the tables (cos, sin) of its kind, plan) -> hidden [S, D]; `plan` is the batch's attention
-    plan, `pair` what this layer shares with its neighbour at level "pair". `set_memory` says what its graph keeps,
-    before the first forward.
+    plan. `set_memory` says what its graph keeps, before the first forward.
     """
 
     def __init__(
@@ -83,15 +79,13 @@ class DecoderLayer(nn.Module):
         """The norms before and after the mixer and before and after the feed-forward."""
         return [getattr(self, name) if name else NO_NORM for name in self.norm_names]
 
-    def forward(
-        self, hidden: Tensor, rope: Rope, plan: AttentionPlan, pair: "Pair | None" = None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
         learns = torch.is_grad_enabled()
         if learns and self.recompute != "none":
             from ulysses.memory.layer_node import LayerNode
 
             parameters = [p for stage in self.stage_parameters() for p in stage]
-            return LayerNode.apply(self, rope, plan, pair, hidden, *parameters)
+            return LayerNode.apply(self, rope, plan, hidden, *parameters)
         *heads, hidden = self.project(hidden, rope)
         middle = self.output(hidden, self.mixer.mix(*heads, plan=plan))
         return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
@@ -171,17 +165,3 @@ def _classes(kind: LayerKind) -> tuple[Any, Any]:
 
 def _parameters(part: nn.Module | nn.Parameter) -> Iterable[nn.Parameter]:
     return part.parameters() if isinstance(part, nn.Module) else [part]
-
-
-@cache
-def layer_sizes(config: ModelConfig, setting: Setting) -> tuple[LayerSize, LayerSize]:
-    """Return the mean of a model's layers, and a layer that is as large as the largest in everything."""
-    each = ([part.size(config, setting) for part in _classes(x)] for x in config.layers)
-    parts = [*zip(*each)]
-    norms_after = sum(map(bool, config.family.norms[1::2]))
-
-    def over_layers(function: Callable[[Iterable[float]], float]) -> LayerSize:
-        sizes = (type(part[0])._make(map(function, zip(*part))) for part in parts)
-        return LayerSize(config.hidden_size, norms_after, *sizes)
-
-    return over_layers(fmean), over_layers(max)

@@ -24,7 +24,6 @@ from models.ops.experts import (
 )
 from models.ops.linear import Adapter
 from models.ops.norm import NormRule
-from ulysses.memory.size import FeedForwardSize, Setting
 from ulysses.memory.tiling import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch
 
@@ -258,30 +257,4 @@ class MoE(nn.Module):
             self.place,
             router.bias,
             *beside,
-        )
-
-    @staticmethod
-    def size(config: ModelConfig, setting: Setting) -> FeedForwardSize:
-        """Return what experts take, with their router."""
-        assert config.moe is not None
-        D, N, k = config.hidden_size, config.moe.num_experts, config.moe.num_experts_per_tok
-        each = 3 * config.moe.moe_intermediate_size * D
-        shared = config.moe.shared_expert_intermediate_size or 0
-        for_all = (3 * shared + 1) * D if shared else 0
-        inner, copied = k * config.moe.moe_intermediate_size, k * D
-        # a router that is trained keeps its rows in float32 too
-        rows = D * (setting.is_full and setting.element_size < 4)
-        return FeedForwardSize(
-            parameters=N * (each + D) + for_all,
-            met=k * each + N * D + for_all,
-            inner=inner + shared,
-            copied=copied,
-            # of the shared expert its gate, up and their product, its output and the sigmoid
-            kept=2 * inner + D + (3 * shared + D + 1 if shared else 0),
-            exact=N + 4 * k + rows,  # probabilities, and of the choice its weights and numbers
-            # two kinds of copies, and gate and up with their gradients, both twice as wide
-            work=6 * inner + 2 * copied + 4 * shared,
-            unpacked=2 * N * (each + D) // 3,  # gate and up
-            tile_factor=EXPERT_TILES,
-            captured=0,
         )
