@@ -164,13 +164,14 @@ class _GatedMLPNode(torch.autograd.Function):
         ctx: Context[GatedMLP], rows: Tensor, mlp: GatedMLP, *trained: Tensor
     ) -> Tensor:
         gate, up, product = mlp.parts(rms_norm(rows, mlp.norm, mlp.rule))
-        ctx.save_for_backward(rows, gate, up, None if mlp.after is None else product)
+        kept = None if mlp.after is None else product
+        ctx.save_for_backward(rows, gate, up, kept, *mlp.pair.kept, *mlp.down.kept)
         ctx.rest = mlp
         return mlp.finished(product).add_(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[GatedMLP], grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *kept = ctx.saved_tensors
+        rows, *kept = ctx.saved_tensors[:4]
         to_rows, found = ctx.rest.gradients(rows, grad, len(rows), kept)
         return to_rows, None, *found

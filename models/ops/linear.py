@@ -108,6 +108,11 @@ class Products:
         self.made: Any = None
         self.grads: Any = None  # scale * grad b of all adapters
 
+    @property
+    def kept(self) -> tuple[Tensor | None, Tensor | None]:
+        """What backward needs; nodes save it, so that it counts among what a graph holds."""
+        return self.made, self.mask
+
     def start(self, rows: Tensor) -> None:
         """Draw what adapters drop of such rows [S, D]; `forward` does it itself."""
         self.mask = self.made = None
@@ -261,9 +266,10 @@ class LinearNode(torch.autograd.Function):
     def forward(
         ctx: Context[Products], x: Tensor, own: Products, *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x if trained else None, *(m.chosen for m in own.matrices))
+        results, chosen = own.forward(x), (m.chosen for m in own.matrices)
+        ctx.save_for_backward(x if trained else None, *chosen, *own.kept)
         ctx.rest = own
-        return tuple(own.forward(x))
+        return tuple(results)
 
     @staticmethod
     @once_differentiable

@@ -407,7 +407,9 @@ def test_an_adapter_over_a_base_in_fp8_is_refused(base, tmp_path):
     adapter_by_peft(base, folder := tmp_path / "adapter")
     path = folder / "adapter_model.safetensors"
     save_file(load_file(path), path, metadata={"quantize": "fp8"})
-    with pytest.raises(ValueError, match="was trained on a base of fp8 numbers, which is read no more; merge"):
+    with pytest.raises(
+        ValueError, match="was trained on a base of fp8 numbers, which is read no more; merge"
+    ):
         WeightFiles(folder)
 
 
