@@ -62,7 +62,8 @@ class ActivateNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context[str], gate: Tensor, up: Tensor, kind: str) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+        if gate.stride() != up.stride():
+            gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         ctx.rest = kind
         return activate(gate, up, kind)
