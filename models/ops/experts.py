@@ -199,69 +199,53 @@ class Stack(NamedTuple):
         """The adapter's rank, made one that a call for all groups can multiply."""
         return 0 if self.adapter is None else -(-self.adapter.a.shape[1] // 8) * 8
 
-    @property
-    def _a(self) -> Tensor:
-        assert self.adapter is not None
-        return F.pad(self.adapter.a, (0, 0, 0, self.room - self.adapter.a.shape[1]))
-
-    @property
-    def _b(self) -> Tensor:
-        assert self.adapter is not None
-        return F.pad(self.adapter.b, (0, self.room - self.adapter.b.shape[2]))
-
-    def _dense(self, dtype: torch.dtype, more: Tensor | None, axis: int) -> Tensor:
-        """Return the matrices, and the rows (axis 1) or columns (2) of `more` after their own."""
-        if self.packed is None:
-            return self.matrices.mT if self.transposed else self.matrices
-        size, axis = list(self.packed.shape), 3 - axis if self.transposed else axis
-        size[axis] += self.room
-        wide = torch.empty(size, dtype=dtype, device=self.matrices.device)
-        self.packed.unpack(self.matrices, dtype, wide.narrow(axis, 0, size[axis] - self.room))
-        if more is not None:
-            last = wide.narrow(axis, size[axis] - self.room, self.room)
-            last.copy_(more.mT if self.transposed else more)
-        return wide.mT if self.transposed else wide
-
     def _split(self, rows: Tensor) -> Sequence[Tensor]:
         """Return the columns of rows, or of gradients, and those after them."""
         return rows.split([rows.shape[1] - self.room, self.room], 1)
 
-    def _narrow(self, rows: Tensor, first: Tensor, ends: Tensor) -> None:
-        """Write the last columns of rows: scale * rows times `first`."""
-        assert self.adapter is not None
+    def narrow(self, rows: Tensor, ends: Tensor, *, back: bool = False) -> Tensor | None:
+        """Write the last columns of rows, or of a gradient if `back`; return what they are multiplied by."""
+        if self.adapter is None:
+            return None
+        a, b, scale, _ = self.adapter
+        more = self.room - a.shape[1]
+        a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+        first, last = (b, a) if back else (a.mT, b.mT)
         own, narrow = self._split(rows)
-        torch.mul(grouped_product(own, first, ends), self.adapter.scale, out=narrow)
+        torch.mul(grouped_product(own, first, ends), scale, out=narrow)
+        return last
 
-    def _product(
-        self, rows: Tensor, matrices: Tensor, last: Tensor | None, ends: Tensor
-    ) -> Tensor:
-        """Multiply rows by matrices, and their last columns, if an adapter has them, by `last`."""
-        if last is None or self.packed is not None:
-            return grouped_product(rows, matrices, ends)
-        own, narrow = self._split(rows)
-        return grouped_product(own, matrices, ends).add_(grouped_product(narrow, last, ends))
-
-    def narrow(self, rows: Tensor, ends: Tensor) -> None:
-        """Write the last columns of rows, as `product` does."""
-        if self.adapter is not None:
-            self._narrow(rows, self._a.mT, ends)
+    def _through(self, rows: Tensor, ends: Tensor, *, back: bool) -> Tensor:
+        """Multiply rows by the matrices, or gradients by their transposes."""
+        last, is_turned = self.narrow(rows, ends, back=back), back == self.transposed
+        if self.packed is None:
+            matrices = self.matrices.mT if is_turned else self.matrices
+            if last is None:
+                return grouped_product(rows, matrices, ends)
+            own, narrow = self._split(rows)
+            return grouped_product(own, matrices, ends).add_(
+                grouped_product(narrow, last, ends)
+            )
+        size, axis = list(self.packed.shape), 2 if is_turned else 1
+        size[axis] += self.room
+        wide = torch.empty(size, dtype=rows.dtype, device=rows.device)
+        inside = wide.narrow(axis, 0, size[axis] - self.room)
+        self.packed.unpack(self.matrices, rows.dtype, inside)
+        matrices = wide.mT if is_turned else wide
+        if last is not None:
+            matrices[:, -self.room :] = last
+        return grouped_product(rows, matrices, ends)
 
     def product(self, rows: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
         """Return the product [M, O] of sorted rows [M, K]."""
-        self.narrow(rows, order.ends)
-        b = None if self.adapter is None else self._b
-        matrices = self._dense(rows.dtype, b, 2).mT
-        out = self._product(rows, matrices, None if b is None else b.mT, order.ends)
+        out = self._through(rows, order.ends, back=False)
         if self.bias is not None:
             out.addmm_(order.shares(out.dtype, weights), self.bias)
         return out
 
     def back(self, grad: Tensor, ends: Tensor) -> Tensor:
         """Return the gradient of `product`'s rows."""
-        a = None if self.adapter is None else self._a
-        if a is not None:
-            self._narrow(grad, self._b, ends)
-        return self._product(grad, self._dense(grad.dtype, a, 1), a, ends)
+        return self._through(grad, ends, back=True)
 
     def gradients(
         self, grad: Tensor, rows: Tensor, order: Order, weights: Tensor | None = None
@@ -270,9 +254,8 @@ class Stack(NamedTuple):
         found: Found = {}
         ends = order.ends
         if self.adapter is not None:
-            a, b, room = *self.adapter[:2], self.room
-            grad, to_narrow = grad.split([grad.shape[1] - room, room], 1)
-            rows, narrow = rows.split([rows.shape[1] - room, room], 1)
+            a, b = self.adapter[:2]
+            (grad, to_narrow), (rows, narrow) = self._split(grad), self._split(rows)
             found[a] = grouped_outer(to_narrow, rows, ends)[:, : a.shape[1]]
             found[b] = grouped_outer(grad, narrow, ends)[..., : b.shape[2]]
         if self.matrices.requires_grad:

@@ -218,7 +218,8 @@ class _ProjectNode(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         results = own.matrices.forward(rms_norm(hidden, own.norm, own.rule))
         query, key, value = (result.unflatten(1, (-1, own.head_dim)) for result in results)
-        ctx.save_for_backward(hidden, cos, sin, *((query, key) if own.norms else ()))
+        kept = (query, key) if own.norms else ()
+        ctx.save_for_backward(hidden, cos, sin, *own.matrices.kept, *kept)
         ctx.rest = own
         out = None if own.norms else (query, key)
         return *rotate_pair(query, key, cos, sin, own.rule, *own.norms, out=out), value, hidden
@@ -226,7 +227,7 @@ class _ProjectNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[Projection], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden, cos, sin, *kept), own = ctx.saved_tensors, ctx.rest
+        (hidden, cos, sin, _, _, *kept), own = ctx.saved_tensors, ctx.rest
         matrices, sums = own.matrices, Sums(whole=True)
         flat = hidden.new_empty(len(hidden), sum(matrices.widths))
         parts = [

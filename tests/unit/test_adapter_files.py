@@ -403,6 +403,16 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
         assert_close(merged(row[None]).logits, theirs(row[None]).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_an_adapter_over_a_base_in_fp8_is_refused(base, tmp_path):
+    adapter_by_peft(base, folder := tmp_path / "adapter")
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path), path, metadata={"quantize": "fp8"})
+    with pytest.raises(
+        ValueError, match="was trained on a base of fp8 numbers, which is read no more; merge"
+    ):
+        WeightFiles(folder)
+
+
 def test_checkpoints_with_earlier_names_of_adapters_are_read(tmp_path):
     stem, values = "model.layers.0.self_attn.q_proj", torch.arange(6.0)
     pieces = [[f"{stem}.lora_A.default.weight", 0, 4, 0], [f"{stem}.base_layer.bias", 0, 2, 4]]

@@ -180,6 +180,7 @@ SFT --model.config.rope_scaling {"rope_type":"longrope","long_factor":[2]} \
 SFT --model.rope.type longrope => is 'longrope': input should be 'default', 'linear', 'llama3' or 'yarn'
 SFT --model.lora.rank 4 --model.lora.targets [] => model.lora.targets is []: list should have at least 1 item
 SFT --model.lora.rank 4 --model.lora.targets lm_head => model.lora.targets
+SFT --model.lora.rank 4 --model.quantize fp8 => model.quantize is 'fp8': input should be 'none' or 'nf4'
 SFT --data.train {"path":""} => data source : path: String should have at least 1 character
 SFT --data.train {"path":"x","weight":Infinity} => data source x: weight: Input should be a finite number
 DEMO --dpo.loss_type ["sigmoid","sft"] => or set dpo.sft_weight

@@ -52,7 +52,7 @@ class LoraSection(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps updates of one size at every rank (rsLoRA, 2312.03732)."""
     dropout: Share = 0.0
-    """Probability of dropping an input of an adapter during training; 0 drops none."""
+    """Probability of dropping an input of an adapter during training; those of the same rows drop the same ones."""
     targets: list[Literal[LORA_TARGETS + RULE_TARGETS]] = Field(
         list(LORA_TARGETS), min_length=1
     )

@@ -121,9 +121,10 @@ def _attention(shape: ModelConfig, setting: Setting) -> LayerCost:
     parameters = D * (2 * (query + key) + gate)
     # queries, keys and values, the output twice if it is exchanged
     kept = query * (2 + (ranks > 1)) + 2 * held
-    kept += (query + key) * (family.qk_norm != "none")
-    # rows that a norm makes for adapters, or twice for a gate; its sigmoid, and what it lets through
-    kept += D * (2 if gate else setting.adapted and bool(family.norms[0])) + 2 * gate
+    # before their norms; with adapters in one tensor with the values, which are held again if they are exchanged
+    kept += (query + key * (1 + (setting.adapted and ranks > 1))) * (family.qk_norm != "none")
+    # rows that a norm makes twice for a gate; its sigmoid, and what it lets through
+    kept += (2 * D + 2 * gate) * bool(gate)
     kept += rank * (4 + bool(gate))
     results = size * query + 4 * H  # with the log-sum-exp
     return LayerCost(
@@ -152,6 +153,8 @@ def _linear_attention(shape: ModelConfig, setting: Setting) -> LayerCost:
     # output, and their product
     kept = 2 * D + setting.ranks * own + 4 * out
     kept += setting.rank * (4 if shape.family.fused_projections else 5)
+    if shape.family.fused_projections and setting.ranks == 1:
+        kept += 2 * H * setting.adapted  # b and a, in one tensor with q | k | v
     return LayerCost(
         mixer=parameters,
         met=parameters,
@@ -167,10 +170,8 @@ def _linear_attention(shape: ModelConfig, setting: Setting) -> LayerCost:
 
 
 def _mlp(shape: ModelConfig, setting: Setting) -> LayerCost:
-    """Adapters keep the inputs of its products as well."""
     D, F = shape.hidden_size, shape.intermediate_size
-    kept = 2 * F + 3 * setting.rank + setting.adapted * (F + D * bool(shape.family.norms[2]))
-    parameters = 3 * D * F
+    kept, parameters = 2 * F + 3 * setting.rank, 3 * D * F
     return LayerCost(feed_forward=parameters, met=parameters, kept=setting.size * kept, inner=F)
 
 
