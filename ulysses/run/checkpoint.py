@@ -62,8 +62,6 @@ def save_checkpoint(
             files |= {path.name: digest_of(path) for path in rest}
             write_run_state(temporary, {**state, "files": files})
             flush_to_disk([*rest, temporary / "run.json", temporary])
-            if final.exists():  # of the same step
-                _delete(final)
             temporary.rename(final)
             flush_to_disk([folder])
             best, _ = state.get("best") or (None, None)
