@@ -132,14 +132,22 @@ def test_export_complains_in_one_sentence(run, tmp_path, capsys, monkeypatch):
     for source, out, complaint in (
         (run, tmp_path / "out", "is not a complete checkpoint"),
         (checkpoint, run / "metrics.jsonl/out", "metrics.jsonl"),
-        (checkpoint, run / "checkpoints", "checkpoints holds step-2/"),
+        (
+            checkpoint,
+            run / "checkpoints",
+            "checkpoints holds step-2, but an export needs a new or empty folder",
+        ),
         (checkpoint, checkpoint, "step-2 holds rank-"),
         (checkpoint, checkpoint / "out", "which is read for it; give a folder apart"),
         (checkpoint, run / "tokenizer", "which is read for it; give a folder apart"),
         (checkpoint, run, f"{run} holds "),
-        (checkpoint, f"{models}/", "models holds other/weights, which no run or export wrote"),
-        (checkpoint, ".", "models holds other/weights, which"),
-        (checkpoint, tmp_path / "link", "link holds other/weights, which"),
+        (
+            checkpoint,
+            f"{models}/",
+            "models holds other, but an export needs a new or empty folder",
+        ),
+        (checkpoint, ".", "models holds other, but"),
+        (checkpoint, tmp_path / "link", "link holds other, but"),
     ):
         assert main([str(source), str(out)]) == 2
         said = capsys.readouterr().err
