@@ -139,7 +139,7 @@ def test_export_complains_in_one_sentence(run, tmp_path, capsys, monkeypatch):
         ),
         (checkpoint, checkpoint, "step-2 holds rank-"),
         (checkpoint, checkpoint / "out", "which is read for it; give a folder apart"),
-        (checkpoint, run / "tokenizer", "which is read for it; give a folder apart"),
+        (checkpoint, run / "tokenizer", "tokenizer holds chat_template.jinja, "),
         (checkpoint, run, f"{run} holds "),
         (
             checkpoint,
@@ -167,6 +167,7 @@ def test_a_run_exports_the_precision_and_the_shards_of_its_settings(tmp_path):
     assert any(own.read(n).bfloat16().ne(own.read(n)).any() for n in own.tensors)
     assert main([checkpoint, str(out)]) == 0
     assert_same_folder(out, tmp_path / "run/export")
+    out = tmp_path / "rounded"
     assert main([checkpoint, str(out), "--dtype", "bfloat16", "--shard-gib", "1"]) == 0
     rounded = WeightFiles(out)
     assert all(torch.equal(own.read(n).bfloat16(), rounded.read(n)) for n in own.tensors)

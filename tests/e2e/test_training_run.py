@@ -34,9 +34,7 @@ def face(place, port):
         run.train()
         found = {"step": run.trainer.step, "metrics": run.trainer.metrics}
         run.export(place / "elsewhere")
-    found["silent"] = until(
-        lambda: "heartbeat" not in [t.name for t in threading.enumerate()]
-    )
+    found["silent"] = until(lambda: "heartbeat" not in [t.name for t in threading.enumerate()])
     os.environ["MASTER_PORT"] = str(port)
     initialize_distributed()  # for the harness
     return found
