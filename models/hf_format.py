@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,9 +26,6 @@ from models.folders import (
     read_json,
 )
 from models.multimodal import CARRIED, inside
-
-if TYPE_CHECKING:
-    from models.expert_files import BlockTensor, JoinedTensor
 
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
@@ -198,16 +195,14 @@ class NamedTensors(dict[str, Any]):
         super().__setitem__(name, tensor)
 
 
-Stored: TypeAlias = "StoredTensor | JoinedTensor | BlockTensor"
-
-
 class WeightFiles:
     """Read the weights of a model folder by name, as flat slices, touching only the bytes asked for.
 
     The folder of a LoRA adapter is read together with its base model: a slice of an adapted matrix is the base's slice
     plus scale * B A, added in float32. A score head in the adapter's file replaces the base's.
 
-    tensors: all that is stored, by name; an adapted matrix has its base's dtype, although it is read in float32.
+    tensors: all that is stored, by name: StoredTensors, or what models/expert_files.py makes of several. An adapted
+        matrix has its base's dtype, although it is read in float32.
     adapter: adapter_config.json of an adapter's folder.
     dtype: of the adapters, which is the precision that they were trained in; None without them.
     quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
@@ -217,7 +212,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, Stored] = NamedTensors(folder)
+        self.tensors: dict[str, Any] = NamedTensors(folder)
         self.carried: dict[str, StoredTensor] = NamedTensors(folder)
         self.adapter: Fields | None = None
         self.dtype: torch.dtype | None = None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from models.arch import ModelConfig
 from models.decoder import VALUE, init_parameter
 from models.folders import VOCABULARY
-from models.hf_format import Stored, WeightFiles
+from models.hf_format import WeightFiles
 from models.kinds import parameter_shapes
 from ulysses.parallel.random_keys import keyed_generator
 
@@ -42,7 +43,7 @@ class InitialWeights:
         self.shape, self.quantize, self.new_rows = shape, quantize, new_rows
         self.seed = seed
         self.files, self.started = None, {}
-        self.stored: Mapping[str, Stored] = {}
+        self.stored: Mapping[str, Any] = {}
         self.paths: list[Path] = []
         if folder:
             self.files = WeightFiles(folder)
@@ -95,7 +96,7 @@ class InitialWeights:
 
         stored = self.stored.get(name)
         if stored and stored.state:
-            return stored.read_packed()  # type: ignore[union-attr]  # StoredTensors alone have one
+            return stored.read_packed()
         shape = parameter_shapes(self.shape)[name]
         dtype = stored.dtype if stored else torch.float32
         matrix = torch.empty(shape, dtype=dtype, device=device)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig
+from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig, architecture
 from models.folders import (
     ADAPTER_CONFIG,
     folder_with,
@@ -19,7 +19,6 @@ from models.folders import (
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.kinds import parameter_shapes
-from models.published import architecture
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.data.read.chat import ChatTemplate
