@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from models.arch import ModelConfig
+from models.arch import ModelConfig, architecture
 from models.decoder import CausalLM
 from models.kinds import count_parameters
 from models.lora import LoraLinear, add_adapters
-from models.published import architecture
 from tests import rows_of
 from tests.family_case import FAMILIES, raw
 from ulysses.check.adapter_settings import check_adapters, choose_targets

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from models.arch import ModelConfig
-from models.published import architecture
+from models.arch import ModelConfig, architecture
 from tests import ROOT
 from tests.engine_case import Case as EngineCase
 from tests.engine_case import build_trainer

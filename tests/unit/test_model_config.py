@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from models.arch import ModelConfig
+from models.arch import ARCHITECTURES, ModelConfig
 from models.families import FAMILIES, RopeScaling
-from models.published import ARCHITECTURES
 from tests import rows_of
 from tests.family_case import FAMILIES as CASES
 from tests.model_folder import tiny_config

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.arch import ModelConfig
-from models.published import architecture
+from models.arch import ModelConfig, architecture
 from tests import rows_of
 from tests.engine_case import SHAPE
 from tests.harness import run_distributed

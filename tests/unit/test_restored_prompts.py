@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.published import architecture
+from models.arch import architecture
 from tests.data_case import content
 from ulysses.config.command_line import check
 from ulysses.data.serve.dataset import TokenizedDataset

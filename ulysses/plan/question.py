@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from models.arch import ModelConfig
+from models.arch import ModelConfig, recognised
 from models.folders import read_config, resolve_model
 from models.kinds import empty_model
-from models.published import recognised
 from ulysses.config.schema import Config
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader

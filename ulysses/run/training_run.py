@@ -283,24 +283,14 @@ class TrainingRun:
         dtype = config.model.dtype if for_servers else config.export_dtype
 
         def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-            found = full_parameters(
+            return full_parameters(
                 self.engine,
                 lambda name: wanted(name) and not name.startswith(VALUE),
                 exact=dtype > config.model.dtype,
             )
-            if config.model.quantize == "none":
-                return found
-            from models.quantized import dense, originals
 
-            files = self.inputs.weights.files
-            # servers sample from what is trained on
-            if for_servers or not files:
-                return dense(self.engine.module, found)
-            return originals(found, files)
-
-        merge = for_servers or config.model.lora.merge
         given = read, folder, self.inputs.shape, config, step
-        note = export_model(*given, merge=merge, dtype=dtype, replaces=for_servers)
+        note = export_model(*given, dtype=dtype, for_servers=for_servers)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}; {note}" if note else f"exported {folder}")
         dist.barrier()
