@@ -16,20 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.arch import ModelConfig
-from models.modules import (
-    NO_NORM,
-    Exact,
-    Linear,
-    MakeLinear,
-    Norm,
-    RMSNorm,
-    Unfilled,
-    is_plain,
-    is_watched,
-    some_columns,
-)
+from models.modules import Exact, Linear, MakeLinear, Norm, RMSNorm, Unfilled
 from models.ops import delta_kernels, delta_rule
 from models.ops.gated_mlp import ActivateNode
+from models.ops.linear import Matrix, linear
 from models.ops.norm import NormNode, NormRule
 from ulysses.memory.levels import Rope
 from ulysses.parallel.attention import UlyssesAttention
@@ -72,37 +62,29 @@ class GatedDelta(nn.Module):
         self.norm = RMSNorm(self.shape.linear_value_head_dim, NormRule(config.rms_norm_eps))
         self.out_proj = linear(widths[-1], D, bias=False)
 
-    def forward(self, x: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
-        """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
-        *heads, _ = self.project(x, NO_NORM, rope)
-        return self.output(self.mix(*heads, plan=plan), x, NO_NORM)
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether only a call of the whole module runs somebody's hook."""
-        return is_watched(self) or is_watched(self.conv1d)
-
     def project(self, hidden: Tensor, norm: Norm, rope: Rope) -> tuple[Tensor, ...]:
         """Return q | k | v [S, F], b and a [S, H] of the layer's input, and the input, for `output`."""
         x = norm(hidden)
         if not self.fused:
-            return self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x), hidden
-        qkv = torch.cat(self._columns(x)[:3])
-        both = self.in_proj_ba(x).unflatten(1, (self.shape.linear_num_key_heads, 2, -1))
+            parts = self.in_proj_qkv, self.in_proj_b, self.in_proj_a
+            return *linear(x, *(part.operands() for part in parts)), hidden
+        qkv, both = linear(x, self._rows(slice(3)), self.in_proj_ba.operands())
+        both = both.unflatten(1, (self.shape.linear_num_key_heads, 2, -1))
         b, a = (part.flatten(1) for part in both.unbind(2))
-        return some_columns(self.in_proj_qkvz, x, qkv), b, a, hidden
+        return qkv, b, a, hidden
 
-    def _columns(self, x: Tensor) -> list[Tensor]:
-        """Return the columns of q, k, v and z in the fused projection, where those of a key head stand together."""
+    def _rows(self, part: slice) -> Matrix:
+        """Return some of q, k, v and z in the fused projection's matrix, whose rows stand together by key head."""
         count, heads = self.in_proj_qkvz.out_features, self.shape.linear_num_key_heads
         each = [width // heads for width in self.shape.widths]
-        columns = torch.arange(count, device=x.device).view(heads, -1)
-        return [part.flatten() for part in columns.split([*each, each[-1]], 1)]
+        rows = torch.arange(count, device=self.in_proj_qkvz.weight.device).view(heads, -1)
+        parts = rows.split([*each, each[-1]], 1)[part]
+        chosen = torch.cat([own.flatten() for own in parts])
+        return self.in_proj_qkvz.operands()._replace(chosen=chosen)
 
     def _gate(self, x: Tensor) -> Tensor:
-        if not self.fused:
-            return self.in_proj_z(x)
-        return some_columns(self.in_proj_qkvz, x, self._columns(x)[3])
+        own = self._rows(slice(3, 4)) if self.fused else self.in_proj_z.operands()
+        return linear(x, own)[0]
 
     def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
         """Run the rule; with a graph, which keeps the shards and runs the rule again in backward."""
@@ -171,16 +153,8 @@ class GatedDelta(nn.Module):
     def output(self, mixed: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds of the rule's output [S, H, V] and of the layer's input."""
         gate = self._gate(norm(hidden))
-        if is_plain(self.norm):
-            normal = NormNode.apply(mixed, self.norm.weight, self.norm.rule)
-        else:
-            normal = self.norm(mixed)
+        normal = NormNode.apply(mixed, self.norm.weight, self.norm.rule)
         return self.out_proj(ActivateNode.apply(gate, normal.flatten(1), "silu"))
-
-    @property
-    def output_is_fresh(self) -> bool:
-        """Whether nobody else may hold what `output` returns, as a hook or an adapter might."""
-        return is_plain(self.out_proj)
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return False: the rule's chunks are counted on the host."""

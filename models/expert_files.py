@@ -202,7 +202,7 @@ def is_of_experts(name: str) -> bool:
 def peft_tensor(name: str, tensor: Tensor, adapted: list[str]) -> tuple[str, Tensor]:
     """Return an adapter's name and tensor as PEFT saves them, which wraps one of two parameters inside the other."""
     if not is_of_experts(name):
-        return name, tensor
+        return name + ".weight" * (".lora_" in name), tensor
     stem, _, last = name.rpartition(".")
     inner = ".base_layer" if last != adapted[-1] else ""
     flat = tensor.flatten(0, 1) if ".lora_A" in stem else tensor.permute(1, 2, 0).flatten(1)

@@ -68,7 +68,7 @@ class StoredTensor(NamedTuple):
         if self.state:
             from models.quantized import unpack
 
-            matrix = unpack("nf4", self.read_packed(), self.shape, torch.float32)
+            matrix = unpack(self.read_packed(), self.shape, torch.float32)
             return matrix.view(-1)[start:stop]
         with safe_open(self.file, "pt") as file:
             return self.part(file, start, stop, device)
@@ -136,7 +136,7 @@ def _join_packed(path: Path, found: dict[str, StoredTensor]) -> None:
             shape, dtype = torch.Size(state["shape"]), getattr(torch, state["dtype"])
             codes, sizes, *numbers = (found[name + part].shape.numel() for part in NF4_PARTS)
             sums = [codes, sizes, 4 * (1 + sum(numbers))]
-            is_nf4 = layout == (BLOCK, OUTER, "nf4") and sums == packed_parts("nf4", shape)
+            is_nf4 = layout == (BLOCK, OUTER, "nf4") and sums == packed_parts(shape)
         except (ValueError, TypeError, KeyError, AttributeError):
             is_nf4 = False
         if not is_nf4:
@@ -238,6 +238,11 @@ class WeightFiles:
         pairs: dict[str, dict[str, StoredTensor]] = {}
         with safe_open(path, "pt") as file:
             self.quantize = (file.metadata() or {}).get("quantize", "none")
+        if self.quantize not in ("none", "nf4"):
+            raise ValueError(
+                f"{path.absolute()} was trained on a base of {self.quantize} numbers, which is read no more; merge the "
+                "adapter into its base with PEFT"
+            )
         found = NamedTensors(self.folder)
         for key, tensor in _stored_tensors(path).items():
             found[inside(key.removeprefix("base_model.model."))] = tensor
@@ -299,8 +304,8 @@ class WeightFiles:
         if quantize != "none" and is_matrix and not stored.state:
             from models.quantized import pack, unpack
 
-            data = pack(quantize, flat.view(stored.shape))
-            flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)
+            data = pack(flat.view(stored.shape))
+            flat = unpack(data, stored.shape, torch.float32).view(-1)
         for stored_a, stored_b, scale in updates:
             a, b = (x.whole().float() for x in (stored_a, stored_b))
             if len(stored.shape) == 3:

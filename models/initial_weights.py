@@ -52,7 +52,6 @@ class InitialWeights:
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
         plain = name.removeprefix(VALUE)
-        plain = plain.replace(".base_layer.", ".")  # models.lora
         stop, device = start + out.numel(), out.device
         if out.dtype == torch.uint8:
             whole = self._packed(plain, device)
@@ -73,9 +72,11 @@ class InitialWeights:
                     len(shape) == 3 and kind[0] == "B"
                 ):  # the expert's number is last in the file
                     whole = whole.view(*shape[1:], shape[0]).permute(2, 0, 1)
-            elif ".lora_A." in name:
+            elif ".lora_A" in name:
                 bound = 1 / math.sqrt(shape[-1])
-                generator = keyed_generator(device, self.seed, name)
+                # PEFT's name of a module's first adapter, by which values have always been drawn
+                key = f"{name}.default.weight" if name.endswith(".lora_A") else name
+                generator = keyed_generator(device, self.seed, key)
                 whole.uniform_(-bound, bound, generator=generator)
         else:
             whole = init_parameter(
@@ -104,7 +105,7 @@ class InitialWeights:
         dtype = stored.dtype if stored else torch.float32
         matrix = torch.empty(shape, dtype=dtype, device=device)
         InitialWeights.fill(self, name, shape, 0, matrix.view(-1))
-        return pack(self.quantize, matrix)
+        return pack(matrix)
 
     @cached_property
     def _shapes(self) -> dict[str, torch.Size]:

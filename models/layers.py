@@ -3,14 +3,13 @@
     hidden -norm-> mixer: project -> to heads -> mix -> to tokens -> output -norm-> + -> middle
     middle -norm-> feed-forward -norm-> + -> hidden
 
-Parameter names are those of transformers. Plain modules run inside the nodes of models/ops; one that is wrapped by an
-adapter or watched by a hook is called as a module, and sees every use.
+Parameter names are those of transformers. The modules inside hold weights for the operations of models/ops: hooks see a
+layer's calls, but not those of what is inside it.
 
 Shapes: S local tokens, D width.
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +36,8 @@ class DecoderLayer(nn.Module):
     """One layer on this rank's tokens; ZeRO-3 gathers it as a whole.
 
     forward(hidden [S, D], the tables (cos, sin) of its kind, plan) -> hidden [S, D]; `plan` is the batch's attention
-    plan. `set_memory` says what its graph keeps, before the first forward. With a hook on the mixer, or on the
-    attention inside, the graph keeps everything, because only a call of the whole module runs the hook.
+    plan. `set_memory` says what its graph keeps,
+    before the first forward.
     """
 
     def __init__(
@@ -58,11 +57,11 @@ class DecoderLayer(nn.Module):
         if quantize != "none":
             from models.quantized import QuantizedLinear
 
-            linear = partial(QuantizedLinear, kind=quantize)
+            linear = QuantizedLinear
         mixer, feed_forward = _classes(kind)
         self.mixer_name = "self_attn" if mixer is SelfAttention else "linear_attn"
         self.register_module(self.mixer_name, mixer(config, attention, linear))
-        of_experts = () if feed_forward is MLP else (record, quantize)
+        of_experts = () if feed_forward is MLP else (record, quantize != "none")
         self.mlp: MLP | MoE = feed_forward(config, linear, *of_experts)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, self.rule))
@@ -82,18 +81,14 @@ class DecoderLayer(nn.Module):
         return [getattr(self, name) if name else NO_NORM for name in self.norm_names]
 
     def forward(self, hidden: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
-        mixer, learns = self.mixer, torch.is_grad_enabled()
-        before, after, *_ = self.norms
-        if mixer.is_watched:
-            middle = self._add(hidden, mixer(before(hidden), rope, plan), after)
-        elif learns and self.recompute != "none":
+        learns = torch.is_grad_enabled()
+        if learns and self.recompute != "none":
             from ulysses.memory.layer_node import LayerNode
 
             parameters = [p for stage in self.stage_parameters() for p in stage]
             return LayerNode.apply(self, rope, plan, hidden, *parameters)
-        else:
-            *heads, hidden = self.project(hidden, rope)
-            middle = self.output(hidden, mixer.mix(*heads, plan=plan))
+        *heads, hidden = self.project(hidden, rope)
+        middle = self.output(hidden, self.mixer.mix(*heads, plan=plan))
         return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
@@ -104,7 +99,7 @@ class DecoderLayer(nn.Module):
         """Add what the mixer makes of its rows to the layer's input."""
         (before, after, *_), mixer = self.norms, self.mixer
         out = mixer.output(mixed, hidden, before)
-        if after is NO_NORM and self.multiplier == 1 and mixer.output_is_fresh:
+        if after is NO_NORM and self.multiplier == 1:
             return out.add_(hidden)
         return self._add(hidden, out, after)
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters: PEFT puts them into our modules, and only they are trained, saved and exported.
+"""Low-rank adapters of our linear modules and experts; only they are trained, saved and exported.
 
     y = W x + alpha / rank * B A x        W frozen and partitioned; A random, B zero: training starts at the base model
 
@@ -13,10 +13,8 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig as PeftConfig
-from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.expert_files import MLP_TARGETS, adapted_experts, is_of_experts, peft_tensor
@@ -25,11 +23,38 @@ from models.hf_format import lora_scale
 from models.modules import Linear
 from models.moe import ExpertMatrices
 from models.multimodal import OUTSIDE
+from models.ops.linear import Adapter, Matrix
 from ulysses.disk import write_json, write_tensors
 
 # of modules that are saved whole
 WHOLE = "score.weight", "embed_tokens.weight", "lm_head.weight"
-ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
+
+
+class LoraLinear(Linear):
+    """A frozen linear module with an adapter: a parameter lora_A [r, D], and lora_B [N, r]."""
+
+    is_on = True
+
+    def __init__(self, base: Linear, rank: int, scale: float, dropout: float) -> None:
+        nn.Module.__init__(self)
+        D, N = base.in_features, base.out_features
+        self.in_features, self.out_features, self.packed = D, N, base.packed
+        self.weight, self.bias = base.weight, base.bias
+        self.scale, self.dropout = scale, dropout
+        like = base.weight if base.packed is None else torch.empty(0, device=base.weight.device)
+        self.lora_A = nn.Parameter(like.new_empty(rank, D))
+        self.lora_B = nn.Parameter(like.new_empty(N, rank))
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch the adapter on or off."""
+        self.is_on = enabled
+
+    def operands(self) -> Matrix:
+        plain = super().operands()
+        if not self.is_on:
+            return plain
+        dropout = self.dropout if self.training else 0.0
+        return plain._replace(adapter=Adapter(self.lora_A, self.lora_B, self.scale, dropout))
 
 
 def add_adapters(model: Any, config: Any) -> Any:
@@ -38,28 +63,16 @@ def add_adapters(model: Any, config: Any) -> Any:
     Works while the model is created in partitions: no value is drawn here, since InitialWeights provides them.
     """
     model.requires_grad_(False)
-    experts = [m for m in model.modules() if isinstance(m, ExpertMatrices)]
-    if modules := _module_targets(config, dict(model.named_parameters())):
-        # given the whole model, PEFT would take the names of MLPs' modules for those of experts
-        inject_adapter_in_model(
-            _peft_config(config, target_modules=modules, init_lora_weights=False),
-            model.model.layers,
-        )
     scale = lora_scale(config.rank, config.alpha, config.rslora)
-    for matrices in experts:
-        matrices.add_adapters(adapted_experts(config.targets), config.rank, scale)
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer):
-            # our own class, which keeps no view of a gathered weight in the autograd graph
-            for pair in (layer.lora_A, layer.lora_B):
-                plain: Any = pair[ADAPTER]
-                pair[ADAPTER] = Linear(
-                    plain.in_features,
-                    plain.out_features,
-                    bias=False,
-                    device=plain.weight.device,
-                    dtype=plain.weight.dtype,
-                )
+    targets = _module_targets(config, dict(model.named_parameters()))
+    layers = dict(model.model.layers.named_modules())
+    for name, module in layers.items():
+        if isinstance(module, Linear) and any(f".{name}".endswith(f".{t}") for t in targets):
+            parent, _, last = name.rpartition(".")
+            made = LoraLinear(module, config.rank, scale, config.dropout)
+            setattr(layers[parent], last, made)
+        if isinstance(module, ExpertMatrices):
+            module.add_adapters(adapted_experts(config.targets), config.rank, scale)
     for name, parameter in model.named_parameters():
         if is_adapter(name, config.train):
             parameter.requires_grad_(True)
@@ -74,21 +87,6 @@ def _module_targets(config: Any, parameters: Collection[str]) -> list[str]:
     of_mlps = [t for t in config.targets if t in MLP_TARGETS]
     modules = [f"{mlp}.{target}" for mlp in ("mlp", "shared_expert") for target in of_mlps]
     return others + [m for m in modules if any(f".{m}." in name for name in parameters)]
-
-
-def _peft_config(config: Any, **options: Any) -> PeftConfig:
-    return PeftConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        use_rslora=config.rslora,
-        lora_dropout=config.dropout,
-        **options,
-    )
-
-
-def base_name(name: str) -> str:
-    """Return a parameter's name in the model without adapters."""
-    return name.replace(".base_layer.", ".")
 
 
 def is_adapter(name: str, whole: Sequence[str] = ()) -> bool:
@@ -110,7 +108,7 @@ def merged(
     shape: ModelConfig,
     rounded: Callable[[Tensor, Tensor], Tensor] = lambda exact, base: exact.to(base.dtype),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under the base model's names with the scaled B A added, in float32, where it belongs.
+    """Yield the base model's weights with the scaled B A added, in float32, where it belongs.
 
     The adapters among `weights` are left out; the adapted matrices are copies, `rounded` then, by default to their own
     dtype.
@@ -119,15 +117,14 @@ def merged(
     for name, weight in weights:
         if ".lora_" in name:
             continue
-        stem, owner, last = name.removesuffix(".base_layer.weight"), *name.rpartition(".")[::2]
-        is_of_all = f"{owner}.lora_A.{last}" in adapters  # a matrix of every expert
-        if is_of_all or stem != name:
-            of = (owner, last) if is_of_all else (stem, f"{ADAPTER}.weight")
-            a, b = (adapters[f"{of[0]}.lora_{k}.{of[1]}"].float() for k in "AB")
-            update = (b @ a).mT if is_of_all and shape.family.clamped_experts else b @ a
+        owner, _, last = name.rpartition(".")
+        end = "" if last == "weight" else f".{last}"  # of a matrix of every expert
+        if f"{owner}.lora_A{end}" in adapters:
+            a, b = (adapters[f"{owner}.lora_{k}{end}"].float() for k in "AB")
+            update = (b @ a).mT if end and shape.family.clamped_experts else b @ a
             flat = (weight.float() + scale * update).view(-1)
             weight = rounded(flat, weight.view(-1)).view_as(weight)
-        yield base_name(name), weight
+        yield name, weight
 
 
 @dataclass
@@ -139,7 +136,7 @@ class BasePolicy:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Evaluation mode without gradients and adapters."""
-        kinds = LoraLayer, ExpertMatrices
+        kinds = LoraLinear, ExpertMatrices
         layers: Any = [m for m in self.engine.module.modules() if isinstance(m, kinds)]
         with self.engine.inference():
             for layer in layers:
@@ -180,27 +177,33 @@ def save_adapters(
         modules["lm_head"] = VOCABULARY[1]
     experts = adapted_experts(config.lora.targets) if any(map(is_of_experts, tensors)) else []
     named = {
-        f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": t.contiguous()
+        f"base_model.model.{name}": t.contiguous()
         for name, t in (peft_tensor(*item, experts) for item in tensors.items())
     }
     write_tensors(folder / ADAPTER_WEIGHTS, named, format="pt", quantize=config.quantize)
-    targets = _module_targets(config.lora, tensors)
+    lora = config.lora
+    targets = _module_targets(lora, tensors)
     of_mlps = {t for t in targets if by_parameter and "." in t}
     parameters = [f"experts.{name}" for name in experts]
     parameters += sorted(f"{module}.weight" for module in of_mlps)
-    saved = _peft_config(
-        config.lora,
-        task_type="SEQ_CLS" if reward else "CAUSAL_LM",
-        modules_to_save=[*modules] or None,
-        base_model_name_or_path=base,
-        revision=config.revision,
-        inference_mode=True,
-        init_lora_weights=True,  # B of what a file lacks is zero
+    settings = {
+        "base_model_name_or_path": base,
+        "bias": "none",
         # the vision model may have a q_proj too
-        exclude_modules=r"model\.(?!language_model\.).*" if is_whole else None,
-        target_modules=[t for t in targets if t not in of_mlps] or None,
-        target_parameters=parameters or None,
-    )
-    # PEFT's own writer lists the target modules, a set, in another order each time
-    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in saved.to_dict().items()}
-    write_json(folder / ADAPTER_CONFIG, dict(sorted(plain.items())))
+        "exclude_modules": r"model\.(?!language_model\.).*" if is_whole else None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "modules_to_save": [*modules] or None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "revision": config.revision,
+        "target_modules": sorted(t for t in targets if t not in of_mlps) or None,
+        "target_parameters": parameters or None,
+        "task_type": "SEQ_CLS" if reward else "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": lora.rslora,
+    }
+    write_json(folder / ADAPTER_CONFIG, settings)

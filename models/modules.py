@@ -10,27 +10,8 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.ops.gated_mlp import ActivateNode, GatedMLP
-from models.ops.linear import LinearNode
+from models.ops.linear import Matrix, Products, linear
 from models.ops.norm import NormNode, NormRule
-from ulysses.memory.levels import HOOKS
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Return whether the module has a hook of any kind, which only a call of the module itself would run."""
-    return any(getattr(module, kind) for kind in HOOKS)
-
-
-def is_plain(*modules: Any) -> bool:
-    """Return whether the modules' weights may be read directly: no hooks, whole, and of a class that says so.
-
-    A class says so by `plain = True` of its own; one that is derived from it may compute something else.
-    """
-    return all(
-        vars(type(m)).get("plain", False)
-        and not is_watched(m)
-        and (m.weight is None or m.weight.numel() > 0)
-        for m in modules
-    )
 
 
 class Exact(nn.Parameter):
@@ -47,19 +28,19 @@ class Unfilled(nn.Module):
 
 
 class Linear(Unfilled, nn.Linear):
-    """Multiply rows [S, D] by a matrix; unlike torch's, the graph keeps no view of it."""
+    """Multiply rows [S, D] by a matrix.
 
-    plain = True
+    packed: what the bytes of a quantised one stand for.
+    """
+
+    packed: Any = None
+
+    def operands(self) -> Matrix:
+        """Return what the operations of models/ops need of it."""
+        return Matrix(self.weight, self.bias, packed=self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
-        return LinearNode.apply(x, self.weight, self.bias, None)
-
-
-def some_columns(module: nn.Linear, x: Tensor, columns: Tensor) -> Tensor:
-    """Return some columns of what a linear module makes of rows x, and compute no others if it is a plain one."""
-    if is_plain(module) and module.bias is None:
-        return LinearNode.apply(x, module.weight, None, columns)
-    return module(x)[:, columns]
+        return linear(x, self.operands())[0]
 
 
 MakeLinear = Callable[..., Linear]
@@ -74,8 +55,6 @@ class Embedding(Unfilled, nn.Embedding):
 class RMSNorm(Unfilled, nn.RMSNorm):
     """Scale every row of [..., D] to unit mean square, times what the rule makes of `weight`."""
 
-    plain = True
-
     def __init__(self, width: int, rule: NormRule) -> None:
         super().__init__(width, rule.eps)
         self.rule = rule
@@ -89,7 +68,7 @@ class RMSNorm(Unfilled, nn.RMSNorm):
 class NoNorm(nn.Identity):
     """Stand where a family has no norm."""
 
-    plain, weight = True, None
+    weight = None
 
 
 NO_NORM = NoNorm()
@@ -116,14 +95,11 @@ class MLP(nn.Module):
         self.activation = config.family.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(
-            ActivateNode.apply(self.gate_proj(x), self.up_proj(x), self.activation)
-        )
+        gate, up = linear(x, self.gate_proj.operands(), self.up_proj.operands())
+        return self.down_proj(ActivateNode.apply(gate, up, self.activation))
 
-    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> GatedMLP | None:
-        """Return the operation that may stand in for this module, the norms around it and the factor, if one may."""
-        modules = norm, self.gate_proj, self.up_proj, self.down_proj, after
-        if is_watched(self) or not is_plain(*modules):
-            return None
-        weights = (module.weight for module in modules)
-        return GatedMLP._make((*weights, rule, self.activation, factor))
+    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> GatedMLP:
+        """Return the operation that does this module, the norms around it and the factor."""
+        pair = Products(self.gate_proj.operands(), self.up_proj.operands())
+        down = Products(self.down_proj.operands())
+        return GatedMLP(norm.weight, pair, down, after.weight, rule, self.activation, factor)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import MLP, NO_NORM, Linear, MakeLinear, Norm, is_plain, is_watched
+from models.modules import MLP, NO_NORM, Linear, MakeLinear, Norm
 from models.ops.experts import (
     ExpertsNode,
     ExpertStacks,
@@ -105,8 +105,6 @@ class RouterRecord:
 class Router(nn.Module):
     """Choose k experts for every row, by a softmax in float32."""
 
-    plain = True
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.moe is not None
@@ -124,28 +122,30 @@ class ExpertMatrices(nn.Module):
     """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F].
 
     Clamped ones are the other way round, [N, D, 2F] and [N, F, D], and have biases [N, 2F] and [N, D].
-    kind: "none", or to what they are quantised: then each is a frozen parameter of bytes, of a matrix [N * 2F, D] or
-    [N * D, F]. Adapters are lora_A [N, r, inputs] and lora_B [N, outputs, r] by the names of the matrices.
+    quantized: each is a frozen parameter of bytes, of a matrix [N * 2F, D] or [N * D, F]. Adapters are lora_A
+    [N, r, inputs] and lora_B [N, outputs, r] by the names of the matrices.
     """
 
-    def __init__(self, config: ModelConfig, kind: str = "none") -> None:
+    def __init__(self, config: ModelConfig, quantized: bool = False) -> None:
         super().__init__()
         assert config.moe is not None
         N, F, D = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
-        self.number, self.kind, self.clamped = N, kind, config.family.clamped_experts
+        self.number, self.clamped = N, config.family.clamped_experts
         self.activation = "clamped" if self.clamped else config.family.activation
         self.sizes = {"gate_up_proj": (2 * F, D), "down_proj": (D, F)}  # outputs and inputs
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.packed: dict[str, Any] = {}  # what the bytes stand for
         self.scale, self.adapted = 1.0, True
         for name, (outputs, inputs) in self.sizes.items():
             size = (inputs, outputs) if self.clamped else (outputs, inputs)
             self.shapes[name] = shape = (N, *size)
-            if kind == "none":
-                matrices = nn.Parameter(torch.empty(shape))
-            else:
-                from models.quantized import empty_packed  # which knows this package's modules
+            if quantized:
+                from models.quantized import Packed, empty_packed
 
-                matrices = nn.Parameter(empty_packed(kind, shape), requires_grad=False)
+                self.packed[name] = Packed(shape)
+                matrices = nn.Parameter(empty_packed(shape), requires_grad=False)
+            else:
+                matrices = nn.Parameter(torch.empty(shape))
             self.register_parameter(name, matrices)
             bias = nn.Parameter(torch.empty(N, outputs)) if self.clamped else None
             self.register_parameter(f"{name}_bias", bias)
@@ -168,15 +168,13 @@ class ExpertMatrices(nn.Module):
         self.adapted = enabled
 
     def _stack(self, name: str) -> Stack:
-        unpack = adapters = None
-        if self.kind != "none":
-            from models.quantized import unpack as dense
-
-            unpack = partial(dense, self.kind, shape=self.shapes[name])
+        adapters = None
         if self.adapted and hasattr(self.lora_A, name):
             adapters = getattr(self.lora_A, name), getattr(self.lora_B, name)
         bias = getattr(self, f"{name}_bias")
-        return Stack(getattr(self, name), unpack, adapters, self.scale, bias, self.clamped)
+        return Stack(
+            getattr(self, name), self.packed.get(name), adapters, self.scale, bias, self.clamped
+        )
 
     @property
     def stacks(self) -> ExpertStacks:
@@ -201,12 +199,12 @@ class MoE(nn.Module):
         config: ModelConfig,
         linear: MakeLinear,
         record: RouterRecord,
-        kind: str = "none",
+        quantized: bool = False,
     ) -> None:
         super().__init__()
         self.router_name = "router" if config.family.clamped_experts else "gate"
         self.register_module(self.router_name, Router(config))
-        self.experts = ExpertMatrices(config, kind)
+        self.experts = ExpertMatrices(config, quantized)
         self.record, self.place = record, record.layers
         record.layers += 1
         self.shared_expert: Any = None
@@ -242,8 +240,7 @@ class MoE(nn.Module):
     def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP | None:
         """Return the operation that may stand in for the norm and this module, if one may."""
         router = self.chooser
-        fits = after is NO_NORM and factor == 1 and is_plain(norm, router)
-        if not fits or is_watched(self) or is_watched(self.experts):
+        if after is not NO_NORM or factor != 1:
             return None
         beside: tuple = ()
         if self.shared_expert is not None:

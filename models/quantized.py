@@ -1,56 +1,42 @@
-"""Frozen matrices of four or eight bits, for LoRA.
+"""Frozen matrices of four bits, for LoRA: NF4 with double quantisation (QLoRA, 2305.14314).
 
-    nf4    a code of 4 bits for each element, and for each block of 64 its largest size, which is again a code, of 8
-           bits in blocks of 256 (QLoRA, 2305.14314). Products dequantise the matrix first
-    fp8    e4m3 and a float32 scale for each row. GPUs multiply the codes themselves by rows that are rounded to e4m3
-           too, whatever their own scale; elsewhere products dequantise the matrix first
+An element is a code of 4 bits, and the largest size of a block of 64 a code of 8 bits in blocks of 256. A matrix is one
+parameter of bytes, which ZeRO-3 partitions and gathers like any other; products dequantise it first:
 
-A matrix is one parameter of bytes, which ZeRO-3 partitions and gathers like any other:
-
-    nf4    codes [n / 2] | codes of the sizes [n / 64] | float32: their mean, the table of sizes [256], block sizes
-    fp8    codes [n] | float32: scales [rows]
+    codes [n / 2] | codes of the sizes [n / 64] | float32: their mean, the table of sizes [256], block sizes
 
 Shapes: S rows, D inputs, F outputs, n = F * D.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from models.modules import Linear
-from models.ops import passes_triton
-from ulysses.parallel.layout import Context
+from models.ops.norm import triton_kernels
 
 # bits of an element: its code, and its share of scales and their tables
-BITS = {"nf4": 4 + 8 / 64 + 32 / 64 / 256, "fp8": 8.01}
+BITS = 4 + 8 / 64 + 32 / 64 / 256
 BLOCK, OUTER = 64, 256  # elements whose largest size is stored; and of these sizes
-FP8, FP8_MOST = torch.float8_e4m3fn, 448.0
 
 
-def packed_parts(kind: str, shape: tuple[int, ...]) -> list[int]:
+def packed_parts(shape: tuple[int, ...]) -> list[int]:
     """Return the bytes of codes, of codes of sizes, and of float32 numbers that matrices [..., F, D] take."""
     n = math.prod(shape)
-    if kind == "fp8":
-        return [n, 0, 4 * n // shape[-1]]
     blocks = -(-n // BLOCK)
     return [-(-n // 2), blocks, 4 * (1 + 256 - (-blocks // OUTER))]
 
 
-def pack(kind: str, matrix: Tensor) -> Tensor:
+def pack(matrix: Tensor) -> Tensor:
     """Return the bytes of matrices [..., F, D], on their device."""
-    matrix = matrix.flatten(0, -2)
-    if kind == "fp8":
-        scale = matrix.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / FP8_MOST
-        return join_parts((matrix.float() / scale).to(FP8), matrix.new_empty(0), scale)
     from bitsandbytes.functional import quantize_4bit  # an optional dependency
 
+    matrix = matrix.flatten(0, -2).contiguous()
     codes, state = quantize_4bit(
-        matrix.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+        matrix, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
     sizes = state.state2
     numbers = state.offset.view(1), sizes.code, sizes.absmax
@@ -62,12 +48,19 @@ def join_parts(*parts: Tensor) -> Tensor:
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
 
-def unpack(kind: str, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the matrices [..., F, D] that the bytes stand for."""
-    codes, sizes, numbers = split_parts(kind, data, shape)
-    if kind == "fp8":
-        rows = codes.view(FP8).view(-1, shape[-1]).float() * numbers[:, None]
-        return rows.to(dtype).view(shape)
+def unpack(
+    data: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the matrices [..., F, D] that the bytes stand for, in `out` if it is given."""
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=data.device)
+    codes, sizes, numbers = split_parts(data, shape)
+    if kernels := triton_kernels(out):
+        kernels.dequantize_nf4(codes, sizes, numbers, out)
+        return out
     import bitsandbytes  # noqa: F401 - registers torch.ops.bitsandbytes
 
     ops = torch.ops.bitsandbytes
@@ -77,16 +70,17 @@ def unpack(kind: str, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) 
     rows = ops.dequantize_4bit(
         codes[:, None], largest, BLOCK, "nf4", [len(largest), BLOCK], dtype
     )
-    return rows.view(shape)
+    return out.copy_(rows.view(shape))
 
 
-def split_parts(kind: str, data: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return the codes, the codes of sizes and the numbers; the last, small, as a copy, which is aligned."""
-    codes, sizes, numbers = data.split(packed_parts(kind, shape))
-    return codes, sizes, numbers.clone().view(torch.float32)
+def split_parts(data: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return the codes, the codes of sizes and the numbers; the last, small, as a copy if they are not aligned."""
+    codes, sizes, numbers = data.split(packed_parts(shape))
+    aligned = numbers if numbers.storage_offset() % 4 == 0 else numbers.clone()
+    return codes, sizes, aligned.view(torch.float32)
 
 
-def empty_packed(kind: str, shape: tuple[int, ...]) -> Tensor:
+def empty_packed(shape: tuple[int, ...]) -> Tensor:
     """Return uninitialised bytes for a matrix, or for several of one shape [N, F, D] as one below the other."""
     *rows, width = shape
     size = math.prod(shape)
@@ -94,81 +88,29 @@ def empty_packed(kind: str, shape: tuple[int, ...]) -> Tensor:
         raise ValueError(
             f"a matrix {math.prod(rows)} x {width} is no whole number of blocks of {BLOCK}"
         )
-    return torch.empty(sum(packed_parts(kind, shape)), dtype=torch.uint8)
+    return torch.empty(sum(packed_parts(shape)), dtype=torch.uint8)
+
+
+class Packed(NamedTuple):
+    """What bytes stand for: a matrix, or several, of such a shape."""
+
+    shape: tuple[int, ...]
+
+    def unpack(self, data: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Return the matrix, in `out` if it is given."""
+        return unpack(data, self.shape, dtype, out)
 
 
 class QuantizedLinear(Linear):
-    """Multiply rows [S, D] by a frozen matrix of bytes; the bias keeps its dtype.
+    """Multiply rows [S, D] by a frozen matrix of bytes; the bias keeps its dtype."""
 
-    Args:
-        kind: "nf4" or "fp8".
-    """
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, kind: str) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.kind = inputs, outputs, kind
-        self.weight = nn.Parameter(empty_packed(kind, self.shape), requires_grad=False)
+        self.in_features, self.out_features = inputs, outputs
+        self.packed = Packed((outputs, inputs))
+        weight = empty_packed(self.packed.shape)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", nn.Parameter(torch.empty(outputs)) if bias else None)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The matrix's own shape [F, D]."""
-        return self.out_features, self.in_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        return QuantizedNode.apply(x, self.weight, self.bias, self)
-
-
-LayoutContext = Context[tuple[str, tuple[int, int]]]  # kind and shape
-
-
-class QuantizedNode(torch.autograd.Function):
-    """Do `QuantizedLinear`; keeps nothing but the bytes."""
-
-    @staticmethod
-    def forward(
-        ctx: LayoutContext,
-        x: Tensor,
-        data: Tensor,
-        bias: Tensor | None,
-        matrix: QuantizedLinear,
-    ) -> Tensor:
-        ctx.save_for_backward(data)
-        ctx.rest = kind, shape = matrix.kind, matrix.shape
-        if not _multiplies_codes(kind, x):
-            return F.linear(x, unpack(kind, data, shape, x.dtype), bias)
-        codes, _, scales = split_parts(kind, data, shape)
-        out = _product(x, codes.view(FP8).view(shape).t(), None, scales)
-        return out if bias is None else out.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: LayoutContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (data,), (kind, shape) = ctx.saved_tensors, ctx.rest
-        if not _multiplies_codes(kind, grad):
-            return grad @ unpack(kind, data, shape, grad.dtype), None, None, None
-        codes, _, scales = split_parts(kind, data, shape)
-        # the product wants the second matrix column by column
-        columns = codes.view(shape).t().contiguous().view(FP8).t()
-        return _product(grad, columns, scales, None), None, None, None
-
-
-def _multiplies_codes(kind: str, x: Tensor) -> bool:
-    return kind == "fp8" and x.is_cuda and x.dtype == torch.bfloat16
-
-
-def _product(
-    rows: Tensor, codes: Tensor, before: Tensor | None, after: Tensor | None
-) -> Tensor:
-    """Return (rows * before) @ codes * after in bfloat16, the rows rounded to e4m3."""
-    flat = rows.reshape(-1, rows.shape[-1])
-    rounded, scale = passes_triton.quantize_rows(flat, before, FP8, FP8_MOST)
-    if after is None:
-        after = scale.new_ones(codes.shape[1])
-    out = torch._scaled_mm(
-        rounded, codes, scale[:, None], after[None], out_dtype=rows.dtype, use_fast_accum=True
-    )
-    return out.view(*rows.shape[:-1], -1)
 
 
 def dense(
@@ -180,8 +122,8 @@ def dense(
         if weight is not None and weight.dtype == torch.uint8:
             owner, _, last = name.rpartition(".")
             module: Any = model.get_submodule(owner)
-            shape = module.shape if last == "weight" else module.shapes[last]
-            weight = unpack(module.kind, weight, shape, dtype)
+            packed = module.packed if last == "weight" else module.packed[last]
+            weight = packed.unpack(weight, dtype)
         yield name, weight
 
 
@@ -191,6 +133,5 @@ def originals(
     """Yield a model's weights, or None in their place, with quantised ones as the matrices that WeightFiles hold."""
     for name, weight in weights:
         if weight is not None and weight.dtype == torch.uint8:
-            plain = name.replace(".base_layer.", ".")
-            weight = files.read(plain).view(files.tensors[plain].shape)
+            weight = files.read(name).view(files.tensors[name].shape)
         yield name, weight

@@ -9,17 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import (
-    NO_NORM,
-    MakeLinear,
-    Norm,
-    RMSNorm,
-    is_plain,
-    is_watched,
-    some_columns,
-)
+from models.modules import MakeLinear, Norm, RMSNorm
+from models.ops.linear import Matrix, Products, linear
 from models.ops.norm import NormRule
-from models.ops.rotary import ProjectNode, RotateNode
+from models.ops.rotary import Projection, RotateNode
 from ulysses.memory.levels import Rope
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.kernels.choice import VARLEN, resolve_kernel
@@ -60,44 +53,22 @@ class SelfAttention(nn.Module):
         if family.sinks:
             self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
 
-    def forward(self, x: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
-        """Return what the layer adds of normalised x [S, D]; the layer calls this only if a hook watches."""
-        return self.output(self.mix(*self._heads(x, rope), plan=plan), x, NO_NORM)
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether only a call of the whole module runs somebody's hook."""
-        return is_watched(self) or is_watched(self.attention)
-
     def project(self, hidden: Tensor, norm: Norm, rope: Rope) -> tuple[Tensor, ...]:
         """Return query [S, H, E], key and value [S, K, E] of the layer's input, and the input, for `output`."""
-        projections = self.q_proj, self.k_proj, self.v_proj
-        if self.has_gate or not is_plain(norm, *projections, *self.norms):
-            return *self._heads(norm(hidden), rope), hidden
-        weights = [module.weight for module in projections]
-        weights += [*(p.bias for p in projections), *(n.weight for n in self.norms)]
-        return ProjectNode.apply(hidden, *rope, self.head_dim, self.rule, norm.weight, *weights)
+        q, k, v = (m.operands() for m in (self.q_proj, self.k_proj, self.v_proj))
+        norms = [n.weight for n in self.norms]
+        if not self.has_gate:
+            own = Projection(Products(q, k, v), self.head_dim, self.rule, norm.weight, norms)
+            return own.apply(hidden, *rope)
+        results = linear(norm(hidden), self._half(0), k, v)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in results)
+        return *RotateNode.apply(q, k, *rope, self.rule, *norms), v, hidden
 
-    def _heads(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value of normalised x [S, D], positions rotated in."""
-        q = self._half(x, 0) if self.has_gate else self.q_proj(x)
-        k, v = self.k_proj(x), self.v_proj(x)
-        norms = self.norms
-        by_row = bool(norms) and norms[0].weight.numel() != self.head_dim
-        if by_row:
-            q, k = (norm(x) for norm, x in zip(norms, (q, k)))
-            norms = []
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        if not is_plain(*norms):
-            q, k = (norm(x) for norm, x in zip(norms, (q, k)))
-            norms = []  # done
-        return *RotateNode.apply(q, k, *rope, self.rule, *(norm.weight for norm in norms)), v
-
-    def _half(self, x: Tensor, half: int) -> Tensor:
-        """Return the queries, or the gates, of normalised x: [S, H E]."""
-        columns = torch.arange(self.q_proj.out_features, device=x.device)
-        columns = columns.view(-1, 2, self.head_dim)[:, half].flatten()
-        return some_columns(self.q_proj, x, columns)
+    def _half(self, half: int) -> Matrix:
+        """Return the rows of the queries' matrix that make the queries, or the gates [H E]."""
+        rows = torch.arange(self.q_proj.out_features, device=self.q_proj.weight.device)
+        chosen = rows.view(-1, 2, self.head_dim)[:, half].flatten()
+        return self.q_proj.operands()._replace(chosen=chosen)
 
     def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
         """Attend; with a graph."""
@@ -131,13 +102,8 @@ class SelfAttention(nn.Module):
         """Return what the layer adds of the attention's output [S, H, E] and of the layer's input."""
         rows = attended.flatten(1)
         if self.has_gate:
-            rows = rows * self._half(norm(hidden), 1).sigmoid()
+            rows = rows * linear(norm(hidden), self._half(1))[0].sigmoid()
         return self.o_proj(rows)
-
-    @property
-    def output_is_fresh(self) -> bool:
-        """Whether nobody else may hold what `output` returns, as a hook or an adapter might."""
-        return is_plain(self.o_proj)
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether the kernel reads the documents' bounds on the device."""

@@ -257,16 +257,16 @@ class StartedAdapters(HostWeights):
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:
         endings = "_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"
-        matrix = name.removesuffix(".weight").removesuffix(".base_layer").endswith(endings)
+        matrix = name.removesuffix(".weight").endswith(endings)
         matrix = matrix and ".lora_" not in name
         whole = out.is_floating_point() and out.shape == (shape.numel(),)
         if matrix and whole and self.quantize != "none":
-            data = torch.empty(sum(packed_parts(self.quantize, shape)), dtype=torch.uint8)
+            data = torch.empty(sum(packed_parts(shape)), dtype=torch.uint8)
             super().fill(name, data.shape, 0, data)
-            out.copy_(unpack(self.quantize, data, shape, torch.float32).view(-1))
+            out.copy_(unpack(data, shape, torch.float32).view(-1))
             return
-        super().fill(name.replace(".lora_B.", ".lora_A."), shape, start, out)
-        if ".lora_B." in name:
+        super().fill(name.replace(".lora_B", ".lora_A"), shape, start, out)
+        if ".lora_B" in name:
             out.div_(3)
 
 

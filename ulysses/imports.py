@@ -19,7 +19,7 @@ from ulysses.environment import rank
 
 # They warn about themselves (deprecations, untested combinations, fallbacks), not about what the user set.
 LOGGERS = (
-    "absl", "bitsandbytes", "datasets", "filelock", "fsspec", "huggingface_hub", "matplotlib", "peft", "tensorboard",
+    "absl", "bitsandbytes", "datasets", "filelock", "fsspec", "huggingface_hub", "matplotlib", "tensorboard",
     "tensorflow", "torch", "transformers",
 )  # fmt: skip
 VARIABLES = {

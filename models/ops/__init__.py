@@ -1,14 +1,13 @@
-"""Operations with their backward, which read the weights of plain modules (models/modules.py) directly.
+"""Operations with their backward, which read the weights of modules (models/modules.py) directly.
 
 The nodes of this folder keep little for backward, and what is cheap they compute again:
 
-    LinearNode     x -> W x + b                               keeps x
-    ProjectNode    hidden -> norm -> q, k, v -> rotate        keeps hidden              (norm again in backward)
+    LinearNode     x -> W x + b of several matrices           keeps x
+    Projection     hidden -> norm -> q, k, v -> rotate        keeps hidden              (norm again in backward)
                    where heads have norms: q and k before these, too
-    GatedMLPNode   hidden -> norm -> gate, up -> down -> +    keeps hidden, gate, up    (norm and activation again)
+    GatedMLP       hidden -> norm -> gate, up -> down -> +    keeps hidden, gate, up    (norm and activation again)
                    in tiles: keeps hidden only, backward runs norm, gate and up again, never down
 
 All save parameters, never views of them: ZeRO-3 replaces a parameter's memory between forward and backward, and a
-view would keep the gathered weights alive. Adapters, hooks, quantised and partitioned parameters need a call of the
-module.
+view would keep the gathered weights alive. What a module is made of, an adapter among it, is a Matrix (linear.py).
 """

@@ -164,20 +164,20 @@ Found = dict[Tensor | None, Tensor]
 class Stack(NamedTuple):
     """A matrix [O, K] of every expert, all in one tensor [N, O, K], and perhaps biases [N, O] or adapters.
 
-    unpack: returns the matrices of packed ones in a dtype. adapters: a [N, r, K] and b [N, O, r], which are trained;
+    packed: what bytes stand for (models/quantized.py). adapters: a [N, r, K] and b [N, O, r], which are trained;
     scale * b a is added to each matrix. transposed: the tensor is [N, K, O]. Where copies have weights [M], the biases
     are multiplied by them.
     """
 
     matrices: Tensor
-    unpack: Callable[..., Tensor] | None = None
+    packed: Any = None
     adapters: tuple[Tensor, Tensor] | None = None
     scale: float = 1.0
     bias: Tensor | None = None
     transposed: bool = False
 
     def _dense(self, dtype: torch.dtype) -> Tensor:
-        dense = self.unpack(self.matrices, dtype=dtype) if self.unpack else self.matrices
+        dense = self.packed.unpack(self.matrices, dtype) if self.packed else self.matrices
         return dense.mT if self.transposed else dense
 
     def _padded(self) -> Sequence[Tensor] | None:

@@ -5,7 +5,6 @@
 Shapes: S local tokens, D width, F feed-forward width.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops.linear import add_product, products, products_backward
+from models.ops.linear import Products, Sums
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.tiling import add_by_tiles, tiles
 from ulysses.parallel.layout import Context
@@ -76,21 +75,33 @@ class ActivateNode(torch.autograd.Function):
 
 
 class GatedMLP(NamedTuple):
-    """The weights of a plain MLP and of the norms before and after it, which may be None, and what these compute."""
+    """The matrices of an MLP and the norms before and after it, which may be None, and what these compute."""
 
     norm: Tensor | None
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    pair: Products  # gate and up
+    down: Products
     after: Tensor | None
     rule: NormRule
     activation: str = "silu"
     factor: float = 1.0
 
-    def parts(self, rows: Tensor) -> Sequence[Tensor]:
-        """Return gate and up of the normalised rows [S, F], and the MLP's product [S, D], without a graph."""
-        gate, up = products(rms_norm(rows, self.norm, self.rule), (self.gate, self.up))
-        return gate, up, F.linear(activate(gate, up, self.activation), self.down)
+    @property
+    def trained(self) -> list[Tensor]:
+        """The tensors that are trained, as modules list them."""
+        tensors = self.norm, *self.pair.trained, *self.down.trained, self.after
+        return [t for t in tensors if t is not None and t.requires_grad]
+
+    def normalised(self, rows: Tensor) -> Tensor:
+        """Return what gate and up multiply."""
+        return rms_norm(rows, self.norm, self.rule)
+
+    def parts(self, x: Tensor, with_product: bool = True) -> tuple[Tensor, Tensor, Any]:
+        """Return gate and up of normalised rows [S, D], and their product with down."""
+        gate, up = self.pair.forward(x)
+        if not with_product:
+            self.down.start(gate)
+            return gate, up, None
+        return gate, up, self.down.forward(activate(gate, up, self.activation))[0]
 
     def finished(self, product: Tensor) -> Tensor:
         """Return what is added to the rows."""
@@ -99,84 +110,70 @@ class GatedMLP(NamedTuple):
 
     def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
         """Return rows + the finished product of the normalised rows, in tiles and without a graph."""
-        return add_by_tiles(lambda part: self.finished(self.parts(rows[part])[-1]), rows, tile)
+
+        def finished(part: slice) -> Tensor:
+            return self.finished(self.parts(self.normalised(rows[part]))[2])
+
+        return add_by_tiles(finished, rows, tile)
 
     def add(self, rows: Tensor) -> Tensor:
         """Return the same with a graph that keeps rows, gate and up, and the product if a norm comes after it."""
-        return _GatedMLPNode.apply(rows, *self)
+        return _GatedMLPNode.apply(rows, self, *self.trained)
 
-    def gradients(self, rows: Tensor, grad: Tensor, tile: int) -> tuple[Tensor, list[Tensor]]:
-        """Run forward and backward of each tile of `add`; return the gradients of rows and of the trained weights."""
-        grad_rows, *found = gradients(self, rows, grad, tile)
-        return grad_rows, [g for g in found if g is not None]
+    @torch.no_grad()
+    def gradients(
+        self, hidden: Tensor, grad: Tensor, tile: int, kept: Any = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run forward and backward of each tile of `add`; return the gradients of hidden and of what is trained.
 
+        `kept` holds gate, up and the product if all rows are one tile.
+        """
+        sums, grad = Sums(tile >= len(hidden)), grad.contiguous()
+        to_hidden = None if sums.whole else torch.empty_like(hidden)
+        for part in tiles(len(hidden), tile):
+            done = self._tile(hidden[part], grad[part], kept, sums)
+            if to_hidden is None:
+                to_hidden = done
+            else:
+                to_hidden[part] = done
+        assert to_hidden is not None
+        return to_hidden, sums.of(self.trained)
 
-RulesContext = Context[tuple[NormRule, str, float]]  # the last fields
+    def _tile(self, rows: Tensor, grad: Tensor, kept: Any, sums: Sums) -> Tensor:
+        x = self.normalised(rows)
+        gate, up, product = kept or self.parts(x, self.after is not None)
+        to_product = grad if self.factor == 1 else grad * self.factor
+        if self.after is not None:
+            to_product, of_after = rms_norm_backward(
+                to_product.clone(), product, self.after, self.rule
+            )
+            sums.add(self.after, of_after)
+        to_active = self.down.back(to_product)
+        active, to_pair = activate_backward(to_active, gate, up, self.activation)
+        del gate, up, product, to_active, kept
+        self.down.gradients(to_product, active, sums)
+        del active, to_product
+        done = self.pair.back(to_pair)
+        self.pair.gradients(to_pair, x, sums)
+        del to_pair, x
+        done, of_norm = rms_norm_backward(done, rows, self.norm, self.rule, grad)
+        sums.add(self.norm, of_norm)
+        return done
 
 
 class _GatedMLPNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: RulesContext, rows: Tensor, *weights: object) -> Tensor:
-        mlp = GatedMLP._make(weights)
-        gate, up, product = mlp.parts(rows)
-        kept = None if mlp.after is None else product
-        ctx.save_for_backward(rows, gate, up, kept, *mlp[:5])
-        ctx.rest = mlp[5:]
+    def forward(
+        ctx: Context[GatedMLP], rows: Tensor, mlp: GatedMLP, *trained: Tensor
+    ) -> Tensor:
+        gate, up, product = mlp.parts(mlp.normalised(rows))
+        ctx.save_for_backward(rows, gate, up, None if mlp.after is None else product)
+        ctx.rest = mlp
         return mlp.finished(product).add_(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: RulesContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[GatedMLP], grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, *kept = ctx.saved_tensors
-        mlp = GatedMLP._make((*kept[3:], *ctx.rest))
-        return *gradients(mlp, rows, grad, len(rows), kept[:3]), None, None, None
-
-
-@torch.no_grad()
-def gradients(
-    mlp: GatedMLP,
-    hidden: Tensor,
-    grad: Tensor,
-    tile: int,
-    kept: list[Any] | None = None,
-) -> tuple[Any, ...]:
-    """Return the gradients of hidden, norm, gate, up, down and after, None for a frozen one.
-
-    Several tiles' sums are float32 or better. `kept` holds gate, up and the product if all rows are one tile.
-    """
-    weights: Any = mlp[:5]
-    norm, *pair, of_down, after = weights
-    whole = tile >= len(hidden)
-    grad = grad.contiguous()
-    grad_hidden = None if whole else torch.empty_like(hidden)
-    grad_norm = grad_pair = grad_down = grad_after = None
-    for part in tiles(len(hidden), tile):
-        rows, grad_rows = hidden[part], grad[part]
-        x = rms_norm(rows, norm, mlp.rule)
-        gate, up, product = kept or [*products(x, pair), None]
-        inner = grad_rows if mlp.factor == 1 else grad_rows * mlp.factor
-        if after is not None:
-            if product is None:
-                product = F.linear(activate(gate, up, mlp.activation), of_down)
-            inner, part_after = rms_norm_backward(inner.clone(), product, after, mlp.rule)
-            grad_after = part_after if grad_after is None else grad_after.add_(part_after)
-        active, to_pair = activate_backward(inner @ of_down, gate, up, mlp.activation)
-        del gate, up, product
-        if of_down.requires_grad:
-            grad_down = add_product(grad_down, inner, active, whole)
-        del active
-        if any(p.requires_grad for p in pair):
-            grad_pair = add_product(grad_pair, to_pair, x, whole)
-        del x
-        done = products_backward(to_pair, pair)
-        del to_pair
-        done, part_norm = rms_norm_backward(done, rows, norm, mlp.rule, grad_rows)
-        grad_norm = part_norm if grad_norm is None else grad_norm.add_(part_norm)
-        if grad_hidden is None:
-            grad_hidden = done
-        else:
-            grad_hidden[part] = done
-    halves = (None, None) if grad_pair is None else grad_pair.chunk(2)
-    sums = zip((grad_norm, *halves, grad_down, grad_after), weights)
-    found = [None if s is None or not p.requires_grad else s.to(p.dtype) for s, p in sums]
-    return grad_hidden, *found
+        to_rows, found = ctx.rest.gradients(rows, grad, len(rows), kept)
+        return to_rows, None, *found

@@ -8,6 +8,7 @@ Shapes: S rows, D width, H query heads, K kv heads, E head dim, F feed-forward w
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -258,34 +259,43 @@ if triton is not None:
             store(partial + program * WIDTH + column, sums, column < WIDTH)
 
     @triton.jit
-    def _quantize_kernel(
-        x, before, out, scale, x_row, most, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        row = tl.program_id(0).to(tl.int64)
-        column = tl.arange(0, BLOCK)
-        mask = column < WIDTH
-        v = load(x + row * x_row + column, mask)
-        if before is not None:
-            v *= load(before + column, mask)
-        s = tl.maximum(tl.max(tl.abs(v), axis=0), 1e-12) / most
-        store(out + row * WIDTH + column, v / s, mask)
-        tl.store(scale + row, s)
+    def _nf4_kernel(codes, sizes, numbers, levels, out, count, BLOCK: tl.constexpr):
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        at = start + tl.arange(0, BLOCK)
+        mask = at < count
+        code = tl.load(codes + at, mask=mask, other=0).to(tl.int32)
+        block = at // 32
+        size = tl.load(sizes + block, mask=mask, other=0).to(tl.int32)
+        outer = tl.load(numbers + 257 + block // 256, mask=mask, other=0.0)
+        largest = tl.load(numbers + 1 + size) * outer + tl.load(numbers)
+        high, low = tl.load(levels + (code >> 4)), tl.load(levels + (code & 15))
+        both = tl.interleave(high * largest, low * largest)
+        at = 2 * start + tl.arange(0, 2 * BLOCK)
+        tl.store(out + at, both.to(out.dtype.element_ty), mask=at < 2 * count)
 
 
-def quantize_rows(
-    x: Tensor, before: Tensor | None, dtype: torch.dtype, most: float
-) -> tuple[Tensor, Tensor]:
-    """Return rows [S, D], times `before` [D], rounded to `dtype` after each was scaled to `most`; and scales [S]."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    rows, width = x.shape
-    out, scale = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
-    block = triton.next_power_of_2(width)
-    warps = min(16, max(4, block // 1024))
-    with torch.cuda.device(x.device):
-        _quantize_kernel[(rows,)](
-            x, before, out, scale, x.stride(0), most, WIDTH=width, BLOCK=block, num_warps=warps
-        )
-    return out, scale
+# what the codes of NF4 stand for, as bitsandbytes has them
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@cache
+def _nf4(device: torch.device) -> Tensor:
+    return torch.tensor(NF4, device=device)
+
+
+def dequantize_nf4(codes: Tensor, sizes: Tensor, numbers: Tensor, out: Tensor) -> None:
+    """Write the matrix of models/quantized.py's codes into contiguous `out`.
+
+    Every product and sum is rounded by itself, as in bitsandbytes.
+    """
+    count, levels = len(codes), _nf4(out.device)
+    given = codes, sizes, numbers, levels, out, count
+    with torch.cuda.device(out.device):
+        _nf4_kernel[(triton.cdiv(count, _BLOCK),)](*given, BLOCK=_BLOCK, enable_fp_fusion=False)
 
 
 def rotate(

@@ -5,13 +5,14 @@ transformers computes (a trained model has seen those), and angle, cosine and si
 All scaling to longer windows happens in the table of cosines and sines, so that whoever rotates by it has it.
 
 Queries and keys are turned in one pass over memory in each direction, with the norms before it.
-ProjectNode is all that a layer does to its input before attention: hidden -> norm -> q, k, v -> rotate, as one node.
+A Projection is all that a layer does to its input before attention: hidden -> norm -> q, k, v -> rotate, as one node.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
-from models.ops.linear import column_sums, products, products_backward
+from models.ops.linear import Products, Sums
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from models.rope_scaling import scaled
 from ulysses.parallel.layout import Context, copy
@@ -179,52 +180,68 @@ class RotateNode(torch.autograd.Function):
         return *out, None, None, None, *norms
 
 
-class ProjectNode(torch.autograd.Function):
-    """Return query [S, H, E], key and value [S, K, E] of hidden [S, D], positions rotated in, and hidden itself.
+class Projection(NamedTuple):
+    """What a layer does to its input before attention: the three matrices, and the norms before and after them.
 
-    Whoever adds to the latter hands its gradient to this node, which adds it in the norm's backward. `weights` are the
-    three matrices, their biases or None, and the norms of queries and keys where there are any.
+    norms: of queries and of keys, or none.
     """
 
+    matrices: Products
+    head_dim: int
+    rule: NormRule
+    norm: Tensor | None
+    norms: Sequence[Tensor] = ()
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The tensors that are trained."""
+        tensors = self.norm, *self.norms, *self.matrices.trained
+        return [t for t in tensors if t is not None and t.requires_grad]
+
+    def apply(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Return query [S, H, E], key and value [S, K, E] of hidden [S, D], positions rotated in, and hidden itself.
+
+        Whoever adds to the latter hands its gradient to the node, which adds it in the norm's backward.
+        """
+        return _ProjectNode.apply(hidden, cos, sin, self, *self.trained)
+
+
+class _ProjectNode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context[NormRule],
+        ctx: Context[Projection],
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
-        head_dim: int,
-        rule: NormRule,
-        norm: Tensor | None,
-        *weights: Tensor,
+        own: Projection,
+        *trained: Tensor,
     ) -> tuple[Tensor, ...]:
-        matrices, norms = weights[:3], weights[6:]
-        x = rms_norm(hidden, norm, rule)
-        results = products(x, matrices, weights[3:6])
-        query, key, value = (result.unflatten(1, (-1, head_dim)) for result in results)
-        kept = (query, key, *norms) if norms else ()
-        ctx.save_for_backward(hidden, norm, *matrices, cos, sin, *kept)
-        ctx.rest = rule
-        out = None if norms else (query, key)
-        return *rotate_pair(query, key, cos, sin, rule, *norms, out=out), value, hidden
+        results = own.matrices.forward(rms_norm(hidden, own.norm, own.rule))
+        query, key, value = (result.unflatten(1, (-1, own.head_dim)) for result in results)
+        ctx.save_for_backward(hidden, cos, sin, *((query, key) if own.norms else ()))
+        ctx.rest = own
+        out = None if own.norms else (query, key)
+        return *rotate_pair(query, key, cos, sin, own.rule, *own.norms, out=out), value, hidden
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[NormRule], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, norm, *kept = ctx.saved_tensors
-        matrices, wanted = kept[:3], ctx.needs_input_grad[6:12]
-        sizes = [len(m) for m in matrices]
-        flat = hidden.new_empty(len(hidden), sum(sizes))
-        parts = [part.view_as(grad) for part, grad in zip(flat.split(sizes, 1), grads)]
-        of_norms = rotate_backward(parts[:2], grads[0], grads[1], ctx.rest, *kept[3:])
+    def backward(ctx: Context[Projection], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden, cos, sin, *kept), own = ctx.saved_tensors, ctx.rest
+        matrices, sums = own.matrices, Sums(whole=True)
+        flat = hidden.new_empty(len(hidden), sum(matrices.widths))
+        parts = [
+            part.view_as(grad) for part, grad in zip(flat.split(matrices.widths, 1), grads)
+        ]
+        kept = [*kept, *own.norms]
+        of_norms = rotate_backward(parts[:2], grads[0], grads[1], own.rule, cos, sin, *kept)
         copy(parts[2], grads[2])
-        x = rms_norm(hidden, norm, ctx.rest)
-        nothing = None, None, None
-        grads_matrices = (flat.t() @ x).split(sizes) if any(wanted[:3]) else nothing
-        del x
-        biases = column_sums(flat).split(sizes) if any(wanted[3:]) else nothing
-        grad_x = products_backward(flat, matrices)
+        to_x = matrices.back(flat)
+        if matrices.trained:
+            x = rms_norm(hidden, own.norm, own.rule)
+            matrices.gradients(flat, x, sums)
+            del x
         residual = grads[3].contiguous()
-        grad_hidden, of_norm = rms_norm_backward(grad_x, hidden, norm, ctx.rest, residual)
-        # autograd itself rounds what is wider than its weight
-        of_weights = of_norm, *grads_matrices, *biases, *of_norms
-        return grad_hidden, None, None, None, None, *of_weights
+        to_hidden, of_norm = rms_norm_backward(to_x, hidden, own.norm, own.rule, residual)
+        for norm, grad in zip((own.norm, *own.norms), (of_norm, *of_norms)):
+            sums.add(norm, grad)
+        return to_hidden, None, None, None, *sums.of(own.trained)

@@ -98,7 +98,7 @@ def test_metrics_name_the_busiest_expert_and_the_idle_ones():
         ("sft", 2, 2, {"recompute": "keep_attention"}),
         ("dpo", 3, 3, {"recompute": "block"}),
         ("sft", 4, 2, {"quantize": "nf4"}),
-        ("sft", 2, 1, {"quantize": "fp8", "engine": {"resident": True}}),
+        ("sft", 2, 1, {"quantize": "nf4", "engine": {"resident": True}}),
         ("sft", 2, 2, {"shape": CLAMPED, "recompute": "block"}),
         ("sft", 1, 1, {"shape": SHARED, "recompute": "keep_attention"}),
         ("dpo", 2, 2, {"shape": SHARED, "quantize": "nf4", "recompute": "block"}),
@@ -107,7 +107,7 @@ def test_metrics_name_the_busiest_expert_and_the_idle_ones():
             "dpo",
             3,
             3,
-            {"shape": PARTLY_DENSE, "quantize": "fp8", "recompute": "keep_attention"},
+            {"shape": PARTLY_DENSE, "quantize": "nf4", "recompute": "keep_attention"},
         ),
     ],
 )

@@ -132,7 +132,7 @@ def test_options(stage, options) -> None:
         ("rm", 2, 1, "keep_attention", {}),
         # with embeddings that are trained whole, tied or not, over a quantised base or not
         ("sft", 4, 2, "block", {"lora_train": WHOLE, "shape": TIED}),
-        ("dpo", 2, 2, "none", {"lora_train": WHOLE, "quantize": "fp8"}),
+        ("dpo", 2, 2, "none", {"lora_train": WHOLE, "quantize": "nf4"}),
         *full(
             ("sft", 1, 1, "keep_attention", {}),
             ("pt", 2, 2, "block", {}),

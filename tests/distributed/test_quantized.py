@@ -21,10 +21,10 @@ CASES = [
     ("dpo", "nf4", 3, 3, "none", False, {}),
     ("kto", "nf4", 2, 1, "keep_attention", True, {}),
     ("sft", "nf4", 4, 2, "block", False, {}),
-    ("dpo", "fp8", 4, 2, "block", True, {}),
+    ("dpo", "nf4", 4, 2, "block", True, {}),
     # and of the projections of linear attention
     ("sft", "nf4", 2, 2, "keep_attention", False, LINEAR),
-    ("dpo", "fp8", 4, 4, "none", True, LINEAR),
+    ("dpo", "nf4", 4, 4, "none", True, LINEAR),
     *full(
         ("rm", "nf4", 2, 2, "none", False, {}),
         ("dpo", "nf4", 2, 2, "block", True, {}),

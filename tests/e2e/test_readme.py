@@ -112,8 +112,7 @@ def test_a_recipe_says_what_it_needs_installed(path):
     text, model = read(path), parse_command_line(["--config", path]).config.model
     extras = ",".join(re.findall(r"pip install -e \"\.\[([\w,]+)\]", text))
     installed = packages_of(extras.split(",")) if extras else set()
-    needed = {"peft"} if model.lora.rank else set()
-    needed |= {"bitsandbytes"} if model.quantize == "nf4" or "8bit" in text else set()
+    needed = {"bitsandbytes"} if model.quantize == "nf4" or "8bit" in text else set()
     needed |= {"fla-core", "flash-qla"} if "qwen3.5" in path else set()
     assert installed == needed
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -17,7 +18,7 @@ from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
-from models.lora import add_adapters, base_name, is_adapter, save_adapters
+from models.lora import add_adapters, is_adapter, save_adapters
 from models.quantized import dense as unquantised
 from models.quantized import pack, unpack
 from tests import rows_of
@@ -30,6 +31,7 @@ from ulysses.config.command_line import check
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.disk import write_json
 from ulysses.options import stage_of
+from ulysses.zero.saved_slices import SavedSlices
 
 SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=64, hidden_size=16))
 
@@ -79,6 +81,7 @@ def merge(tmp_path, capsys):
 
     def merge(folder, code, *more):
         capsys.readouterr()
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
         assert export.main(["--merge", str(folder), str(tmp_path / "out"), *more]) == code
         assert (tmp_path / "out").exists() == (code == 0)
         said = capsys.readouterr()
@@ -210,11 +213,9 @@ def test_merging_onto_the_original_weights_says_how_far_they_are(base, tmp_path,
         whole = originals.read(name).float()
         update = files.read(name).float() - whole
         if name.endswith("_proj.weight"):
-            data = pack("nf4", originals.read(name).view(stored.shape))
+            data = pack(originals.read(name).view(stored.shape))
             lost += float(
-                (unpack("nf4", data, stored.shape, torch.float32).view(-1) - whole)
-                .square()
-                .sum()
+                (unpack(data, stored.shape, torch.float32).view(-1) - whole).square().sum()
             )
         change += float(update.square().sum())
     told = float(re.search(r"differ from the trained ones by (\d+)% of", said)[1])
@@ -230,7 +231,7 @@ from pathlib import Path
 from models.lora import save_adapters
 from ulysses.config.schema import LoraSection, ModelSection
 section = ModelSection(path={str(base)!r}, lora=LoraSection(rank=2), quantize="nf4")
-adapters = {{"model.q_proj.lora_A.default.weight": torch.ones(2, 3)}}
+adapters = {{"model.q_proj.lora_A": torch.ones(2, 3)}}
 for name in names:
     (Path({str(tmp_path)!r}) / name).mkdir()
     save_adapters(Path({str(tmp_path)!r}) / name, adapters, section, reward=True)
@@ -336,7 +337,7 @@ def test_an_adapter_is_continued_with_its_own_settings_alone(
 
 
 @pytest.mark.parametrize("targets", EXPERTS, ids=" ".join)
-@pytest.mark.parametrize("kind", ["none", "nf4", "fp8"])
+@pytest.mark.parametrize("kind", ["none", "nf4"])
 @pytest.mark.parametrize(
     "shape",
     [MOE, GPT_OSS, QWEN3_5_MOE, QWEN3_NEXT, PARTLY_DENSE],
@@ -372,7 +373,7 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
         dict(
             unquantised(
                 CausalLM(shape, quantize=kind),
-                ((base_name(n), p) for n, p in model.named_parameters() if ".lora_" not in n),
+                ((n, p) for n, p in model.named_parameters() if ".lora_" not in n),
             )
         )
     )
@@ -400,3 +401,13 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     if kind == "none":
         assert_close(merged(row[None]).logits, theirs(row[None]).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_checkpoints_with_earlier_names_of_adapters_are_read(tmp_path):
+    stem, values = "model.layers.0.self_attn.q_proj", torch.arange(6.0)
+    pieces = [[f"{stem}.lora_A.default.weight", 0, 4, 0], [f"{stem}.base_layer.bias", 0, 2, 4]]
+    (tmp_path / "rank-00000.json").write_text(json.dumps({"updates": 3, "pieces": pieces}))
+    save_file({"data": values}, tmp_path / "rank-00000.master.safetensors")
+    saved, found = SavedSlices(tmp_path), torch.zeros(3)
+    saved.read_into(found, f"{stem}.lora_A", "master", start=1)
+    assert found.tolist() == [1, 2, 3] and saved.numel(f"{stem}.bias") == 2

@@ -12,9 +12,10 @@ from models.ops.experts import (
     route,
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
-from models.ops.linear import stacked
+from models.ops.linear import Adapter, Matrix, Products, linear, stacked
+from models.ops.low_rank_triton import narrow_backward
 from models.ops.norm import NormNode, NormRule, rms_norm, rms_norm_backward
-from models.ops.rotary import ProjectNode, rotate_pair
+from models.ops.rotary import Projection, rotate_pair
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 each_device = pytest.mark.parametrize("device", ["cpu", GPU])
@@ -127,7 +128,9 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
 
     wanted = in_float64(exact, inputs, *grads)
     x, *weights = (t.requires_grad_() for t in inputs)
-    found = ProjectNode.apply(x, cos, sin, width, RULE, *weights)
+    matrices = Products(*map(Matrix, weights[1:4], weights[4:7]))
+    own = Projection(matrices, width, RULE, weights[0], weights[7:])
+    found = own.apply(x, cos, sin)
     factor = 2.0 if dtype == torch.float32 else 4.0  # several roundings in a row
     all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
@@ -155,18 +158,124 @@ def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
         exact, *exact_grads = in_float64(half, given, grad)
         x, *weights = (t.detach().requires_grad_() for t in given)
         after = weights[4] if len(weights) == 5 else None
-        fused = GatedMLP(*weights[:4], after, RULE, kind, factor_of_sum)
-        out = fused.add(x)
+
+        def fused(norm, gate, up, down, after=after):
+            pair = Products(Matrix(gate), Matrix(up))
+            return GatedMLP(
+                norm, pair, Products(Matrix(down)), after, RULE, kind, factor_of_sum
+            )
+
+        out = fused(*weights[:4]).add(x)
         factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
-        for found in (out, fused.add_tiles(x, tile)):
+        for found in (out, fused(*weights[:4]).add_tiles(x, tile)):
             near(found, exact, dtype, factor=factor)
         all_near(torch.autograd.grad(out, [x, *weights], grad), exact_grads, dtype, factor)
-        grad_x, found = fused.gradients(x, grad, tile)
+        grad_x, found = fused(*weights[:4]).gradients(x, grad, tile)
         all_near((grad_x, *found), exact_grads, dtype, factor)
         for frozen in (weights[0], *weights[2:]):
             frozen.requires_grad_(False)
-        _, (of_gate,) = fused.gradients(x, grad, tile)
+        _, (of_gate,) = fused(*weights[:4]).gradients(x, grad, tile)
         near(of_gate, exact_grads[2], dtype, factor=factor)
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("tile", [40, 16])
+@pytest.mark.parametrize("rank", [3, 16])
+@pytest.mark.parametrize("adapted", [(1, 1, 1), (0, 1, 0), (1, 0, 1)], ids=str)
+def test_feed_forward_half_with_adapters(device, dtype, tile, rank, adapted):
+    """Adapters of gate, up and down, or of some of them; matrices and norm are frozen."""
+    sizes = (97, 32), (97, 32), (32, 97)
+    grad, x, norm, *matrices = draw(
+        (40, 32), (40, 32), (32,), *sizes, dtype=dtype, device=device
+    )
+    pairs = [
+        [t / 4 for t in draw((rank, D), (N, rank), dtype=dtype, device=device)] if has else []
+        for (N, D), has in zip(sizes, adapted)
+    ]
+
+    def half(v, *trained):
+        left, wide = [*trained], [m.double() for m in matrices]
+        for number, has in enumerate(adapted):
+            if has:
+                a, b = left.pop(0), left.pop(0)
+                wide[number] = wide[number] + 0.7 * b @ a
+        rows = normalised(v, norm.double())
+        return v + (F.silu(rows @ wide[0].t()) * (rows @ wide[1].t())) @ wide[2].t()
+
+    trained = [t for pair in pairs for t in pair]
+    exact, *exact_grads = in_float64(half, [x, *trained], grad)
+    trained = [t.requires_grad_() for t in trained]
+    own = [Matrix(m, adapter=Adapter(*p, 0.7) if p else None) for m, p in zip(matrices, pairs)]
+
+    def fused():
+        return GatedMLP(norm, Products(*own[:2]), Products(own[2]), None, RULE)
+
+    out = fused().add(x.requires_grad_())
+    factor = 1.0 if dtype == torch.float32 else 4.0
+    for found in (out, fused().add_tiles(x, tile)):
+        near(found, exact, dtype, factor=factor)
+    all_near(torch.autograd.grad(out, [x, *trained], grad), exact_grads, dtype, factor)
+    grad_x, found = fused().gradients(x, grad, tile)
+    all_near((grad_x, *found), exact_grads, dtype, factor)
+
+
+def test_dropout_is_of_the_inputs_of_adapters_alone():
+    x, weight, a, b, grad = draw((40, 32), (24, 32), (4, 32), (24, 4), (40, 24))
+    torch.manual_seed(3)
+    mask = F.dropout(torch.ones(40, 32), 0.4).double()
+    assert 0.3 < (mask == 0).double().mean() < 0.5
+
+    def exact(x, a, b):
+        return x @ weight.double().t() + 2.0 * (x * mask) @ a.t() @ b.t()
+
+    wanted = in_float64(exact, (x, a, b), grad)
+    trained = [t.requires_grad_() for t in (x, a, b)]
+    torch.manual_seed(3)
+    (found,) = linear(x, Matrix(weight, adapter=Adapter(a, b, 2.0, 0.4)))
+    all_near((found, *torch.autograd.grad(found, trained, grad)), wanted, torch.float32)
+
+
+@pytest.mark.gpu
+@each_dtype
+@pytest.mark.parametrize("rows, width, rank", [(130, 300, 16), (5000, 513, 3), (64, 4100, 24)])
+def test_both_products_with_a_gradient_in_one_pass(dtype, rows, width, rank):
+    grad, b, made = draw(
+        (rows, width + 24), (width, rank), (rows, 3 * rank), dtype=dtype, device="cuda"
+    )
+    grad, made = grad[:, :width], made[:, rank : 2 * rank]
+    wide = [t.double() for t in (grad, b, made)]
+    found = narrow_backward(grad, b, made, 0.7)
+    exact = 0.7 * wide[0] @ wide[1], wide[0].t() @ wide[2]
+    for mine, want in zip(found, exact):
+        near(mine, want, torch.float32)
+
+
+@each_dtype
+@apart_and_together
+def test_adapters_of_projections_that_read_the_same_rows(dtype, together):
+    """Three products, of which two are adapted and one is of some rows of its matrix."""
+    shapes = (40, 32), (24, 32), (16, 32), (48, 32), *[(4, 32)] * 2, (24, 4), (48, 4)
+    x, *weights = draw(*shapes, dtype=dtype)
+    if together:
+        weights[3:5] = neighbours(*weights[3:5])
+    chosen = torch.arange(47, 0, -3)
+    grads = draw((40, 24), (40, 16), (40, 16), dtype=dtype)
+
+    def exact(x, first, second, third, a, c, b, d):
+        third = (third + 2.0 * d @ c)[chosen]
+        return x @ (first + 2.0 * b @ a).t(), x @ second.t(), x @ third.t()
+
+    wanted = in_float64(exact, (x, *weights), *grads)
+    x, first, second, third, a, c, b, d = inputs = [t.requires_grad_() for t in (x, *weights)]
+    matrices = (
+        Matrix(first, adapter=Adapter(a, b, 2.0)),
+        Matrix(second),
+        Matrix(third, adapter=Adapter(c, d, 2.0), chosen=chosen),
+    )
+    found = linear(x, *matrices)
+    factor = 1.0 if dtype == torch.float32 else 2.0
+    all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
 
 class NoRecord:

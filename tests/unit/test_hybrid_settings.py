@@ -9,7 +9,7 @@ from torch import nn
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.kinds import count_parameters
-from models.lora import add_adapters
+from models.lora import LoraLinear, add_adapters
 from models.published import architecture
 from tests import rows_of
 from tests.family_case import FAMILIES, raw
@@ -147,9 +147,9 @@ def test_every_projection_has_an_adapter_by_default(family) -> None:
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
+        and not isinstance(module, LoraLinear)
         and ".layers." in name
-        and "lora" not in name
-        and not name.endswith(("base_layer", "shared_expert_gate"))
+        and not name.endswith("shared_expert_gate")
     ]
     assert not lacking
     planned = planner_model(chosen, shape)

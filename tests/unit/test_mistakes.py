@@ -148,9 +148,9 @@ MOE --model.router_aux_loss_coefficient 0.01 --model.lora.rank 4 => but model.lo
 MOE --model.lora.rank 4 --model.lora.targets ["q_proj","gate_proj"] \
 => has gate_proj, but experts hold gate_proj and up_proj in one matrix; name both or none
 MOE --model.lora.rank 4 --model.lora.dropout 0.1 => model.lora.dropout is 0.1 but adapters of experts have none
-MOE --model.lora.rank 4 --model.lora.targets ["q_proj"] --model.quantize fp8 --model.config.hidden_size 36 \
+MOE --model.lora.rank 4 --model.lora.targets ["q_proj"] --model.quantize nf4 --model.config.hidden_size 36 \
 --model.config.moe_intermediate_size 7 \
-=> model.quantize is "fp8" but a matrix 56 x 36 is no whole number of blocks of 64; set it to "none"
+=> model.quantize is "nf4" but a matrix 56 x 36 is no whole number of blocks of 64; set it to "none"
 MOE --model.config.decoder_sparse_step 0 => decoder_sparse_step = 0 but it must be a whole number above 0
 MOE --model.config.mlp_only_layers 1 => mlp_only_layers = 1 but it must be a list of the numbers of layers
 MOE --model.config.norm_topk_prob 7 => norm_topk_prob = 7 but it must be true or false

@@ -10,7 +10,7 @@ import torch
 
 from models.arch import ModelConfig
 from ulysses.config.schema import Config
-from ulysses.config.section import ConfigError, error_context
+from ulysses.config.section import error_context
 from ulysses.data.cache import digest_of_value
 from ulysses.disk import write_json
 from ulysses.parallel.attention import prove_kernel
@@ -30,8 +30,7 @@ def choose_kernel(
 
     A dry run, which is not `strict`, may plan for another machine and chooses none.
 
-    Raises ConfigError for a kernel, or a product of 8-bit numbers, that cannot run here; ValueError if the kernels of
-    linear attention are absent.
+    Raises ConfigError for a kernel that cannot run here; ValueError if the kernels of linear attention are absent.
     """
     model = config.model
     if not strict:
@@ -40,12 +39,6 @@ def choose_kernel(
     is_short = stage.requirements.longest_example <= SHORT
     if told == "auto" and device == "cuda" and model.dtype == "bfloat16" and is_short:
         told = "torch"
-    if model.quantize == "fp8" and device == "cuda":
-        if torch.cuda.get_device_capability() < (8, 9):
-            raise ConfigError(
-                'model.quantize is "fp8" but this GPU does not multiply such numbers (compute capability 8.9); '
-                'set it to "nf4"'
-            )
     case = device, getattr(torch, model.dtype), shape.head_dim
     with error_context("model.attention"):
         for window in (*shape.windows, None):  # the whole attention's is the one to report

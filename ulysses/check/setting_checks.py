@@ -38,7 +38,6 @@ def check_packages(config: Config, looks: bool = False) -> Iterator[str]:
     A command that only looks at a run starts no trackers, and needs neither.
     """
     for key, wanted, package in (
-        ("model.lora.rank", config.model.lora.rank, "peft"),
         ("model.quantize", config.model.quantize == "nf4", "bitsandbytes"),
         ("optimizer.moments", config.optimizer.moments == "8bit", "bitsandbytes"),
     ):

@@ -128,9 +128,9 @@ class ModelSection(Section):
     """Precision of weights and activations; master weights and optimizer state are always float32."""
     attention: Literal["auto", "flash4", "cudnn", "torch", "reference"] = "auto"
     """Attention kernel; "auto" takes the fastest one that is exact for this model on this device."""
-    quantize: Literal["none", "nf4", "fp8"] = "none"
-    """With LoRA, how the frozen matrices of the layers are kept: as they are, in 4 bits (QLoRA's NF4 with double
-    quantisation), or in 8 (e4m3, whose products GPUs from compute capability 8.9 on compute faster)."""
+    quantize: Literal["none", "nf4"] = "none"
+    """With LoRA, how the frozen matrices of the layers are kept: as they are, or in 4 bits (QLoRA's NF4 with double
+    quantisation)."""
     router_aux_loss_coefficient: NonNegativeFloat = 0.0
     """With experts: weight of the loss that spreads rows over them, as transformers defines it, over the whole step."""
     freeze_router: bool = False

@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ulysses.memory.levels import HOOKS, Rope
+from ulysses.memory.levels import Rope
 from ulysses.parallel.layout import AttentionPlan, Context, Segments, VarlenCall
 
 MOST_SIZES = 24  # recorded; each keeps its inputs and results
 SMALLEST = 128  # rows, and the length of the longest document
+# of a layer, which a graph would not run
+HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 Ropes = Mapping[str, Rope]  # by the rotary kind of a layer
 
 
@@ -40,7 +42,7 @@ class LayerGraphs:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers: Any = layers
-        self._hooks: list[dict] = []  # of all modules inside, which a graph would not run
+        self._hooks: list[dict] = []
         self._parameters: list[nn.Parameter] = []
         self._fit = False
         self._places: list[int] = []  # of the parameters in memory
@@ -55,7 +57,7 @@ class LayerGraphs:
     def __call__(self, hidden: Tensor, ropes: Ropes, plan: AttentionPlan) -> Tensor | None:
         """Return the layers' output [S, D], or None if they must run one by one this time."""
         if not self._hooks:
-            self._hooks = [getattr(m, kind) for m in self.layers.modules() for kind in HOOKS]
+            self._hooks = [getattr(m, kind) for m in self.layers for kind in HOOKS]
             self._parameters = list(self.layers.parameters())
             # asked once: in small models the host's work decides, and the answer stays
             self._fit = self._fits(hidden)

@@ -41,21 +41,11 @@ class Mixer(Protocol):
     has_gate: bool
 
     @property
-    def is_watched(self) -> bool:
-        """Whether only a call of the module, forward(normalised rows, rope, plan), runs somebody's hook."""
-
-    @property
-    def output_is_fresh(self) -> bool:
-        """Whether nobody else may hold what `output` returns."""
-
-    @property
     def stages(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
         """The modules and parameters of project, of the mix itself and of output."""
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a CUDA graph may run the mix for packs of other documents than those it was recorded with."""
-
-    def __call__(self, x: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor: ...
 
     def project(
         self, hidden: Tensor, norm: Callable[[Tensor], Tensor], rope: Rope
@@ -66,7 +56,7 @@ class Mixer(Protocol):
         """Do to_heads, mix_forward and to_tokens in one."""
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the layer adds to its input [S, D], of the mix's local rows and of that input."""
+        """Return what the layer adds to its input [S, D], of the mix's rows and of that input; nobody else holds it."""
 
     def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
         """Turn local rows of all heads into whole documents of some heads, the shards."""

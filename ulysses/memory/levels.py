@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 LEVELS = ("none", "keep_attention", "block")  # the fastest first, which keeps most
 Rope = tuple[Tensor, Tensor]
-# of a module, which only a call of the module runs
-HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
 class LayerMemory(NamedTuple):

@@ -121,10 +121,12 @@ def _attention(shape: ModelConfig, setting: Setting) -> LayerCost:
     parameters = D * (2 * (query + key) + gate)
     # queries, keys and values, the output twice if it is exchanged
     kept = query * (2 + (ranks > 1)) + 2 * held
-    kept += (query + key) * (family.qk_norm != "none")
-    # rows that a norm makes for adapters, or twice for a gate; its sigmoid, and what it lets through
-    kept += D * (2 if gate else setting.adapted and bool(family.norms[0])) + 2 * gate
-    kept += rank * (4 + bool(gate))
+    if (
+        family.qk_norm != "none"
+    ):  # before their norms; where adapters are, values lie beside them
+        kept += query + key * (1 + (rank > 0 and ranks > 1))
+    # normalised rows for q, k and v and for a gate, its sigmoid, and what it lets through; adapters' own rows
+    kept += 2 * (D + gate) * bool(gate) + rank * (4 + bool(gate))
     results = size * query + 4 * H  # with the log-sum-exp
     return LayerCost(
         mixer=parameters,
@@ -167,10 +169,8 @@ def _linear_attention(shape: ModelConfig, setting: Setting) -> LayerCost:
 
 
 def _mlp(shape: ModelConfig, setting: Setting) -> LayerCost:
-    """Adapters keep the inputs of its products as well."""
-    D, F = shape.hidden_size, shape.intermediate_size
-    kept = 2 * F + 3 * setting.rank + setting.adapted * (F + D * bool(shape.family.norms[2]))
-    parameters = 3 * D * F
+    F = shape.intermediate_size
+    parameters, kept = 3 * shape.hidden_size * F, 2 * F + 3 * setting.rank
     return LayerCost(feed_forward=parameters, met=parameters, kept=setting.size * kept, inner=F)
 
 
@@ -241,7 +241,7 @@ class Model(NamedTuple):
             return parameters * element_size
         from models.quantized import BITS
 
-        return parameters * BITS[self.quantize] / 8
+        return parameters * BITS / 8
 
     def weight_bytes(self, element_size: int) -> float:
         """Return the bytes of all weights."""

@@ -38,8 +38,6 @@ COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
 
 # Rates measured on H200, as shares of the peaks: of products, of memory, and of links that transfers share.
 PRODUCTS, MEMORY_RATE, LINKS = 0.64, 0.68, 0.36
-# the time of a step's products where the layers' are of e4m3 numbers, rounding included, as a share of bfloat16's
-FP8_PRODUCTS = 0.8
 WIDE_HEADS = 1.28  # the time of attention with heads wider than 128
 # of computation's and of transfers' time is added to the other's: they share the memory and the multiprocessors
 CONTENTION = 0.4
@@ -343,7 +341,6 @@ def step_seconds(plan: Plan) -> float:
     layers, size, W, L = q.layers(model), q.element_size, machine.gpus, len(plan.levels)
     rows, rate = q.fill * q.rows, MEMORY_RATE * machine.memory_rate
     products, attention = step_flops(plan)
-    products *= FP8_PRODUCTS if model.quantize == "fp8" else 1
     slow = WIDE_HEADS if model.shape.head_dim > 128 else 1
     seconds = (products + attention * slow) / (PRODUCTS * machine.peak_flops)
     # bytes of elementwise kernels, of those for adapters of experts, and of logits

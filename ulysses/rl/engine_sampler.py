@@ -55,7 +55,7 @@ class EngineSampler:
         bar = progress(desc="sampling", unit="tokens", leave=False, disable=not main)
         with gathered_weights(self.engine) as weights, bar:
             if self.lora and self.lora.rank:
-                from models.lora import merged  # peft is an optional dependency
+                from models.lora import merged
 
                 bases = dense(model, weights.items())
                 weights = dict(merged(bases, weights, self.lora, model.config))

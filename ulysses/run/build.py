@@ -99,7 +99,6 @@ def trained_engine(
     facts, memory = stage.requirements, layer_memory(plan)
     kind = model_class(reward=stage.reward, value=facts.value)
     if model.lora.rank:
-        # peft's imports fail while DeepSpeed replaces the constructors of tensors
         from models.lora import add_adapters
 
     def create() -> nn.Module:

@@ -234,7 +234,7 @@ def model_card(config: Config, step: int) -> str:
     }
     lines = logged(config.output / METRICS)
     metrics = dict(ChainMap(*(line for line in reversed(lines) if line["step"] <= step)))
-    packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
+    packages = ("ulysses-engine", "torch", "deepspeed", "transformers")
     facts = {
         "settings": settings,
         # speed and memory say nothing about the model

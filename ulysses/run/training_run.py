@@ -219,7 +219,7 @@ class TrainingRun:
         if model.shares_weights:
             if not self.config.model.lora.rank:
                 return self.engine
-            from models.lora import BasePolicy  # peft is an optional dependency
+            from models.lora import BasePolicy
 
             return BasePolicy(self.engine)
         inputs = self.inputs

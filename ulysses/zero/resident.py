@@ -28,12 +28,13 @@ def build_whole(create: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Modul
         model = create()
     siblings: dict[Any, list[Any]] = defaultdict(list)
     for name, p in model.named_parameters():
-        parent = name.rpartition(".")[0].rpartition(".")[0]
+        module, _, last = name.rpartition(".")
+        parent = module.rpartition(".")[0]
         own = torch.float32 if hasattr(p, "in_float32") else dtype
-        siblings[parent, own if p.is_floating_point() else p.dtype].append(p)
+        siblings[parent, last, own if p.is_floating_point() else p.dtype].append(p)
     device, world = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size()
-    for (_, own), parameters in siblings.items():
-        # matrices first: those that one product can take together then have no bias between them
+    for (*_, own), parameters in siblings.items():
+        # matrices first: those that one product can take together then have nothing between them
         parameters.sort(key=lambda p: -p.dim())
         sizes = [-(-p.numel() // world) * world for p in parameters]
         room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]

@@ -33,6 +33,8 @@ class SavedSlices:
             content = json.loads(file.read_text())
             self.updates = content["updates"]
             for name, start, length, offset in content["pieces"]:
+                # as adapters' parameters were once called
+                name = name.replace(".base_layer.", ".").removesuffix(".default.weight")
                 self.places[name].append((start, length, offset, file.stem))
 
     def numel(self, name: str) -> int:
