@@ -101,7 +101,8 @@ def planner_question(
         moment_bytes=MOMENT_BYTES[config.optimizer.moments],
         **config.memory.model_dump(exclude={"host_memory"}),
     )
-    question = _with_models(question, facts.models)
+    if facts.models:
+        question = _with_models(question, facts.models)
     if facts.rollout:
         prompts = -(-facts.examples_per_load // machine.gpus)
         rollout = facts.rollout._replace(answers=prompts * facts.rollout.answers)
