@@ -162,15 +162,14 @@ def cost_of_watch(bench: Bench, seq: int, documents: int, a: Any) -> str:
     times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(2 * a.watch):
         watched = turn % 4 in (1, 2)  # without, with, with, without
-        watch = Watch(store=common_store()) if watched else Watch()
+        watch = Watch()
         if watched:
-            watch.start()
+            watch.start(common_store)
         wait(device)
         began = time.perf_counter()
         for step in range(a.steps):
             watch.phase("forward", step)
             take_step(bench, batch, count)
-            watch.step_done()
         wait(device)
         times[watched].append(time.perf_counter() - began)
         watch.stop()

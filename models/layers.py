@@ -21,7 +21,7 @@ from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.levels import Rope
-from ulysses.memory.tiling import add_by_tiles, tile_rows
+from ulysses.memory.tiling import tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.layout import AttentionPlan
 
@@ -36,8 +36,7 @@ class DecoderLayer(nn.Module):
     """One layer on this rank's tokens; ZeRO-3 gathers it as a whole.
 
     forward(hidden [S, D], the tables (cos, sin) of its kind, plan) -> hidden [S, D]; `plan` is the batch's attention
-    plan. `set_memory` says what its graph keeps,
-    before the first forward.
+    plan. `set_memory` says what its graph keeps, before the first forward.
     """
 
     def __init__(
@@ -111,37 +110,21 @@ class DecoderLayer(nn.Module):
         """Add the feed-forward of the rows; each row is independent, so it can run in tiles."""
         if isinstance(fused := self._fused(), GatedMLP):
             return fused.add(hidden)
-        return self._add(hidden, self._fed(hidden), self.norms[3])
-
-    def _fed(self, rows: Tensor) -> Tensor:
-        return self.mlp(self.norms[2](rows))
+        return hidden + self.mlp(self.norms[2](hidden))
 
     def feed_forward_tiles(self, rows: Tensor) -> Tensor:
         """Run `feed_forward` in tiles, without a graph."""
-        fused, tile = self._fused(), self._tile(rows)
-        if fused:
-            return fused.add_tiles(rows, tile)
-
-        def product(part: slice) -> Tensor:
-            out = self.norms[3](self._fed(rows[part]))
-            return out if self.multiplier == 1 else self.multiplier * out
-
-        return add_by_tiles(product, rows, tile)
+        return self._fused().add_tiles(rows, self._tile(rows))
 
     def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run forward and backward of each tile; return the gradients of `rows` and of `stage_parameters()[3]`."""
-        fused, tile = self._fused(), self._tile(rows)
-        if fused:
-            return fused.gradients(rows, grad, tile)
-        from ulysses.memory.layer_node import tile_gradients
-
-        return tile_gradients(self.feed_forward, rows, grad, self.stage_parameters()[3], tile)
+        return self._fused().gradients(rows, grad, self._tile(rows))
 
     def _tile(self, rows: Tensor) -> int:
         return tile_rows(len(rows), self.mlp_tile * self.mlp.tile_factor)
 
-    def _fused(self) -> "GatedMLP | SparseMLP | None":
-        """Return the operation that may stand in for the second half's modules, if one may."""
+    def _fused(self) -> "GatedMLP | SparseMLP":
+        """Return the operation that does what the second half's modules do."""
         *_, before, after = self.norms
         return self.mlp.fused(before, after, self.rule, self.multiplier)
 

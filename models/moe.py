@@ -22,6 +22,7 @@ from models.ops.experts import (
     is_grouped,
     route,
 )
+from models.ops.linear import Adapter
 from models.ops.norm import NormRule
 from ulysses.memory.tiling import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch
@@ -168,13 +169,13 @@ class ExpertMatrices(nn.Module):
         self.adapted = enabled
 
     def _stack(self, name: str) -> Stack:
-        adapters = None
+        adapter = None
         if self.adapted and hasattr(self.lora_A, name):
-            adapters = getattr(self.lora_A, name), getattr(self.lora_B, name)
+            own = getattr(self.lora_A, name), getattr(self.lora_B, name)
+            adapter = Adapter(*own, self.scale)
         bias = getattr(self, f"{name}_bias")
-        return Stack(
-            getattr(self, name), self.packed.get(name), adapters, self.scale, bias, self.clamped
-        )
+        packed = self.packed.get(name)
+        return Stack(getattr(self, name), packed, adapter, bias, self.clamped)
 
     @property
     def stacks(self) -> ExpertStacks:
@@ -237,11 +238,10 @@ class MoE(nn.Module):
         )
         return is_grouped(matrices, matrices.mT.contiguous())
 
-    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP | None:
-        """Return the operation that may stand in for the norm and this module, if one may."""
+    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP:
+        """Return the operation that does the norm and this module; no family has a norm after it, or a factor."""
+        assert after is NO_NORM and factor == 1
         router = self.chooser
-        if after is not NO_NORM or factor != 1:
-            return None
         beside: tuple = ()
         if self.shared_expert is not None:
             parts = self.shared_expert, self.shared_expert_gate

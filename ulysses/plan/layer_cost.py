@@ -60,11 +60,6 @@ class LayerCost(NamedTuple):
     def parameters(self) -> float:
         return self.mixer + self.feed_forward
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether CUDA graphs may run it."""
-        return not self.copied and not self.row_flops
-
     def kept_bytes(self, level: str, size: int) -> float:
         """Return the bytes that the layer keeps of a row at a level, its input among them."""
         own = size * self.width

@@ -29,6 +29,7 @@ from ulysses.run.checkpoint import check_share, save_checkpoint
 from ulysses.run.host_time import HostTime
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate
+from ulysses.run.stragglers import Stragglers
 from ulysses.stages.base import Metrics, MetricSums, Stage, StepBatches, Term
 from ulysses.watch.failure import grace_note
 from ulysses.watch.watch import Watch
@@ -82,6 +83,7 @@ class Trainer:
         self.host: HostTime | None = None  # of a GPU, which may wait for it
         if self.engine.device.type == "cuda":
             self.host = HostTime(config.batch.tokens_per_microbatch, self.mesh.world_size)
+        self.stragglers = Stragglers(self.mesh) if self.mesh.world_size > 1 else None
 
     # ---------------------------------------------------------------- the loop
 
@@ -97,6 +99,7 @@ class Trainer:
             samples: is called with the step of every evaluation, before it.
         """
         run, first = self.run, self.step + 1
+        current = first
         try:
             while not self.finished and not self.stop_requested:
                 current = self.step + 1
@@ -124,7 +127,7 @@ class Trainer:
                 is_best = improved and (run.save_every or run.patience)
                 if asked or is_best or (self.finished and run.save_last):
                     self.save()
-        except Exception as error:
+        except BaseException as error:
             error.add_note(f"step {current}")
             raise
         if self.best and self.finished and self.step < self.total_steps:
@@ -238,7 +241,11 @@ class Trainer:
         metrics.add("stop", float(self.watch.stop_wanted))
         late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0
         metrics.add("save", float(late and self.mesh.is_main))  # one clock decides
+        if self.stragglers:
+            self.stragglers.add(self.step + 1, metrics)
         values = metrics.reduce()
+        if self.stragglers and (slow := self.stragglers.note(self.step + 1, values)):
+            self.say(slow)
         self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
         return self.stage.finalise_metrics(values)
 

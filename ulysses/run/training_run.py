@@ -104,7 +104,6 @@ class TrainingRun:
 
     def __enter__(self) -> "TrainingRun":
         self.watch.phase("start")
-        self.watch.leave_witness()
         self.device = initialize_distributed(self.watch.wait_for_store())
         try:
             self._meet()
@@ -162,7 +161,7 @@ class TrainingRun:
         self.engine = trained_engine(
             config, inputs.weights, self.mesh, memory, inputs.attention
         )
-        self.resources.callback(self.engine.destroy)
+        self._hold(self.engine)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
         self.watch.phase("preparing the stage")
         stage = inputs.stage.build(self)
@@ -232,10 +231,15 @@ class TrainingRun:
             reward=model.is_reward,
             resident=self.memory.resident,
         )
-        self.resources.callback(engine.destroy)
+        self._hold(engine)
         if not model.is_reward:
             self.language_models[model.role] = engine
         return engine
+
+    def _hold(self, engine: ZeroEngine) -> None:
+        """Release an engine at the end of the run; each pass that it begins is progress."""
+        engine.module.register_forward_pre_hook(lambda *_: self.watch.renew())
+        self.resources.callback(engine.destroy)
 
     # ---------------------------------------------------------------- the run
 
@@ -266,6 +270,8 @@ class TrainingRun:
                 self.say(f"{out} is there already")
             else:
                 self.export(out)
+        if self.mesh.world_size == 1:
+            self.watch.pause()  # nobody waits for what else the program does
 
     def show(self, rollout: "Rollout") -> None:
         """Let run.samples show a finished rollout."""
