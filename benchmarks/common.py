@@ -37,8 +37,7 @@ from ulysses.parallel.kernels.choice import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.plan.hardware import GIB, device_peaks, this_machine
 from ulysses.plan.layer_cost import model_flops
-from ulysses.plan.planner import choose_memory
-from ulysses.plan.question import planner_question
+from ulysses.plan.planner import choose_memory, planner_question
 from ulysses.plan.step_cost import Plan, step_flops
 from ulysses.run.build import layer_memory, trained_engine
 from ulysses.zero.engine import ZeroEngine

@@ -17,8 +17,7 @@ from common import add_options, changed, launch, parser, settings, table
 
 from ulysses.check.input_files import read_shape
 from ulysses.plan.hardware import GIB, Machine, free_host_bytes
-from ulysses.plan.planner import longest_sequence
-from ulysses.plan.question import planner_question
+from ulysses.plan.planner import longest_sequence, planner_question
 
 COLUMNS = (
     "sp",

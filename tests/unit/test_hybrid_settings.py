@@ -17,8 +17,7 @@ from ulysses.check.preflight import prepare
 from ulysses.config.command_line import check
 from ulysses.plan.hardware import GIB, Machine
 from ulysses.plan.layer_cost import plain_model
-from ulysses.plan.planner import choose_memory, memory_line
-from ulysses.plan.question import planner_model
+from ulysses.plan.planner import choose_memory, memory_line, planner_model
 from ulysses.plan.step_cost import Question
 
 

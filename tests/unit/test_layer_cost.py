@@ -1,5 +1,6 @@
 """The planner's formulas of a layer against a real one of every family and degree, whole or with adapters."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -13,6 +14,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.lora import add_adapters
 from models.modules import RMSNorm
+from models.ops.linear import Products
 from models.ops.norm import NormNode
 from models.ops.rotary import rotary_tables
 from tests.family_case import FAMILIES
@@ -76,10 +78,18 @@ def kept_by_autograd(model, batch, place):
         held.update(storages(x) if x.dim() > 1 or x.is_floating_point() else {})
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+    made, make = [], Products._make
+
+    def remember(products, x):
+        make(products, x)
+        made.extend(weakref.ref(x) for x in [products.made] if x is not None)
+
+    saved = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
+    with saved, mock.patch.object(Products, "_make", remember):
         hidden = torch.randn(len(batch.tokens), model.config.hidden_size, requires_grad=True)
         out = layer(hidden, rope, batch.attention_plan)
     assert out.requires_grad
+    held |= storages(*(x for ref in made if (x := ref()) is not None))  # of adapters
     shared = storages(*model.parameters(), *rope)
     return sum(size for at, size in held.items() if at not in shared) / len(hidden)
 
@@ -106,7 +116,9 @@ def test_layers_keep_what_the_formulas_say(name, degree, rank, monkeypatch):
         for place, (kind, cost) in enumerate(zip(config.layers, costs)):
             # the weights of a row's experts keep their sum
             wanted = cost.kept_bytes("none", 4) + 4 * (kind.feed_forward == "experts")
-            assert kept_by_autograd(model, batch, place) == pytest.approx(wanted), kind
+            # with adapters a few numbers of a row lie beside others that are kept
+            near = 0.02 if rank else 1e-6
+            assert kept_by_autograd(model, batch, place) == pytest.approx(wanted, near), kind
         for level in LEVELS[1:]:
             wanted = sum(cost.kept_bytes(level, 4) for cost in costs)
             assert offloaded(config, degree, rank, level) == pytest.approx(wanted), level

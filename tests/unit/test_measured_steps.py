@@ -14,8 +14,7 @@ from tests.harness import run_distributed
 from tests.unit.test_plan import SMALL, Data, config, node
 from ulysses.plan.hardware import GIB, PEAKS, Machine
 from ulysses.plan.layer_cost import plain_model
-from ulysses.plan.planner import choose_memory, cut_steps
-from ulysses.plan.question import planned_step, planner_question
+from ulysses.plan.planner import choose_memory, cut_steps, planned_step, planner_question
 from ulysses.plan.step_cost import Plan, Question, predict, step_seconds
 
 ROWS = ROOT / "benchmarks/measured.jsonl"

@@ -34,8 +34,9 @@ from ulysses.plan.planner import (
     longest_sequence,
     memory_line,
     micro_batch_line,
+    planned_step,
+    planner_question,
 )
-from ulysses.plan.question import planned_step, planner_question
 from ulysses.plan.step_cost import Plan, Question, fits, predict, step_flops, step_seconds
 from ulysses.run.build import InitialWeights, frozen_engine, layer_memory, trained_engine
 

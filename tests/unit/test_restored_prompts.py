@@ -14,8 +14,7 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import pack_shard, shared_prompts
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.hardware import GIB, Machine, cpu_machine
-from ulysses.plan.planner import choose
-from ulysses.plan.question import run_question
+from ulysses.plan.planner import choose, run_question
 from ulysses.stages.kto import KtoStage
 
 CPU = torch.device("cpu")

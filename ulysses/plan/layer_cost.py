@@ -60,11 +60,6 @@ class LayerCost(NamedTuple):
     def parameters(self) -> float:
         return self.mixer + self.feed_forward
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether CUDA graphs may run it."""
-        return not self.copied and not self.row_flops
-
     def kept_bytes(self, level: str, size: int) -> float:
         """Return the bytes that the layer keeps of a row at a level, its input among them."""
         own = size * self.width
@@ -121,11 +116,12 @@ def _attention(shape: ModelConfig, setting: Setting) -> LayerCost:
     parameters = D * (2 * (query + key) + gate)
     # queries, keys and values, the output twice if it is exchanged
     kept = query * (2 + (ranks > 1)) + 2 * held
-    # before their norms; with adapters in one tensor with the values, which are held again if they are exchanged
-    kept += (query + key * (1 + (setting.adapted and ranks > 1))) * (family.qk_norm != "none")
-    # rows that a norm makes twice for a gate; its sigmoid, and what it lets through
-    kept += (2 * D + 2 * gate) * bool(gate)
-    kept += rank * (4 + bool(gate))
+    if (
+        family.qk_norm != "none"
+    ):  # before their norms; where adapters are, values lie beside them
+        kept += query + key * (1 + (rank > 0 and ranks > 1))
+    # normalised rows for q, k and v and for a gate, its sigmoid, and what it lets through; adapters' own rows
+    kept += 2 * (D + gate) * bool(gate) + rank * (4 + bool(gate))
     results = size * query + 4 * H  # with the log-sum-exp
     return LayerCost(
         mixer=parameters,
@@ -170,8 +166,8 @@ def _linear_attention(shape: ModelConfig, setting: Setting) -> LayerCost:
 
 
 def _mlp(shape: ModelConfig, setting: Setting) -> LayerCost:
-    D, F = shape.hidden_size, shape.intermediate_size
-    kept, parameters = 2 * F + 3 * setting.rank, 3 * D * F
+    F = shape.intermediate_size
+    parameters, kept = 3 * shape.hidden_size * F, 2 * F + 3 * setting.rank
     return LayerCost(feed_forward=parameters, met=parameters, kept=setting.size * kept, inner=F)
 
 

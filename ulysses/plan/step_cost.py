@@ -182,7 +182,8 @@ class Plan(NamedTuple):
         q, layers = self.question, self.question.model.layers
         alone = self.resident and q.sp == 1 and {*self.levels} == {"none"} and not q.shares
         fits = q.machine.is_gpu and q.element_size == 2
-        if not (alone and fits and all(layer.is_captured for layer in layers)):
+        # what experts and linear attention launch depends on the rows
+        if not (alone and fits) or any(x.copied or x.row_flops for x in layers):
             return False
         of_layer = 6 * q.rows * max(layer.parameters for layer in layers)
         return of_layer < GRAPH_SECONDS * PRODUCTS * q.machine.peak_flops

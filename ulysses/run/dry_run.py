@@ -30,8 +30,8 @@ from ulysses.plan.planner import (
     longest_sequence,
     memory_line,
     micro_batch_line,
+    run_question,
 )
-from ulysses.plan.question import run_question
 from ulysses.plan.step_cost import Question, fits, predict, step_flops, step_seconds
 from ulysses.run.build import open_data, step_loader
 

@@ -31,8 +31,13 @@ from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.hardware import GIB, slow_products, this_machine
 from ulysses.plan.layer_cost import model_flops
-from ulysses.plan.planner import check_host, choose_memory, memory_line, micro_batch_line
-from ulysses.plan.question import run_question
+from ulysses.plan.planner import (
+    check_host,
+    choose_memory,
+    memory_line,
+    micro_batch_line,
+    run_question,
+)
 from ulysses.plan.step_cost import predict
 from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
 from ulysses.run.export_model import export_model, save_tokenizer
