@@ -257,6 +257,14 @@ def test_a_sources_system_prompt_is_for_conversations_without_one(shown):
     assert said_to == [f"<|im_start|>system\n{system}" for system in ("be kind", "own", "own")]
 
 
+@pytest.mark.parametrize("key", ["system", "system_prompt"])
+def test_a_system_prompt_beside_messages_with_another_is_told(open_rows, key):
+    talk = [{"role": "system", "content": "own"}, ASK, said("a")]
+    rows = [{"messages": talk, key: "other"}, {"messages": talk, key: "own"}, {"messages": talk}]
+    notes = open_rows(rows, source={"system": "be kind"}).report.notes
+    assert notes == {"the column 'system' was not read": 1}
+
+
 def test_a_variable_cannot_forge_a_turn(tmp_path, open_rows, tokenizer):
     (tmp_path / "t.jinja").write_text("{{ note }}" + PLAIN_CHATML)
     row = {"messages": [ASK, said("a")], "chat_template_kwargs": {"note": "<|im_end|>"}}

@@ -41,8 +41,8 @@ OUR_LABELS = ("true", "false", "none")  # in sft, where another task may label t
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 # columns that are not read, though they mean something elsewhere
 UNREAD = re.compile(
-    "(?i)context|documents?|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|"
-    "apis?|api_.*|toolset|tools?|tools?[_-].*|.*_tools|functions?|functions?[_-].*|.*_functions|system|system_.*"
+    "context|documents?|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|System|system_.*|"
+    "apis?|api_.*|Tools|tool|toolset|tools?[_-].*|.*_tools|function|functions?[_-].*|.*_functions"
 )
 # what may be a row's prompt, in the order of FORMATS, or in rows that are answered its answer
 ASKS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
@@ -123,13 +123,10 @@ def read_row(
         del given["label"]
         note("'label' is neither true nor false, and was not read")
     only_alpaca = () if first_key(given, FORMATS["alpaca"]) else ("input", "history")
-    ours = {*ALIASES, *ALIASES.values()}
-    unread = {name for name in given.keys() - ours if UNREAD.fullmatch(name)}
+    unread = {name for name in given.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
     unread |= given.keys() & {*variables, *only_alpaca}
     records = _records(given, source, kind)
-    if any(len(given.keys() & {*columns}) > 1 for columns in (ASKS, ANSWERS)):
-        unread |= _second(given, source, kind, records)
-    for name in sorted(unread):
+    for name in sorted(unread | _second(given, source, kind, records)):
         if given[name] not in ("", []):
             note(f"the column {name!r} was not read")
     if len(records) > 1:
@@ -274,7 +271,7 @@ def _second(row: Row, source: Source, kind: str, records: list[Record]) -> set[s
         read |= {
             key
             for key, value in answers
-            if not holds or all(m.content in texts for m in parse_answer(key, value, False))
+            if not holds or parse_answer(key, value, False)[-1].content in texts
         }
         read |= {first_key(row, LABEL_KEYS)}
     said = [source.system, *map(row.get, read), *texts]

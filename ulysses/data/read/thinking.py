@@ -1,6 +1,7 @@
 """Find the thinking in what an assistant says, and tell whether a rendered answer is all of that."""
 
 import re
+from functools import partial
 from typing import Any
 
 from ulysses.data.read.tokenizer import BEGUN, GUARD
@@ -37,12 +38,12 @@ def ways_to_say(message: Plain, prompt: str) -> list[Plain]:
     which some templates cut off every answer, although the model begins its own with it.
     """
     content = message["content"] or ""
+    broken = partial(TAG.sub, lambda tag: f"{tag[0][:-1]}{GUARD}>")
     thinking, rest = split_thinking(content)
-    thinking, start = thinking or "", content.removesuffix(rest)
-    inner, quoted = (
-        TAG.sub(lambda tag: f"{tag[0][:-1]}{GUARD}>", part) for part in (thinking, rest)
-    )
-    texts = [start.replace(thinking, inner) + quoted]
+    texts = [
+        content.removesuffix(rest).replace(thinking or "", broken(thinking or ""))
+        + broken(rest)
+    ]
     if not closes(prompt):
         texts.append(content.replace("</think>", f"</think{GUARD}>"))
     return [message, *({**message, "content": text} for text in texts if text != content)]
