@@ -193,7 +193,7 @@ def save_adapters(
         "exclude_modules": r"model\.(?!language_model\.).*" if is_whole else None,
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "init_lora_weights": True,
+        "init_lora_weights": True,  # B of what a file lacks is zero
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "modules_to_save": [*modules] or None,

@@ -120,7 +120,7 @@ class Products:
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the results [S, N]."""
         self.start(x)
-        biases = [m.bias for m in self.matrices]
+        biases = [None if m.bias is None else m.part(m.bias) for m in self.matrices]
         if not self.adapters:
             return products(x, self._dense(x.dtype), biases)
         self._make(x)

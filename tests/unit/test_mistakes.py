@@ -186,6 +186,7 @@ DEMO --dpo.loss_type ["sigmoid","sft"] => or set dpo.sft_weight
 DEMO --dpo.loss_type ["sigmoid","hinge"] --dpo.loss_weights [1] => names 2 losses and loss_weights has 1
 DEMO --gradients.preset pro => is 'pro': input should be 'default' or 'ulysses-pro'
 DEMO --gradients.preset steady => no better than clipping; use "default"
+DEMO --memory.recompute pair => it has gone, because host memory reaches further; use "block" with memory.offload
 DEMO --gradients.policies {"policy":"clip"} => gradients.policies
 DEMO --gradients.policies [{"max_norm":1.0}] => policies[0]: policy is None but must be one of stop_on_non_
 DEMO --gradients.policies [{"policy":"clip_global_norm","max_nrom":1}] \

@@ -40,7 +40,7 @@ from ulysses.disk import (
 )
 from ulysses.environment import NODE
 from ulysses.parallel.mesh import gather
-from ulysses.plan.memory_choice import planner_model
+from ulysses.plan.question import planner_model
 
 FORMAT = 6
 FIELDS = {"step", "files", "config", "shape", "policies", "inputs"}  # of run.json, at least
