@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models.published import ARCHITECTURES
+from models.arch import ARCHITECTURES
 from tests import rows_of
 from tests.e2e.launch import ROOT
 from tests.engine_case import FROZEN, dataset

@@ -180,15 +180,15 @@ class PpoStage(ReferencedStage):
             where = self.config.sampler_folder, mesh.is_main
             sampler = OutsideSampler(ppo, parts.export, *where, options, renew)
         else:
-            how = ppo.generation_batch == "auto", self.config.model.lora
+            how = ppo.generation_batch == "auto", self.config.model
             sampler = EngineSampler(engine, mesh, options, *how, renew)
         found["maker"] = RolloutMaker(
             engine=engine,
             mesh=mesh,
             config=ppo,
             sampler=sampler,
-            budget=parts.pass_tokens,
-            shared_budget=parts.tokens if self.config.batch.share_prompts else 0,
+            tokens_per_microbatch=parts.tokens_per_microbatch,
+            share_prompts=parts.share_prompts,
             reference=found.get("reference"),
             reward=reward,
             scorer=scorer,

@@ -59,13 +59,13 @@ class Samples:
             self.prompts, answers = [encode(turn)[0][0] for turn in turns], []
         longest, stops = config.ppo.max_new_tokens, inputs.shape.eos_token_id
         options = SamplingOptions(longest, top_k=1, stop_tokens=stops)
-        how = config.ppo.generation_batch == "auto", config.model.lora, self._renew
+        how = config.ppo.generation_batch == "auto", config.model, self._renew
         self.sampler = EngineSampler(trainer.engine, trainer.mesh, options, *how)
         self.window = inputs.shape.max_position_embeddings
         if not trainer.step:
             self._write("data", self.prompts, answers)
             for role, engine in others.items():
-                self._ask(role, replace(self.sampler, engine=engine, lora=None))
+                self._ask(role, replace(self.sampler, engine=engine, settings=None))
             self.ask(0)
 
     def ask(self, step: int) -> None:

@@ -28,7 +28,7 @@ from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
-from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.mesh import HOST_WAITS, ParallelMesh
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 
 Normaliser = Literal[
@@ -97,7 +97,8 @@ class MetricSums:
         """Return the global sums, and then the counts, float64 on the device. One collective."""
         flat = torch.stack([*self.sums.values(), *self.counts.values()])
         if dist.is_initialized():
-            dist.all_reduce(flat)
+            with HOST_WAITS:
+                dist.all_reduce(flat)
         return flat
 
     def reduce(self) -> Metrics:
@@ -178,7 +179,8 @@ class RunParts:
         engine: of the trained model, and the weights that its training starts from.
         frozen: engines of the models in `Requirements`, by their roles.
         kernel: name of the attention kernel.
-        tokens, pass_tokens: of a micro-batch, and of one without gradient.
+        tokens_per_microbatch: the most of a packed one.
+        share_prompts: whether answers to one prompt that fit into a micro-batch share it.
         resources: closed at the end of the run, whatever happens.
         phase, renew: tell the watch what begins, and that this process still works.
         export: writes the current weights into a folder for sampling servers; all ranks call it together.
@@ -191,8 +193,8 @@ class RunParts:
     mesh: ParallelMesh
     kernel: str
     tokenizer: PreTrainedTokenizerFast
-    tokens: int
-    pass_tokens: int
+    tokens_per_microbatch: int
+    share_prompts: bool
     resources: ExitStack
     phase: Callable[..., None]
     renew: Callable[[], None]

@@ -52,7 +52,7 @@ def read_reference(
     logprobs: Callable[[ShardedBatch], Tensor],
     mesh: ParallelMesh,
     device: torch.device,
-    budget: int,
+    tokens_per_microbatch: int,
     say: Callable[[str], None],
 ) -> np.ndarray:
     """Return the reference's log-probabilities of all examples end to end, float32.
@@ -62,7 +62,7 @@ def read_reference(
     Args:
         path: of `cache_file`; a .json next to it holds the file's digest.
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
-        budget: tokens per packed micro-batch.
+        tokens_per_microbatch: the most of a packed one.
     """
     sizes, seal = dataset.lengths.tolist(), path.with_suffix(".json")
     if not all(gather(seal.exists())):
@@ -70,7 +70,9 @@ def read_reference(
         say(f"computing reference log-probabilities of {len(numbers)} items -> {path}")
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         # several micro-batches of them, or CHUNK
-        size = mesh.data_parallel_size * max(CHUNK, 4 * budget * len(numbers) // sum(sizes))
+        size = mesh.data_parallel_size * max(
+            CHUNK, 4 * tokens_per_microbatch * len(numbers) // sum(sizes)
+        )
         bar = {
             "desc": "reference",
             "unit": "items",
@@ -88,7 +90,7 @@ def read_reference(
                         lambda number, at=at: dataset[at + number].sequences,
                         mesh,
                         device,
-                        budget,
+                        tokens_per_microbatch,
                     ).numpy()
                     shown.update(len(some))
 

@@ -110,7 +110,7 @@ class DpoStage(ReferencedStage):
         if not self.is_cached:
             return data
         path = cache_file(self.config, parts.weights, parts.kernel, data)
-        how = self.mesh, self.model.device, parts.pass_tokens, parts.say
+        how = self.mesh, self.model.device, parts.tokens_per_microbatch, parts.say
         return data.with_column(COLUMN, read_reference(data, path, self.reference, *how))
 
     def reference_logps(self, batch: ShardedBatch) -> Tensor:

@@ -20,22 +20,16 @@ from losses.kto import kto_loss
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.stages.base import Metrics, MetricSums, Normaliser, RunParts, StepBatches, Term
+from ulysses.stages.base import Metrics, MetricSums, Normaliser, StepBatches, Term
 from ulysses.stages.passes import packed_batches
 from ulysses.stages.referenced import ReferencedStage
 
 
 @dataclass(eq=False)
 class KtoStage(ReferencedStage):
-    """Preference optimisation on unpaired answers.
-
-    Args:
-        pass_tokens: of the micro-batches of mismatched sequences, if the loader's are smaller.
-    """
+    """Preference optimisation on unpaired answers."""
 
     name, dataset_type = "kto", "unpaired"
-
-    pass_tokens: int = 0
 
     def check(self) -> Iterator[str]:
         examples = self.config.batch.examples
@@ -56,9 +50,6 @@ class KtoStage(ReferencedStage):
         if self.looks_ahead and len(train) < 2:
             yield "data.train has one example but kto's baseline pairs each example with another; give it more"
 
-    def arguments(self, parts: RunParts) -> dict[str, object]:
-        return super().arguments(parts) | {"pass_tokens": parts.pass_tokens}
-
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return the step's micro-batches, and those of the mismatched sequences."""
         read = super().read(source, step)
@@ -74,8 +65,7 @@ class KtoStage(ReferencedStage):
             lambda numbers: [dataset.mismatch(*pairs[number]) for number in numbers],
             self.mesh,
             self.model.device,
-            max(source.tokens_per_microbatch, self.pass_tokens),
-            source.launched_tokens,
+            source.tokens_per_microbatch,
         )
         return read._replace(looked_at=[batch for _, batch in batches])
 
