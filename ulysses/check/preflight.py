@@ -12,6 +12,7 @@ Each error is one sentence: what was given, what is required and what to change.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ulysses.check.input_files import (
@@ -148,7 +149,7 @@ def prepare(
         refuse(errors, findings)
     return RunInputs(
         config=config,
-        stage=stage,
+        stage=replace(stage, config=config),  # with what the checks chose
         shape=shape,
         folder=folder,
         tokenizer=tokenizer,

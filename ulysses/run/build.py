@@ -12,7 +12,7 @@ from models.layers import DecoderLayer
 from ulysses.check.input_files import check_examples
 from ulysses.check.inputs import RunInputs
 from ulysses.config.schema import Config
-from ulysses.config.section import Values, error_context
+from ulysses.config.section import error_context
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
@@ -25,7 +25,7 @@ from ulysses.run.optim import adamw, parameter_groups
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
-from ulysses.zero.settings import derive
+from ulysses.zero.settings import ZeroSettings, derive
 
 
 def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | None]:
@@ -168,7 +168,7 @@ def frozen_engine(
     return ZeroEngine(built.eval().requires_grad_(False), settings, (DecoderLayer,))
 
 
-def _zero_settings(config: Config, shape: ModelConfig) -> Values:
+def _zero_settings(config: Config, shape: ModelConfig) -> ZeroSettings:
     largest = max(layer.parameters for layer in layer_costs(shape, Setting()))
     return derive(
         dtype=getattr(torch, config.model.dtype),
