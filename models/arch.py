@@ -449,6 +449,9 @@ def read_scaling(known: Fields, changes: Fields) -> RopeScaling | None:
         raise ValueError(
             f"model.rope.{name} is set but rope type {kind!r} does not use it; remove it, or set model.rope.type"
         )
+    for name in own[: 2 if kind == "yarn" else None] if changes else ():
+        if known.get(name) is None:
+            raise ValueError(f"rope type {kind!r} needs model.rope.{name}; set it")
     if changes and kind != "llama3":
         window = known["original_max_position_embeddings"]
     scaling = None
