@@ -183,7 +183,8 @@ class ModelConfig:
             known["max_position_embeddings"] = chunks.get("original_max_position_embeddings")
         heads = number(known, "num_attention_heads", int)
         known.setdefault("partial_rotary_factor", 1.0)
-        known.setdefault("num_key_value_heads", heads)
+        if stated.get("num_key_value_heads") is None:  # so does null, whatever the default is
+            known["num_key_value_heads"] = heads
         known.setdefault("head_dim", number(known, "hidden_size", int) // heads)
         pattern = read_layers(known, family)
         kinds = {kind.rotary for kind in pattern} | {kind.mixer for kind in pattern}
