@@ -29,7 +29,8 @@ CREDENTIALS = re.compile(
 # What no output shows besides: the keys of Weights & Biases (but not a revision of the hub), and what follows "Bearer"
 SECRETS = re.compile(
     CREDENTIALS.pattern
-    + r"""|\bBearer\s+[^\s"']+|\bwandb_v\d+_\w+|(?<![\w/-])(?<!revision )(?<!revision = ")[0-9a-f]{40}(?![\w/-])""",
+    + r"""|\bBearer\s+[^\s"']+|\bwandb_v\d+_\w+|\blocal-[0-9a-f]{40}"""
+    + r"""|(?<![\w/-])(?<!revision )(?<!revision = ")[0-9a-f]{40}(?![\w/-])""",
     re.I,
 )
 # by their names, as TOML, YAML or JSON have them; whoever reads them checks them
