@@ -286,6 +286,8 @@ def test_a_chat_that_is_killed_leaves_no_merged_model(place, tmp_path, number):
     process = subprocess.Popen(
         [sys.executable, "-m", "ulysses.cli", "chat", str(tmp_path / "adapters")],
         stdin=-1, stdout=-1, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+        # tests that were started with nohup ignore SIGHUP, and so would the chat
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout.read(2) == b"> " and any((tmp_path / "tmp").glob("*/export"))
     process.send_signal(number)
