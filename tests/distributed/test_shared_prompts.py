@@ -132,7 +132,7 @@ def test_windows_cut_shared_prompts_as_they_cut_separate_sequences(world, sp):
 
 def test_results_are_joined_in_parts(monkeypatch):
     """More rows than one part has: of many trees, whose rows have gaps, and of one pair, whose rows are a slice."""
-    monkeypatch.setattr("ulysses.parallel.kernels.document.JOINED_ROWS", 3)
+    monkeypatch.setattr("ulysses.parallel.kernels.document.MERGED_ROWS", 3)
     compare(on_ranks(1, (4, 2))[0], formula((4, 2)), 1e-12)
     _, pair, *_ = trees()
     monkeypatch.setattr(f"{__name__}.trees", lambda scale: [pair])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from models.families import Delta
 from models.ops.delta_rule import convolve, decays, delta_rule, mix_pack, unit
-from ulysses.parallel.waves import Recurrence
+from ulysses.parallel.recurrence import Recurrence
 
 CPU = torch.device("cpu")
 K, H, E, V = 2, 6, 8, 12
@@ -114,4 +114,4 @@ def test_the_convolution_sees_its_own_document_and_what_it_shares():
         # as the kernels get it: a pack in which copies of the prompt's last rows come before an answer
         pack = Recurrence(bounds, prefixes, CPU).with_copies(W - 1)
         (with_copies,) = convolve(x[pack.rows], weight, Recurrence(pack.bounds, {}, CPU), [5])
-        torch.testing.assert_close(with_copies[pack.kept], found)
+        torch.testing.assert_close(with_copies[pack.originals], found)

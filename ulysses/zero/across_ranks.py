@@ -50,7 +50,7 @@ class AveragedReduction(GradientReduction):
         self._world = dist.get_world_size()
         self._make_groups(ranks_of_a_node())
         self._kernel: Any = None  # which also adds to the sum
-        if self._slices[0].home.master.is_cuda:
+        if self._slices[0].sub_group.master.is_cuda:
             if gpu_kernels.AVAILABLE:
                 self._kernel = gpu_kernels.average
         self._waiting: list[tuple[ParameterSlice, Tensor]] = []

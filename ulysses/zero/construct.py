@@ -211,6 +211,6 @@ def build_partitioned(
         for name, parameter in model.named_parameters():
             shard = shard_of(parameter)
             if shard.length:
-                fill(name, shard.shape, shard.start, shard.own[: shard.length])
-            shard.own[shard.length :].zero_()
+                fill(name, shard.shape, shard.start, shard.local[: shard.length])
+            shard.local[shard.length :].zero_()
     return model

@@ -70,7 +70,7 @@ class ShardedWeights:
         # Each slice was cut off between large allocations; side by side they leave no holes in the GPU's memory.
         for dtype in {p.dtype for p in model.parameters() if p.requires_grad}:
             trained = [p for p in model.parameters() if p.requires_grad and p.dtype == dtype]
-            own = [shard_of(p).own for p in trained]
+            own = [shard_of(p).local for p in trained]
             if is_pinned(own[0]):
                 break
             for held, part in zip(own, torch.cat(own).split([len(x) for x in own])):

@@ -71,7 +71,7 @@ class ZeroEngine:
     def destroy(self) -> None:
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.weights.close()
-        empty([(p, shard_of(p).own) for p in self.module.parameters()])
+        empty([(p, shard_of(p).local) for p in self.module.parameters()])
 
 
 class TrainedEngine(ZeroEngine):

@@ -58,7 +58,7 @@ def sub_groups(
         weights: list[Tensor] = []
         for p in group.parameters:
             few.append(p)
-            weights.append(shard_of(p).own)
+            weights.append(shard_of(p).local)
             if sum(map(len, weights)) < size and p is not group.parameters[-1]:
                 continue
             master = torch.cat(weights).to(device, torch.float32)
@@ -85,7 +85,7 @@ def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[Paramete
     offset = 0
     for p in sub_group.parameters:
         shard = shard_of(p)
-        size = len(shard.own)
+        size = len(shard.local)
         yield ParameterSlice(
             name=names[p],
             shape=shard.shape,
@@ -94,6 +94,6 @@ def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[Paramete
             size=size,
             offset=offset,
             parameter=p,
-            home=sub_group,
+            sub_group=sub_group,
         )
         offset += size

@@ -47,7 +47,7 @@ class GradientReduction:
         bucket: int,
     ) -> None:
         self._slices, self._lent = list(slices), lent
-        self._on_host = self._slices[0].home.master.device.type != device.type
+        self._on_host = self._slices[0].sub_group.master.device.type != device.type
         self._adds = False
         if self._on_host or not self.keeps:
             self._make_sums()

@@ -128,7 +128,7 @@ class ParameterSlice:
     size: int
     offset: int
     parameter: nn.Parameter
-    home: SubGroup
+    sub_group: SubGroup
 
     @property
     def numel(self) -> int:
@@ -137,23 +137,25 @@ class ParameterSlice:
     @property
     def sum(self) -> Tensor:
         """The memory in which its gradients are added, float32 [length]."""
-        return self.home.sums.narrow(0, self.offset, self.length)
+        return self.sub_group.sums.narrow(0, self.offset, self.length)
 
     def gradient(self, value: Tensor) -> GradientSlice:
         """Return the slice of the step's gradient that has this value."""
-        return GradientSlice(self.name, self.shape, value, self.start, self.home.group.scope)
+        return GradientSlice(
+            self.name, self.shape, value, self.start, self.sub_group.group.scope
+        )
 
     def state(self, kind: str) -> Tensor:
         """Return the float32 "master" weights, or one of AdamW's moments."""
-        return self.home.state(kind, self.offset, self.length)
+        return self.sub_group.state(kind, self.offset, self.length)
 
     def restore(self, kind: str, values: Tensor) -> None:
         """Take what `state` returned and was written to since."""
-        self.home.restore(kind, self.offset, values)
+        self.sub_group.restore(kind, self.offset, values)
 
     def whole_master(self, device: torch.device) -> Tensor:
         """Return all ranks' master weights of the parameter, in host memory; all ranks call it together."""
-        own = self.home.master.narrow(0, self.offset, self.size).to(device)
+        own = self.sub_group.master.narrow(0, self.offset, self.size).to(device)
         parts = own.new_empty(self.size * dist.get_world_size())
         dist.all_gather_into_tensor(parts, own)
         return parts[: self.numel].view(self.shape).cpu()
