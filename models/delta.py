@@ -161,7 +161,7 @@ class GatedDelta(nn.Module):
         return False
 
     @property
-    def stages(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
+    def modules_by_step(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
         """The modules and parameters of project, of the mix itself and of output."""
         mix = self.conv1d, self.A_log, self.dt_bias
         project: Sequence[nn.Module]

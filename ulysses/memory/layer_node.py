@@ -39,7 +39,7 @@ class Mixer(Protocol):
     has_gate: bool
 
     @property
-    def stages(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
+    def modules_by_step(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
         """The modules and parameters of project, of the mix itself and of output."""
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -102,7 +102,7 @@ class Layer(Protocol):
 
     def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensors]: ...
 
-    def stage_parameters(self) -> tuple[list[nn.Parameter], ...]:
+    def parameters_by_step(self) -> tuple[list[nn.Parameter], ...]:
         """Return the trained parameters of project, mix, output and feed_forward."""
 
 
@@ -133,7 +133,7 @@ class LayerNode(torch.autograd.Function):
     """Run a layer, hidden [S, D] -> [S, D], at the level `layer.recompute`, which is not "none".
 
     What the level keeps goes to host memory if there is a `layer.offloader`. The gradients are those of ordinary
-    autograd. `parameters` are those of `layer.stage_parameters()`. All ranks use the same level for a layer.
+    autograd. `parameters` are those of `layer.parameters_by_step()`. All ranks use the same level for a layer.
     """
 
     @staticmethod
@@ -176,7 +176,7 @@ class LayerNode(torch.autograd.Function):
         hidden, *results = saved.tensors()
         del saved
         mixer = layer.mixer
-        project_parameters, _, output_parameters, _ = layer.stage_parameters()
+        project_parameters, _, output_parameters, _ = layer.parameters_by_step()
 
         def recompute_shards() -> tuple[Tensors, Callable[..., Any]]:
             (*heads, _), project_backward = _recompute(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .dense import attend_dense
+from .dense import dense_plan
 from .exchange import (
     exchange_out_backward,
     exchange_out_forward,
@@ -128,19 +128,20 @@ class UlyssesAttention(nn.Module):
             )
         attention = copy(self)
         attention.window, attention.softmax_scale = window, softmax_scale or self.softmax_scale
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-            return _Attend.apply(query, key, value, sink, attention, plan)
-
         if is_dense:
-            return attend_dense(attend, self.mesh, query, key, value, causal)
-        if plan is None:
+            plan = dense_plan(self.mesh, query.shape[1], query.device)
+        elif plan is None:
             plan = self._make_plan(cu_seqlens, query)
         elif query.shape[0] != plan.local_tokens:
             raise ValueError(
                 f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}"
             )
-        return attend(query, key, value, plan if causal else plan.unmasked)
+        if not causal:
+            plan = plan.unmasked
+        if is_dense:
+            sequences = zip(query, key, value)
+            return torch.stack([_Attend.apply(*x, sink, attention, plan) for x in sequences])
+        return _Attend.apply(query, key, value, sink, attention, plan)
 
     def _make_plan(self, cu_seqlens: Any, query: Tensor) -> AttentionPlan:
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size

@@ -3,34 +3,20 @@
 Letters: B sequences, S tokens of each, P sequence-parallel ranks, H heads, E head dim.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import AttentionPlan, Context, contiguous, packed_plan
+from .layout import AttentionPlan, Context, Device, contiguous, packed_plan
 from .mesh import ParallelMesh
 
 
-def attend_dense(
-    attend: Callable[..., Tensor],
-    mesh: ParallelMesh,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-) -> Tensor:
-    """Return attend(query, key, value, plan) of [B, S/P, heads, E], one sequence after the other.
-
-    Shards are contiguous, so that ranks that split rows have unequal work.
-    """
-    total = query.shape[1] * mesh.sequence_parallel_size
+def dense_plan(mesh: ParallelMesh, local_tokens: int, device: Device) -> AttentionPlan:
+    """Plan the attention of one sequence in contiguous shards, so that ranks that split rows have unequal work."""
+    total = local_tokens * mesh.sequence_parallel_size
     size = total // mesh.row_parallel_size
     sets = [[(start, start + size)] for start in range(0, total, size)]
-    plan: AttentionPlan = packed_plan(torch.tensor([0, total]), sets, mesh, query.device)
-    plan = plan if causal else plan.unmasked
-    return torch.stack([attend(*one, plan) for one in zip(query, key, value)])
+    return packed_plan(torch.tensor([0, total]), sets, mesh, device)
 
 
 # the group, the axis that is split, and the axis that is gathered
