@@ -143,8 +143,7 @@ class DecoderLayer(nn.Module):
             (around[0], self.mlp, around[1]),
         )
         return tuple(
-            [p for part in step for p in _parameters(part) if p.requires_grad]
-            for step in steps
+            [p for part in step for p in _parameters(part) if p.requires_grad] for step in steps
         )
 
 

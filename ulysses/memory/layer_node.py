@@ -226,9 +226,8 @@ def _recompute(
     with torch.enable_grad(), replay(random):
         outputs = function(*leaves, *others)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    edges = [
-        get_gradient_edge(x) for x in outputs
-    ]  # they keep the graph alive, but not the outputs
+    # edges keep the graph alive, but not the outputs
+    edges = [get_gradient_edge(x) for x in outputs]
 
     def backward(*grads: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         count = len(leaves)

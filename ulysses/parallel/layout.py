@@ -394,13 +394,13 @@ def packed_plan(
         num_documents=len(document_bounds) - 1,
         row_sets=sets,
         calls=_causal_calls(arcs, {}, cu[-1], device),
-        prefix_calls=_prefix_calls(list(chain(*arcs)), prefixes, device) if prefixes else [],
+        prefix_calls=_prefix_calls(chain(*arcs), prefixes, device),
         prefixes=prefixes,
     )
 
 
 def _prefix_calls(
-    parts: list[Part], prefixes: dict[int, Range], device: Device
+    parts: Iterable[Part], prefixes: dict[int, Range], device: Device
 ) -> list[VarlenCall]:
     """Return the calls from all parts of suffixes to their prefixes.
 
@@ -438,9 +438,8 @@ def _causal_calls(
             begin, reach = part.whole[0], part.start + 1 - window
             keys, number = [(max(begin, reach), part.end)], 0
             start, stop = prefixes.get(part.sequence, (0, 0))
-            seen = max(
-                start, stop + reach - begin
-            )  # the first row of the prefix that the window reaches
+            # the first row of the prefix that the window reaches
+            seen = max(start, stop + reach - begin)
             if seen < stop:
                 keys.insert(0, (seen, stop))
                 suffixes[start] += 1

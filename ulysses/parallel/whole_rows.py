@@ -43,11 +43,8 @@ class HeadExchange:
         self.my_set, self.place = divmod(self.mesh.sp_rank, self.ranks)
         self.layouts = [head_layout(values, heads, self.ranks) for heads in self.heads]
         self.widths = [layout.key * width for layout, (_, width) in zip(self.layouts, parts)]
-        self.sizes = (
-            ranks // self.ranks,
-            self.ranks,
-            plan.local_tokens,
-        )  # of a send buffer's first axes
+        # the first axes of a send buffer
+        self.sizes = ranks // self.ranks, self.ranks, plan.local_tokens
 
     def my_columns(self, columns: Tensor, part: int) -> Tensor:
         """Return this rank's columns, or heads, of a tensor that has all those of a part along axis 0; with a graph."""

@@ -38,7 +38,7 @@ def build_sharded(create: Callable[[], nn.Module], config: dict[str, Any]) -> nn
         model = create()
     parameter: Any
     for parameter in model.parameters():
-        if hasattr(parameter, "in_float32"):  # zero.Init has cast every tensor
+        if hasattr(parameter, "in_float32"):  # zero.Init has cast every parameter to one dtype
             for tensor in (parameter, parameter.ds_tensor):
                 tensor.data = tensor.data.float()
         parameter.shard = Shard(parameter.ds_tensor, parameter.ds_shape)

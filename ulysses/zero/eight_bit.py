@@ -46,9 +46,8 @@ class EightBitSubGroup(SubGroup):
         """Take the step slice by slice, so that no more than one gradient has a float32 copy."""
         (settings,) = self.optimizer.param_groups
         settings["lr"] = lr
-        if (
-            self.master.grad is not None
-        ):  # the parts of the sums have the padding of the master's
+        if self.master.grad is not None:
+            # the parts of the sums have the padding of the master's
             grads = self.sums.split([len(weight) for weight in self.weights])
         for place, (part, grad) in enumerate(zip(settings["params"], grads)):
             part.grad = grad.float().mul_(factor)

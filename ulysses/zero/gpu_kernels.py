@@ -27,7 +27,7 @@ except ImportError:  # CPU builds of torch come without it
 
 AVAILABLE = triton is not None
 _BLOCK = 2048
-_ALIGNED = 16  # elements that a thread may load at once
+_ALIGNED = 16  # elements; a greater common alignment of addresses and lengths is of no use
 
 if AVAILABLE:
 
@@ -71,7 +71,7 @@ if AVAILABLE:
         grad_address = tl.load(grads + tl.load(place + 3)) + tl.load(place + 4) * (
             GRAD_DTYPE.primitive_bitwidth // 8
         )
-        # where all numbers are multiples of 16, loads and stores of 16 bytes do
+        # where all numbers are multiples of 16, the compiler loads and stores 16 bytes at a time
         start, count = tl.multiple_of(start, ALIGNED), tl.multiple_of(count, ALIGNED)
         weights = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNED)
         grad = tl.multiple_of(grad_address.to(tl.pointer_type(GRAD_DTYPE)), ALIGNED)

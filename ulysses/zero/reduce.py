@@ -51,8 +51,7 @@ class GradientReduction:
         self._uses_sums = False
         if self._on_host or not self.may_keep:
             self._make_sums()
-        # At high priority a reduction starts at the next kernel boundary instead of behind all queued matrix
-        # products.
+        # At high priority a reduction starts at the next kernel boundary, not behind all queued matrix products.
         self._backend = torch.get_device_module(device)
         self._stream = self._backend.Stream(priority=-1)
         self._events: deque[Any] = deque()
@@ -60,10 +59,8 @@ class GradientReduction:
         self._hooks: list[Any] = []
         without_unit = {s.parameter: s for s in self._slices}
         for unit in units:
-            slices_of_unit = [
-                without_unit.pop(p) for p in unit.parameters() if p in without_unit
-            ]
-            hook = partial(self._take, slices_of_unit)
+            of_unit = [without_unit.pop(p) for p in unit.parameters() if p in without_unit]
+            hook = partial(self._take, of_unit)
             self._hooks.append(unit.register_full_backward_hook(hook))
         for p, s in without_unit.items():
             if s.numel >= bucket:
@@ -151,10 +148,8 @@ class GradientReduction:
     def _store(self, means: list[tuple[ParameterSlice, Tensor]]) -> None:
         """Keep this rank's means, or write them to their sums, or add them to what earlier micro-batches wrote."""
         if not self._uses_sums:
-            for (
-                s,
-                mean,
-            ) in means:  # a gradient that comes in two parts is added as autograd adds it
+            for s, mean in means:
+                # two parts of one gradient are added as autograd adds them
                 first_part = self._values.get(s.name)
                 self._values[s.name] = mean if first_part is None else first_part + mean
             return

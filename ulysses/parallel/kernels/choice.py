@@ -8,7 +8,7 @@
     cudnn       cuDNN's fused attention, document by document: for packs of few long documents (Hopper and newer)
     flash4      flash-attn 4 (`flash_attn.cute`; Hopper and Blackwell)
 
-On a GPU torch and flash4 run in varlen.py, which leaves packs of short documents to the kernels of short.py.
+On a GPU torch and flash4 are varlen.py's, and the kernels of short.py take packs of short documents in their place.
 
 Forward and backward are separate, so that a caller may keep (out, lse) and never run the forward kernel again. Causal
 masks are aligned bottom-right: the last query of a document sees its last key. With a sliding window a query sees
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..layout import DocumentBounds
-from . import varlen
+from . import short, varlen
 from .document import (
     DOCUMENT_KERNELS,
     InputGradients,
@@ -137,17 +137,23 @@ def _why_unfit(
 
 
 def _forward(name: str, inputs: Inputs, documents: DocumentBounds) -> Results:
-    if inputs.q.is_cuda and name in VARLEN:
-        return varlen.forward(name, inputs, documents)
-    return run_forward(DOCUMENT_KERNELS[name], inputs, documents)
+    if not inputs.q.is_cuda or name not in VARLEN:
+        return run_forward(DOCUMENT_KERNELS[name], inputs, documents)
+    if short.usable(inputs, documents):
+        return short.forward(inputs, documents)
+    run = varlen.flash4_forward if name == "flash4" else varlen.torch_forward
+    return run(inputs, documents)
 
 
 def _backward(
     name: str, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, documents: DocumentBounds
 ) -> InputGradients:
-    if dout.is_cuda and name in VARLEN:
-        return varlen.backward(name, dout, inputs, out, lse, documents)
-    return run_backward(DOCUMENT_KERNELS[name], dout, inputs, out, lse, documents)
+    if not dout.is_cuda or name not in VARLEN:
+        return run_backward(DOCUMENT_KERNELS[name], dout, inputs, out, lse, documents)
+    if short.usable(inputs, documents):
+        return short.backward(dout, inputs, out, lse, documents)
+    run = varlen.flash4_backward if name == "flash4" else varlen.torch_backward
+    return run(dout, inputs, out, lse, documents)
 
 
 class Kernel(NamedTuple):

@@ -11,6 +11,10 @@ Kernels for long documents keep many rows on a multiprocessor at once. Documents
 that room empty; small tiles and many programs fill it. Sums are float32. Without atomics every run gives the same
 bits. Documents may be empty.
 
+Milliseconds forward / backward (H200, head dim 64): 256 documents of 256 tokens, 9 query and 3 kv heads, take
+0.133 / 0.363 here and 0.247 / 0.671 with flash4; 16 of 512, 14 and 2 heads, 0.047 / 0.168 and 0.146 / 0.225.
+From 1,024 tokens on, and for head dim 128, flash4 is as fast or faster.
+
 Shapes: q, out, dout, dq [T, H, E], k, v, dk, dv [T, K, E], lse (natural logarithm) and delta [H, T], G = H / K.
 """
 

@@ -1,9 +1,4 @@
-"""The kernels for GPUs that take a whole pack: torch's FlashAttention-2, flash-attn 4, and short.py's.
-
-Milliseconds forward / backward (H200, head dim 64): 256 documents of 256 tokens, 9 query and 3 kv heads, take
-0.133 / 0.363 with short.py and 0.247 / 0.671 with flash4; 16 of 512, 14 and 2 heads, 0.047 / 0.168 and 0.146 / 0.225.
-From 1,024 tokens on, and for head dim 128, flash4 is as fast or faster.
-"""
+"""The kernels of other projects that take a whole pack on a GPU: torch's FlashAttention-2 and flash-attn 4."""
 
 import functools
 import importlib
@@ -15,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..layout import DocumentBounds
-from . import short
 from .document import (
     CUDNN,
     ONE_DOCUMENT,
@@ -29,24 +23,6 @@ from .document import (
 # The head dim for which cuDNN's backward of one long document is faster than flash4's: 57 and 66 ms (H100, 32k tokens,
 # 16 query and 2 kv heads), although its forward takes 12.2 ms and flash4's 10.7.
 CUDNN_BACKWARD = 256
-
-
-def forward(name: str, inputs: Inputs, documents: DocumentBounds) -> Results:
-    """Return out [T, H, E] and lse [H, T] of the kernel "torch" or "flash4"."""
-    if short.usable(inputs, documents):
-        return short.forward(inputs, documents)
-    run = _flash4_forward if name == "flash4" else _torch_forward
-    return run(inputs, documents)
-
-
-def backward(
-    name: str, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, documents: DocumentBounds
-) -> InputGradients:
-    """Return dq, dk and dv."""
-    if short.usable(inputs, documents):
-        return short.backward(dout, inputs, out, lse, documents)
-    run = _flash4_backward if name == "flash4" else _torch_backward
-    return run(dout, inputs, out, lse, documents)
 
 
 @functools.cache
@@ -74,7 +50,7 @@ def _bounds(documents: DocumentBounds) -> dict[str, Tensor | int]:
     }
 
 
-def _torch_forward(inputs: Inputs, documents: DocumentBounds) -> Results:
+def torch_forward(inputs: Inputs, documents: DocumentBounds) -> Results:
     window = _window(inputs)
     tensors = *inputs[:3], *_bounds(documents).values()
     options = 0.0, inputs.causal and not window, False
@@ -84,7 +60,7 @@ def _torch_forward(inputs: Inputs, documents: DocumentBounds) -> Results:
     return out, lse
 
 
-def _torch_backward(
+def torch_backward(
     dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, documents: DocumentBounds
 ) -> InputGradients:
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=dout.device)
@@ -103,7 +79,7 @@ def _window(inputs: Inputs) -> dict[str, int]:
     return {"window_size_left": inputs.window - 1, "window_size_right": 0}
 
 
-def _flash4_forward(inputs: Inputs, documents: DocumentBounds) -> Results:
+def flash4_forward(inputs: Inputs, documents: DocumentBounds) -> Results:
     index, bounds = _flash4_form(documents)
     out, lse, *_ = flash4()._flash_attn_fwd(
         *(x[index] for x in inputs[:3]),
@@ -116,7 +92,7 @@ def _flash4_forward(inputs: Inputs, documents: DocumentBounds) -> Results:
     return out.flatten(0, -3), lse.flatten(0, -2)
 
 
-def _flash4_backward(
+def flash4_backward(
     dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, documents: DocumentBounds
 ) -> InputGradients:
     deterministic = torch.are_deterministic_algorithms_enabled()
