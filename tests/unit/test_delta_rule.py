@@ -16,7 +16,7 @@ from ulysses.parallel.recurrence import Recurrence
 CPU = torch.device("cpu")
 K, H, E, V = 2, 6, 8, 12
 LENGTHS = (1, 300, 63, 64, 65, 2)
-# whole documents, the packed rows that branches leave out, by their place: cuts at 70, 300, 70 and 1 of the second one
+# whole documents, the packed rows that suffixes leave out, by their place: cuts at 70, 300, 70 and 1 of the second one
 SHARING = {2: (1, 71), 3: (1, 301), 4: (1, 71), 5: (1, 2)}
 
 

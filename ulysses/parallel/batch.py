@@ -87,15 +87,15 @@ class Sequence:
 def shared_prompts(
     sequences: list[Sequence] | tuple[Sequence, ...],
 ) -> list[tuple[int, int]]:
-    """Return for each sequence of a pack the place of the one that holds its prompt, and the tokens it leaves out."""
-    holders: dict[int, int] = {}
+    """Return for each sequence of a pack the place of the first with its prompt, and how many tokens it leaves out."""
+    firsts: dict[int, int] = {}
     shared = []
     for place, sequence in enumerate(sequences):
-        holder = place
+        first = place
         if sequence.prompt is not None:
-            holder = holders.setdefault(sequence.prompt, place)
-        length = min(sequence.prompt_length, sequences[holder].prompt_length)
-        shared.append((holder, max(0, length - 1) if holder < place else 0))
+            first = firsts.setdefault(sequence.prompt, place)
+        length = min(sequence.prompt_length, sequences[first].prompt_length)
+        shared.append((first, max(0, length - 1) if first < place else 0))
     return shared
 
 
@@ -209,8 +209,8 @@ def pack_shard(
             mesh,
             device,
             {
-                place: (starts[holder], starts[holder] + count)
-                for place, (holder, count) in enumerate(shared)
+                place: (starts[first], starts[first] + count)
+                for place, (first, count) in enumerate(shared)
                 if count
             },
             tail=len(tail) > 0,

@@ -54,7 +54,7 @@ if AVAILABLE:
         places,
         factor,
         step_size,
-        kept,
+        decay,
         beta1,
         one_minus_beta1,
         beta2,
@@ -80,7 +80,7 @@ if AVAILABLE:
         g = tl.load(grad + within, mask).to(tl.float32) * factor
         m = beta1 * tl.load(mean + at, mask) + one_minus_beta1 * g
         v = beta2 * tl.load(square + at, mask) + one_minus_beta2 * g * g
-        p = tl.load(master + at, mask) * kept
+        p = tl.load(master + at, mask) * decay
         p -= step_size * m / (tl.sqrt(v) / root_correction + eps)
         tl.store(mean + at, m, mask)
         tl.store(square + at, v, mask)
