@@ -107,7 +107,7 @@ class ShardedBatch:
     target is -100 exactly where its weight is 0. is_last [S] marks the last token of each sequence.
     cu_seqlens [N + 1] int32 describes the whole pack, with one more entry if there is a tail.
     num_sequences is N. num_tokens counts the tokens of the whole pack without its tail, num_tokens_shared the prompts'
-    tokens that were left out of it, and num_squares twice the pairs of a query and a key that it sees, in the mean of
+    tokens that were left out of it, and num_squares twice the pairs of query and key in its attention, in the mean of
     the layers. num_valid counts this rank's targets of nonzero weight, which are at valid_index [num_valid].
     attention_plan says how attention is computed (layout.py). This rank's rows of sequence i are
     sequence_starts[i] .. sequence_starts[i + 1] - 1, of sequence_starts [N + 1]; the rows after them are the tail.
