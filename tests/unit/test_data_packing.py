@@ -1,6 +1,7 @@
 """Packing inside a step and the order of steps: LAW of one order for every topology."""
 
 import random
+from copy import copy
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tests.shuffled_loader import ShuffledLoader
 from ulysses.check.input_files import check_examples
 from ulysses.config.command_line import check
 from ulysses.data.serve.steps import StepLoader, pack_step, sequence_cost, shuffled
+from ulysses.options import stage_of
 from ulysses.parallel.batch import Sequence
 
 
@@ -115,14 +117,18 @@ def test_source_weights_repeat_and_sample():
     for count in counts:
         assert (count[:10] == 2).all() and count[10:].max() == 1 and count[10:].sum() == 10
     assert (sum(counts)[10:] > 0).all()  # another half each epoch
+    odd = copy(dataset)
+    odd.sources = np.arange(30) >= 25  # of which half are two and a half
+    orders = [StepLoader(odd, 7, **given).order(epoch) for epoch in (0, 1)]
+    assert {*range(25, 30)} <= {*np.concatenate(orders)}
     assert StepLoader(dataset, 7, **given, shuffle=False).examples_per_epoch == 30
     dataset.source_weights = [0.01, 0.01]
     with pytest.raises(ValueError, match=r"leave no example of rows in an epoch, which has 10"):
-        check_examples(check({"stage": "sft"}), dataset, None)
+        check_examples(config := check({"stage": "sft"}), stage_of(config), dataset, None)
 
 
 def test_a_long_example_is_refused_before_any_step_with_the_number_to_raise():
     sentence = r"longest example has 30 tokens but .*tokens_per_microbatch is 20; raise it to at least 30"
     config = check({"stage": "sft", "batch": {"tokens_per_microbatch": 20}})
     with pytest.raises(ValueError, match=sentence):
-        check_examples(config, dataset_of([10, 20], [4, 5]), None)
+        check_examples(config, stage_of(config), dataset_of([10, 20], [4, 5]), None)

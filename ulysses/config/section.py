@@ -29,7 +29,8 @@ CREDENTIALS = re.compile(
 # What no output shows besides: the keys of Weights & Biases (but not a revision of the hub), and what follows "Bearer"
 SECRETS = re.compile(
     CREDENTIALS.pattern
-    + r"""|\bBearer\s+[^\s"']+|\bwandb_v\d+_\w+|(?<![\w/-])(?<!revision )(?<!revision = ")[0-9a-f]{40}(?![\w/-])""",
+    + r"""|\bBearer\s+[^\s"']+|\bwandb_v\d+_\w+|\blocal-[0-9a-f]{40}"""
+    + r"""|(?<![\w/-])(?<!revision )(?<!revision = ")[0-9a-f]{40}(?![\w/-])""",
     re.I,
 )
 # by their names, as TOML, YAML or JSON have them; whoever reads them checks them
@@ -84,6 +85,13 @@ def refuse(errors: list[object], findings: list[str] | None = None) -> None:
     Args:
         findings: of a dry run, which takes the sentences about what is absent and is not refused for them.
     """
+    texts = {str(error): error for error in errors}
+    # what two checks have met is told once, by the one that names the setting
+    errors = [
+        error
+        for text, error in texts.items()
+        if not any(other != text and other.endswith(text) for other in texts)
+    ]
     if findings is not None:
         findings += [str(error) for error in errors if isinstance(error, AbsentError)]
         errors = [error for error in errors if not isinstance(error, AbsentError)]
