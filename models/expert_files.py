@@ -9,7 +9,7 @@ Those on the right, which some folders hold, are read as they are. gpt-oss's are
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class JoinedTensor(NamedTuple):
 
     parts: list[Any]  # StoredTensors of models/hf_format.py
     shape: torch.Size
-    state: Mapping[str, object] = {}
+    is_packed: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +58,7 @@ class BlockTensor(NamedTuple):
     blocks: Any  # StoredTensors of models/hf_format.py
     scales: Any
     dtype: torch.dtype = torch.bfloat16
-    state: Mapping[str, object] = {}
+    is_packed: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -140,7 +140,7 @@ def join_experts(found: dict[str, Any]) -> None:
             wanted = [names.get((i, matrix), "") for i in range(count) for matrix in matrices]
             sides, *others = {found[name].shape if name else torch.Size() for name in wanted}
             if len(sides) == 2 and not others:
-                if any(found[name].state for name in wanted):
+                if any(found[name].is_packed for name in wanted):
                     raise ValueError(
                         f"{found[wanted[0]].file.absolute()} holds {wanted[0]} quantised apart from other experts'; "
                         "use the model that they were made from, with model.quantize"

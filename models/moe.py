@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import MLP, NO_NORM, Linear, MakeLinear, Norm
+from models.modules import MLP, NO_NORM, Linear, Norm
 from models.ops.experts import (
     ExpertsNode,
     ExpertStacks,
@@ -123,11 +123,11 @@ class ExpertMatrices(nn.Module):
     """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F].
 
     Clamped ones are the other way round, [N, D, 2F] and [N, F, D], and have biases [N, 2F] and [N, D].
-    quantized: each is a frozen parameter of bytes, of a matrix [N * 2F, D] or [N * D, F]. Adapters are lora_A
-    [N, r, inputs] and lora_B [N, outputs, r] by the names of the matrices.
+    linear: the class of linear modules, which says how matrices are held. Adapters are lora_A [N, r, inputs] and lora_B
+    [N, outputs, r] by the names of the matrices.
     """
 
-    def __init__(self, config: ModelConfig, quantized: bool = False) -> None:
+    def __init__(self, config: ModelConfig, linear: type[Linear]) -> None:
         super().__init__()
         assert config.moe is not None
         N, F, D = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
@@ -140,13 +140,7 @@ class ExpertMatrices(nn.Module):
         for name, (outputs, inputs) in self.sizes.items():
             size = (inputs, outputs) if self.clamped else (outputs, inputs)
             self.shapes[name] = shape = (N, *size)
-            if quantized:
-                from models.quantized import Packed, empty_packed
-
-                self.packed[name] = Packed(shape)
-                matrices = nn.Parameter(empty_packed(shape), requires_grad=False)
-            else:
-                matrices = nn.Parameter(torch.empty(shape))
+            matrices, self.packed[name] = linear.empty(shape)
             self.register_parameter(name, matrices)
             bias = nn.Parameter(torch.empty(N, outputs)) if self.clamped else None
             self.register_parameter(f"{name}_bias", bias)
@@ -174,8 +168,7 @@ class ExpertMatrices(nn.Module):
             own = getattr(self.lora_A, name), getattr(self.lora_B, name)
             adapter = Adapter(*own, self.scale)
         bias = getattr(self, f"{name}_bias")
-        packed = self.packed.get(name)
-        return Stack(getattr(self, name), packed, adapter, bias, self.clamped)
+        return Stack(getattr(self, name), self.packed[name], adapter, bias, self.clamped)
 
     @property
     def stacks(self) -> ExpertStacks:
@@ -198,14 +191,13 @@ class MoE(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        linear: MakeLinear,
+        linear: type[Linear],
         record: RouterRecord,
-        quantized: bool = False,
     ) -> None:
         super().__init__()
         self.router_name = "router" if config.family.clamped_experts else "gate"
         self.register_module(self.router_name, Router(config))
-        self.experts = ExpertMatrices(config, quantized)
+        self.experts = ExpertMatrices(config, linear)
         self.record, self.place = record, record.layers
         record.layers += 1
         self.shared_expert: Any = None

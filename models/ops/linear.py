@@ -266,8 +266,8 @@ class LinearNode(torch.autograd.Function):
     def forward(
         ctx: Context[Products], x: Tensor, own: Products, *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        results, chosen = own.forward(x), (m.chosen for m in own.matrices)
-        ctx.save_for_backward(x if trained else None, *chosen, *own.kept)
+        results = own.forward(x)
+        ctx.save_for_backward(x if trained else None, *own.kept)
         ctx.rest = own
         return tuple(results)
 

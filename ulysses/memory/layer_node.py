@@ -11,7 +11,7 @@ Shapes: S local tokens, D width.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from losses.precision import at_least_float32
 from ulysses.memory.levels import Rope
+from ulysses.memory.offload import Group
 from ulysses.memory.tiling import tiles
 from ulysses.parallel.layout import AttentionPlan, Context, Tensors
-
-if TYPE_CHECKING:
-    from ulysses.memory.offload import Group, Offloader
 
 Random = tuple[Tensor, Tensor | None]
 
@@ -83,31 +81,6 @@ class Mixer(Protocol):
         """Return the gradients of local rows where the output came from."""
 
 
-class Layer(Protocol):
-    """What the node asks of its layer.
-
-    recompute: its level. offloader: where what is kept waits, if not on the GPU.
-    """
-
-    recompute: str
-    offloader: "Offloader | None"
-
-    @property
-    def mixer(self) -> Mixer: ...
-
-    def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
-        """Return what the mixer sends, and hidden too, so that one gradient comes back for both of its uses."""
-
-    def output(self, hidden: Tensor, mixed: Tensor) -> Tensor: ...
-
-    def feed_forward_tiles(self, rows: Tensor) -> Tensor: ...
-
-    def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensors]: ...
-
-    def stage_parameters(self) -> tuple[list[nn.Parameter], ...]:
-        """Return the trained parameters of project, mix, output and feed_forward."""
-
-
 class Kept:
     """One layer's tensors from its forward to its backward; an Offloader's Group moves them to the host meanwhile."""
 
@@ -126,11 +99,11 @@ class Kept:
         return self._tensors
 
 
-LayerContext = Context[tuple[Layer, Rope, AttentionPlan, "Kept | Group", list[Random]]]
+LayerContext = Context[tuple[Any, Rope, AttentionPlan, Kept | Group, list[Random]]]
 
 
 class LayerNode(torch.autograd.Function):
-    """Run a layer, hidden [S, D] -> [S, D], at the level `layer.recompute`, which is not "none".
+    """Run a DecoderLayer of models/layers.py, hidden [S, D] -> [S, D], at its level `recompute`, which is not "none".
 
     What the level keeps goes to host memory if there is a `layer.offloader`. The gradients are those of ordinary
     autograd. `parameters` are those of `layer.stage_parameters()`. All ranks use the same level for a layer.
@@ -139,7 +112,7 @@ class LayerNode(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: LayerContext,
-        layer: Layer,
+        layer: Any,
         rope: Rope,
         plan: AttentionPlan,
         hidden: Tensor,

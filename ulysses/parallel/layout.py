@@ -35,15 +35,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .mesh import ParallelMesh
-
-if TYPE_CHECKING:
-    from .waves import Recurrence
 
 Range = tuple[int, int]
 Device = torch.device | str
@@ -346,7 +343,7 @@ class AttentionPlan:
         return {}
 
     @cached_property
-    def recurrence(self) -> "Recurrence":
+    def recurrence(self) -> Any:
         """What layers of linear attention need of the pack, a Recurrence."""
         from .waves import Recurrence
 

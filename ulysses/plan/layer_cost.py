@@ -120,8 +120,8 @@ def _attention(shape: ModelConfig, setting: Setting) -> LayerCost:
         family.qk_norm != "none"
     ):  # before their norms; where adapters are, values lie beside them
         kept += query + key * (1 + (rank > 0 and ranks > 1))
-    # normalised rows for q, k and v and for a gate, its sigmoid, and what it lets through; adapters' own rows
-    kept += 2 * (D + gate) * bool(gate) + rank * (4 + bool(gate))
+    # normalised rows for a gate, its sigmoid, and what it lets through; adapters' own rows
+    kept += (D + 2 * gate) * bool(gate) + rank * (4 + bool(gate))
     results = size * query + 4 * H  # with the log-sum-exp
     return LayerCost(
         mixer=parameters,
