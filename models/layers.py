@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from models.arch import LayerKind, ModelConfig
 from models.modules import MLP, NO_NORM, Linear, Norm, RMSNorm
-from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.layer_node import LayerNode, Mixer
@@ -103,9 +102,7 @@ class DecoderLayer(nn.Module):
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """Add the feed-forward of the rows; each row is independent, so it can run in tiles."""
-        if isinstance(fused := self._fused(), GatedMLP):
-            return fused.add(hidden)
-        return hidden + self.mlp(self.norms[2](hidden))
+        return self._fused().add(hidden)
 
     def feed_forward_tiles(self, rows: Tensor) -> Tensor:
         """Run `feed_forward` in tiles, without a graph."""
@@ -119,7 +116,7 @@ class DecoderLayer(nn.Module):
         return tile_rows(len(rows), self.mlp_tile * self.mlp.tile_factor)
 
     def _fused(self) -> Any:
-        """Return the operation that does what the second half's modules do."""
+        """Return the operation that is the layer's second half, a GatedMLP or a SparseMLP."""
         *_, before, after = self.norms
         return self.mlp.fused(before, after, self.rule, self.multiplier)
 

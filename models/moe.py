@@ -14,14 +14,7 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.modules import MLP, NO_NORM, Linear, Norm
-from models.ops.experts import (
-    ExpertsNode,
-    ExpertStacks,
-    SparseMLP,
-    Stack,
-    is_grouped,
-    route,
-)
+from models.ops.experts import ExpertStacks, SparseMLP, Stack, is_grouped
 from models.ops.linear import Adapter
 from models.ops.norm import NormRule
 from ulysses.memory.tiling import EXPERT_TILES
@@ -104,7 +97,7 @@ class RouterRecord:
 
 
 class Router(nn.Module):
-    """Choose k experts for every row, by a softmax in float32."""
+    """Hold what chooses k experts for every row."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -113,10 +106,6 @@ class Router(nn.Module):
         N = config.moe.num_experts
         self.weight = nn.Parameter(torch.empty(N, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(N)) if config.family.clamped_experts else None
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the weights and the numbers [S, k] of the experts of rows x, and all probabilities [S, N]."""
-        return route(x, self.weight, self.count, self.normalise, self.bias)
 
 
 class ExpertMatrices(nn.Module):
@@ -177,14 +166,9 @@ class ExpertMatrices(nn.Module):
         trained = [p for p in self.parameters() if p.requires_grad] if self.adapted else []
         return ExpertStacks(gate_up, down, self.number, trained, self.activation)
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum [S, D] of the experts chosen for rows x."""
-        experts = self.stacks
-        return ExpertsNode.apply(x, weights, chosen, experts, *experts.trained)
-
 
 class MoE(nn.Module):
-    """Compute the sum of the MLPs that a router chooses for each of rows [S, D], times its weights."""
+    """Hold the MLPs of which a router chooses some for each of rows [S, D]; `fused` sums them, times its weights."""
 
     tile_factor, fits_graphs = EXPERT_TILES, False  # graphs would not note what routers choose
 
@@ -206,12 +190,6 @@ class MoE(nn.Module):
             width = config.moe.shared_expert_intermediate_size
             self.shared_expert = MLP(config, linear, width)
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen, probabilities = self.chooser(x)
-        self.record.note(self.place, chosen, probabilities, slice(0, len(x)))
-        out = self.experts(x, weights, chosen)
-        return out if self.shared_expert is None else out + self.shared(x)
 
     def shared(self, x: Tensor) -> Tensor:
         """Return what the expert for all rows adds."""

@@ -312,40 +312,11 @@ class ExpertStacks(NamedTuple):
         return order.sums(to_copies), to_weights[order.places].view_as(weights), found
 
 
-class ExpertsNode(torch.autograd.Function):
-    """Return the weighted sum of the experts that are chosen [S, k] for x; `trained` are theirs."""
-
-    @staticmethod
-    def forward(
-        ctx: Context[ExpertStacks],
-        x: Tensor,
-        weights: Tensor,
-        chosen: Tensor,
-        experts: ExpertStacks,
-        *trained: Tensor,
-    ) -> Tensor:
-        order = Order.of(chosen, experts.number)
-        both, out = experts.forward(x, weights, order)
-        ctx.save_for_backward(x, weights, chosen, both)
-        ctx.rest = experts
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context[ExpertStacks], grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, chosen, both = ctx.saved_tensors
-        experts = ctx.rest
-        order = Order.of(chosen, experts.number)
-        to_x, to_weights, found = experts.backward(grad, x, weights, order, both)
-        return to_x, to_weights, None, None, *(found[p] for p in experts.trained)
-
-
 class SparseMLP(NamedTuple):
     """The weights of a norm, of a router and of its experts, and what they compute; norm and bias may be None.
 
-    It runs in tiles; without them, where everything is kept, the modules run one by one. record: notes which experts
-    were chosen, as a models.moe.RouterRecord does. place: of the layer among those with experts. beside: is added to
-    the experts' sum of normalised rows; `of_beside` is what is trained of it.
+    record: notes which experts were chosen, as a models.moe.RouterRecord does. place: of the layer among those with
+    experts. beside: is added to the experts' sum of normalised rows; `of_beside` is what is trained of it.
     """
 
     norm: Tensor | None
@@ -367,29 +338,41 @@ class SparseMLP(NamedTuple):
         trained = [t for t in own if t is not None and t.requires_grad]
         return [*trained, *self.experts.trained, *self.of_beside]
 
-    def _product(self, rows: Tensor, part: slice) -> Tensor:
+    def _product(self, rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Return gate and up of the copies of a part of the rows, and what is added to them."""
         x = rms_norm(rows, self.norm, self.rule)
         weights, chosen, p = route(x, self.router, self.each, self.normalise, self.bias)
         self.record.note(self.place, chosen, p, part)
-        out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))[-1]
-        return out if self.beside is None else out.add_(self.beside(x))
+        both, out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))
+        return both, out if self.beside is None else out.add_(self.beside(x))
 
     def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
         """Return rows + the experts' sum, in tiles and without a graph."""
-        return add_by_tiles(lambda part: self._product(rows[part], part), rows, tile)
+        return add_by_tiles(lambda part: self._product(rows[part], part)[1], rows, tile)
+
+    def add(self, rows: Tensor) -> Tensor:
+        """Return the same with a graph that keeps rows, and gate and up of their copies."""
+        return _SparseMLPNode.apply(rows, self, *self.trained)
 
     @torch.no_grad()
-    def gradients(self, rows: Tensor, grad: Tensor, tile: int) -> tuple[Tensor, list[Tensor]]:
-        """Run forward and backward of each tile; return the gradients of rows and of the trained tensors."""
+    def gradients(
+        self, rows: Tensor, grad: Tensor, tile: int, both: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run forward and backward of each tile; return the gradients of rows and of the trained tensors.
+
+        `both` holds gate and up of the copies if all rows are one tile.
+        """
         grad, trained = grad.contiguous(), self.trained
 
         def of_tile(part: slice) -> Sequence[Tensor]:
-            to_rows, found = self._gradients(rows[part], grad[part], part)
+            to_rows, found = self._gradients(rows[part], grad[part], part, both)
             return to_rows, *(found[p] for p in trained)
 
         return sum_tiles(of_tile, rows, trained, tile)
 
-    def _gradients(self, rows: Tensor, grad: Tensor, part: slice) -> tuple[Tensor, Found]:
+    def _gradients(
+        self, rows: Tensor, grad: Tensor, part: slice, both: Tensor | None
+    ) -> tuple[Tensor, Found]:
         x = rms_norm(rows, self.norm, self.rule)
         own = [t for t in (self.router, self.bias) if t is not None]
         row, *wide = (at_least_float32(t).detach().requires_grad_() for t in (x, *own))
@@ -397,7 +380,7 @@ class SparseMLP(NamedTuple):
             weights, chosen, p = route(row, wide[0], self.each, self.normalise, *wide[1:])
             self.record.note(self.place, chosen, p, part)
         order = Order.of(chosen, len(self.router))
-        to_x, to_weights, found = self.experts.backward(grad, x, weights.detach(), order)
+        to_x, to_weights, found = self.experts.backward(grad, x, weights.detach(), order, both)
         through_router, *to_own = torch.autograd.grad(
             weights, (row, *wide), to_weights.to(weights.dtype)
         )
@@ -408,3 +391,21 @@ class SparseMLP(NamedTuple):
         to_x, to_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
         found |= zip((*own, self.norm), (*to_own, to_norm))
         return to_x, found
+
+
+class _SparseMLPNode(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context[SparseMLP], rows: Tensor, mlp: SparseMLP, *trained: Tensor
+    ) -> Tensor:
+        both, out = mlp._product(rows, slice(0, len(rows)))
+        ctx.save_for_backward(rows, both)
+        ctx.rest = mlp
+        return out.add_(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context[SparseMLP], grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, both = ctx.saved_tensors
+        to_rows, found = ctx.rest.gradients(rows, grad, len(rows), both)
+        return to_rows, None, *found

@@ -179,14 +179,10 @@ def _experts(shape: ModelConfig, setting: Setting) -> LayerCost:
         shape.moe.shared_expert_intermediate_size or 0,
     )
     for_all = (3 * shared + 1) * D * bool(shared)
-    # of the shared expert its gate, up and their product, its output and the sigmoid
-    kept = 2 * k * F + D + (3 * (shared + setting.rank) + D + 1) * bool(shared)
-    # probabilities, of the choice its weights and numbers, and a trained router's rows
-    exact = N + 4 * k + D * (not setting.adapted and setting.size < 4)
     return LayerCost(
         feed_forward=N * (3 * F + 1) * D + for_all,
         met=(3 * k * F + N) * D + for_all,
-        kept=setting.size * kept + 4 * exact,
+        kept=setting.size * 2 * k * F,
         inner=k * F + shared,
         copied=k * D,
     )
