@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from models.arch import LayerKind, ModelConfig
 from models.modules import MLP, NO_NORM, Linear, Norm, RMSNorm
+from models.ops.gated_mlp import SecondHalf
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.layer_node import LayerNode, Mixer
@@ -115,10 +116,11 @@ class DecoderLayer(nn.Module):
     def _tile(self, rows: Tensor) -> int:
         return tile_rows(len(rows), self.mlp_tile * self.mlp.tile_factor)
 
-    def _fused(self) -> Any:
-        """Return the operation that is the layer's second half, a GatedMLP or a SparseMLP."""
+    def _fused(self) -> SecondHalf:
+        """Return the layer's second half."""
         *_, before, after = self.norms
-        return self.mlp.fused(before, after, self.rule, self.multiplier)
+        half: SecondHalf = self.mlp.fused(before, after, self.rule, self.multiplier)
+        return half
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], ...]:
         """Return the trained parameters of project, mix, output and feed_forward, adapters included.

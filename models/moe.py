@@ -164,7 +164,7 @@ class ExpertMatrices(nn.Module):
         """The operations' view of the matrices."""
         gate_up, down = self._stack("gate_up_proj"), self._stack("down_proj")
         trained = [p for p in self.parameters() if p.requires_grad] if self.adapted else []
-        return ExpertStacks(gate_up, down, self.number, trained, self.activation)
+        return ExpertStacks(gate_up, down, trained, self.activation)
 
 
 class MoE(nn.Module):

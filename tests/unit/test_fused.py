@@ -11,7 +11,7 @@ from models.ops.experts import (
     Stack,
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
-from models.ops.linear import Adapter, Matrix, Products, linear, stacked
+from models.ops.linear import Adapter, Matrix, Products, Sums, linear, stacked
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
 
@@ -318,7 +318,7 @@ def test_experts_half(device, dtype, tile, kind):
         pairs = [
             Stack(m, bias=b, transposed=True) for m, b in zip(matrices[::2], matrices[1::2])
         ]
-    stacks = ExpertStacks(*pairs, 6, matrices, "clamped" if clamped else "silu")
+    stacks = ExpertStacks(*pairs, matrices, "clamped" if clamped else "silu")
     fused = SparseMLP(norm, router, stacks, RULE, 2, normalise, NoRecord(), 0, bias)
     out = fused.add(x)
     factor = 1.0 if dtype == torch.float32 else 4.0
@@ -382,13 +382,13 @@ def test_adapters_of_experts(device, dtype, form):
         Stack(m, None if form == "dense" else Copied(m), Adapter(*own, 0.5), None, turned)
         for m, own in zip(matrices, ((a, b), (c, d)))
     ]
-    experts = ExpertStacks(*stacks, 6, trained[2:])
-    order = Order.of(chosen, 6)
+    experts = ExpertStacks(*stacks, trained[2:])
+    order, sums = Order.of(chosen, 6), Sums(whole=True)
     with torch.no_grad():
         both, found = experts.forward(x, weights, order)
-        of_x, of_weights, own = experts.backward(grad, x, weights, order, both)
+        of_x, of_weights = experts.backward(grad, x, weights, order, sums, both)
     factor = 2.0 if dtype == torch.float32 else 4.0
-    grads = of_x, of_weights, *(own[t] for t in trained[2:])
+    grads = of_x, of_weights, *sums.of(trained[2:])
     for mine, want in zip((found, *grads), wanted):
         near(mine, want, dtype, mine.dtype, factor)
 

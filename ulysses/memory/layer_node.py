@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from losses.precision import at_least_float32
 from ulysses.memory.levels import Rope
 from ulysses.memory.offload import Group
-from ulysses.memory.tiling import tiles
 from ulysses.parallel.layout import AttentionPlan, Context, Tensors
 
 Random = tuple[Tensor, Tensor | None]
@@ -226,55 +224,3 @@ def replay(state: Random) -> Iterator[None]:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
         yield
-
-
-# ---------------------------------------------------------------- gradients tile by tile
-
-
-def tile_gradients(
-    function: Callable[[Tensor], Tensor],
-    rows: Tensor,
-    grad: Tensor,
-    parameters: Tensors,
-    tile: int,
-) -> tuple[Tensor, list[Tensor]]:
-    """Run forward and backward of each tile; return the gradients of `rows` and of `parameters`.
-
-    Parameters that are not used get zeros; sums as in `sum_tiles`.
-    """
-
-    def of_tile(part: slice) -> Tensors:
-        leaf = rows[part].detach().requires_grad_()
-        with torch.enable_grad():
-            out = function(leaf)
-        return torch.autograd.grad(
-            out, (leaf, *parameters), grad[part], allow_unused=True, materialize_grads=True
-        )
-
-    return sum_tiles(of_tile, rows, parameters, tile)
-
-
-def sum_tiles(
-    gradients: Callable[[slice], Tensors],
-    rows: Tensor,
-    parameters: Tensors,
-    tile: int,
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradients of `rows` and of `parameters`; `gradients` returns a tile's, first those of its rows.
-
-    Parameter gradients of several tiles are summed in float32 or better.
-    """
-    sums: list[Tensor] = []
-    for part in tiles(len(rows), tile):
-        of_part, *found = gradients(part)
-        if tile >= len(rows):
-            grad_rows, sums = of_part, found
-            break
-        if part.start == 0:
-            grad_rows, sums = torch.empty_like(rows), [at_least_float32(g) for g in found]
-        else:
-            for total, g in zip(sums, found):
-                total.add_(g)
-        del found
-        grad_rows[part] = of_part
-    return grad_rows, [total.to(p.dtype) for total, p in zip(sums, parameters)]
