@@ -92,14 +92,10 @@ class DecoderLayer(nn.Module):
     def output(self, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Add what the mixer makes of its rows to the layer's input."""
         (before, after, *_), mixer = self.norms, self.mixer
-        out = mixer.output(mixed, hidden, before)
-        if after is NO_NORM and self.multiplier == 1:
-            return out.add_(hidden)
-        return self._add(hidden, out, after)
-
-    def _add(self, hidden: Tensor, out: Tensor, after: Norm) -> Tensor:
-        out = after(out)
-        return hidden + out if self.multiplier == 1 else hidden + self.multiplier * out
+        out = after(mixer.output(mixed, hidden, before))
+        if self.multiplier != 1:
+            out = out * self.multiplier
+        return out.add_(hidden)
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """Add the feed-forward of the rows; each row is independent, so it can run in tiles."""

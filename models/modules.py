@@ -62,9 +62,7 @@ class RMSNorm(Unfilled, nn.RMSNorm):
         self.rule = rule
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.rule.centred:
-            return NormNode.apply(x, self.weight, self.rule)
-        return super().forward(x)
+        return NormNode.apply(x, self.weight, self.rule)
 
 
 class NoNorm(nn.Identity):

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from ulysses.check.run_folder import saved_checkpoints, write_run_state
 from ulysses.disk import check_files, digest_of, flush_to_disk, writing
 from ulysses.parallel.mesh import gather
-from ulysses.zero.copies import check_copies
 from ulysses.zero.engine import TrainedEngine
-from ulysses.zero.state import save_state
+from ulysses.zero.state import check_copies, save_state
 
 
 def save_checkpoint(
