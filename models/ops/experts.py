@@ -354,14 +354,17 @@ class SparseMLP(SecondHalf):
     ) -> Tensor:
         x = rms_norm(rows, self.norm, self.rule)
         own = [t for t in (self.router, self.bias) if t is not None]
-        row, *wide = (at_least_float32(t).detach().requires_grad_() for t in (x, *own))
+        row = at_least_float32(x).detach().requires_grad_()
+        wide = [at_least_float32(t).detach().requires_grad_(t.requires_grad) for t in own]
         with torch.enable_grad():
             weights, chosen, p = route(row, wide[0], self.each, self.normalise, *wide[1:])
             self.record.note(self.place, chosen, p, part)
         order = Order.of(chosen, len(self.router))
         to_x, to_weights = self.experts.backward(grad, x, weights.detach(), order, sums, *kept)
         through_router, *to_own = torch.autograd.grad(
-            weights, (row, *wide), to_weights.to(weights.dtype)
+            weights,
+            (row, *(t for t in wide if t.requires_grad)),
+            to_weights.to(weights.dtype),
         )
         to_x = through_router.add_(to_x).to(x.dtype)
         if self.beside is not None:
@@ -374,6 +377,6 @@ class SparseMLP(SecondHalf):
                 sums.add(parameter, found)
         to_x, to_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
         sums.add(self.norm, to_norm)
-        for parameter, found in zip(own, to_own):
+        for parameter, found in zip([t for t in own if t.requires_grad], to_own):
             sums.add(parameter, found)
         return to_x
