@@ -1,10 +1,10 @@
 """Row-wise work in tiles of rows, so that only one tile's intermediate results are in memory.
 
     forward:   rows [S, D] --tile by tile, no graph--> rows + out [S, D]
-    backward:  for each tile: forward with a graph, then its gradients (layer_node.py)
+    backward:  for each tile: what its gradients need of forward, then these (models/ops/gated_mlp.py)
 
 Ranks may have different numbers of tiles: nothing inside a tile communicates, and the module's parameters are gathered
-once around the whole call. A tile calls the module's own forward, so adapters inside it work.
+once around the whole call.
 
 Shapes: S local tokens, D width.
 """
