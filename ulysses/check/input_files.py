@@ -20,14 +20,13 @@ from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.kinds import parameter_shapes
 from ulysses.config.schema import Config, ModelSection
-from ulysses.config.section import AbsentError, ConfigError, error_context
+from ulysses.config.section import AbsentError, ConfigError, error_context, refuse
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import missing_sources, parse_sources
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import check_fits
-from ulysses.options import stage_of
 from ulysses.stages.base import Stage
 
 ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
@@ -52,7 +51,7 @@ def check_sources(config: Config) -> None:
 
 
 def check_examples(
-    config: Config, train: TokenizedDataset, held_out: TokenizedDataset | None
+    config: Config, stage: Stage, train: TokenizedDataset, held_out: TokenizedDataset | None
 ) -> None:
     """Refuse open data of which nothing is trained on, or an example that is longer than a micro-batch."""
     counts = np.bincount(train.sources, minlength=len(train.source_weights))
@@ -68,6 +67,7 @@ def check_examples(
                 f"the weights or probabilities of data.train leave no example of {path} in an epoch, which has "
                 f"{count}; raise its own, or remove it"
             )
+    refuse([*stage.check_data(train)])
     budget = config.batch.tokens_per_microbatch
     for data in (train, held_out):
         if data and budget != "auto":
@@ -132,14 +132,14 @@ def check_routers(model: ModelSection, shape: ModelConfig) -> Iterator[str]:
 
 
 def fit_window(
-    config: Config, shape: ModelConfig, setting: str = "data.max_length"
+    config: Config, stage: Stage, shape: ModelConfig, setting: str = "data.max_length"
 ) -> ModelConfig:
     """Return the shape with a window that holds the run's longest sequence.
 
     Only random weights, and a model that is to extrapolate, learn a longer window than they have; for others
     ConfigError refuses such a sequence. `setting` names the model's, or another model.
     """
-    longest = stage_of(config).requirements.longest_example
+    longest = stage.requirements.longest_example
     window, scaling = shape.max_position_embeddings, shape.rope_scaling
     is_own = setting == "data.max_length"
     learns = is_own and config.model.init == "random"

@@ -12,6 +12,7 @@ Each error is one sentence: what was given, what is required and what to change.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ulysses.check.input_files import (
@@ -39,6 +40,7 @@ from ulysses.data.read.sources import parse_sources, repeated_data
 from ulysses.data.serve.steps import StepLoader
 from ulysses.options import check_parts, stage_of
 from ulysses.plan.planner import published_shape
+from ulysses.stages.base import Stage
 
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
 LEAST_KNOWN = 0.9
@@ -46,15 +48,16 @@ LEAST_KNOWN = 0.9
 
 def check_settings(
     config: Config, world_size: int = 0, findings: list[str] | None = None
-) -> None:
-    """Refuse settings by themselves, before any file is opened; the arguments are those of `prepare`."""
-    errors: list[object] = []
+) -> Stage:
+    """Refuse settings by themselves, before any file is opened, and return the stage; the arguments are `prepare`'s."""
+    stage, errors = stage_of(config), list[object]()
     errors += check_processes(config, world_size)
-    errors += contradictions(config, stage_of(config))
+    errors += contradictions(config, stage)
     errors += check_packages(config, looks=findings is not None)
     with error_context(errors=errors):
         check_tables(config)
     refuse(errors, findings)
+    return stage
 
 
 def prepare(
@@ -72,8 +75,8 @@ def prepare(
 
     Raises ConfigError: all errors about settings or, if there are none, about what they name.
     """
-    check_settings(config, world_size, findings)
-    stage, model, strict = stage_of(config), config.model, findings is None
+    stage = check_settings(config, world_size, findings)
+    model, strict = config.model, findings is None
     others = [other for other in stage.requirements.models if other.path]
     shape = folder = tokenizer = place = template = weights = kernel = resume_from = None
     attention, other_weights, disk_warning = model.attention, {}, ""
@@ -93,7 +96,7 @@ def prepare(
         with error_context(errors=errors):
             check_model(config, stage, shape, folder)
         with error_context(errors=errors):
-            shape = fit_window(config, shape)
+            shape = fit_window(config, stage, shape)
         errors += check_routers(model, shape)
         if model.lora.rank:
             from ulysses.check.adapter_settings import (
@@ -114,7 +117,7 @@ def prepare(
     if others or config.ppo.reward:
         from ulysses.check.other_models import check_rewards, check_vocabularies, read_others
     if others:
-        errors += read_others(config, others, strict, other_weights)
+        errors += read_others(config, stage, strict, other_weights)
     if config.ppo.reward:
         errors += check_rewards(config.ppo.reward, strict)
     # a dry run that continues no checkpoint says itself that the folder is taken
@@ -142,7 +145,7 @@ def prepare(
         refuse(errors, findings)
     return RunInputs(
         config=config,
-        stage=stage,
+        stage=replace(stage, config=config),  # with what the checks chose
         shape=shape,
         folder=folder,
         tokenizer=tokenizer,
