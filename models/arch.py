@@ -24,7 +24,7 @@ from models.families import (
     Multipliers,
     RopeScaling,
 )
-from models.multimodal import around_text, outside, text_config
+from models.multimodal import around_text, text_config
 
 # Fields that change what transformers' classes of these families compute, with the one value that is computed here.
 NEUTRAL: Fields = TABLES["neutral"]
@@ -297,11 +297,6 @@ class ModelConfig:
         if self.around:
             return MULTIMODAL[self.model_type.removesuffix("_text")][auto]
         return str(self.to_hf(reward=auto != "CausalLM")["architectures"][0])
-
-    def adapted_name(self, name: str, auto: str) -> str:
-        """Return the name that a parameter has in that class."""
-        is_text = not self.around or self.adapted_class(auto).endswith("ForCausalLM")
-        return name if is_text else outside(name)
 
     def describe_window(self) -> str:
         """Return a line about the longest sequence that the positions were made for."""

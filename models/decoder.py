@@ -8,7 +8,7 @@ Shapes: S local tokens, M positions with a target, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,12 @@ from models.layers import DecoderLayer
 from models.modules import Embedding, RMSNorm
 from models.ops.norm import NormRule
 from models.ops.rotary import rotary_tables
+from ulysses.memory.graphs import LayerGraphs
 from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import keyed_generator
-
-if TYPE_CHECKING:
-    from models.moe import RouterRecord
-    from ulysses.memory.graphs import LayerGraphs
 
 VALUE = (
     "value."  # begins the names of what a PolicyValue (models/scored.py) has besides the policy
@@ -37,8 +34,8 @@ VALUE = (
 class Decoder(nn.Module):
     """Turn token ids [S] into hidden states [S, D]; the final norm is applied by the caller to the rows it needs."""
 
-    record: "RouterRecord | None"  # of what routers choose
-    graphs: "LayerGraphs | None"
+    record: Any  # a RouterRecord of models/moe.py, or None
+    graphs: LayerGraphs | None
     layers: Any  # an nn.ModuleList of DecoderLayers
 
     def __init__(
@@ -61,9 +58,9 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.record = None
         if config.moe:
-            from models import moe
+            from models.moe import RouterRecord
 
-            self.record = moe.RouterRecord(config)
+            self.record = RouterRecord(config)
         self.layers = nn.ModuleList(
             [
                 DecoderLayer(config, kind, kernels[config.window(kind)], quantize, self.record)
@@ -121,9 +118,7 @@ class Decoder(nn.Module):
             layer.set_memory(level, memory.mlp_tile, offloader)
         self.graphs = None
         if memory.graphs:
-            from ulysses.memory import graphs
-
-            self.graphs = graphs.LayerGraphs(self.layers)
+            self.graphs = LayerGraphs(self.layers)
 
 
 class VocabularyHead(nn.Module):

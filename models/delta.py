@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.arch import ModelConfig
-from models.modules import Exact, Linear, MakeLinear, Norm, RMSNorm, Unfilled
+from models.modules import Exact, Linear, Norm, RMSNorm, Unfilled
 from models.ops import delta_kernels, delta_rule
 from models.ops.gated_mlp import ActivateNode
 from models.ops.linear import Matrix, linear
@@ -39,7 +39,7 @@ class GatedDelta(nn.Module):
     has_gate = True
 
     def __init__(
-        self, config: ModelConfig, attention: UlyssesAttention, linear: MakeLinear
+        self, config: ModelConfig, attention: UlyssesAttention, linear: type[Linear]
     ) -> None:
         super().__init__()
         assert config.delta is not None

@@ -9,7 +9,7 @@ Those on the right, which some folders hold, are read as they are. gpt-oss's are
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class JoinedTensor(NamedTuple):
 
     parts: list[Any]  # StoredTensors of models/hf_format.py
     shape: torch.Size
-    state: Mapping[str, object] = {}
+    is_packed: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +58,7 @@ class BlockTensor(NamedTuple):
     blocks: Any  # StoredTensors of models/hf_format.py
     scales: Any
     dtype: torch.dtype = torch.bfloat16
-    state: Mapping[str, object] = {}
+    is_packed: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -66,8 +66,8 @@ class BlockTensor(NamedTuple):
         return torch.Size([count, 32 * groups, outputs])
 
     def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
-        """Return the flat elements [start, stop), row-major; only the blocks that hold them are touched."""
-        _, inputs, outputs = self.shape
+        """Return the flat elements [start, stop), row-major; only the experts that hold them are touched."""
+        size = self.shape[1:].numel()
         every = torch.arange(256, device=device)
         values = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=self.dtype, device=device)
         pairs = values[torch.stack([every & 15, every >> 4], -1)]  # of every byte
@@ -77,21 +77,16 @@ class BlockTensor(NamedTuple):
                 stack.enter_context(safe_open(part.file, "pt")).get_tensor(part.name)
                 for part in (self.blocks, self.scales)
             )
-            while start < stop:
-                number, place = divmod(start, inputs * outputs)
-                count = min(inputs * outputs - place, stop - start)
-                first, last = place // outputs // 32, -(-(place + count) // (32 * outputs))
-                codes = blocks[number, :, first:last].to(device)
-                powers = (scales[number, :, first:last].to(device).float() - 127).exp2()
-                columns = pairs[codes.int()].flatten(2) * powers.to(self.dtype)[..., None]
+            for number in range(start // size, -(-stop // size)):
+                powers = (scales[number].to(device).float() - 127).exp2().to(self.dtype)
+                columns = pairs[blocks[number].to(device).int()].flatten(2) * powers[..., None]
                 if not columns.isfinite().all():
                     raise FloatingPointError(
                         f"{self.scales.name} in {self.scales.file.absolute()} holds scales that make infinite weights; "
                         "download it again"
                     )
-                before = place - first * 32 * outputs
-                found.append(columns.flatten(1).t().flatten()[before : before + count])
-                start += count
+                matrix, begin = columns.flatten(1).t().flatten(), number * size
+                found.append(matrix[max(start - begin, 0) : stop - begin])
         return torch.cat(found)
 
 
@@ -145,7 +140,7 @@ def join_experts(found: dict[str, Any]) -> None:
             wanted = [names.get((i, matrix), "") for i in range(count) for matrix in matrices]
             sides, *others = {found[name].shape if name else torch.Size() for name in wanted}
             if len(sides) == 2 and not others:
-                if any(found[name].state for name in wanted):
+                if any(found[name].is_packed for name in wanted):
                     raise ValueError(
                         f"{found[wanted[0]].file.absolute()} holds {wanted[0]} quantised apart from other experts'; "
                         "use the model that they were made from, with model.quantize"

@@ -3,7 +3,6 @@
 Reading touches only the bytes asked for. models/writing.py writes new ones.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from itertools import chain
@@ -27,46 +26,24 @@ from models.folders import (
 )
 from models.multimodal import CARRIED, inside
 
-NF4_STATE = (
-    ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
-)
-NF4_PARTS = "", ".absmax", ".nested_quant_map", ".nested_absmax"
 STAGED = 32 << 20  # elements that are on their way to a GPU together
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a safetensors file.
-
-    state: of a matrix that bitsandbytes quantised to NF4, its description; the file then holds its codes under its
-    name. Others have none.
-    """
+    """One tensor of a safetensors file."""
 
     file: Path
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    state: Mapping[str, object] = {}
-
-    def read_packed(self) -> Tensor:
-        """Return a quantised matrix as models/quantized.py holds it."""
-        from models.quantized import join_parts
-
-        with safe_open(self.file, "pt") as file:
-            codes, sizes, *numbers = (file.get_tensor(self.name + part) for part in NF4_PARTS)
-        mean = torch.tensor([self.state["nested_offset"]])
-        return join_parts(codes, sizes, torch.cat([mean, *numbers]))
+    is_packed: bool = False
 
     def whole(self) -> Tensor:
         """Return the tensor on the CPU."""
         return self.read(0, self.shape.numel()).view(self.shape)
 
     def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
-        """Return the flat elements [start, stop), row-major; on the CPU a view of the file's pages unless quantised."""
-        if self.state:
-            from models.quantized import unpack
-
-            matrix = unpack(self.read_packed(), self.shape, torch.float32)
-            return matrix.view(-1)[start:stop]
+        """Return the flat elements [start, stop), row-major; on the CPU a view of the file's pages."""
         with safe_open(self.file, "pt") as file:
             return self.part(file, start, stop, device)
 
@@ -97,9 +74,9 @@ def _on_gpu(pages: Tensor, device: torch.device | str) -> Tensor:
     return out
 
 
-def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Read a safetensors file's header; ValueError if it is broken, or holds quantised weights."""
-    found = {}
+def _stored_tensors(path: Path) -> dict[str, Any]:
+    """Read a safetensors file's header; ValueError if it is broken, or holds weights quantised otherwise than here."""
+    found: dict[str, Any] = {}
     try:
         with safe_open(path, "pt") as file:
             for name in file.keys():
@@ -109,7 +86,10 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(
             f"{path.absolute()} is not a whole safetensors file ({error}); download it again"
         ) from None
-    _join_packed(path, found)
+    if any(".quant_state." in name for name in found):
+        from models.quantized import join_packed
+
+        join_packed(path, found)
     for name, tensor in found.items():
         # those of MXFP4 are joined by models/expert_files.py
         is_mxfp4 = tensor.dtype == torch.uint8 and name.endswith(("_blocks", "_scales"))
@@ -119,31 +99,6 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
                 "model that they were made from, or dequantise them to bfloat16"
             )
     return found
-
-
-def _join_packed(path: Path, found: dict[str, StoredTensor]) -> None:
-    """Make one tensor of those that a quantised matrix consists of, under its name and with its former dtype."""
-    for description in [name for name in found if name.endswith(NF4_STATE)]:
-        name = description.removesuffix(NF4_STATE)
-        from models.quantized import BLOCK, OUTER, packed_parts
-
-        try:
-            state = json.loads(bytes(found[description].whole().tolist()))
-            layout = state["blocksize"], state["nested_blocksize"], state["quant_type"]
-            shape, dtype = torch.Size(state["shape"]), getattr(torch, state["dtype"])
-            codes, sizes, *numbers = (found[name + part].shape.numel() for part in NF4_PARTS)
-            sums = [codes, sizes, 4 * (1 + sum(numbers))]
-            is_nf4 = layout == (BLOCK, OUTER, "nf4") and sums == packed_parts(shape)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            is_nf4 = False
-        if not is_nf4:
-            raise ValueError(
-                f"{path.absolute()} holds {name} otherwise than in NF4 doubly quantised, in blocks of 64 and "
-                "256; quantise the original model anew with model.quantize"
-            )
-        for part in [part for part in found if part.startswith(f"{name}.")]:
-            del found[part]
-        found[name] = StoredTensor(path, name, shape, dtype, state)
 
 
 def lora_scale(rank: int, alpha: float, rslora: bool) -> float:
@@ -201,8 +156,8 @@ class WeightFiles:
     The folder of a LoRA adapter is read together with its base model: a slice of an adapted matrix is the base's slice
     plus scale * B A, added in float32. A score head in the adapter's file replaces the base's.
 
-    tensors: all that is stored, by name: StoredTensors, or what models/expert_files.py makes of several. An adapted
-        matrix has its base's dtype, although it is read in float32.
+    tensors: all that is stored, by name: StoredTensors, or what models/expert_files.py and models/quantized.py make of
+        several. An adapted matrix has its base's dtype, although it is read in float32.
     adapter: adapter_config.json of an adapter's folder.
     dtype: of the adapters, which is the precision that they were trained in; None without them.
     quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
@@ -213,7 +168,7 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: dict[str, Any] = NamedTensors(folder)
-        self.carried: dict[str, StoredTensor] = NamedTensors(folder)
+        self.carried: dict[str, Any] = NamedTensors(folder)
         self.adapter: Fields | None = None
         self.dtype: torch.dtype | None = None
         self.quantize = "none"
@@ -322,7 +277,7 @@ class WeightFiles:
         flat = stored.read(start, stop, "cpu" if updates else device)
         endings = "_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"
         is_matrix = name.removesuffix(".weight").endswith(endings)
-        if quantize != "none" and is_matrix and not stored.state:
+        if quantize != "none" and is_matrix and not stored.is_packed:
             from models.quantized import pack, unpack
 
             data = pack(flat.view(stored.shape))

@@ -95,7 +95,7 @@ class InitialWeights:
         from models.quantized import pack
 
         stored = self.stored.get(name)
-        if stored and stored.state:
+        if stored and stored.is_packed:
             return stored.read_packed()
         shape = parameter_shapes(self.shape)[name]
         dtype = stored.dtype if stored else torch.float32

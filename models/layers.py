@@ -10,33 +10,30 @@ Shapes: S local tokens, D width.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models.arch import LayerKind, ModelConfig
-from models.modules import MLP, NO_NORM, Linear, MakeLinear, Norm, RMSNorm
-from models.ops.gated_mlp import GatedMLP
+from models.modules import MLP, NO_NORM, Linear, Norm, RMSNorm
+from models.ops.gated_mlp import SecondHalf
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
+from ulysses.memory.layer_node import LayerNode, Mixer
 from ulysses.memory.levels import Rope
+from ulysses.memory.offload import Offloader
 from ulysses.memory.tiling import tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.layout import AttentionPlan
-
-if TYPE_CHECKING:
-    from models.moe import MoE, RouterRecord
-    from models.ops.experts import SparseMLP
-    from ulysses.memory.layer_node import Mixer
-    from ulysses.memory.offload import Offloader
 
 
 class DecoderLayer(nn.Module):
     """One layer on this rank's tokens; ZeRO-3 gathers it as a whole.
 
     forward(hidden [S, D], the tables (cos, sin) of its kind, plan) -> hidden [S, D]; `plan` is the batch's attention
-    plan. `set_memory` says what its graph keeps, before the first forward.
+    plan. `set_memory` says what its graph keeps, before the first forward. `record` is the RouterRecord of a model with
+    experts.
     """
 
     def __init__(
@@ -45,14 +42,14 @@ class DecoderLayer(nn.Module):
         kind: LayerKind,
         attention: UlyssesAttention,
         quantize: str,
-        record: "RouterRecord | None",
+        record: Any,
     ) -> None:
         super().__init__()
         family = config.family
         self.kind, self.norm_names = kind, family.norms
         self.multiplier = config.multipliers.residual_multiplier
         self.rule = NormRule(config.rms_norm_eps, family.centred_norms)
-        linear: MakeLinear = Linear
+        linear: type[Linear] = Linear
         if quantize != "none":
             from models.quantized import QuantizedLinear
 
@@ -60,17 +57,17 @@ class DecoderLayer(nn.Module):
         mixer, feed_forward = _classes(kind)
         self.mixer_name = "self_attn" if mixer is SelfAttention else "linear_attn"
         self.register_module(self.mixer_name, mixer(config, attention, linear))
-        of_experts = () if feed_forward is MLP else (record, quantize != "none")
-        self.mlp: MLP | MoE = feed_forward(config, linear, *of_experts)
+        of_experts = () if feed_forward is MLP else (record,)
+        self.mlp: Any = feed_forward(config, linear, *of_experts)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, self.rule))
 
-    def set_memory(self, recompute: str, mlp_tile: int, offloader: "Offloader | None") -> None:
+    def set_memory(self, recompute: str, mlp_tile: int, offloader: Offloader | None) -> None:
         """Set the level, the rows of a feed-forward's tile, and where what is kept waits, if not on the GPU."""
         self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 
     @property
-    def mixer(self) -> "Mixer":
+    def mixer(self) -> Mixer:
         """The part that mixes tokens, whose steps ulysses/memory/layer_node.py describes."""
         return getattr(self, self.mixer_name)  # type: ignore[no-any-return]
 
@@ -82,8 +79,6 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
         learns = torch.is_grad_enabled()
         if learns and self.recompute != "none":
-            from ulysses.memory.layer_node import LayerNode
-
             parameters = [p for step in self.parameters_by_step() for p in step]
             return LayerNode.apply(self, rope, plan, hidden, *parameters)
         *heads, hidden = self.project(hidden, rope)
@@ -97,20 +92,14 @@ class DecoderLayer(nn.Module):
     def output(self, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Add what the mixer makes of its rows to the layer's input."""
         (before, after, *_), mixer = self.norms, self.mixer
-        out = mixer.output(mixed, hidden, before)
-        if after is NO_NORM and self.multiplier == 1:
-            return out.add_(hidden)
-        return self._add(hidden, out, after)
-
-    def _add(self, hidden: Tensor, out: Tensor, after: Norm) -> Tensor:
-        out = after(out)
-        return hidden + out if self.multiplier == 1 else hidden + self.multiplier * out
+        out = after(mixer.output(mixed, hidden, before))
+        if self.multiplier != 1:
+            out = out * self.multiplier
+        return out.add_(hidden)
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """Add the feed-forward of the rows; each row is independent, so it can run in tiles."""
-        if isinstance(fused := self._fused(), GatedMLP):
-            return fused.add(hidden)
-        return hidden + self.mlp(self.norms[2](hidden))
+        return self._fused().add(hidden)
 
     def feed_forward_tiles(self, rows: Tensor) -> Tensor:
         """Run `feed_forward` in tiles, without a graph."""
@@ -123,10 +112,11 @@ class DecoderLayer(nn.Module):
     def _tile(self, rows: Tensor) -> int:
         return tile_rows(len(rows), self.mlp_tile * self.mlp.tile_factor)
 
-    def _fused(self) -> "GatedMLP | SparseMLP":
-        """Return the operation that does what the second half's modules do."""
+    def _fused(self) -> SecondHalf:
+        """Return the layer's second half."""
         *_, before, after = self.norms
-        return self.mlp.fused(before, after, self.rule, self.multiplier)
+        half: SecondHalf = self.mlp.fused(before, after, self.rule, self.multiplier)
+        return half
 
     def parameters_by_step(self) -> tuple[list[nn.Parameter], ...]:
         """Return the trained parameters of project, mix, output and feed_forward, adapters included.

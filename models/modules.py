@@ -3,9 +3,9 @@
 Shapes: S local tokens, D width, F feed-forward width.
 """
 
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
@@ -35,15 +35,17 @@ class Linear(Unfilled, nn.Linear):
 
     packed: Any = None
 
+    @staticmethod
+    def empty(shape: tuple[int, ...]) -> tuple[nn.Parameter, Any]:
+        """Return uninitialised matrices [..., F, D] as modules of this class hold theirs, and `packed` of them."""
+        return nn.Parameter(torch.empty(shape)), None
+
     def operands(self) -> Matrix:
         """Return what the operations of models/ops need of it."""
         return Matrix(self.weight, self.bias, packed=self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.operands())[0]
-
-
-MakeLinear = Callable[..., Linear]
 
 
 class Embedding(Unfilled, nn.Embedding):
@@ -60,9 +62,7 @@ class RMSNorm(Unfilled, nn.RMSNorm):
         self.rule = rule
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.rule.centred:
-            return NormNode.apply(x, self.weight, self.rule)
-        return super().forward(x)
+        return NormNode.apply(x, self.weight, self.rule)
 
 
 class NoNorm(nn.Identity):
@@ -85,7 +85,7 @@ class MLP(nn.Module):
     tile_factor, is_capturable, fits_graphs = 1, True, True
 
     def __init__(
-        self, config: ModelConfig, linear: MakeLinear, width: int | None = None
+        self, config: ModelConfig, linear: type[Linear], width: int | None = None
     ) -> None:
         super().__init__()
         D, F = config.hidden_size, width or config.intermediate_size

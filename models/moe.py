@@ -13,15 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import MLP, NO_NORM, Linear, MakeLinear, Norm
-from models.ops.experts import (
-    ExpertsNode,
-    ExpertStacks,
-    SparseMLP,
-    Stack,
-    is_grouped,
-    route,
-)
+from models.modules import MLP, NO_NORM, Linear, Norm
+from models.ops.experts import ExpertStacks, SparseMLP, Stack, is_grouped
 from models.ops.linear import Adapter
 from models.ops.norm import NormRule
 from ulysses.memory.tiling import EXPERT_TILES
@@ -104,7 +97,7 @@ class RouterRecord:
 
 
 class Router(nn.Module):
-    """Choose k experts for every row, by a softmax in float32."""
+    """Hold what chooses k experts for every row."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -114,20 +107,16 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(N, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(N)) if config.family.clamped_experts else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the weights and the numbers [S, k] of the experts of rows x, and all probabilities [S, N]."""
-        return route(x, self.weight, self.count, self.normalise, self.bias)
-
 
 class ExpertMatrices(nn.Module):
     """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F].
 
     Clamped ones are the other way round, [N, D, 2F] and [N, F, D], and have biases [N, 2F] and [N, D].
-    quantized: each is a frozen parameter of bytes, of a matrix [N * 2F, D] or [N * D, F]. Adapters are lora_A
-    [N, r, inputs] and lora_B [N, outputs, r] by the names of the matrices.
+    linear: the class of linear modules, which says how matrices are held. Adapters are lora_A [N, r, inputs] and lora_B
+    [N, outputs, r] by the names of the matrices.
     """
 
-    def __init__(self, config: ModelConfig, quantized: bool = False) -> None:
+    def __init__(self, config: ModelConfig, linear: type[Linear]) -> None:
         super().__init__()
         assert config.moe is not None
         N, F, D = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
@@ -140,13 +129,7 @@ class ExpertMatrices(nn.Module):
         for name, (outputs, inputs) in self.sizes.items():
             size = (inputs, outputs) if self.clamped else (outputs, inputs)
             self.shapes[name] = shape = (N, *size)
-            if quantized:
-                from models.quantized import Packed, empty_packed
-
-                self.packed[name] = Packed(shape)
-                matrices = nn.Parameter(empty_packed(shape), requires_grad=False)
-            else:
-                matrices = nn.Parameter(torch.empty(shape))
+            matrices, self.packed[name] = linear.empty(shape)
             self.register_parameter(name, matrices)
             bias = nn.Parameter(torch.empty(N, outputs)) if self.clamped else None
             self.register_parameter(f"{name}_bias", bias)
@@ -174,38 +157,31 @@ class ExpertMatrices(nn.Module):
             own = getattr(self.lora_A, name), getattr(self.lora_B, name)
             adapter = Adapter(*own, self.scale)
         bias = getattr(self, f"{name}_bias")
-        packed = self.packed.get(name)
-        return Stack(getattr(self, name), packed, adapter, bias, self.clamped)
+        return Stack(getattr(self, name), self.packed[name], adapter, bias, self.clamped)
 
     @property
     def stacks(self) -> ExpertStacks:
         """The operations' view of the matrices."""
         gate_up, down = self._stack("gate_up_proj"), self._stack("down_proj")
         trained = [p for p in self.parameters() if p.requires_grad] if self.adapted else []
-        return ExpertStacks(gate_up, down, self.number, trained, self.activation)
-
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum [S, D] of the experts chosen for rows x."""
-        experts = self.stacks
-        return ExpertsNode.apply(x, weights, chosen, experts, *experts.trained)
+        return ExpertStacks(gate_up, down, trained, self.activation)
 
 
 class MoE(nn.Module):
-    """Compute the sum of the MLPs that a router chooses for each of rows [S, D], times its weights."""
+    """Hold the MLPs of which a router chooses some for each of rows [S, D]; `fused` sums them, times its weights."""
 
     tile_factor, fits_graphs = EXPERT_TILES, False  # graphs would not note what routers choose
 
     def __init__(
         self,
         config: ModelConfig,
-        linear: MakeLinear,
+        linear: type[Linear],
         record: RouterRecord,
-        quantized: bool = False,
     ) -> None:
         super().__init__()
         self.router_name = "router" if config.family.clamped_experts else "gate"
         self.register_module(self.router_name, Router(config))
-        self.experts = ExpertMatrices(config, quantized)
+        self.experts = ExpertMatrices(config, linear)
         self.record, self.place = record, record.layers
         record.layers += 1
         self.shared_expert: Any = None
@@ -214,12 +190,6 @@ class MoE(nn.Module):
             width = config.moe.shared_expert_intermediate_size
             self.shared_expert = MLP(config, linear, width)
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen, probabilities = self.chooser(x)
-        self.record.note(self.place, chosen, probabilities, slice(0, len(x)))
-        out = self.experts(x, weights, chosen)
-        return out if self.shared_expert is None else out + self.shared(x)
 
     def shared(self, x: Tensor) -> Tensor:
         """Return what the expert for all rows adds."""

@@ -8,10 +8,13 @@ parameter of bytes, which ZeRO-3 partitions and gathers like any other; products
 Shapes: S rows, D inputs, F outputs, n = F * D.
 """
 
+import json
 import math
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from models.modules import Linear
@@ -79,17 +82,6 @@ def split_parts(data: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     return codes, sizes, aligned.view(torch.float32)
 
 
-def empty_packed(shape: tuple[int, ...]) -> Tensor:
-    """Return uninitialised bytes for a matrix, or for several of one shape [N, F, D] as one below the other."""
-    *rows, width = shape
-    size = math.prod(shape)
-    if size % BLOCK:
-        raise ValueError(
-            f"a matrix {math.prod(rows)} x {width} is no whole number of blocks of {BLOCK}"
-        )
-    return torch.empty(sum(packed_parts(shape)), dtype=torch.uint8)
-
-
 class Packed(NamedTuple):
     """What bytes stand for: a matrix, or several, of such a shape."""
 
@@ -106,7 +98,70 @@ class QuantizedLinear(Linear):
     def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = inputs, outputs
-        self.packed = Packed((outputs, inputs))
-        weight = empty_packed(self.packed.shape)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight, self.packed = self.empty((outputs, inputs))
         self.register_parameter("bias", nn.Parameter(torch.empty(outputs)) if bias else None)
+
+    @staticmethod
+    def empty(shape: tuple[int, ...]) -> tuple[nn.Parameter, Packed]:
+        *rows, width = shape
+        if math.prod(shape) % BLOCK:
+            raise ValueError(
+                f"a matrix {math.prod(rows)} x {width} is no whole number of blocks of {BLOCK}"
+            )
+        data = torch.empty(sum(packed_parts(shape)), dtype=torch.uint8)
+        return nn.Parameter(data, requires_grad=False), Packed(shape)
+
+
+# ---------------------------------------------------------------- files of bitsandbytes
+
+# What the names of a matrix's description and of its parts end with; codes have the name of the matrix.
+STATE = ".quant_state.bitsandbytes__nf4"
+PARTS = "", ".absmax", ".nested_quant_map", ".nested_absmax"
+
+
+class PackedTensor(NamedTuple):
+    """A matrix that a file holds in NF4. dtype: what it had before. mean: of the sizes of blocks."""
+
+    file: Path
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    mean: float
+    is_packed: bool = True
+
+    def read_packed(self) -> Tensor:
+        """Return the matrix as a parameter of bytes."""
+        with safe_open(self.file, "pt") as file:
+            codes, sizes, *numbers = (file.get_tensor(self.name + part) for part in PARTS)
+        return join_parts(codes, sizes, torch.cat([torch.tensor([self.mean]), *numbers]))
+
+    def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
+        """Return the flat elements [start, stop), row-major, in float32 on the CPU."""
+        return unpack(self.read_packed(), self.shape, torch.float32).view(-1)[start:stop]
+
+
+def join_packed(path: Path, found: dict[str, Any]) -> None:
+    """Make one PackedTensor of the StoredTensors of a file that a quantised matrix consists of, under its name.
+
+    Raises ValueError for matrices that are quantised otherwise than here.
+    """
+    for description in [name for name in found if name.endswith(STATE)]:
+        name = description.removesuffix(STATE)
+        try:
+            state = json.loads(bytes(found[description].whole().tolist()))
+            layout = state["blocksize"], state["nested_blocksize"], state["quant_type"]
+            shape, dtype = torch.Size(state["shape"]), getattr(torch, state["dtype"])
+            mean = state["nested_offset"]
+            codes, sizes, *numbers = (found[name + part].shape.numel() for part in PARTS)
+            sums = [codes, sizes, 4 * (1 + sum(numbers))]
+            is_nf4 = layout == (BLOCK, OUTER, "nf4") and sums == packed_parts(shape)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            is_nf4 = False
+        if not is_nf4:
+            raise ValueError(
+                f"{path.absolute()} holds {name} otherwise than in NF4 doubly quantised, in blocks of 64 and "
+                "256; quantise the original model anew with model.quantize"
+            )
+        for part in [part for part in found if part.startswith(f"{name}.")]:
+            del found[part]
+        found[name] = PackedTensor(path, name, shape, dtype, mean)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import MakeLinear, Norm, RMSNorm
+from models.modules import Linear, Norm, RMSNorm
 from models.ops.linear import Matrix, Products, linear
 from models.ops.norm import NormRule
-from models.ops.rotary import Projection, RotateNode
+from models.ops.rotary import Projection
 from ulysses.memory.levels import Rope
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.kernels.choice import VARLEN, resolve_kernel
@@ -30,7 +30,7 @@ class SelfAttention(nn.Module):
         self,
         config: ModelConfig,
         attention: UlyssesAttention,
-        linear: MakeLinear,
+        linear: type[Linear],
     ) -> None:
         super().__init__()
         D, family = config.hidden_size, config.family
@@ -55,14 +55,11 @@ class SelfAttention(nn.Module):
 
     def project(self, hidden: Tensor, norm: Norm, rope: Rope) -> tuple[Tensor, ...]:
         """Return query [S, H, E], key and value [S, K, E] of the layer's input, and the input, for `output`."""
-        q, k, v = (m.operands() for m in (self.q_proj, self.k_proj, self.v_proj))
+        query = self._half(0) if self.has_gate else self.q_proj.operands()
+        matrices = Products(query, self.k_proj.operands(), self.v_proj.operands())
         norms = [n.weight for n in self.norms]
-        if not self.has_gate:
-            own = Projection(Products(q, k, v), self.head_dim, self.rule, norm.weight, norms)
-            return own.apply(hidden, *rope)
-        results = linear(norm(hidden), self._half(0), k, v)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in results)
-        return *RotateNode.apply(q, k, *rope, self.rule, *norms), v, hidden
+        own = Projection(matrices, self.head_dim, self.rule, norm.weight, norms)
+        return own.apply(hidden, *rope)
 
     def _half(self, half: int) -> Matrix:
         """Return the rows of the queries' matrix that make the queries, or the gates [H E]."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.arch import ModelConfig
 from models.folders import INDEX, WEIGHTS
-from models.hf_format import StoredTensor, WeightFiles, lora_scale, low_rank
+from models.hf_format import WeightFiles, lora_scale, low_rank
 from models.kinds import empty_model, parameter_shapes
 from models.modules import Exact
 from models.multimodal import file_prefix, outside
@@ -129,7 +129,7 @@ def write_weights(
     *,
     config: ModelConfig | None = None,
     reward: bool = False,
-    carried: Mapping[str, StoredTensor] = {},
+    carried: Mapping[str, Any] = {},
 ) -> None:
     """Write named tensors as transformers does, holding one shard in host memory.
 
@@ -137,7 +137,7 @@ def write_weights(
         folder: an empty folder; the caller moves it into place when all is written.
         config: of the model, whose files have names of their own and perhaps each expert's matrices for itself.
         reward: it gives scores, and there is nothing around it.
-        carried: StoredTensors of other files (models/hf_format.py), which are written as they are.
+        carried: tensors of other files (WeightFiles.carried), which are written as they are.
         max_shard_bytes: bounds a file; a larger tensor has a file of its own.
     """
     files: list[list[str]] = []  # the names in each
@@ -150,7 +150,10 @@ def write_weights(
         files.append([*shard])
         shard.clear()
 
-    others = ((name, stored.whole()) for name, stored in carried.items())
+    others = (
+        (name, stored.read(0, stored.shape.numel()).view(stored.shape))
+        for name, stored in carried.items()
+    )
     if config and config.around and not reward:
         prefix = file_prefix(config.around)
         tensors = ((outside(name, prefix), tensor) for name, tensor in tensors)

@@ -7,6 +7,7 @@ The nodes of this folder keep little for backward, and what is cheap they comput
                    where heads have norms: q and k before these, too
     GatedMLP       hidden -> norm -> gate, up -> down -> +    keeps hidden, gate, up    (norm and activation again)
                    in tiles: keeps hidden only, backward runs norm, gate and up again, never down
+    SparseMLP      the same with experts of each row          keeps hidden, gate, up of its experts
 
 All save parameters, never views of them: ZeRO-3 replaces a parameter's memory between forward and backward, and a
 view would keep the gathered weights alive. What a module is made of, an adapter among it, is a Matrix (linear.py).

@@ -9,20 +9,18 @@ Shapes: S rows, k experts of a row, M = S k sorted copies, N experts, D width, F
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops.gated_mlp import ACTIVATIONS, value_and_slope
-from models.ops.linear import Adapter
+from models.ops.gated_mlp import ACTIVATIONS, Kept, SecondHalf, value_and_slope
+from models.ops.linear import Adapter, Sums
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
-from ulysses.memory.tiling import add_by_tiles, sum_tiles, tile_gradients
-from ulysses.parallel.layout import Context
 
 
 def clamped(both: Tensor) -> Tensor:
@@ -173,10 +171,6 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-# of tensors, those that are trained among them: their gradients; None stands for no norm
-Found = dict[Tensor | None, Tensor]
-
-
 class Stack(NamedTuple):
     """A matrix [O, K] of every expert, all in one tensor [N, O, K], and perhaps biases [N, O] or an adapter.
 
@@ -247,30 +241,32 @@ class Stack(NamedTuple):
         return self._through(grad, ends, back=True)
 
     def gradients(
-        self, grad: Tensor, rows: Tensor, order: Order, weights: Tensor | None = None
-    ) -> Found:
-        """Return the gradients of what is trained; `grad` went through `back`, and rows through `narrow`."""
-        found: Found = {}
+        self,
+        grad: Tensor,
+        rows: Tensor,
+        order: Order,
+        sums: Sums,
+        weights: Tensor | None = None,
+    ) -> None:
+        """Add the gradients of what is trained; `grad` went through `back`, and rows through `narrow`."""
         ends = order.ends
         if self.adapter is not None:
             a, b = self.adapter[:2]
             (grad, to_narrow), (rows, narrow) = self._split(grad), self._split(rows)
-            found[a] = grouped_outer(to_narrow, rows, ends)[:, : a.shape[1]]
-            found[b] = grouped_outer(grad, narrow, ends)[..., : b.shape[2]]
+            sums.add(a, grouped_outer(to_narrow, rows, ends)[:, : a.shape[1]])
+            sums.add(b, grouped_outer(grad, narrow, ends)[..., : b.shape[2]])
         if self.matrices.requires_grad:
             sides = (rows, grad) if self.transposed else (grad, rows)
-            found[self.matrices] = grouped_outer(*sides, ends)
+            sums.add(self.matrices, grouped_outer(*sides, ends))
         if self.bias is not None and self.bias.requires_grad:
-            found[self.bias] = order.shares(grad.dtype, weights).t() @ grad
-        return found
+            sums.add(self.bias, order.shares(grad.dtype, weights).t() @ grad)
 
 
 class ExpertStacks(NamedTuple):
-    """The matrices of so many experts, their activation, and what of them is trained, in the module's order."""
+    """The experts' matrices, what of them is trained, in the module's order, and their activation."""
 
     gate_up: Stack
     down: Stack
-    number: int
     trained: Sequence[Tensor]
     activation: str = "silu"
 
@@ -282,9 +278,18 @@ class ExpertStacks(NamedTuple):
         return both, order.sums(self.down.product(active, order, weights))
 
     def backward(
-        self, grad: Tensor, x: Tensor, weights: Tensor, order: Order, both: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Found]:
-        """Return the gradients of x, of the weights and of what is trained; `both` is gate and up if they were kept."""
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        order: Order,
+        sums: Sums,
+        both: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the weights, and add those of what is trained.
+
+        `both` is gate and up if they were kept.
+        """
         copies, ends = order.copies(x, self.gate_up.room), order.ends
         if both is None:
             both = self.gate_up.product(copies, order)
@@ -303,48 +308,20 @@ class ExpertStacks(NamedTuple):
             own = to_out[:, : x.shape[1]]
             to_weights += (own @ self.down.bias.t()).gather(1, order.numbers[:, None])[:, 0]
         self.down.narrow(active, ends)
-        found = self.down.gradients(to_out, active, order, sorted_weights)
+        self.down.gradients(to_out, active, order, sums, sorted_weights)
         del to_out, active
         to_copies = self.gate_up.back(to_both, ends)
-        found |= self.gate_up.gradients(to_both, copies, order)
+        self.gate_up.gradients(to_both, copies, order, sums)
         del copies, to_both
-        return order.sums(to_copies), to_weights[order.places].view_as(weights), found
+        return order.sums(to_copies), to_weights[order.places].view_as(weights)
 
 
-class ExpertsNode(torch.autograd.Function):
-    """Return the weighted sum of the experts that are chosen [S, k] for x; `trained` are theirs."""
-
-    @staticmethod
-    def forward(
-        ctx: Context[ExpertStacks],
-        x: Tensor,
-        weights: Tensor,
-        chosen: Tensor,
-        experts: ExpertStacks,
-        *trained: Tensor,
-    ) -> Tensor:
-        order = Order.of(chosen, experts.number)
-        both, out = experts.forward(x, weights, order)
-        ctx.save_for_backward(x, weights, chosen, both)
-        ctx.rest = experts
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context[ExpertStacks], grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, chosen, both = ctx.saved_tensors
-        experts = ctx.rest
-        order = Order.of(chosen, experts.number)
-        to_x, to_weights, found = experts.backward(grad, x, weights, order, both)
-        return to_x, to_weights, None, None, *(found[p] for p in experts.trained)
-
-
-class SparseMLP(NamedTuple):
+@dataclass
+class SparseMLP(SecondHalf):
     """The weights of a norm, of a router and of its experts, and what they compute; norm and bias may be None.
 
-    It runs in tiles; without them, where everything is kept, the modules run one by one. record: notes which experts
-    were chosen, as a models.moe.RouterRecord does. place: of the layer among those with experts. beside: is added to
-    the experts' sum of normalised rows; `of_beside` is what is trained of it.
+    record: notes which experts were chosen, as a models.moe.RouterRecord does. place: of the layer among those with
+    experts. beside: is added to the experts' sum of normalised rows; `of_beside` is what is trained of it.
     """
 
     norm: Tensor | None
@@ -361,49 +338,45 @@ class SparseMLP(NamedTuple):
 
     @property
     def trained(self) -> list[Tensor]:
-        """The tensors that are trained, as modules list them."""
         own = self.norm, self.router, self.bias
         trained = [t for t in own if t is not None and t.requires_grad]
         return [*trained, *self.experts.trained, *self.of_beside]
 
-    def _product(self, rows: Tensor, part: slice) -> Tensor:
+    def forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Kept]:
         x = rms_norm(rows, self.norm, self.rule)
         weights, chosen, p = route(x, self.router, self.each, self.normalise, self.bias)
         self.record.note(self.place, chosen, p, part)
-        out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))[-1]
-        return out if self.beside is None else out.add_(self.beside(x))
+        both, out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))
+        return out if self.beside is None else out.add_(self.beside(x)), (both,)
 
-    def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
-        """Return rows + the experts' sum, in tiles and without a graph."""
-        return add_by_tiles(lambda part: self._product(rows[part], part), rows, tile)
-
-    @torch.no_grad()
-    def gradients(self, rows: Tensor, grad: Tensor, tile: int) -> tuple[Tensor, list[Tensor]]:
-        """Run forward and backward of each tile; return the gradients of rows and of the trained tensors."""
-        grad, trained = grad.contiguous(), self.trained
-
-        def of_tile(part: slice) -> Sequence[Tensor]:
-            to_rows, found = self._gradients(rows[part], grad[part], part)
-            return to_rows, *(found[p] for p in trained)
-
-        return sum_tiles(of_tile, rows, trained, tile)
-
-    def _gradients(self, rows: Tensor, grad: Tensor, part: slice) -> tuple[Tensor, Found]:
+    def backward(
+        self, rows: Tensor, grad: Tensor, part: slice, kept: Kept, sums: Sums
+    ) -> Tensor:
         x = rms_norm(rows, self.norm, self.rule)
         own = [t for t in (self.router, self.bias) if t is not None]
-        row, *wide = (at_least_float32(t).detach().requires_grad_() for t in (x, *own))
+        row = at_least_float32(x).detach().requires_grad_()
+        wide = [at_least_float32(t).detach().requires_grad_(t.requires_grad) for t in own]
         with torch.enable_grad():
             weights, chosen, p = route(row, wide[0], self.each, self.normalise, *wide[1:])
             self.record.note(self.place, chosen, p, part)
         order = Order.of(chosen, len(self.router))
-        to_x, to_weights, found = self.experts.backward(grad, x, weights.detach(), order)
+        to_x, to_weights = self.experts.backward(grad, x, weights.detach(), order, sums, *kept)
         through_router, *to_own = torch.autograd.grad(
-            weights, (row, *wide), to_weights.to(weights.dtype)
+            weights,
+            (row, *(t for t in wide if t.requires_grad)),
+            to_weights.to(weights.dtype),
         )
         to_x = through_router.add_(to_x).to(x.dtype)
         if self.beside is not None:
-            more, grads = tile_gradients(self.beside, x, grad, self.of_beside, len(x))
-            to_x, found = to_x.add_(more), found | dict(zip(self.of_beside, grads))
+            leaf = x.detach().requires_grad_()
+            with torch.enable_grad():
+                out = self.beside(leaf)
+            more, *of_beside = torch.autograd.grad(out, (leaf, *self.of_beside), grad)
+            to_x.add_(more)
+            for parameter, found in zip(self.of_beside, of_beside):
+                sums.add(parameter, found)
         to_x, to_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
-        found |= zip((*own, self.norm), (*to_own, to_norm))
-        return to_x, found
+        sums.add(self.norm, to_norm)
+        for parameter, found in zip([t for t in own if t.requires_grad], to_own):
+            sums.add(parameter, found)
+        return to_x

@@ -1,11 +1,13 @@
-"""The gated activation of an MLP, act(gate) * up, and a layer's second half with an MLP as one node.
+"""The gated activation of an MLP, act(gate) * up, and a layer's second half as one node, with an MLP in it.
 
     hidden + factor * after(down(act(gate(norm(hidden))) * up(norm(hidden))))
 
 Shapes: S local tokens, D width, F feed-forward width.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +77,74 @@ class ActivateNode(torch.autograd.Function):
         return *activate_backward(grad, gate, up, ctx.rest)[1].chunk(2, 1), None
 
 
-class GatedMLP(NamedTuple):
+# what backward may take in place of computing it again
+Kept = Sequence[Any]
+
+
+class SecondHalf:
+    """A layer's second half, which adds something to each of its rows: whole, with a graph, or in tiles."""
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The tensors that are trained, as modules list them."""
+        raise NotImplementedError
+
+    def forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Kept]:
+        """Return what is added to a part of all rows, in new memory, and what `backward` may take; without a graph."""
+        raise NotImplementedError
+
+    def backward(
+        self, rows: Tensor, grad: Tensor, part: slice, kept: Kept, sums: Sums
+    ) -> Tensor:
+        """Return the gradient of a part of all rows, and add those of what is trained; `kept` may be empty."""
+        raise NotImplementedError
+
+    def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
+        """Return rows + what is added to them, in tiles and without a graph."""
+        return add_by_tiles(lambda part: self.forward(rows[part], part)[0], rows, tile)
+
+    def add(self, rows: Tensor) -> Tensor:
+        """Return the same with a graph, which keeps the rows and what `forward` returns for it."""
+        return _SecondHalfNode.apply(rows, self, *self.trained)
+
+    @torch.no_grad()
+    def gradients(
+        self, rows: Tensor, grad: Tensor, tile: int, kept: Kept = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run forward and backward of each tile of `add`; return the gradients of rows and of what is trained.
+
+        `kept` is what `forward` has returned, if all rows are one tile.
+        """
+        sums, grad = Sums(tile >= len(rows)), grad.contiguous()
+        if sums.whole:
+            to_rows = self.backward(rows, grad, slice(0, len(rows)), kept, sums)
+        else:
+            to_rows = torch.empty_like(rows)
+            for part in tiles(len(rows), tile):
+                to_rows[part] = self.backward(rows[part], grad[part], part, (), sums)
+        return to_rows, sums.of(self.trained)
+
+
+class _SecondHalfNode(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context[SecondHalf], rows: Tensor, half: SecondHalf, *trained: Tensor
+    ) -> Tensor:
+        out, kept = half.forward(rows, slice(0, len(rows)))
+        ctx.save_for_backward(rows, *kept)
+        ctx.rest = half
+        return out.add_(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context[SecondHalf], grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *kept = ctx.saved_tensors
+        to_rows, found = ctx.rest.gradients(rows, grad, len(rows), kept)
+        return to_rows, None, *found
+
+
+@dataclass
+class GatedMLP(SecondHalf):
     """The matrices of an MLP and the norms before and after it, which may be None, and what these compute."""
 
     norm: Tensor | None
@@ -88,58 +157,28 @@ class GatedMLP(NamedTuple):
 
     @property
     def trained(self) -> list[Tensor]:
-        """The tensors that are trained, as modules list them."""
         tensors = self.norm, *self.pair.trained, *self.down.trained, self.after
         return [t for t in tensors if t is not None and t.requires_grad]
 
-    def parts(self, x: Tensor, with_product: bool = True) -> tuple[Tensor, Tensor, Any]:
-        """Return gate and up of normalised rows [S, D], and their product with down."""
-        gate, up = self.pair.forward(x)
-        if not with_product:
-            self.down.start(gate)
-            return gate, up, None
-        return gate, up, self.down.forward(activate(gate, up, self.activation))[0]
+    def forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Kept]:
+        gate, up = self.pair.forward(rms_norm(rows, self.norm, self.rule))
+        (product,) = self.down.forward(activate(gate, up, self.activation))
+        out = rms_norm(product, self.after, self.rule)
+        before = None if self.after is None else product
+        return (
+            out if self.factor == 1 else out * self.factor,
+            (gate, up, before, *self.pair.kept, *self.down.kept),
+        )
 
-    def finished(self, product: Tensor) -> Tensor:
-        """Return what is added to the rows."""
-        product = rms_norm(product, self.after, self.rule)
-        return product if self.factor == 1 else product * self.factor
-
-    def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
-        """Return rows + the finished product of the normalised rows, in tiles and without a graph."""
-
-        def finished(part: slice) -> Tensor:
-            x = rms_norm(rows[part], self.norm, self.rule)
-            return self.finished(self.parts(x)[2])
-
-        return add_by_tiles(finished, rows, tile)
-
-    def add(self, rows: Tensor) -> Tensor:
-        """Return the same with a graph that keeps rows, gate and up, and the product if a norm comes after it."""
-        return _GatedMLPNode.apply(rows, self, *self.trained)
-
-    @torch.no_grad()
-    def gradients(
-        self, hidden: Tensor, grad: Tensor, tile: int, kept: Any = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run forward and backward of each tile of `add`; return the gradients of hidden and of what is trained.
-
-        `kept` holds gate, up and the product if all rows are one tile.
-        """
-        sums, grad = Sums(tile >= len(hidden)), grad.contiguous()
-        to_hidden = None if sums.whole else torch.empty_like(hidden)
-        for part in tiles(len(hidden), tile):
-            done = self._tile(hidden[part], grad[part], kept, sums)
-            if to_hidden is None:
-                to_hidden = done
-            else:
-                to_hidden[part] = done
-        assert to_hidden is not None
-        return to_hidden, sums.of(self.trained)
-
-    def _tile(self, rows: Tensor, grad: Tensor, kept: Any, sums: Sums) -> Tensor:
+    def backward(
+        self, rows: Tensor, grad: Tensor, part: slice, kept: Kept, sums: Sums
+    ) -> Tensor:
         x = rms_norm(rows, self.norm, self.rule)
-        gate, up, product = kept or self.parts(x, self.after is not None)
+        gate, up, product = kept[:3] or (*self.pair.forward(x), None)
+        if not kept and self.after is None:
+            self.down.start(gate)
+        elif not kept:
+            (product,) = self.down.forward(activate(gate, up, self.activation))
         to_product = grad if self.factor == 1 else grad * self.factor
         if self.after is not None:
             to_product, of_after = rms_norm_backward(
@@ -157,22 +196,3 @@ class GatedMLP(NamedTuple):
         done, of_norm = rms_norm_backward(done, rows, self.norm, self.rule, grad)
         sums.add(self.norm, of_norm)
         return done
-
-
-class _GatedMLPNode(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context[GatedMLP], rows: Tensor, mlp: GatedMLP, *trained: Tensor
-    ) -> Tensor:
-        gate, up, product = mlp.parts(rms_norm(rows, mlp.norm, mlp.rule))
-        kept = None if mlp.after is None else product
-        ctx.save_for_backward(rows, gate, up, kept, *mlp.pair.kept, *mlp.down.kept)
-        ctx.rest = mlp
-        return mlp.finished(product).add_(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context[GatedMLP], grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *kept = ctx.saved_tensors[:4]
-        to_rows, found = ctx.rest.gradients(rows, grad, len(rows), kept)
-        return to_rows, None, *found

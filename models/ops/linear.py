@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from losses.precision import has_wide_products, wide_product
+from losses.precision import at_least_float32, has_wide_products, wide_product
 from ulysses.parallel.layout import Context
 
 
@@ -72,7 +72,10 @@ class Sums:
         """Add to a tensor's gradient, if it is trained."""
         if tensor is not None and grad is not None and tensor.requires_grad:
             total = self._sums.get((tensor,))
-            self._sums[tensor,] = grad if total is None else total.add_(grad)
+            if total is not None:
+                total.add_(grad)
+            else:
+                self._sums[tensor,] = grad if self.whole else at_least_float32(grad)
 
     def add_product(self, tensors: Sequence[Tensor], grad: Tensor, rows: Tensor) -> None:
         """Add grad^T rows, in which the gradients of these tensors lie one below the other, if any is trained."""
@@ -266,8 +269,8 @@ class LinearNode(torch.autograd.Function):
     def forward(
         ctx: Context[Products], x: Tensor, own: Products, *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        results, chosen = own.forward(x), (m.chosen for m in own.matrices)
-        ctx.save_for_backward(x if trained else None, *chosen, *own.kept)
+        results = own.forward(x)
+        ctx.save_for_backward(x if trained else None, *own.kept)
         ctx.rest = own
         return tuple(results)
 

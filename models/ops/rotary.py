@@ -132,9 +132,13 @@ def rotate_pair(
     back: bool = False,
     out: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:
-    """Do `RotateNode` without a graph, into `out`, which may be query and key.
+    """Rotate query [S, H, E] and key [S, K, E] by (cos, sin) [S, E/2], halves paired, into `out`; without a graph.
 
-    `back` turns the other way, which is the gradient of turning.
+    Narrower tables turn the first columns of every head only. `out` may be query and key. `back` turns the other way,
+    which is the gradient of turning.
+
+    `norms` are the weights of RMSNorms that query and key pass through first: [E] for those of every head, [H E] and
+    [K E] for those of whole rows.
     """
     if norms and len(norms[0]) > query.shape[-1]:  # of whole rows
         query, key = (
@@ -172,10 +176,10 @@ def rotate_backward(
     sin: Tensor,
     *kept: Tensor,
 ) -> list[Tensor]:
-    """Turn the gradients of `RotateNode`'s results into those of its query and key, `out`.
+    """Turn the gradients of `rotate_pair`'s results into those of its query and key, `out`.
 
-    Return those of the norms' weights, if there are any, in float32 or better. `kept` is query, key and weights as the
-    node received them, or nothing without norms.
+    Return those of the norms' weights, if there are any, in float32 or better. `kept` is query, key and weights as
+    `rotate_pair` received them, or nothing without norms.
     """
     rotate_pair(query, key, cos, sin, back=True, out=out)
     found = []
@@ -184,39 +188,6 @@ def rotate_backward(
             grad, x = grad.view(len(grad), -1), x.flatten(1)
         found.append(rms_norm_backward(grad, x, norm, rule)[1])
     return found
-
-
-class RotateNode(torch.autograd.Function):
-    """Rotate query [S, H, E] and key [S, K, E] by (cos, sin) [S, E/2], halves paired.
-
-    Narrower tables turn the first columns of every head only.
-
-    `norms` are the weights of RMSNorms that query and key pass through first: [E] for those of every head, [H E] and
-    [K E] for those of whole rows. Backward then keeps query and key, and computes their norms again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Context[NormRule],
-        query: Tensor,
-        key: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        rule: NormRule = NO_NORM,
-        *norms: Tensor,
-    ) -> Sequence[Tensor]:
-        ctx.save_for_backward(cos, sin, *((query, key, *norms) if norms else ()))
-        ctx.rest = rule
-        return rotate_pair(query, key, cos, sin, rule, *norms)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Context[NormRule], query: Tensor, key: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        out = [grad.new_empty(grad.shape) for grad in (query, key)]
-        norms = rotate_backward(out, query, key, ctx.rest, *ctx.saved_tensors)
-        return *out, None, None, None, *norms
 
 
 class Projection(NamedTuple):

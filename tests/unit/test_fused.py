@@ -5,15 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from models.ops.experts import (
-    ExpertsNode,
     ExpertStacks,
+    Order,
     SparseMLP,
     Stack,
-    route,
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
-from models.ops.linear import Adapter, Matrix, Products, linear, stacked
-from models.ops.norm import NormNode, NormRule, rms_norm, rms_norm_backward
+from models.ops.linear import Adapter, Matrix, Products, Sums, linear, stacked
+from models.ops.norm import NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -319,11 +318,9 @@ def test_experts_half(device, dtype, tile, kind):
         pairs = [
             Stack(m, bias=b, transposed=True) for m, b in zip(matrices[::2], matrices[1::2])
         ]
-    stacks = ExpertStacks(*pairs, 6, matrices, "clamped" if clamped else "silu")
+    stacks = ExpertStacks(*pairs, matrices, "clamped" if clamped else "silu")
     fused = SparseMLP(norm, router, stacks, RULE, 2, normalise, NoRecord(), 0, bias)
-    rows = NormNode.apply(x, norm, RULE)
-    chosen = route(rows, router, 2, normalise, bias)[:2]
-    out = x + ExpertsNode.apply(rows, *chosen, stacks, *matrices)
+    out = fused.add(x)
     factor = 1.0 if dtype == torch.float32 else 4.0
     with torch.no_grad():
         in_tiles = fused.add_tiles(x, tile)
@@ -385,10 +382,13 @@ def test_adapters_of_experts(device, dtype, form):
         Stack(m, None if form == "dense" else Copied(m), Adapter(*own, 0.5), None, turned)
         for m, own in zip(matrices, ((a, b), (c, d)))
     ]
-    experts = ExpertStacks(*stacks, 6, trained[2:])
-    found = ExpertsNode.apply(x, weights, chosen, experts, *trained[2:])
+    experts = ExpertStacks(*stacks, trained[2:])
+    order, sums = Order.of(chosen, 6), Sums(whole=True)
+    with torch.no_grad():
+        both, found = experts.forward(x, weights, order)
+        of_x, of_weights = experts.backward(grad, x, weights, order, sums, both)
     factor = 2.0 if dtype == torch.float32 else 4.0
-    grads = torch.autograd.grad(found, trained, grad)
+    grads = of_x, of_weights, *sums.of(trained[2:])
     for mine, want in zip((found, *grads), wanted):
         near(mine, want, dtype, mine.dtype, factor)
 

@@ -5,7 +5,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,7 +24,7 @@ from tests.memory_case import (
 from ulysses.config.schema import LoraSection as Adapters
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import Offloader
-from ulysses.memory.tiling import TILE_ROWS, add_by_tiles, tile_gradients
+from ulysses.memory.tiling import TILE_ROWS
 from ulysses.plan.layer_cost import Setting, layer_costs
 
 MIXED = [["block", "none", "keep_attention"]]  # a level for each of the three layers
@@ -160,16 +159,16 @@ def test_frozen_weights_and_adapters(dropout, tile, config):
         assert_same_gradients(adapted(recompute=level, mlp_tile=tile), expected)
 
 
-def test_tiles_run_a_module_without_rows_and_give_unused_parameters_zeros():
-    linear, unused = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
-    parameters = [*linear.parameters(), unused]
-    for rows in (0, 5):
-        x = torch.randn(rows, 3)
-        out = add_by_tiles(lambda part, x=x: linear(x[part]), x, 2)
-        grad = torch.ones_like(out)
-        grad_x, (_, bias, zeros) = tile_gradients(linear, x, grad, parameters, 2)
-        assert grad_x.shape == x.shape and not zeros.any()
-        assert_close(bias, torch.full((3,), float(rows)))
+@FAMILIES
+def test_a_layer_without_rows_gives_its_feed_forward_zeros(config):
+    model = build(config=config, recompute="block", mlp_tile=TILE)
+    rows = torch.zeros(0, model.config.hidden_size)
+    for layer in model.model.layers:
+        assert layer.feed_forward_tiles(rows).shape == rows.shape
+        parameters = layer.parameters_by_step()[3]
+        grad_rows, found = layer.feed_forward_gradients(rows, rows)
+        assert grad_rows.shape == rows.shape and not any(x.any() for x in found)
+        assert [x.shape for x in found] == [p.shape for p in parameters]
 
 
 MIXTURES = [("block", "block", "block"), ("block", "block", "keep_attention"),

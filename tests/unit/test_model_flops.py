@@ -46,9 +46,13 @@ def test_equals_what_torch_counts(config, rank):
             trained=adapters,
             unmet=rank * unmet,
         )
-    if rank and config is MOE:  # x a^T of experts' adapters is computed again in backward
+    if (
+        config is MOE
+    ):  # what the router makes, and x a^T of experts' adapters, is computed again in backward
         moe, widths = config.moe, config.hidden_size + config.moe.moe_intermediate_size
-        again = 2 * sum(LENGTHS) * moe.num_experts_per_tok * rank * widths
+        sparse = sum(kind.feed_forward == "experts" for kind in config.layers)
+        again = 2 * sum(LENGTHS) * sparse * config.hidden_size * moe.num_experts
+        again += 2 * sum(LENGTHS) * moe.num_experts_per_tok * rank * widths
     found = model_flops(planned, sum(LENGTHS), 0.0, sum(LENGTHS) - len(LENGTHS))
     assert found - (4 if rank else 6) * sum(LENGTHS) * rest + again == products(model)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from models.arch import ModelConfig
+from models.expert_files import MLP_TARGETS
 from models.folders import ADAPTER_CONFIG, base_folder, name_of_base, read_adapter_config
 from models.kinds import empty_model
 from ulysses.config.schema import RULE_TARGETS, Config, LoraSection
@@ -45,8 +46,6 @@ def _missing_targets(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:
 
 def _errors_of_experts(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:
     """Yield why adapters of experts cannot be trained as asked, or not be exported for PEFT."""
-    from models.expert_files import MLP_TARGETS
-
     of_mlp = sorted({*lora.targets} & {*MLP_TARGETS})
     if not of_mlp:
         return

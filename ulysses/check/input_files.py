@@ -175,9 +175,7 @@ def check_weights(
             f"{folder.absolute()} has a config.json with a vision model but holds no tensors of one; complete the "
             "files, or write its text_config alone as config.json"
         )
-    packed = {
-        bool(t.state) for name, t in files.tensors.items() if name.endswith("_proj.weight")
-    }
+    packed = {t.is_packed for name, t in files.tensors.items() if name.endswith("_proj.weight")}
     if True in packed and (quantize != "nf4" or False in packed):
         raise ValueError(
             f"{folder.absolute()} holds {'some ' if False in packed else ''}matrices quantised to NF4; set "

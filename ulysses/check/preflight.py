@@ -114,13 +114,11 @@ def prepare(
             shape, tokenizer, place, template = read_tokenizer(config, stage, shape, folder)
         with error_context(errors=errors):
             attention, kernel = choose_kernel(config, stage, shape, strict)
+    if others or config.ppo.reward:
+        from ulysses.check.other_models import check_rewards, check_vocabularies, read_others
     if others:
-        from ulysses.check.other_models import read_others
-
         errors += read_others(config, stage, strict, other_weights)
     if config.ppo.reward:
-        from ulysses.check.other_models import check_rewards
-
         errors += check_rewards(config.ppo.reward, strict)
     # a dry run that continues no checkpoint says itself that the folder is taken
     if strict or config.run.resume != "never":
@@ -134,8 +132,6 @@ def prepare(
     # ---------------------------------------------------------------- all of them, if nothing was absent
     if not findings:
         if others:
-            from ulysses.check.other_models import check_vocabularies
-
             errors += check_vocabularies(stage, shape, tokenizer, others, other_weights)
         with error_context(errors=errors):
             shape, weights = initial_weights(

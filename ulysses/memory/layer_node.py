@@ -11,7 +11,7 @@ Shapes: S local tokens, D width.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from ulysses.memory.levels import Rope
+from ulysses.memory.offload import OffloadedTensors
 from ulysses.parallel.layout import AttentionPlan, Context, Tensors
-
-if TYPE_CHECKING:
-    from ulysses.memory.offload import OffloadedTensors, Offloader
 
 RandomState = tuple[Tensor, Tensor | None]  # of the CPU generator, and of the current GPU's
 
@@ -81,31 +79,6 @@ class Mixer(Protocol):
         """Send the gradients of local rows to where the output came from."""
 
 
-class Layer(Protocol):
-    """What the node asks of its layer.
-
-    recompute: its level. offloader: moves the tensors that are kept to host memory; None leaves them on the GPU.
-    """
-
-    recompute: str
-    offloader: "Offloader | None"
-
-    @property
-    def mixer(self) -> Mixer: ...
-
-    def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
-        """Return what the mixer sends, and `hidden` too, so that both uses of it give one gradient."""
-
-    def output(self, hidden: Tensor, mixed: Tensor) -> Tensor: ...
-
-    def feed_forward_tiles(self, rows: Tensor) -> Tensor: ...
-
-    def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensors]: ...
-
-    def parameters_by_step(self) -> tuple[list[nn.Parameter], ...]:
-        """Return the trained parameters of project, mix, output and feed_forward."""
-
-
 class SavedTensors:
     """One layer's tensors from its forward to its backward; OffloadedTensors do the same in host memory."""
 
@@ -125,12 +98,12 @@ class SavedTensors:
 
 
 LayerContext = Context[
-    tuple[Layer, Rope, AttentionPlan, "SavedTensors | OffloadedTensors", list[RandomState]]
+    tuple[Any, Rope, AttentionPlan, SavedTensors | OffloadedTensors, list[RandomState]]
 ]
 
 
 class LayerNode(torch.autograd.Function):
-    """Run a layer, hidden [S, D] -> [S, D], at the level `layer.recompute`, which is not "none".
+    """Run a DecoderLayer of models/layers.py, hidden [S, D] -> [S, D], at its level `recompute`, which is not "none".
 
     What the level keeps goes to host memory if there is a `layer.offloader`. The gradients are those of ordinary
     autograd. `parameters` are those of `layer.parameters_by_step()`. All ranks use the same level for a layer.
@@ -139,7 +112,7 @@ class LayerNode(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: LayerContext,
-        layer: Layer,
+        layer: Any,
         rope: Rope,
         plan: AttentionPlan,
         hidden: Tensor,

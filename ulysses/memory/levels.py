@@ -13,14 +13,12 @@ Shapes: S local tokens, D width.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from ulysses.memory.offload import Offloader
 from ulysses.memory.tiling import TILE_ROWS
-
-if TYPE_CHECKING:
-    from ulysses.memory.offload import Offloader
 
 LEVELS = ("none", "keep_attention", "block")  # the fastest first, which keeps most
 Rope = tuple[Tensor, Tensor]
@@ -38,6 +36,6 @@ class LayerMemory(NamedTuple):
 
     recompute: str | Sequence[str] = "none"
     mlp_tile: int = TILE_ROWS
-    offloader: "Offloader | None" = None
+    offloader: Offloader | None = None
     offloaded_layers: int | None = None
     graphs: bool = False

@@ -38,15 +38,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .mesh import ParallelMesh
-
-if TYPE_CHECKING:
-    from .recurrence import Recurrence
 
 Range = tuple[int, int]
 Device = torch.device | str
@@ -347,8 +344,8 @@ class AttentionPlan:
         return {}
 
     @cached_property
-    def recurrence(self) -> "Recurrence":
-        """What layers of linear attention need of the pack."""
+    def recurrence(self) -> Any:
+        """What layers of linear attention need of the pack, a Recurrence."""
         from .recurrence import Recurrence
 
         return Recurrence(self.cu_seqlens, self.prefixes, self.device)

@@ -120,8 +120,8 @@ def _attention(shape: ModelConfig, setting: Setting) -> LayerCost:
         family.qk_norm != "none"
     ):  # before their norms; where adapters are, values lie beside them
         kept += query + key * (1 + (rank > 0 and ranks > 1))
-    # normalised rows for q, k and v and for a gate, its sigmoid, and what it lets through; adapters' own rows
-    kept += 2 * (D + gate) * bool(gate) + rank * (4 + bool(gate))
+    # normalised rows for a gate, its sigmoid, and what it lets through; adapters' own rows
+    kept += (D + 2 * gate) * bool(gate) + rank * (4 + bool(gate))
     results = size * query + 4 * H  # with the log-sum-exp
     return LayerCost(
         mixer=parameters,
@@ -179,14 +179,10 @@ def _experts(shape: ModelConfig, setting: Setting) -> LayerCost:
         shape.moe.shared_expert_intermediate_size or 0,
     )
     for_all = (3 * shared + 1) * D * bool(shared)
-    # of the shared expert its gate, up and their product, its output and the sigmoid
-    kept = 2 * k * F + D + (3 * (shared + setting.rank) + D + 1) * bool(shared)
-    # probabilities, of the choice its weights and numbers, and a trained router's rows
-    exact = N + 4 * k + D * (not setting.adapted and setting.size < 4)
     return LayerCost(
         feed_forward=N * (3 * F + 1) * D + for_all,
         met=(3 * k * F + N) * D + for_all,
-        kept=setting.size * kept + 4 * exact,
+        kept=setting.size * 2 * k * F,
         inner=k * F + shared,
         copied=k * D,
     )

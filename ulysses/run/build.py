@@ -18,6 +18,7 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.data.serve.tokenise import open_dataset
 from ulysses.memory.levels import LayerMemory
+from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.layer_cost import Setting, layer_costs
 from ulysses.plan.step_cost import Plan
@@ -144,8 +145,6 @@ def layer_memory(plan: Plan) -> LayerMemory:
     """
     away, offloader = plan.offloaded_layers, None
     if away and plan.question.machine.is_gpu:
-        from ulysses.memory.offload import Offloader
-
         offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu")
     return LayerMemory(
         plan.levels, offloader=offloader, offloaded_layers=away, graphs=plan.graphs

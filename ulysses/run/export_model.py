@@ -26,6 +26,7 @@ from models.arch import ModelConfig
 from models.families import Fields
 from models.folders import CONFIG, folder_with, resolve_model
 from models.hf_format import WeightFiles
+from models.multimodal import outside
 from models.writing import (
     GENERATION,
     TOKENIZER_FILES,
@@ -162,8 +163,9 @@ def export_model(
         files = WeightFiles(resolve_model(str(source.path), source.revision))
         carried = files.carried
     if not whole:
+        adapted = shape.adapted_class(auto)
         card += f"""
-The adapters are for transformers' {shape.adapted_class(auto)}. PEFT loads them with their base:
+The adapters are for transformers' {adapted}. PEFT loads them with their base:
 
 ```python
 model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
@@ -182,8 +184,9 @@ model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
             named = starmap(rounded, found)
             write_weights(new, named, shard, config=shape, reward=reward, carried=carried)
         else:
+            is_text = not shape.around or adapted.endswith("ForCausalLM")
             adapters = {
-                shape.adapted_name(name, auto): x.to(rounded.dtype)
+                name if is_text else outside(name): x.to(rounded.dtype)
                 for name, x in adapters.items()
             }
             by_parameter = shape.family.mlp_by_parameter

@@ -1,6 +1,6 @@
-"""Who keeps the others waiting: a rank that is slower than they are waits less in collectives."""
+"""Who keeps others waiting: a rank that is slower than the others waits less in collectives, and a host its GPU."""
 
-from collections import Counter
+from collections import Counter, deque
 from time import time_ns
 
 from ulysses.environment import NODE
@@ -10,6 +10,10 @@ from ulysses.zero.construct import flight_record
 
 STEPS = 50
 SLOWER = 1.3
+LOOK_AT = (
+    8  # the step at which a host is told of: kernels are compiled and graphs recorded by then
+)
+LEAST_WAIT = 0.05  # share of a step
 
 
 class Stragglers:
@@ -60,4 +64,30 @@ class Stragglers:
             f"rank {rank} on {gather(NODE)[rank]} was slower than the others by {slower - 1:.0%} up to step {step}: "
             f"they wait for it in {lost:.0%} of the time; see what else runs on that host, and whether its processors "
             "and GPUs keep their clocks"
+        )
+
+
+class HostTime:
+    """Follow for what share of its steps a host waits for its GPU, and tell after a few what "auto" could not choose.
+
+    Args:
+        tokens: batch.tokens_per_microbatch; "auto" cuts a step if larger micro-batches gain nothing, or do not fit.
+        processes: of the run.
+    """
+
+    def __init__(self, tokens: int | str, processes: int) -> None:
+        self.auto, self.processes = tokens == "auto", processes
+        self.shares: deque[float] = deque(maxlen=LOOK_AT // 2)
+
+    def note(self, step: int, share: float, cuts: int) -> str:
+        """Take in a step of so many micro-batches; return what to set if the GPU has nothing to do, or "" if it has."""
+        self.shares.append(share)
+        mean = sum(self.shares) / len(self.shares)
+        if step != LOOK_AT or mean > LEAST_WAIT or (self.auto and cuts > 1):
+            return ""
+        advice = "more batch.examples" if self.auto else 'batch.tokens_per_microbatch = "auto"'
+        fewer = ", or use fewer GPUs" if self.processes > 1 else ""
+        return (
+            f"the GPU waits for its host, which waits for the GPU in {mean:.0%} of a step only: give it more work at "
+            f"a time by {advice}{fewer}"
         )

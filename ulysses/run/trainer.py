@@ -26,10 +26,9 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.random_keys import seed_of
 from ulysses.plan.hardware import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
-from ulysses.run.host_time import HostTime
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate
-from ulysses.run.stragglers import Stragglers
+from ulysses.run.stragglers import HostTime, Stragglers
 from ulysses.stages.base import Metrics, MetricSums, Stage, StepBatches, Term
 from ulysses.watch.failure import grace_note
 from ulysses.watch.watch import Watch

@@ -20,6 +20,7 @@ from time import sleep, time
 from typing import TYPE_CHECKING, Any
 
 from ulysses import environment
+from ulysses.config.section import SECRETS, UserCodeError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -103,7 +104,6 @@ def report_failure(error: BaseException, *, debug: bool) -> None:
     A stack trace comes with it for every error but non-finite numbers and failures of a disk or of the user's code
     and servers, which are no programming errors of ours; on request every process prints its own.
     """
-    from ulysses.config.section import SECRETS, UserCodeError
     from ulysses.disk import DiskError
     from ulysses.zero.construct import common_store
 
