@@ -20,7 +20,7 @@ from typing import Any
 import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
 from ulysses.cli import run_as
 from ulysses.config.command_line import check, contradictions, known_keys, put
-from ulysses.config.foreign_files import found_at, read_settings, read_yaml
+from ulysses.config.foreign_files import existing_path, read_settings, read_yaml
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.section import SECRETS, ConfigError, Values, existing, flat, refuse
 from ulysses.config.stage_sections import LEARNING_RATES
@@ -264,7 +264,7 @@ def _complete(
 
     Returns the settings, the method, which says more than our stage, the names in the file, and those that are void.
     """
-    found = found_at(str(given.get("deepspeed")), folder)
+    found = existing_path(str(given.get("deepspeed")), folder)
     if found.is_file():
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
     # the older mixture of alignment-handbook, whose splits tell by their names what they are for
@@ -343,7 +343,7 @@ def _complete(
         }
     # LLaMA-Factory describes data sets by their names in a file of this folder
     if "dataset_dir" in given:
-        info = found_at(f"{given['dataset_dir']}/dataset_info.json", folder)
+        info = existing_path(f"{given['dataset_dir']}/dataset_info.json", folder)
         described = json.loads(info.read_text(encoding="utf-8")) if info.exists() else {}
         most = {"max_samples": given.pop("max_samples", None)}
         unknown = {"unknown": "dataset_info.json does not describe it, so write its path"}
@@ -361,7 +361,7 @@ def _complete(
             given["interleave_probs"] = given.pop("mix_strategy", "concat")
     # v1 describes them in a file of their own
     for name in given.keys() & {"train_dataset", "eval_dataset"}:
-        file = found_at(str(given[name]), folder)
+        file = existing_path(str(given[name]), folder)
         if file.suffix in (".yaml", ".yml"):
             described = read_yaml(file.read_text(encoding="utf-8"))
             given[name] = [each | {"path": str(each["path"])} for each in described.values()]
@@ -371,7 +371,7 @@ def _complete(
 def _kinds(given: Values, folder: Path) -> list[str]:
     """Return what rules may ask for: the chat template, and what the model is by its config.json, else by its name."""
     model = next((str(given[name]) for name in NAMES["models"] if name in given), "")
-    if (file := found_at(f"{model}/config.json", folder)).is_file():
+    if (file := existing_path(f"{model}/config.json", folder)).is_file():
         model = str(json.loads(file.read_text()).get("model_type"))
     kinds = [
         name for name, pattern in NAMES["kinds"].items() if re.search(pattern, model, re.I)

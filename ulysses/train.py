@@ -16,13 +16,13 @@ from ulysses.imports import announce_imports, explained_imports, interruptible, 
 def main(arguments: list[str]) -> int:
     """Train, or inspect or plan a run, as the arguments ask; return the exit code after printing any error."""
     debug = wants_debug(arguments)
-    with explained_imports():  # none of them imports torch: a wrong command is told at once
-        from ulysses.config.command_line import parse_command_line
+    with (
+        explained_imports()
+    ):  # none of these imports torch, so that a wrong command is told at once
+        from ulysses.config.command_line import help_text, parse_command_line
         from ulysses.config.section import ConfigError
         from ulysses.watch.failure import report_config_error
     if {"-h", "--help"} & set(arguments):
-        from ulysses.config.help_text import help_text
-
         print(help_text())
         return 0
     try:

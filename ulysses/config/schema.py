@@ -31,7 +31,7 @@ from ulysses.config.section import (
 )
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# of linear attention
+# The projections of linear attention, in one form or another: models have separate or fused ones.
 RULE_TARGETS = (
     "in_proj_qkv",
     "in_proj_z",
@@ -52,7 +52,7 @@ class LoraSection(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps updates of one size at every rank (rsLoRA, 2312.03732)."""
     dropout: Share = 0.0
-    """Probability of dropping an input of an adapter during training; those of the same rows drop the same ones."""
+    """Probability of dropping an input of an adapter during training; adapters of one input drop the same of it."""
     targets: list[Literal[LORA_TARGETS + RULE_TARGETS]] = Field(
         list(LORA_TARGETS), min_length=1
     )

@@ -165,9 +165,8 @@ class Watch:
         """Let the heartbeat name the rank that is gone and end the process, if that explains a failed collective."""
         if failure.breaks_off(error) and self._store:
             self._hurried = SILENT_SECONDS
-            sleep(
-                3 * SILENT_SECONDS
-            )  # if a rank is gone, the heartbeat ends the process meanwhile
+            # if a rank is gone, the heartbeat ends this process meanwhile
+            sleep(3 * SILENT_SECONDS)
 
     def ask_to_stop(self, *_: object) -> None:
         """Have all ranks finish the running step, save and stop; this is also the handler of the STOPPING signals."""
@@ -258,9 +257,8 @@ class Watch:
         with suppress(RuntimeError):
             self._collectives = collectives_begun()
         with suppress(psutil.Error, OSError):
-            io = (
-                psutil.Process().io_counters()
-            )  # read_bytes counts what is read through memory maps
+            io = psutil.Process().io_counters()
+            # read_bytes counts what is read through memory maps
             self._bytes = io.read_chars + io.write_chars + io.read_bytes
         # a process that was frozen itself must first hear from the others again before it judges them
         frozen = now - last > SILENT_SECONDS
