@@ -260,7 +260,11 @@ def test_a_sources_system_prompt_is_for_conversations_without_one(shown):
 @pytest.mark.parametrize("key", ["system", "system_prompt"])
 def test_a_system_prompt_beside_messages_with_another_is_told(open_rows, key):
     talk = [{"role": "system", "content": "own"}, ASK, said("a")]
-    rows = [{"messages": talk, key: "other"}, {"messages": talk, key: "own"}, {"messages": talk}]
+    rows = [
+        {"messages": talk, key: "other"},
+        {"messages": talk, key: "own"},
+        {"messages": talk},
+    ]
     notes = open_rows(rows, source={"system": "be kind"}).report.notes
     assert notes == {"the column 'system' was not read": 1}
 

@@ -44,7 +44,7 @@ def test_equals_what_torch_counts(config, rank):
         planned = planned._replace(
             parameters=planned.parameters + adapters,
             trained=adapters,
-            unmet=rank * unmet,
+            idle_adapters=rank * unmet,
         )
     if rank and config is MOE:  # what the gradients of experts' adapters compute again
         moe, widths = config.moe, 2 * config.hidden_size + 3 * config.moe.moe_intermediate_size

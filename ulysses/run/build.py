@@ -20,7 +20,7 @@ from ulysses.data.serve.tokenise import open_dataset
 from ulysses.memory.levels import LayerMemory
 from ulysses.options import stage_of
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.layer_cost import Setting, layer_costs
+from ulysses.plan.layer_cost import LayerSetup, layer_costs
 from ulysses.plan.step_cost import Plan
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
@@ -169,7 +169,7 @@ def frozen_engine(
 
 
 def _zero_settings(config: Config, shape: ModelConfig) -> Values:
-    largest = max(layer.parameters for layer in layer_costs(shape, Setting()))
+    largest = max(layer.parameters for layer in layer_costs(shape, LayerSetup()))
     return derive(
         dtype=getattr(torch, config.model.dtype),
         offload_parameters=config.memory.offload_parameters,
