@@ -3,7 +3,7 @@
 import pytest
 
 from tests import rows_of
-from ulysses.run.host_time import LOOK_AT, HostTime
+from ulysses.run.stragglers import LOOK_AT, HostTime
 
 # the host's share of a step, tokens_per_microbatch, micro-batches and processes; what is said
 NOTES = """

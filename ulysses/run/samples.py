@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Protocol
 
-from ulysses.check.inputs import RunInputs
+from ulysses.check.input_files import RunInputs
 from ulysses.config.schema import Config
 from ulysses.data.read.messages import Message
 from ulysses.disk import writing

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from models.decoder import VALUE
 from ulysses import environment
-from ulysses.check.agreement import agree, facts_of
+from ulysses.check.agreement import agree, changes, facts_of
 from ulysses.check.kernel_proof import check_kernel
 from ulysses.check.preflight import prepare, remarks
-from ulysses.check.resuming import changes
 from ulysses.check.run_folder import digests_of_inputs, hold_output, restarts
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
