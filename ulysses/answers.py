@@ -101,8 +101,8 @@ class Trained:
 
     def _drawing(self, path: Path) -> transformers.GenerationConfig:
         """Return how answers are drawn; print a line if generation_config.json has fields worth a mention."""
-        given = read_json(path) if path.exists() else {}
-        ends = given.get("eos_token_id", self.shape.eos_token_id)
+        written = read_json(path) if path.exists() else {}
+        ends = written.get("eos_token_id", self.shape.eos_token_id)
         size = self.shape.vocab_size
         for end in ends if isinstance(ends, list) else [ends]:
             if end is not None and (type(end) is not int or not 0 <= end < size):
@@ -110,11 +110,13 @@ class Trained:
                     f"eos_token_id in {path.name} is {ends!r}, but must be a number, or a list of numbers, below the "
                     f"vocab_size {size}; correct it"
                 )
-        used = {key: given[key] for key in DRAWING if isinstance(given.get(key), int | float)}
+        used = {
+            key: written[key] for key in DRAWING if isinstance(written.get(key), int | float)
+        }
         used |= self.options
-        if any(key not in UNTOLD and given[key] not in (None, 0, 1) for key in given):
+        if any(key not in UNTOLD and written[key] not in (None, 0, 1) for key in written):
             print(
-                f"{path.name} has {json.dumps(given):.400}; answers follow {json.dumps(used)}",
+                f"{path.name} has {json.dumps(written):.400}; answers follow {json.dumps(used)}",
                 file=sys.stderr,
             )
         pad = self.tokenizer.pad_token_id

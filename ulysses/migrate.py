@@ -52,10 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     asked = parser.parse_args(arguments)
     try:
-        given = read_settings(Path(expanduser(asked.file)))
+        theirs = read_settings(Path(expanduser(asked.file)))
         if asked.stage:
-            given["stage"] = asked.stage
-        print(SECRETS.sub("***", translate(given, asked.file, asked.gpus)))
+            theirs["stage"] = asked.stage
+        print(SECRETS.sub("***", translate(theirs, asked.file, asked.gpus)))
     except Exception as error:  # a value of a wrong kind may fail anywhere
         reason = str(error)
         if not isinstance(error, ConfigError):
@@ -65,18 +65,18 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def translate(given: Values, path: Path, gpus: int | None) -> str:
+def translate(theirs: Values, path: Path, gpus: int | None) -> str:
     """Return our settings as TOML, with comments and a list of what is left to do.
 
     Args:
-        given: their settings.
+        theirs: their settings.
         path: their file; the files that it names are looked for in the current folder and in its own.
 
     Raises ConfigError if no stage is named, or if the settings would train something else here.
     """
-    system = _system(given)
-    given, method, written, left_out = _complete(given, system, path.parent)
-    kinds = _kinds(given, path.parent)
+    system = _system(theirs)
+    theirs, method, written, left_out = _complete(theirs, system, path.parent)
+    kinds = _kinds(theirs, path.parent)
     # the prefixes that a rule may have, the one that says most first
     owners = [*(f"{kind}:{system}" for kind in kinds), *kinds, system, method]
     settings: Values = {}
@@ -84,8 +84,8 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
     remarks: list[str] = []
     refused: list[tuple[str, object, str]] = []  # name, value and reason
     # the stage first, because other rules depend on it
-    for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
-        for value in [given[name]] if name in NAMES["ours"] else _entries(given[name]):
+    for name in sorted(theirs, key=lambda name: name not in ("stage", "rl")):
+        for value in [theirs[name]] if name in NAMES["ours"] else _entries(theirs[name]):
             stage = settings.get("stage", "")
             kind, rule = _rule(name, value, owners, stage)
             if kind == "ours":
@@ -114,8 +114,8 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
     if gpus is None:
         gpus = int(max(PROCESSES.findall(text), default="1", key=int))
     groups = max(1, gpus // settings.get("parallel.sequence_parallel_size", 1))
-    answers = given["num_generations"] if "ppo.answers_per_prompt" in settings else 0
-    settings |= _batch(given, groups, answers, comments)
+    answers = theirs["num_generations"] if "ppo.answers_per_prompt" in settings else 0
+    settings |= _batch(theirs, groups, answers, comments)
     refuse([_refusal(*each, text) for each in refused])
     if not system:
         raise ConfigError(
@@ -204,7 +204,7 @@ def _ours(value: object, rule: Values, stage: str) -> tuple[str, str, Values]:
 
 
 def _batch(
-    given: Values, groups: int, answers: int, comments: dict[str, str]
+    theirs: Values, groups: int, answers: int, comments: dict[str, str]
 ) -> dict[str, int]:
     """Return the examples of an optimizer step, or the prompts of a rollout.
 
@@ -212,17 +212,17 @@ def _batch(
         groups: of GPUs that share sequences.
         answers: to each prompt, which TRL's batch sizes count; 0 for a method that samples none.
     """
-    factors = {name: int(given[name]) for name in NAMES["batch_factors"] if name in given}
+    factors = {name: int(theirs[name]) for name in NAMES["batch_factors"] if name in theirs}
     examples = math.prod(factors.values()) * groups
     product = " x ".join(f"{name} {value}" for name, value in factors.items())
     comment = f"  # {product} x {groups} GPUs (those that share a sequence count once)"
-    if "global_batch_size" in given:
-        examples, comment = int(given["global_batch_size"]), "  # global_batch_size"
+    if "global_batch_size" in theirs:
+        examples, comment = int(theirs["global_batch_size"]), "  # global_batch_size"
     settings = {"batch.examples": examples}
     if answers:
         parts = factors.get("gradient_accumulation_steps", 1)
-        rollout = examples // parts * given.get("steps_per_generation", parts)
-        rollout = given.get("generation_batch_size", rollout)
+        rollout = examples // parts * theirs.get("steps_per_generation", parts)
+        rollout = theirs.get("generation_batch_size", rollout)
         if rollout % examples or rollout % answers:
             raise ConfigError(
                 f"a rollout of {rollout} answers must be whole optimizer steps of {examples} and whole prompts of "
@@ -245,69 +245,72 @@ def _refusal(name: str, value: object, reason: str, text: str) -> str:
     return f"{line}{name} = {' '.join(str(value).split())} has no counterpart here; {reason}"
 
 
-def _system(given: Values) -> str:
+def _system(theirs: Values) -> str:
     """Tell whose settings these are, "" if nothing says it; ConfigError for those that are not translated."""
     for name, marks in NAMES["not_translated"].items():
-        if marked := sorted(given.keys() & marks):
+        if marked := sorted(theirs.keys() & marks):
             raise ConfigError(
                 f"{marked[0]} is a setting of {name}, whose files are not translated; start from configs/"
             )
-    return next((name for name, marks in NAMES["marks"].items() if given.keys() & marks), "")
+    return next((name for name, marks in NAMES["marks"].items() if theirs.keys() & marks), "")
 
 
 def _complete(
-    given: Values, system: str, folder: Path
+    theirs: Values, system: str, folder: Path
 ) -> tuple[Values, str, set[str], dict[str, str]]:
     """Add what other files say and what their trainer takes where the file says nothing; remove what is void.
 
     Returns the settings, the method, which says more than our stage, the names in the file, and those that are void,
     with the reason.
     """
-    deepspeed = existing_path(str(given.get("deepspeed")), folder)
+    deepspeed = existing_path(str(theirs.get("deepspeed")), folder)
     if deepspeed.is_file():
-        given |= {"deepspeed": None, "deepspeed_json": json.loads(deepspeed.read_text())}
-    held_out = _split_mixture(given)
+        theirs |= {"deepspeed": None, "deepspeed_json": json.loads(deepspeed.read_text())}
+    held_out = _split_mixture(theirs)
     system = system or "trl"
-    given = _flat(given, system)
+    theirs = _flat(theirs, system)
     for name, stage in NAMES["implied"].items():
-        if given.get(name):
-            given.setdefault("stage", stage)
-    written, void = {*given}, {}
+        if theirs.get(name):
+            theirs.setdefault("stage", stage)
+    written, void = {*theirs}, {}
     # the settings of SimPO's own trainer
-    if "gamma_beta_ratio" in given and given.get("loss_type", "sigmoid") == "sigmoid":
-        gamma = given.pop("gamma_beta_ratio") * given.setdefault("beta", 2.0)
-        given |= {"simpo_gamma": gamma, "loss_type": "simpo"}
+    if "gamma_beta_ratio" in theirs and theirs.get("loss_type", "sigmoid") == "sigmoid":
+        gamma = theirs.pop("gamma_beta_ratio") * theirs.setdefault("beta", 2.0)
+        theirs |= {"simpo_gamma": gamma, "loss_type": "simpo"}
     defaults = NAMES["defaults"]
-    method = str(given.get("rl", given.get("stage", defaults[system].get("stage", ""))))
+    method = str(theirs.get("rl", theirs.get("stage", defaults[system].get("stage", ""))))
     for table in (f"{system}_{method}", method, system):
-        given = defaults.get(table, {}) | given
-    if "reward_funcs" in given:
-        given["reward_funcs"] = _weighted_rewards(given)
+        theirs = defaults.get(table, {}) | theirs
+    if "reward_funcs" in theirs:
+        theirs["reward_funcs"] = _weighted_rewards(theirs)
     if system != "llamafactory_v1":
-        given.setdefault("lora_alpha", 2 * given.get("lora_rank", 8))
+        theirs.setdefault("lora_alpha", 2 * theirs.get("lora_rank", 8))
     for rule in NAMES["replaces"]:
-        value = str(given.get(rule["name"], 0)).lower()
+        value = str(theirs.get(rule["name"], 0)).lower()
         if value in rule["when"] if "when" in rule else value not in rule["unless"]:
             why = f"it does nothing beside {rule['name']}"
             void |= dict.fromkeys(written & {*rule["names"]}, why)
-            given = {name: given[name] for name in given if name not in rule["names"]}
-    given["adam_beta1"] = [given["adam_beta1"], given.pop("adam_beta2")]
-    _gather_data(given, held_out)
-    _describe_data(given, folder)
-    return given, method, written, void
+            theirs = {name: theirs[name] for name in theirs if name not in rule["names"]}
+    theirs["adam_beta1"] = [theirs["adam_beta1"], theirs.pop("adam_beta2")]
+    _gather_data(theirs, held_out)
+    _describe_data(theirs, folder)
+    return theirs, method, written, void
 
 
-def _split_mixture(given: Values) -> object:
+def _split_mixture(theirs: Values) -> object:
     """Write alignment-handbook's older mixture as a list of data sets, and return the held-out ones.
 
     Its splits tell by their names what they are for.
     """
-    mixture, splits = given.get("dataset_mixer"), given.get("dataset_splits", ["train", "test"])
+    mixture, splits = (
+        theirs.get("dataset_mixer"),
+        theirs.get("dataset_splits", ["train", "test"]),
+    )
     splits = _entries(splits)
     if not isinstance(mixture, dict) or not all(re.search("train|test", s) for s in splits):
         return []
-    given.pop("dataset_splits", None)
-    given["dataset_mixer"] = [
+    theirs.pop("dataset_splits", None)
+    theirs["dataset_mixer"] = [
         {"path": path, "split": split, "weight": weight}
         for path, weight in mixture.items()
         for split in splits
@@ -316,12 +319,12 @@ def _split_mixture(given: Values) -> object:
     return [{"path": p, "split": s} for p in mixture for s in splits if "train" not in s]
 
 
-def _flat(given: Values, system: str) -> Values:
+def _flat(theirs: Values, system: str) -> Values:
     """Return the settings under their dotted names of today, without those that ask for nothing."""
     # axolotl's table for GRPO holds TRL's names; keys of TOML have these letters only
     dropped = re.compile(r"^trl\.|[^\w.-]", re.A)
     settings = {}
-    for name, value in flat(given).items():
+    for name, value in flat(theirs).items():
         settings[dropped.sub("", NAMES["older"].get(name, name))] = _plain(value)
     for name, meant in NAMES["null"].get(system, {}).items():
         if settings.get(name, 0) is None:
@@ -330,77 +333,77 @@ def _flat(given: Values, system: str) -> Values:
     return {n: v for n, v in settings.items() if v not in NOTHING or n == "scale_rewards"}
 
 
-def _weighted_rewards(given: Values) -> Values:
+def _weighted_rewards(theirs: Values) -> Values:
     """Take the settings of rewards out, and return the weight of each reward model and reward function."""
-    names = _entries(given["reward_funcs"])
+    names = _entries(theirs["reward_funcs"])
     functions = [re.sub(r"\.(\w+)$", r":\1", name) for name in names]
     if of_trl := [name for name in functions if ":" not in name]:
         raise ConfigError(
             f"reward_funcs = {of_trl[0]} has no counterpart here; it is TRL's own function, so write module.function "
             "of yours"
         )
-    rewards = _entries(given.pop("reward_model_name_or_path", [])) + functions
-    weights = _entries(given.pop("reward_weights", [1.0] * len(rewards)))
+    rewards = _entries(theirs.pop("reward_model_name_or_path", [])) + functions
+    weights = _entries(theirs.pop("reward_weights", [1.0] * len(rewards)))
     return dict(zip(rewards, weights, strict=True))
 
 
-def _gather_data(given: Values, held_out: object) -> None:
+def _gather_data(theirs: Values, held_out: object) -> None:
     """Write TRL's data set as a list too, and what all data sets say in the same way as a setting."""
-    trained, tested = (given.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
-    if path := given.pop("dataset_name", None):
-        source = {"path": path, "subset": given.pop("dataset_config", None)}
-        given["datasets"], held_out = source | {"split": trained}, source | {"split": tested}
-    if held_out and given.get("eval_strategy"):
-        given["test_datasets"] = held_out
+    trained, tested = (theirs.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
+    if path := theirs.pop("dataset_name", None):
+        source = {"path": path, "subset": theirs.pop("dataset_config", None)}
+        theirs["datasets"], held_out = source | {"split": trained}, source | {"split": tested}
+    if held_out and theirs.get("eval_strategy"):
+        theirs["test_datasets"] = held_out
     tables = {
-        name: [{"path": t} if isinstance(t, str) else t for t in _entries(given[name])]
-        for name in given.keys() & {"datasets", "test_datasets"}
+        name: [{"path": t} if isinstance(t, str) else t for t in _entries(theirs[name])]
+        for name in theirs.keys() & {"datasets", "test_datasets"}
     }
     common = [{k: t.get(k) for k in NAMES["of_all"]} for ts in tables.values() for t in ts]
     if common and common.count(common[0]) == len(common):
-        given |= {key: value for key, value in common[0].items() if value}
-        given |= {
+        theirs |= {key: value for key, value in common[0].items() if value}
+        theirs |= {
             name: [t | dict.fromkeys(common[0]) for t in ts] for name, ts in tables.items()
         }
 
 
-def _describe_data(given: Values, folder: Path) -> None:
+def _describe_data(theirs: Values, folder: Path) -> None:
     """Put in place of LLaMA-Factory's names of data sets what its files say about them."""
     # they are described in dataset_info.json of this folder
-    if "dataset_dir" in given:
-        info = existing_path(f"{given['dataset_dir']}/dataset_info.json", folder)
+    if "dataset_dir" in theirs:
+        info = existing_path(f"{theirs['dataset_dir']}/dataset_info.json", folder)
         described = json.loads(info.read_text(encoding="utf-8")) if info.exists() else {}
-        most = {"max_samples": given.pop("max_samples", None)}
+        most = {"max_samples": theirs.pop("max_samples", None)}
         unknown = {"unknown": "dataset_info.json does not describe it, so write its path"}
         for each in described.values():
             if "file_name" in each:
                 each["file_name"] = str(info.parent / each["file_name"])
-        for name in given.keys() & {"dataset", "eval_dataset"}:
-            given[name] = [
+        for name in theirs.keys() & {"dataset", "eval_dataset"}:
+            theirs[name] = [
                 most | described.get(each, {"path": each} | unknown)
-                for each in _listed(given[name])
+                for each in _listed(theirs[name])
             ]
-        if shares := given.get("interleave_probs"):
-            pairs = zip(given["dataset"], map(float, _listed(shares)), strict=True)
-            given["dataset"] = [source | {"probability": share} for source, share in pairs]
-            given["interleave_probs"] = given.pop("mix_strategy", "concat")
+        if shares := theirs.get("interleave_probs"):
+            pairs = zip(theirs["dataset"], map(float, _listed(shares)), strict=True)
+            theirs["dataset"] = [source | {"probability": share} for source, share in pairs]
+            theirs["interleave_probs"] = theirs.pop("mix_strategy", "concat")
     # version 1 has a file of its own for each list of data sets
-    for name in given.keys() & {"train_dataset", "eval_dataset"}:
-        file = existing_path(str(given[name]), folder)
+    for name in theirs.keys() & {"train_dataset", "eval_dataset"}:
+        file = existing_path(str(theirs[name]), folder)
         if file.suffix in (".yaml", ".yml"):
             described = read_yaml(file.read_text(encoding="utf-8"))
-            given[name] = [each | {"path": str(each["path"])} for each in described.values()]
+            theirs[name] = [each | {"path": str(each["path"])} for each in described.values()]
 
 
-def _kinds(given: Values, folder: Path) -> list[str]:
+def _kinds(theirs: Values, folder: Path) -> list[str]:
     """Return the kinds that rules may ask for: the chat template, and what the model is by its config.json or name."""
-    model = next((str(given[name]) for name in NAMES["models"] if name in given), "")
+    model = next((str(theirs[name]) for name in NAMES["models"] if name in theirs), "")
     if (file := existing_path(f"{model}/config.json", folder)).is_file():
         model = str(json.loads(file.read_text()).get("model_type"))
     kinds = [
         name for name, pattern in NAMES["kinds"].items() if re.search(pattern, model, re.I)
     ]
-    return [str(given.get("chat_template")), *kinds]
+    return [str(theirs.get("chat_template")), *kinds]
 
 
 def _source(

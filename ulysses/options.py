@@ -119,7 +119,7 @@ def _absent(what: str, module: str | None) -> str:
 def check_parts(config: Config, shape: ModelConfig | None = None) -> Iterator[str]:
     """Yield sentences about options that settings or a model's layers need and this installation lacks."""
     model = config.model
-    for what, asked, module in (
+    for what, is_wanted, module in (
         ("model.lora.rank", model.lora.rank, "models.lora"),
         ("model.quantize", model.quantize != "none", "models.quantized"),
         ("optimizer.moments", config.optimizer.moments == "8bit", "ulysses.zero.eight_bit"),
@@ -132,7 +132,7 @@ def check_parts(config: Config, shape: ModelConfig | None = None) -> Iterator[st
         ("a model with experts", shape and shape.moe, "models.moe"),
         ("a model with linear attention", shape and shape.delta, "models.delta"),
     ):
-        if asked and find_spec(module) is None:
+        if is_wanted and find_spec(module) is None:
             yield _absent(what, module)
 
 

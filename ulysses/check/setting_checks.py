@@ -37,12 +37,10 @@ def check_packages(config: Config, looks: bool = False) -> Iterator[str]:
 
     A command that only `looks` at a run starts no trackers, whose packages it does not need.
     """
-    for key, wanted, package in (
-        ("model.quantize", config.model.quantize == "nf4", "bitsandbytes"),
-        ("optimizer.moments", config.optimizer.moments == "8bit", "bitsandbytes"),
-    ):
-        if wanted:
-            yield from _absent(key, package)
+    if config.model.quantize == "nf4":
+        yield from _absent("model.quantize", "bitsandbytes")
+    if config.optimizer.moments == "8bit":
+        yield from _absent("optimizer.moments", "bitsandbytes")
     yield from check_parts(config)
     if not looks:
         yield from check_trackers(config)

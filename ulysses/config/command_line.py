@@ -53,8 +53,8 @@ def parse_command_line(arguments: list[str], **overrides: object) -> CommandLine
     Raises ConfigError for anything that is not a valid configuration, all at once.
     """
     given = _read_arguments(arguments)
-    asked = {name: given.pop(name) for name in Options.model_fields if name in given}
-    options = check(asked, Options)
+    of_command = {name: given.pop(name) for name in Options.model_fields if name in given}
+    options = check(of_command, Options)
     if (options.gpus or options.gpu_memory or options.host_memory) and not options.dry_run:
         raise ConfigError(
             "--gpus, --gpu-memory and --host-memory describe a machine to plan for; add --dry-run or leave them out"
@@ -63,9 +63,9 @@ def parse_command_line(arguments: list[str], **overrides: object) -> CommandLine
     for key, value in (given | overrides).items():
         put(values, key, value)
     if not values:
-        found = f"{options.config} is empty" if options.config else "there is no configuration"
+        fault = f"{options.config} is empty" if options.config else "there is no configuration"
         raise ConfigError(
-            f"{found}; give one with --config FILE.toml (configs/ has one for every stage), or read "
+            f"{fault}; give one with --config FILE.toml (configs/ has one for every stage), or read "
             "ulysses train --help"
         )
     put(values, "optimizer.lr", check(values).optimizer.lr * options.adjust_lr)

@@ -4,7 +4,7 @@ All ranks ask the same question, and choose the fastest plan that fits.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -248,8 +248,10 @@ def choose(question: Question) -> Plan:
         away = count * (q.offload == "checkpoints" and level != "none")
         return Plan(q, (level,) * count, away, places(q)[0])
     # each level by itself too: moving what it keeps may take longer than recomputing it at the next level
-    asked = [q] if q.offload == "none" else [q, *(q._replace(recompute=x) for x in q.levels)]
-    tried = [candidates(x, resident) for resident in places(q) for x in asked]
+    questions = [q]
+    if q.offload != "none":
+        questions += [q._replace(recompute=level) for level in q.levels]
+    tried = [candidates(x, resident) for resident in places(q) for x in questions]
     fitting = [plan for plans in tried if (plan := next(filter(fits, plans), None))]
     nearest = [*candidates(q, places(q)[-1])][-1]
     return min(fitting, key=step_seconds, default=nearest)._replace(question=q)
@@ -310,7 +312,8 @@ def cut_steps(
 ) -> Question:
     """Return the question with the micro-batches that a typical step of the data is cut into.
 
-    With `auto` these are the fewest that need no more recomputation or offload than the longest example alone.
+    With `auto` these are the fewest that need no more recomputation or offload than the longest example alone; on a CPU
+    they are no larger than CPU_WORK says.
     """
     longest, groups = question.tokens_per_microbatch, question.machine.gpus // question.sp
     widths = ATTENTION_WIDTHS * question.model.shape.hidden_size
@@ -329,7 +332,18 @@ def cut_steps(
         )
 
     if auto:
-        most = _most_tokens(sized, longest, -(-sum(largest.tokens) // groups))
+        most = -(-sum(largest.tokens) // groups)  # all that a group has in the largest step
+        if question.machine.is_gpu:
+            plan, sizes = choose(sized(longest)), range(most + 1)
+
+            def is_too_large(tokens: int) -> bool:
+                return not fits(plan._replace(question=sized(tokens)))
+
+            most = bisect_left(sizes, True, longest + 1, key=is_too_large) - 1
+        else:
+            largest_layer = max(layer.parameters for layer in question.model.layers)
+            most = min(most, int(CPU_WORK / largest_layer))
+        most = max(longest, most)
         for step in (typical, largest):
             for micro_batch in chain.from_iterable(pack(step, most)):  # of all groups
                 tokens = max(tokens, sum(step.tokens[i] for i in micro_batch))
@@ -343,23 +357,6 @@ def cut_steps(
     )
 
 
-def _most_tokens(sized: Callable[[int], Question], least: int, most: int) -> int:
-    """Return how large a micro-batch, up to `most`, may be with the plan of one of `least` tokens.
-
-    On a CPU larger ones than CPU_WORK says gain nothing.
-    """
-    question = sized(least)
-    if not question.machine.is_gpu:
-        enough = CPU_WORK / max(layer.parameters for layer in question.model.layers)
-        return max(least, min(most, int(enough)))
-    plan = choose(question)
-
-    def is_too_large(tokens: int) -> bool:
-        return not fits(plan._replace(question=sized(tokens)))
-
-    return max(least, bisect_left(range(most + 1), True, least + 1, key=is_too_large) - 1)
-
-
 def longest_sequence(question: Question) -> int:
     """Return the most tokens per document, a multiple of 1024, that fit at some allowed level; 0 if not even 1024 do.
 
@@ -368,8 +365,8 @@ def longest_sequence(question: Question) -> int:
 
     def holds(blocks: int) -> bool:
         tokens = 1024 * blocks * question.documents
-        asked = question._replace(tokens_per_microbatch=tokens)
-        return fits([*candidates(asked, places(asked)[-1])][-1])
+        sized = question._replace(tokens_per_microbatch=tokens)
+        return fits([*candidates(sized, places(sized)[-1])][-1])
 
     # From some length on the MLP runs in tiles, so a longer sequence can need less memory: try all powers of two.
     low = max((1 << i for i in range(18) if holds(1 << i)), default=0)

@@ -123,9 +123,9 @@ class Trainer:
                     log.report(self.step, values, self.finished or self._is_due(run.log_every))
                     if log.failure is not None:
                         self.watch.ask_to_stop()  # after the coming step, with a checkpoint, which all ranks write
-                asked = self.save_due or self.stop_requested or self._is_due(run.save_every)
+                is_due = self.save_due or self.stop_requested or self._is_due(run.save_every)
                 is_best = improved and (run.save_every or run.patience)
-                if asked or is_best or (self.finished and run.save_last):
+                if is_due or is_best or (self.finished and run.save_last):
                     self.save()
         except BaseException as error:
             error.add_note(f"step {current}")

@@ -74,8 +74,8 @@ def tell(store: "Store | None", reason: str, *, alone: bool) -> None:
     """
     ours, first = f"{environment.rank()} {reason}", ""
     with suppress(Exception):
-        asked = in_background(lambda: store.compare_set(REASON, "", ours))
-        first = asked.result(STORE_SECONDS).decode()
+        answer = in_background(lambda: store.compare_set(REASON, "", ours))
+        first = answer.result(STORE_SECONDS).decode()
     if first not in ("", ours):
         record(first.partition(" ")[2])
     elif first or alone:

@@ -235,12 +235,12 @@ class Watch:
         self._met.set_result(store)
         if environment.rank() == 0:
             self._start_watchdog()
-        launchers, asked = _launchers(), None
+        launchers, exchange = _launchers(), None
         while not self.stopped.is_set():
             beat = self._beat()
             # in the background, because a store that is gone never answers
-            if store and (asked is None or asked.done()):
-                asked = in_background(partial(self._exchange, beat))
+            if store and (exchange is None or exchange.done()):
+                exchange = in_background(partial(self._exchange, beat))
             self._judge(beat)
             self._tell_watchdog(self.place)
             if launchers != _launchers():
@@ -268,21 +268,21 @@ class Watch:
         idle, rank = now - self.moved, environment.rank()
         return Beat(self.phases, self._collectives, idle, rank, NODE, self.place, now)
 
-    def _exchange(self, own: Beat) -> None:
+    def _exchange(self, own_beat: Beat) -> None:
         """Write a beat, read those of other ranks, and end this process if one has told why the run ends."""
         hurried, store = self._hurried < inf, self._store
         # rank 0 listens to all ranks, the others to rank 0 alone until an error or a signal hurries them
-        others = range(environment.world_size() if hurried or own.rank == 0 else 1)
+        others = range(environment.world_size() if hurried or own_beat.rank == 0 else 1)
 
         def read(key: str, default: str = "") -> str:
             return store.get(key).decode() if store.check([key]) else default
 
         try:
-            store.set(f"ulysses/alive/{own.rank}", json.dumps(own[:-1]))
+            store.set(f"ulysses/alive/{own_beat.rank}", json.dumps(own_beat[:-1]))
             # a rank may have met the others and not have beaten yet
             texts = [
                 read(f"ulysses/alive/{r}", json.dumps([-1, 0, 0.0, r, "its node", "its start"]))
-                for r in (others if hurried or own.idle > 2 * BEAT_SECONDS else ())
+                for r in (others if hurried or own_beat.idle > 2 * BEAT_SECONDS else ())
             ]
             # a beat that was there before keeps the time at which it was first read
             before, now = self._beats, monotonic()
@@ -297,7 +297,7 @@ class Watch:
             sleep(BEAT_SECONDS)  # until the other processes have read the reason too
             self._leave(1)
 
-    def _judge(self, own: Beat) -> None:
+    def _judge(self, own_beat: Beat) -> None:
         """Warn of a run that does not move, and end it.
 
         Rank 0 ends it if it knows of no process that moves. Any process ends it if it does not move itself and no
@@ -310,29 +310,29 @@ class Watch:
         patience = min(self.timeout, self._hurried)
         if self._broken and not agent:
             patience = SILENT_SECONDS
-        all_wait = own.rank == 0 and idle > self.timeout
+        all_wait = own_beat.rank == 0 and idle > self.timeout
         if all_wait or min(now - self.moved, silence) > patience:
             store = self._store if now - self._answered < SILENT_SECONDS else None
             # Without the store one process of each node speaks: the first or, on the node where rank 0 holds the store
             # and is the one that is gone, the second.
-            beside_store = self._answered < inf and own.rank == environment.local_rank()
+            beside_store = self._answered < inf and own_beat.rank == environment.local_rank()
             alone = environment.local_rank() == int(beside_store and not agent)
-            failure.tell(store, f"error: {self._sentence(own)}; {ADVICE}", alone=alone)
+            failure.tell(store, f"error: {self._sentence(own_beat)}; {ADVICE}", alone=alone)
             self._leave(1)
-        if idle > self.warning > 0 and self._warned_phase != self.phases and own.rank == 0:
+        if idle > self.warning > 0 and self._warned_phase != self.phases and own_beat.rank == 0:
             self._warned_phase = self.phases
-            failure.say_below(f"warning: {self._sentence(own)}")
+            failure.say_below(f"warning: {self._sentence(own_beat)}")
 
-    def _sentence(self, own: Beat) -> str:
+    def _sentence(self, own_beat: Beat) -> str:
         """Name the victim, its node, where it was and how long ago, and where this process is."""
         now, unheard = monotonic(), monotonic() - self._answered
         # told too because the victim's last beat may be a second older than its end
-        beside = f"; rank {own.rank} on {NODE} was at {self.place}"
+        beside = f"; rank {own_beat.rank} on {NODE} was at {self.place}"
         if unheard > SILENT_SECONDS:
             holder = "torchrun" if environment.agent_holds_store() else "rank 0"
             state = "is gone" if self._broken else "or its network does not answer"
             return f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago{beside}"
-        beats = [*self._beats.values()] or [own]
+        beats = [*self._beats.values()] or [own_beat]
         silent = [beat for beat in beats if now - beat.read > SILENT_SECONDS]
         victim = min(silent or beats, key=lambda b: (b.phases, b.collectives, b.moved))
         alive = "its process is alive, and " + (
@@ -340,7 +340,7 @@ class Watch:
         )
         return (
             f"rank {victim.rank} on {victim.node} has not moved since {victim.place}, {now - victim.moved:.0f} s ago: "
-            f"{GONE if silent else alive}{beside * (victim.rank != own.rank)}"
+            f"{GONE if silent else alive}{beside * (victim.rank != own_beat.rank)}"
         )
 
     def _start_watchdog(self) -> None:
@@ -386,6 +386,6 @@ class Watch:
 def _launchers() -> tuple[int, ...]:
     """Return the launcher's processes above this one: none, torchrun's one, or deepspeed's two."""
     with suppress(psutil.Error):  # the launcher ends at this moment
-        found = os.getppid(), psutil.Process(os.getppid()).ppid()
-        return found[: environment.launchers()]
+        above = os.getppid(), psutil.Process(os.getppid()).ppid()
+        return above[: environment.launchers()]
     return ()
