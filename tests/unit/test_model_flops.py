@@ -46,8 +46,8 @@ def test_equals_what_torch_counts(config, rank):
             trained=adapters,
             idle_adapters=rank * unmet,
         )
-    if rank and config is MOE:  # what the gradients of experts' adapters compute again
-        moe, widths = config.moe, 2 * config.hidden_size + 3 * config.moe.moe_intermediate_size
+    if rank and config is MOE:  # x a^T of experts' adapters is computed again in backward
+        moe, widths = config.moe, config.hidden_size + config.moe.moe_intermediate_size
         again = 2 * sum(LENGTHS) * moe.num_experts_per_tok * rank * widths
     found = model_flops(planned, sum(LENGTHS), 0.0, sum(LENGTHS) - len(LENGTHS))
     assert found - (4 if rank else 6) * sum(LENGTHS) * rest + again == products(model)
