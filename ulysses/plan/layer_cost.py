@@ -146,9 +146,8 @@ def _linear_attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     D, columns, out = shape.hidden_size, sum(shape.delta.widths), H * V
     ranks, size = math.gcd(setup.ranks, H), setup.size
     layout = head_layout(H, K, ranks)
-    shard = 2 * layout.key * E + layout.query * (
-        V + 2
-    )  # width of a rank's heads: q | k | v, b and a
+    # width of a rank's heads: q | k | v, b and a
+    shard = 2 * layout.key * E + layout.query * (V + 2)
     parameters = D * (columns + 2 * H + 2 * out)
     # normalised rows for the projections and for the gate; the shards; the rule's output, the gate, the normalised
     # output, and the product of these two
@@ -185,9 +184,8 @@ def _experts(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
         shape.moe.moe_intermediate_size,
         shape.moe.shared_expert_intermediate_size or 0,
     )
-    for_all = (
-        (3 * shared + 1) * D * bool(shared)
-    )  # parameters of the shared expert and its gate
+    # parameters of the shared expert and its gate
+    for_all = (3 * shared + 1) * D * bool(shared)
     # gate and up of the chosen experts and their output; of the shared expert gate, up, their product, its output and
     # the sigmoid
     kept = 2 * k * F + D + (3 * (shared + setup.rank) + D + 1) * bool(shared)

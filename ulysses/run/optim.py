@@ -32,9 +32,8 @@ def parameter_groups(
             scope = first if first in rates else next(iter(rates))
             # a sharded parameter is itself empty between its uses
             shape = getattr(p, "shard", p).shape
-            decays = (
-                len(shape) > 1 and "_bias" not in name
-            )  # the biases of experts have two dimensions
+            # the biases of experts have two dimensions
+            decays = len(shape) > 1 and "_bias" not in name
             members[scope, decays, p.dtype].append(p)
     return [
         ParameterGroup(parameters, weight_decay * decays, scope, rates[scope], eight_bit)

@@ -24,10 +24,8 @@ class Stragglers:
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.mesh, self.named = mesh, set[int]()
-        self._last = (
-            0,
-            0.0,
-        )  # when `_share` was last called, and how long the host had waited by then
+        # when `_share` was last called, and how long the host had waited by then
+        self._last = 0, 0.0
 
     def add(self, step: int, metrics: MetricSums) -> None:
         """Add this rank's wait to the sums that are reduced anyway; `note` takes it out again."""

@@ -97,21 +97,17 @@ class Watch:
         self.stop_wanted, self.stopped = False, threading.Event()
         self.place, self.phases, self.moved = "start", 0, monotonic()
         self._step, self._part, self._began = 0, "start", self.moved
-        self._spent = defaultdict(
-            float, imports=self.imports
-        )  # seconds in each part of the start
+        # seconds in each part of the start
+        self._spent = defaultdict(float, imports=self.imports)
         # seconds of silence after which the run ends, once an error or a signal calls for less patience
         self._hurried = inf
         self._interrupted = inf  # when the first SIGINT came
         self._met, self._store = Future[dist.Store | None](), None
-        self._watchdog: IO[bytes] | None = (
-            None  # its standard input, once all processes have met
-        )
+        # the watchdog's standard input, once all processes have met
+        self._watchdog: IO[bytes] | None = None
         self._beats = dict[str, Beat]()  # of other processes, by the text that they wrote
-        self._answered, self._broken = (
-            inf,
-            False,
-        )  # when the store last answered, and if it now refuses
+        # when the store last answered, and whether its connection is broken now
+        self._answered, self._broken = inf, False
         self._collectives = self._bytes = 0  # begun, and read or written, up to the last beat
         self._warned_phase, self._beat_at = -1, self.moved
 
