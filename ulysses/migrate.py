@@ -28,6 +28,7 @@ from ulysses.config.stage_sections import LEARNING_RATES
 NOTHING = (None, "", "auto", -1, [], {})  # values with which a setting asks for nothing
 PROCESSES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[= ](\d+)")
 NAMES = foreign_names()
+Refusal = tuple[str, object, str]  # the name of a setting, its value and the reason
 UNKNOWN = "this setting is not known here; take it out if it does not change what is trained"
 
 
@@ -82,7 +83,7 @@ def translate(theirs: Values, path: Path, gpus: int | None) -> str:
     settings: Values = {}
     comments: dict[str, str] = {}
     remarks: list[str] = []
-    refused: list[tuple[str, object, str]] = []  # name, value and reason
+    refused: list[Refusal] = []
     # the stage first, because other rules depend on it
     for name in sorted(theirs, key=lambda name: name not in ("stage", "rl")):
         for value in [theirs[name]] if name in NAMES["ours"] else _entries(theirs[name]):
@@ -94,9 +95,7 @@ def translate(theirs: Values, path: Path, gpus: int | None) -> str:
                     for entry in _entries(value):
                         if isinstance(entry, dict) and (unknown := entry.pop("unknown", "")):
                             remarks.append(f"{name} = {entry['path']}: {unknown}")
-                        source, wrong = _source(entry, stage)
-                        sources.append(source)
-                        refused += wrong
+                        sources.append(_source(entry, stage, refused))
                     value = sources[0] if len(sources) == 1 else sources
                 kind, rule, new = _ours(value, rule, stage)
                 settings |= new
@@ -406,12 +405,10 @@ def _kinds(theirs: Values, folder: Path) -> list[str]:
     return [str(theirs.get("chat_template")), *kinds]
 
 
-def _source(
-    entry: Values | str, stage: str
-) -> tuple[Values | str, list[tuple[str, object, str]]]:
-    """Turn one of their data sets, a path or a description, into ours; name what would change its rows."""
+def _source(entry: Values | str, stage: str, refused: list[Refusal]) -> Values | str:
+    """Turn one of their data sets, a path or a description, into ours; refuse what would change its rows."""
     source: Values = {}
-    wrong, reasons = [], NAMES["row_reasons"]
+    reasons = NAMES["row_reasons"]
     for name, value in flat({"path": entry} if isinstance(entry, str) else entry).items():
         name = name.removeprefix("columns.")
         key, allowed = (
@@ -423,16 +420,16 @@ def _source(
                 for our_key, our_value in flat(settings).items():
                     put(source, our_key, our_value)
         choices = (f"{name}={each}" for each in _entries(value))
-        wrong += [(name, value, reasons[choice]) for choice in choices if choice in reasons]
+        refused += [(name, value, reasons[choice]) for choice in choices if choice in reasons]
         if value in NOTHING or key == f"columns.{value}" or allowed == []:
             continue
         if key == "split" and "[" in str(value):
-            wrong.append((name, value, "write max_examples for a part of a split"))
+            refused.append((name, value, "write max_examples for a part of a split"))
         elif key:
             put(source, key, value)
         elif allowed is None or _plain(value) not in allowed:
-            wrong.append((name, value, reasons.get(name, UNKNOWN)))
-    return source["path"] if source.keys() == {"path"} else source, wrong
+            refused.append((name, value, reasons.get(name, UNKNOWN)))
+    return source["path"] if source.keys() == {"path"} else source
 
 
 def _entries(value: object) -> list:
