@@ -230,8 +230,8 @@ def candidates(question: Question, resident: bool) -> Iterator[Plan]:
             yield plan._replace(offloaded_layers=away)
 
 
-def places(question: Question) -> list[bool]:
-    """Return for each allowed place of the weights whether they are resident there, the faster place first."""
+def resident_choices(question: Question) -> list[bool]:
+    """Return which values of Plan.resident are allowed, the faster one first."""
     if question.offload_parameters or question.machine.gpus == 1:
         return [not question.offload_parameters]
     return {"resident": [True], "sharded": [False]}.get(question.weights, [True, False])
@@ -246,14 +246,14 @@ def choose(question: Question) -> Plan:
     if not q.machine.is_gpu:
         level, count = q.levels[0], q.model.shape.num_hidden_layers
         away = count * (q.offload == "checkpoints" and level != "none")
-        return Plan(q, (level,) * count, away, places(q)[0])
+        return Plan(q, (level,) * count, away, resident_choices(q)[0])
     # each level by itself too: moving what it keeps may take longer than recomputing it at the next level
     questions = [q]
     if q.offload != "none":
         questions += [q._replace(recompute=level) for level in q.levels]
-    tried = [candidates(x, resident) for resident in places(q) for x in questions]
+    tried = [candidates(x, resident) for resident in resident_choices(q) for x in questions]
     fitting = [plan for plans in tried if (plan := next(filter(fits, plans), None))]
-    nearest = [*candidates(q, places(q)[-1])][-1]
+    nearest = [*candidates(q, resident_choices(q)[-1])][-1]
     return min(fitting, key=step_seconds, default=nearest)._replace(question=q)
 
 
@@ -366,7 +366,7 @@ def longest_sequence(question: Question) -> int:
     def holds(blocks: int) -> bool:
         tokens = 1024 * blocks * question.documents
         sized = question._replace(tokens_per_microbatch=tokens)
-        return fits([*candidates(sized, places(sized)[-1])][-1])
+        return fits([*candidates(sized, resident_choices(sized)[-1])][-1])
 
     # From some length on the MLP runs in tiles, so a longer sequence can need less memory: try all powers of two.
     low = max((1 << i for i in range(18) if holds(1 << i)), default=0)

@@ -242,27 +242,29 @@ def predict(plan: Plan) -> Prediction:
     q, model, W = plan.question, plan.question.model, plan.question.machine.gpus
     weights, trained = states(plan)
     on_gpu = weights * (not q.offload_parameters) + trained * (not q.offload_optimizer)
-    away, each = plan.offloaded_layers, plan.kept
+    away, of_layers = plan.offloaded_layers, plan.kept
     # of the layers whose activations are moved, one is in use and one is being copied
-    kept = sum(each[away:]) + sum(each[: min(away, 2)])
-    head, layer = _moments(plan, model, plan.levels)
-    working, of_graphs = max(head, layer), 0.0
-    words = q.element_size * model.vocabulary_parameters
+    kept = sum(of_layers[away:]) + sum(of_layers[: min(away, 2)])
+    loss, layer = _working_bytes(plan, model, plan.levels)
+    working, of_graphs = max(loss, layer), 0.0
+    vocabulary = q.element_size * model.vocabulary_parameters
     if plan.graphs:
         of_graphs = q.element_size * model.layer_parameters
-        working = head + layer + of_graphs
+        working = loss + layer + of_graphs
     # gradients take the place of activations; the vocabulary's gradient comes first
     if plan.keeps_gradients:
-        kept = max(kept + words * model.is_full, q.element_size * model.trained - of_graphs)
-    passes = [max(_moments(plan, m._replace(trained=0), repeat("block"))) for m in q.others]
+        gradients = q.element_size * model.trained - of_graphs
+        kept = max(kept + vocabulary * model.is_full, gradients)
+    frozen = [m._replace(trained=0) for m in q.others]
+    passes = [max(_working_bytes(plan, m, repeat("block"))) for m in frozen]
     sampled = [(model, q.rollout), *((m, q.samples) for m in (model, *q.others) if m.has_head)]
     passes += [_sampling_bytes(plan, m, rollout) for m, rollout in sampled if rollout]
     beside = max([kept + working, *passes]) - kept - working
     allocated = on_gpu + kept + working + beside
     # each of gloo's two threads copies the tensor that it gathers
-    buffers = COMMUNICATOR_BYTES if q.machine.is_gpu else 2 * words
+    buffers = COMMUNICATOR_BYTES if q.machine.is_gpu else 2 * vocabulary
     gpu = allocated * SLACK + CONTEXT_BYTES + buffers * (W > 1)
-    moved = weights + trained - on_gpu + sum(each[:away])
+    moved = weights + trained - on_gpu + sum(of_layers[:away])
     # a checkpoint passes through host memory, one kind of state at a time
     host = moved + 4 * model.trained / W + PROCESS_BYTES
     room = not moved or not q.machine.host_bytes or host <= q.machine.host_budget
@@ -275,25 +277,27 @@ def fits(plan: Plan) -> bool:
     return p.gpu <= FILL * plan.question.machine.gpu_bytes and p.fits_host
 
 
-def _moments(plan: Plan, model: PlannedModel, levels: Iterable[str]) -> tuple[float, float]:
+def _working_bytes(
+    plan: Plan, model: PlannedModel, levels: Iterable[str]
+) -> tuple[float, float]:
     """Return the bytes that a model holds in the vocabulary's loss, and in its fullest layer's backward."""
     q, W, V = plan.question, plan.question.machine.gpus, model.shape.vocab_size
     S, size, layers, tiles = q.rows, q.element_size, q.layers(model), 1
-    words = model.vocabulary_parameters
-    rows, trained = size * model.shape.hidden_size * S, words * model.is_full
+    vocabulary = model.vocabulary_parameters
+    rows, trained = size * model.shape.hidden_size * S, vocabulary * model.is_full
     # of sharded weights two layers are gathered at a time, and the vocabulary for its loss
     gathered = 2 * model.matrix_bytes(max(x.parameters for x in layers), size)
-    head = 3 * rows
+    loss = 3 * rows
     if q.teacher and model is q.model:  # the teacher's rows and its vocabulary lie beside
-        tiles, words = LOSS_TILES, words + q.teacher.vocabulary_parameters
-        head += size * q.teacher.shape.hidden_size * S
+        tiles, vocabulary = LOSS_TILES, vocabulary + q.teacher.vocabulary_parameters
+        loss += size * q.teacher.shape.hidden_size * S
     if model.has_head:
         # float32 tiles of logits and one in the weights' dtype; or float32 sums of the gradient, its cast, the buffer
         # it travels in and the float32 sum over the ranks
         tile = equal_tiles(S, 4 * V * tiles, CUDA_TILE_BYTES) * V * (4 * tiles + size)
-        head += 4 * trained + max(tile, (2 * size + 4 / W) * trained * (W > 1))
+        loss += 4 * trained + max(tile, (2 * size + 4 / W) * trained * (W > 1))
     else:  # the embedding's gradient, whole, and its reduction
-        head += 2 * size * trained
+        loss += 2 * size * trained
     layer = max(x.backward_bytes(y, S, q.setup(model)) for y, x in {*zip(levels, layers)})
     if model.quantize != "none":  # experts' gate and up are unpacked
         layer += max(2 / 3 * size * x.feed_forward * bool(x.copied) for x in layers)
@@ -301,7 +305,7 @@ def _moments(plan: Plan, model: PlannedModel, levels: Iterable[str]) -> tuple[fl
     if W > 1 or q.offload_optimizer:
         layer += size * trained + rows * model.is_full
     shared = not plan.resident
-    return head + (gathered + size * words) * shared, layer + gathered * shared
+    return loss + (gathered + size * vocabulary) * shared, layer + gathered * shared
 
 
 def _sampling_bytes(plan: Plan, model: PlannedModel, rollout: PlannedRollout) -> float:

@@ -312,7 +312,7 @@ class TrainingRun:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Release files, engines and the process group, which after an error still has to tell the other processes."""
         if error is not None:
-            self.watch.report_failure(error)  # while the signals of a launcher are still caught
+            self.watch.name_lost_rank(error)  # while the signals of a launcher are still caught
             if self.log is not None:
                 self.log.fail()
         try:

@@ -157,7 +157,7 @@ class Watch:
         """Note progress within a phase."""
         self.moved = max(self.moved, monotonic())  # infinite while the watch is paused
 
-    def report_failure(self, error: BaseException) -> None:
+    def name_lost_rank(self, error: BaseException) -> None:
         """Let the heartbeat name the rank that is gone and end the process, if that explains a failed collective."""
         if failure.breaks_off(error) and self._store:
             self._hurried = SILENT_SECONDS
