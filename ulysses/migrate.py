@@ -347,7 +347,7 @@ def _weighted_rewards(theirs: Values) -> Values:
 
 
 def _gather_data(theirs: Values, held_out: object) -> None:
-    """Write TRL's data set as a list too, and what all data sets say in the same way as a setting."""
+    """Write TRL's one data set as a list too; what all data sets say alike becomes a setting."""
     trained, tested = (theirs.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
     if path := theirs.pop("dataset_name", None):
         source = {"path": path, "subset": theirs.pop("dataset_config", None)}

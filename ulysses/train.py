@@ -16,9 +16,8 @@ from ulysses.imports import announce_imports, explained_imports, interruptible, 
 def main(arguments: list[str]) -> int:
     """Train, or inspect or plan a run, as the arguments ask; return the exit code after printing any error."""
     debug = wants_debug(arguments)
-    with (
-        explained_imports()
-    ):  # none of these imports torch, so that a wrong command is told at once
+    # none of these imports torch, so that a wrong command is told at once
+    with explained_imports():
         from ulysses.config.command_line import help_text, parse_command_line
         from ulysses.config.section import ConfigError
         from ulysses.watch.failure import report_config_error

@@ -52,9 +52,8 @@ class RunInputs:
     place: Path  # the folder, or the tokenizer.json, that the tokenizer was read from
     template: ChatTemplate | None  # None for plain text
     weights: InitialWeights
-    others: dict[
-        str, InitialWeights
-    ]  # of the stage's other models, by the settings that name them
+    # of the stage's other models, by the settings that name them
+    others: dict[str, InitialWeights]
     attention: str  # the name by which the layers choose their kernel
     kernel: KernelChoice
     resume_from: Path | None
@@ -116,9 +115,8 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
     with error_context("model"):
         if folder is not None:
             shape = read_config(folder, **rope)
-            if (
-                model.init == "random"
-            ):  # and is no part of a larger model, such as one with vision
+            # random weights are no part of a larger model, such as one with vision
+            if model.init == "random":
                 shape = replace(shape, around="")
             raw = shape.to_hf()
         elif model.arch:

@@ -90,9 +90,8 @@ def check(values: dict[str, object], table: type[Table] = Config) -> Table:
 def _sentences(error: ValidationError, keys: dict[str, FieldInfo]) -> list[str]:
     """Put each of pydantic's errors into one sentence, those about unknown keys before all others."""
     unknown: list[str] = []
-    wrong: dict[
-        str, str
-    ] = {}  # by key: each type that a setting may have refuses it with an error of its own
+    # by key, because each type that a setting may have refuses its value with an error of its own
+    wrong: dict[str, str] = {}
     for problem in error.errors():
         message, given = problem["msg"], repr(problem["input"])
         key = ".".join(map(str, problem["loc"]))

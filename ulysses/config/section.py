@@ -34,9 +34,8 @@ SECRETS = re.compile(
     re.I,
 )
 Values = dict[str, Any]  # unchecked settings by their names, as TOML, YAML or JSON hold them
-SURROGATE = re.compile(
-    "[\ud800-\udfff]"
-)  # half of a pair of UTF-16, which is no character by itself
+# half of a pair of UTF-16, which is no character by itself
+SURROGATE = re.compile("[\ud800-\udfff]")
 LARGEST = 2**53  # up to here every whole number has its own float
 
 

@@ -29,10 +29,8 @@ from ulysses.plan.layer_cost import PlannedModel, plain_model
 from ulysses.plan.step_cost import Plan, Question, fits, predict, states, step_seconds
 from ulysses.stages.base import AuxiliaryModel, PlannedRollout
 
-MOMENT_BYTES = {
-    "32bit": 8.0,
-    "8bit": 2 * (1 + 4 / 256),
-}  # of 8 bits with the scale of every block
+# Bytes of AdamW's two moments of a parameter; those in 8 bits have a scale for every block.
+MOMENT_BYTES = {"32bit": 8.0, "8bit": 2 * (1 + 4 / 256)}
 # Parameters of a layer times tokens that take a CPU so long that its overhead for a layer is a hundredth of the time.
 CPU_WORK = 5e9
 

@@ -68,9 +68,8 @@ def step_loader(
 ) -> StepLoader:
     """Serve a dataset's steps, in micro-batches of so many tokens, to one of several data-parallel groups."""
     config, shape = inputs.config, inputs.shape
-    if (
-        config.batch.tokens_per_microbatch == "auto"
-    ):  # chosen by the training data; others may have longer examples
+    # "auto" was chosen by the training data; other data may have longer examples
+    if config.batch.tokens_per_microbatch == "auto":
         tokens_per_microbatch = max(tokens_per_microbatch, int(dataset.lengths.max()))
     return StepLoader(
         dataset,

@@ -51,9 +51,8 @@ PARTS = {"tokenising": "data", "building the model": "weights"}  # in the accoun
 ONE_INTERRUPT = (
     0.5  # seconds within which a terminal and a launcher pass on one and the same Ctrl-C
 )
-BYTES_OF_PROGRESS = (
-    1 << 14
-)  # between two beats: more than log lines, and more than the watch itself reads
+# Bytes between two beats that count as progress: more than log lines, and than the watch itself reads.
+BYTES_OF_PROGRESS = 1 << 14
 GONE = "its process is gone, stopped or cut off, or code holds its interpreter"
 
 

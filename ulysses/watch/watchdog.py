@@ -44,9 +44,8 @@ def main(launcher: int, seconds: float, processes: int, name: str) -> None:
             place = lines[-1]
             if "told" in lines:
                 return
-        elif (
-            ready or status(process) != psutil.STATUS_STOPPED
-        ):  # Ctrl-Z stops it; that is no fault
+        # a process that Ctrl-Z has stopped has no fault
+        elif ready or status(process) != psutil.STATUS_STOPPED:
             break
     if not place:
         return
