@@ -64,7 +64,7 @@ def cpu_machine(processes: int) -> Machine:
 
 
 def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
-    """Return the machine of all ranks: the least memory and speed that any has, so that all ranks decide alike.
+    """Return the machine of all ranks: the least memory and speed of any, and the largest node; all decide by it.
 
     All ranks call it together, before they allocate.
 

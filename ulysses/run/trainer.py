@@ -71,9 +71,8 @@ class Trainer:
         # agreed on by all ranks at a step's boundary
         self.stop_requested = self.save_due = False
         self._saved_at = time.monotonic()
-        self._next: StepBatches | None = (
-            None  # the coming step's batches, if they are read already
-        )
+        # the coming step's batches, if they are read already
+        self._next: StepBatches | None = None
         config = self.stage.config
         self.routers = None
         if self.engine.module.config.moe:
