@@ -43,17 +43,16 @@ def choose_kernel(
     with error_context("model.attention"):
         for window in (*shape.windows, None):  # the last one, without a window, is reported
             kernel = resolve_kernel(name, *case, window=window)
-    if _needs_delta_kernels(config, shape, name, device):
+    if shape.delta and _needs_delta_kernels(config, name, device):
         from models.ops.delta_kernels import load
 
         load()
     return name, kernel
 
 
-def _needs_delta_kernels(config: Config, shape: ModelConfig, kernel: str, device: str) -> bool:
+def _needs_delta_kernels(config: Config, kernel: str, device: str) -> bool:
     """Return whether layers of linear attention run the kernels of other packages."""
-    is_half = device == "cuda" and config.model.dtype == "bfloat16"
-    return shape.delta is not None and is_half and kernel != "reference"
+    return device == "cuda" and config.model.dtype == "bfloat16" and kernel != "reference"
 
 
 def check_kernel(
@@ -79,7 +78,7 @@ def check_kernel(
         stage.requirements.longest_example,
         shape.windows or (None,),
     )
-    if shape.delta and _needs_delta_kernels(config, shape, kernel, device.type):
+    if shape.delta and _needs_delta_kernels(config, kernel, device.type):
         from models.ops.delta_kernels import prove_rule
 
         keys, values, *widths = astuple(shape.delta)
