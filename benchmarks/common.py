@@ -31,7 +31,7 @@ from ulysses.check.input_files import read_shape
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.gradients.policy import StepContext
-from ulysses.options import gradient_policies
+from ulysses.options import gradient_policies, stage_of
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh, gather
@@ -118,7 +118,11 @@ def build(
     mesh = ParallelMesh(degree, num_heads=shape.num_attention_heads, windows=shape.windows)
     choice = planned(config, shape, device, tokens, documents, micro_batches)
     engine = trained_engine(
-        config, InitialWeights(shape, 0, quantize=config.model.quantize), mesh, choice
+        config,
+        stage_of(config),
+        InitialWeights(shape, 0, quantize=config.model.quantize),
+        mesh,
+        choice,
     )
     # where the weights are is decided once
     weights = "resident" if choice.resident else "sharded"

@@ -7,11 +7,11 @@
     python benchmarks/stages.py --gpus 1 --arch qwen2.5-1.5b --tokens 16384 --prompt 128 --stages ppo
 
 A step of SFT trains two documents of `--tokens` tokens, of DPO and RM a pair of them, of KTO two examples, whose KL
-baseline is a forward pass over as many tokens again that is not counted. Rows are a question of `--prompt` tokens (or a
-short one) and random words as the answers, cut to exactly that length; DPO's and KTO's reference log-probabilities are
-cached before the first step. PPO answers `--examples` prompts and trains on them, twice; the second step counts. Any of
-train.py's settings may follow. Prints JSON lines and a table of the median step after the first two of `--steps`;
-`to_sft` compares tokens per second.
+baseline is a forward pass over as many tokens again that is not counted. Rows are a question of `--prompt` tokens (or
+a short one) and random words as the answers, cut to exactly that length; DPO's reference log-probabilities are cached
+before the first step, and KTO's reference is run in every step. PPO answers `--examples` prompts and trains on them,
+twice; the second step counts. Any of train.py's settings may follow. Prints JSON lines and a table of the median step
+after the first two of `--steps`; `to_sft` compares tokens per second.
 """
 
 import json

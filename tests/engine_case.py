@@ -159,9 +159,10 @@ def ragged(data: ListDataset) -> ListDataset:
 TEACHER = replace(SHAPE, hidden_size=40, head_dim=10, num_hidden_layers=3, vocab_size=100)
 
 
-# What makes a stage's frozen models of (case, mesh), by their roles; the examples carry the reference's values.
+# What makes a stage's frozen models of (case, mesh), by their roles; the examples carry the reference's values, which
+# DPO reads as cached ones.
 FROZEN: dict[str, Callable[..., Any]] = {
-    "reference": lambda case, mesh: None,
+    "reference": lambda case, mesh: lambda batch: batch.token_columns["reference_logps"],
     "teacher": lambda case, mesh: frozen_engine(
         lambda: CausalLM(TEACHER, mesh), HostWeights(TEACHER, 7)
     ),

@@ -86,7 +86,7 @@ class FakeWorld:
         def on_rank(rank: int) -> dict[str, float]:
             view = self.view(named, rank, scopes)
             report = build_chain(*chain).apply(view, context())
-            view.slices()  # an optimizer would multiply while it reads
+            view.apply_factors()  # an optimizer would multiply while it reads
             return report
 
         report, *others = self.run(on_rank)

@@ -133,12 +133,14 @@ def export_checkpoint(
 
     given, dtype = (shape, config, state["step"]), config.export_dtype
     if not merge:
-        return export_model(read, out, *given)
+        return export_model(read, out, *given, reward=stage.reward)
     resolve_model(source.path, source.revision)  # a base that is gone is refused by its setting
     with TemporaryDirectory() as folder:
         adapters = Path(folder) / "adapters"
         # they are rounded once only, after they were added, unless the run's own were
-        export_model(read, adapters, *given, dtype=max(dtype, source.dtype))
+        export_model(
+            read, adapters, *given, reward=stage.reward, dtype=max(dtype, source.dtype)
+        )
         return merge_adapter(adapters, out, dtype, config.export.shard_gib)
 
 

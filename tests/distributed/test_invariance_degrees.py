@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from models.families import RopeScaling
 from tests.distributed.test_invariance_stages import check
@@ -21,10 +22,9 @@ from tests.model_folder import init_weights
 from tests.shuffled_loader import ShuffledLoader
 from tests.stage_case import COMPARED, STAGE_CASES
 from tests.unit.test_layout import simulated_mesh
-from ulysses.data.serve.steps import StepLoader
-from ulysses.parallel.batch import pack_shard
+from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.stages.referenced import pairs_of_run, read_reference
+from ulysses.stages.cached_reference import read_reference
 
 # name: query heads, kv heads, head dim, processes, degree -> ranks that exchange heads x ranks that split rows
 TOPOLOGIES = {
@@ -128,38 +128,29 @@ def test_full_product(stage: str, topology: str, level: str, kernel: str) -> Non
 
 
 def reference_values(file: Path, case: Case) -> list[np.ndarray]:
-    """Compute the reference's values, KTO's mismatched pairs included, and return all of them."""
+    """Compute the reference's values, and return those of every example."""
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
     model = case.model(mesh)
     init_weights(model, seed=0)
     model.to(device())
     data = case.data()
-    pairs = pairs_of_run(
-        StepLoader(data, case.examples, tokens_per_microbatch=case.budget, seed=3), 2
-    )
+
+    def logps(batch: ShardedBatch) -> Tensor:
+        return model(batch).logps
+
     with torch.no_grad():
-        values, mismatched = read_reference(
-            data,
-            pairs,
-            file,
-            lambda batch: model(batch).logps,
-            mesh,
-            device(),
-            case.budget,
-            print,
-        )
-    examples = np.split(values, data.lengths.cumsum()[:-1])
-    return [*examples, *mismatched.values()]
+        values = read_reference(data, file, logps, mesh, device(), case.budget, print)
+    return np.split(values, data.lengths.cumsum()[:-1])
 
 
 @pytest.mark.parametrize("topology", ["3/1 1x4", *full(("14/2 2x2",))])
 def test_cached_reference(tmp_path: Path, topology: str) -> None:
-    case, world = case_of("kto", topology)
+    case, world = case_of("dpo", topology)
     found = run_distributed(reference_values, world, tmp_path / "many", case)
     (alone,) = run_distributed(
         reference_values, 1, tmp_path / "one", replace(case, sp=1, budget=1000)
     )
-    assert len(alone) > 15
+    assert len(alone) == len(case.data()) > 10
     for values in found:
         for ours, one in zip(values, alone, strict=True):
             np.testing.assert_allclose(ours, one, rtol=1e-5, atol=1e-5)

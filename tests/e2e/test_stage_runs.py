@@ -23,6 +23,7 @@ from tests.harness import run_distributed
 from tests.zero_case import filled
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
+from ulysses.config.section import ConfigError
 from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -83,7 +84,7 @@ def test_deterministic_runs_have_the_same_numbers(tmp_path):
 
 
 def test_kto_begins_at_the_reference(tmp_path):
-    for number, typed in enumerate(("", "--kto.reference live", "--model.lora.rank 2")):
+    for number, typed in enumerate(("", "--model.lora.rank 2")):
         line = settings("kto", tmp_path / f"run-{number}", f"--run.steps 1 {typed}")
         [first] = on_ranks(1, line)
         assert first["loss"] == pytest.approx(0.5, abs=1e-6)
@@ -92,25 +93,35 @@ def test_kto_begins_at_the_reference(tmp_path):
 
 
 def test_cached_reference_is_the_live_one_in_every_epoch(tmp_path):
-    """29 examples in steps of 7: five steps an epoch, the last one of a single example without a partner."""
-    typed = "--run.steps 12 --optimizer.lr 3e-3 --kto.reference"
+    typed = "--run.steps 12 --optimizer.lr 3e-3 --dpo.reference"
     cached, live = (
-        on_ranks(world, settings("kto", tmp_path / kind, f"{typed} {kind}"))
+        on_ranks(world, settings("dpo", tmp_path / kind, f"{typed} {kind}"))
         for kind, world in (("cached", 1), ("live", 2))
     )
-    assert max(line["kl"] for line in cached) > 0.01
+    assert max(abs(line["rewards/margins"]) for line in cached) > 0.01
     for a, b in zip(cached, live, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=2e-5), a["step"]
+        assert a["rewards/margins"] == pytest.approx(b["rewards/margins"], abs=1e-4)
+
+
+def test_kto_trains_against_its_reference_in_every_epoch(tmp_path):
+    """29 examples in steps of 7: five steps an epoch, the last one of a single example without a partner."""
+    typed = "--run.steps 12 --optimizer.lr 3e-3"
+    alone, two = (on_ranks(n, settings("kto", tmp_path / f"{n}", typed)) for n in (1, 2))
+    assert max(line["kl"] for line in alone) > 0.01
+    for a, b in zip(alone, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5), a["step"]
         assert a["kl"] == pytest.approx(b["kl"], abs=5e-3)
-    assert cached[4]["kl"] == 0.0  # one example: no mismatch, no baseline, and finite
+    assert alone[4]["kl"] == 0.0  # one example: no mismatch, no baseline, and finite
 
 
-def test_kto_resumes_only_with_its_reference(tmp_path):
-    on_ranks(1, settings("kto", tmp_path / "run"))
+def test_a_run_resumes_only_with_its_cached_reference(tmp_path):
+    """It is refused before anything is built."""
+    on_ranks(1, settings("dpo", tmp_path / "run", "--run.steps 2"))
     lost = f"--run.steps 6 --run.resume auto --data.cache {tmp_path}/cache"
-    gone = r"no longer has the initial policy; restore data\.cache, or set kto\.ref"
-    with pytest.raises(AssertionError, match=gone):
-        on_ranks(1, settings("kto", tmp_path / "run", lost))
+    gone = r"no longer has the initial policy; restore data\.cache, or set dpo\.ref"
+    with pytest.raises(ConfigError, match=gone):
+        TrainingRun(configured(settings("dpo", tmp_path / "run", lost)))
 
 
 def test_reward_model_scores_the_same_in_transformers(tmp_path):

@@ -10,6 +10,7 @@ from tests.shuffled_loader import ShuffledLoader
 from ulysses.check.input_files import check_examples
 from ulysses.config.command_line import check
 from ulysses.data.serve.steps import StepLoader, pack_step, sequence_cost, shuffled
+from ulysses.options import stage_of
 from ulysses.parallel.batch import Sequence
 
 
@@ -118,11 +119,11 @@ def test_source_weights_repeat_and_sample():
     assert StepLoader(dataset, 7, **given, shuffle=False).examples_per_epoch == 30
     dataset.source_weights = [0.01, 0.01]
     with pytest.raises(ValueError, match=r"leave no example of rows in an epoch, which has 10"):
-        check_examples(check({"stage": "sft"}), dataset, None)
+        check_examples(config := check({"stage": "sft"}), stage_of(config), dataset, None)
 
 
 def test_a_long_example_is_refused_before_any_step_with_the_number_to_raise():
     sentence = r"longest example has 30 tokens but .*tokens_per_microbatch is 20; raise it to at least 30"
     config = check({"stage": "sft", "batch": {"tokens_per_microbatch": 20}})
     with pytest.raises(ValueError, match=sentence):
-        check_examples(config, dataset_of([10, 20], [4, 5]), None)
+        check_examples(config, stage_of(config), dataset_of([10, 20], [4, 5]), None)

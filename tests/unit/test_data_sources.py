@@ -14,6 +14,7 @@ from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.data import DataError
 from ulysses.data.serve.steps import StepLoader
+from ulysses.options import stage_of
 from ulysses.stages.base import Stage, StepBatches, Term
 
 SIZES = {"a": 40, "b": 10, "c": 0}
@@ -115,7 +116,7 @@ def test_an_epoch_without_a_source_or_without_an_end_is_refused(
 ):
     data = opened(*tables, stopping_strategy=strategy)
     with pytest.raises(ConfigError, match=sentence):
-        check_examples(check({"stage": "sft"}), data, None)
+        check_examples(config := check({"stage": "sft"}), stage_of(config), data, None)
 
 
 def test_a_source_of_which_no_example_is_left_is_said(opened):

@@ -75,7 +75,7 @@ def test_same_gradients_and_learning_rates_for_fifty_steps(ranks):
             context = StepContext(step, STEPS, loss=1.0, lr=rate(step), seed=SEED)
             view = world.view(named, rank, {"wide": "value"})
             report = chain.apply(view, context)
-            view.slices()  # an optimizer would multiply while it reads
+            view.apply_factors()  # an optimizer would multiply while it reads
             out.append((context.lr * context.lr_scale, report))
         return out
 

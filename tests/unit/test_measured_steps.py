@@ -99,6 +99,10 @@ def test_stages_are_predicted(stage, table, examples, sides, tokens, seconds):
     machine = node(1, 79.6)._replace(memory_rate=PEAKS["H100"][1])
     longest = sides * tokens + table.get("max_new_tokens", 0)
     question = planner_question(settings, SMALL, machine, longest)
+    if (
+        stage == "kto"
+    ):  # measured with a cached reference: the baseline's pass alone came before the step's
+        question = question._replace(forwards=1.0, others=())
     step = planned_step(settings, SMALL, data, [*range(examples)])
     plan = choose_memory(cut_steps(question, step, step, True))
     assert plan.graphs != (stage == "ppo") and plan.question.micro_batches == 1

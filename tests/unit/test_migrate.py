@@ -684,6 +684,8 @@ TRANSLATED = {
     "variables of the template": (
         f"{LLAMAFACTORY_KTO}chat_template_kwargs: {{reasoning_effort: low}}\nenable_thinking: false\n", "",
         '"data.chat_template_kwargs" = {reasoning_effort = "low", enable_thinking = false}'),
+    "KTO's reference, which is not computed before": (
+        f"{LLAMAFACTORY_KTO}precompute_ref_log_probs: true\n", "", '"kto.reference" = "live"', KNOWN),
     "axolotl's module": ("accelerate launch -m axolotl.cli.train axolotl.yaml", "", '"stage" = "sft"'),
 }  # fmt: skip
 

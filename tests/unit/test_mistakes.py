@@ -94,7 +94,8 @@ DEMO --dpo.loss_type exo_pair => infinite at label_smoothing 0
 DEMO --dpo.loss_type ipo --dpo.f_divergence js => f_divergence is 'js' but loss_type 'ipo' has none
 DEMO --dpo.f_divergence alpha --dpo.f_alpha 1 => f_alpha is 1
 KTO --batch.examples 1 => batch.examples is 1 but kto's baseline pairs each example with another
-KTO --kto.reference sometimes => kto.reference is 'sometimes' but must be "cached", "live" or a model
+DEMO --dpo.reference sometimes => dpo.reference is 'sometimes' but must be "cached", "live" or a model
+KTO --kto.reference cached => kto.reference is 'cached' but must be "live" or a model's folder or hub id
 KTO --kto.desirable_weight 0 --kto.undesirable_weight 0 => nothing would be trained
 SFT --sft.loss_type dft --sft.label_smoothing 0.1 => sft.loss_type "dft" has none
 SFT --kto.beta 0.2 => kto.beta: stage 'sft' reads no settings of kto; remove them, or set stage = 'kto'

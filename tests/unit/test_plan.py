@@ -22,6 +22,7 @@ from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import write_json
 from ulysses.memory.levels import LayerMemory
+from ulysses.options import stage_of
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.hardware import GIB, Machine, cpu_machine, planned_machine, this_machine
 from ulysses.plan.layer_cost import plain_model
@@ -311,9 +312,9 @@ dpo => 0 => {} => none => 0
 dpo => 0 => {"reference": "live"} => whole => 1
 dpo => 4 => {"reference": "live"} => none => 1
 dpo => 0 => {"reference": "live", "loss_type": "simpo"} => none => 0
-kto => 0 => {} => none => 1
-kto => 0 => {"reference": "live"} => whole => 3
-kto => 0 => {"loss_type": "apo_zero_unpaired"} => none => 0
+kto => 0 => {} => whole => 3
+kto => 4 => {} => none => 3
+kto => 0 => {"loss_type": "apo_zero_unpaired"} => whole => 1
 ppo => 0 => {"reward": "math:sqrt", "epochs": 2, "minibatches": 3} => whole => 1
 ppo => 4 => {"reward": "some/reward", "epochs": 2, "minibatches": 3, "kl_coefficient": 0} => scores => half
 """
@@ -593,7 +594,7 @@ def settings_of_layers(rank=0):
         plan = choose_memory(planner_question(settings, SHAPE, node(1, 80, 80), 64))
         plan = plan._replace(**changed)
         engine = (
-            trained_engine(settings, weights, mesh, plan)
+            trained_engine(settings, stage_of(settings), weights, mesh, plan)
             if trainable
             else frozen_engine(settings, weights, mesh)
         )

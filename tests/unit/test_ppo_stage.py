@@ -31,7 +31,6 @@ from ulysses.rl.rewards import Rewards, gsm8k_reward
 from ulysses.rl.rollout import Rollout, RolloutMaker, RolloutSteps
 from ulysses.rl.sampler import Completion
 from ulysses.stages.base import MetricSums
-from ulysses.watch.watch import Watch
 
 EOS = 2
 # Three ragged answers; the second is cut at the limit; the first prompt holds an EOS token itself.
@@ -205,7 +204,11 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
     steps = RolloutSteps(maker("epochs=2 minibatches=3"), prompts)
     monkeypatch.setattr(steps.maker, "make", make)
     assert steps.steps_per_epoch == 3 * 6  # 25 prompts are 3 rollouts, the last of 5
-    orders = [steps.indices(0, k) for k in range(18)]
+    orders = []
+    for k in range(18):
+        served = [example.index for each in steps.step(0, k) for example in each]
+        orders.append(steps.indices(0, k))
+        assert sorted(served) == sorted(orders[-1])
     assert made == [0, 1, 2]
     for first, count in zip(range(0, 18, 3), (10, 10, 10, 10, 5, 5)):
         minibatches = orders[first : first + 3]
@@ -394,8 +397,10 @@ def test_answers_end_with_a_turn(tmp_path):
     folder = write_tokenizer(tmp_path / "tokenizer", CHATML, eos_token="<|endoftext|>")
     line = tiny("ppo", tmp_path / "run", model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
-    run = Mock(inputs=plan, resources=ExitStack(), watch=Watch())
-    sampler = PpoStage(plan.config).build(run).maker.sampler
+    parts = Mock(
+        frozen={}, weights=plan.weights, tokenizer=plan.tokenizer, resources=ExitStack()
+    )
+    sampler = PpoStage(plan.config).build(parts).maker.sampler
     names = plan.tokenizer.convert_ids_to_tokens(sampler.options.stop_tokens)
     # the template ends turns with <|im_end|>
     assert sorted(names) == ["<|endoftext|>", "<|im_end|>"]

@@ -38,8 +38,8 @@ def pairs(open_rows):
         for (_, left_out), x in zip(shared_prompts(shared[i].sequences), values[2 * i :])
     ]
     return (
-        whole.with_column("sums", np.concatenate(values), {}),
-        shared.with_column("sums", np.concatenate(kept), {}),
+        whole.with_column("sums", np.concatenate(values)),
+        shared.with_column("sums", np.concatenate(kept)),
     )
 
 

@@ -5,15 +5,16 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from models.arch import ARCHITECTURES
+from tests import rows_of
 from tests.e2e.launch import ROOT
 from tests.engine_case import FROZEN, dataset
 from tests.shuffled_loader import ShuffledLoader
 from tests.stage_case import STAGE_CASES
+from ulysses.check.input_files import check_examples
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.data.serve.steps import StepLoader
@@ -21,13 +22,8 @@ from ulysses.options import STAGES, stage_of
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.progress import progress
-from ulysses.stages.kto import KtoStage
-from ulysses.stages.referenced import (
-    mismatched_lengths,
-    mismatched_pairs,
-    pairs_of_run,
-    read_reference,
-)
+from ulysses.stages.cached_reference import cache_file, read_reference
+from ulysses.stages.kto import mismatched_pairs
 from ulysses.stages.rm import RmStage
 
 CPU = torch.device("cpu")
@@ -84,28 +80,38 @@ def test_a_group_without_data_has_the_columns_of_the_others(name, options):
 
 
 def test_kto_refuses_data_of_one_example():
-    run = SimpleNamespace(train_data=[None])
+    data = dataset("kto", count=1)
     with pytest.raises(
         ConfigError, match=r"data\.train has one example but kto's baseline pairs"
     ):
-        KtoStage(check({"stage": "kto"})).extend_data(run)
+        check_examples(config := check({"stage": "kto"}), stage_of(config), data, None)
+    free = check({"stage": "kto", "kto": {"loss_type": "apo_zero_unpaired"}})
+    check_examples(free, stage_of(free), data, None)
 
 
-def test_a_cached_reference_knows_the_steps_of_every_named_set(monkeypatch):
-    """Within a set an example has another partner, whose mismatched sequence is read too."""
-    data = dataset("kto")
-    data.sources, data.source_names = np.arange(len(data)) % 2, ["", "odd"]
+# The weights' quantisation and the rank of adapters; the file's name as the first runs gave it.
+FILES = """
+none => 0 => reference-51862b62ebc4daeaee774bda.bin
+none => 4 => reference-64e4f764d045c191d6c8a6ea.bin
+"""
 
-    def loader(data, evaluation=False):
-        return StepLoader(data, 3, tokens_per_microbatch=512, shuffle=not evaluation)
 
-    monkeypatch.setattr(KtoStage, "_with_reference", lambda self, run, loader, steps: steps)
-    run = SimpleNamespace(train_data=data, eval_data=data, loader=loader)
-    train, held_out = KtoStage(check({"stage": "kto"})).extend_data(run)
-    assert [own.only for own in train] == [None]
-    steps = {own.only: count for own, count in held_out.items()}
-    odd = len(data) // 2
-    assert steps == {"": -(-(len(data) - odd) // 3), "odd": -(-odd // 3)}
+@pytest.mark.parametrize("quantize, rank, name", rows_of(FILES))
+def test_a_cache_of_before_is_found_and_one_that_is_gone_is_told(
+    quantize, rank, name, tmp_path
+):
+    given = {"data": {"cache": str(tmp_path)}, "model": {"lora": {"rank": int(rank)}}}
+    stage = stage_of(check({"stage": "dpo", **given}))
+    weights = SimpleNamespace(shape="shape", paths=[], seed=3, quantize=quantize)
+    start = weights, "reference"
+    data = [SimpleNamespace(fingerprint="abc False"), SimpleNamespace(fingerprint="held out")]
+    path, other = (cache_file(stage.config, *start, each) for each in data)
+    assert path == tmp_path / name
+    path.with_suffix(".json").touch()
+    assert [*stage.check_resumed(*start, data[:1])] == []
+    found = [*stage.check_resumed(*start, data)]
+    assert len(found) == (rank == "0")  # adapters can still be switched off
+    assert all(f"there is no {other}, and resuming no longer has" in text for text in found)
 
 
 @pytest.mark.parametrize("examples", [2, 3, 5, 6])
@@ -134,20 +140,12 @@ def fake_reference(batch):
     return -(batch.tokens.double() / 7 + batch.positions) * 0.1
 
 
-def read(path, data, pairs, logps=fake_reference):
-    mesh = ParallelMesh(1)
-    return read_reference(data, pairs, path, logps, mesh, CPU, 128, lambda text: None)
+def read(path, data, logps=fake_reference):
+    return read_reference(data, path, logps, ParallelMesh(1), CPU, 128, lambda text: None)
 
 
-def test_reference_values_are_written_whole_or_not_at_all_and_mismatched_ones_too(tmp_path):
-    data = dataset("kto")
-    loader = StepLoader(data, 5, tokens_per_microbatch=128, seed=3)
-    pairs = pairs_of_run(loader, 2 * loader.steps_per_epoch)
-    assert len(set(pairs)) == len(pairs) and all(i != j for i, j in pairs)
-    mismatched = [data.mismatch(i, j) for i, j in pairs]
-    lengths = [len(s.tokens) for s in mismatched]
-    assert mismatched_lengths(data, pairs) == lengths and max(lengths) <= data.max_length
-    file, count = tmp_path / "values.bin", 0
+def test_reference_values_are_written_whole_or_not_at_all(tmp_path):
+    data, file, count = dataset("dpo"), tmp_path / "values.bin", 0
 
     def counted(batch):
         nonlocal count
@@ -156,26 +154,23 @@ def test_reference_values_are_written_whole_or_not_at_all_and_mismatched_ones_to
             raise KeyboardInterrupt
         return fake_reference(batch)
 
-    for most in (6, 15):  # killed among the examples, then among the pairs
+    for most in (6, 15):
         count, limit = 0, most
         with pytest.raises(KeyboardInterrupt):
-            read(file, data, pairs, counted)
+            read(file, data, counted)
         assert not file.exists()
-    count, limit = 0, len(data) + len(pairs)
+    count, limit = 0, 2 * len(data)
     for _ in range(2):  # the second time nothing is computed again
-        _, values = read(file, data, pairs, counted)
+        read(file, data, counted)
         assert count == limit
-    for pair, sequence in zip(pairs, mismatched, strict=True):
-        expected = fake_reference(pack_shard([sequence], ParallelMesh(1)))
-        assert values[pair] == pytest.approx(expected)
 
 
 def test_each_side_of_a_pair_has_its_own_reference_values(tmp_path, monkeypatch, capsys):
     """The bar counts the examples themselves, and not whole chunks of them."""
     data = dataset("dpo")
     at_once = partial(progress, seconds=0)
-    monkeypatch.setattr("ulysses.stages.referenced.progress", at_once)
-    values, _ = read(tmp_path / "values.bin", data, [])
+    monkeypatch.setattr("ulysses.stages.cached_reference.progress", at_once)
+    values = read(tmp_path / "values.bin", data)
     shown = re.findall(r"reference: (\d+)/(\d+) items", capsys.readouterr().err)
     assert shown[-1] == (str(len(data)), str(len(data)))
     everything = [s for example in data.examples for s in example]

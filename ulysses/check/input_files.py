@@ -23,14 +23,13 @@ from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.kinds import parameter_shapes
 from ulysses.config.schema import Config, ModelSection
-from ulysses.config.section import AbsentError, ConfigError, error_context
+from ulysses.config.section import AbsentError, ConfigError, error_context, refuse
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import missing_sources, parse_sources
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import check_fits
-from ulysses.options import stage_of
 from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.stages.base import Stage
 
@@ -76,7 +75,7 @@ def check_sources(config: Config) -> None:
 
 
 def check_examples(
-    config: Config, train: TokenizedDataset, held_out: TokenizedDataset | None
+    config: Config, stage: Stage, train: TokenizedDataset, held_out: TokenizedDataset | None
 ) -> None:
     """Refuse opened data with a source of which nothing is trained on, or an example longer than a micro-batch."""
     counts = np.bincount(train.sources, minlength=len(train.source_weights))
@@ -92,6 +91,7 @@ def check_examples(
                 f"the weights or probabilities of data.train leave no example of {path} in an epoch, which has "
                 f"{count}; raise its own, or remove it"
             )
+    refuse([*stage.check_data(train)])
     budget = config.batch.tokens_per_microbatch
     for data in (train, held_out):
         if data and budget != "auto":
@@ -158,14 +158,14 @@ def check_routers(model: ModelSection, shape: ModelConfig) -> Iterator[str]:
 
 
 def fit_window(
-    config: Config, shape: ModelConfig, setting: str = "data.max_length"
+    config: Config, stage: Stage, shape: ModelConfig, setting: str = "data.max_length"
 ) -> ModelConfig:
     """Return the shape with a window that holds the run's longest sequence.
 
     Random weights, and a model that is to extrapolate, may learn a longer window than they have. For all others
     ConfigError refuses such a sequence. `setting` names a frozen model, if the shape is not the trained one's.
     """
-    longest = stage_of(config).requirements.longest_example
+    longest = stage.requirements.longest_example
     window, scaling = shape.max_position_embeddings, shape.rope_scaling
     is_trained = setting == "data.max_length"
     learns = is_trained and config.model.init == "random"

@@ -18,16 +18,16 @@ from ulysses.stages.base import AuxiliaryModel, Stage
 
 def read_others(
     config: Config,
-    models: list[AuxiliaryModel],
+    stage: Stage,
     need_weights: bool,
     others: dict[str, InitialWeights],
 ) -> list[object]:
     """Put the weights of frozen models into `others`, by the settings that name them; return what is wrong."""
     errors: list[object] = []
-    for other in models:
+    for other in filter(lambda model: model.path, stage.requirements.models):
         with error_context(errors=errors):
             others[other.setting] = weights = read_other(other, need_weights=need_weights)
-            fit_window(config, weights.shape, other.setting)
+            fit_window(config, stage, weights.shape, other.setting)
     return errors
 
 

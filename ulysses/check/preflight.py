@@ -12,6 +12,7 @@ Each error is one sentence: what was given, what is required and what to change.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ulysses.check.agreement import check_same_run
@@ -39,6 +40,7 @@ from ulysses.data.read.sources import parse_sources, repeated_data
 from ulysses.data.serve.steps import StepLoader
 from ulysses.options import check_parts, stage_of
 from ulysses.plan.planner import published_shape
+from ulysses.stages.base import Stage
 
 # The least share of a vocabulary that a model's own tokenizer knows; the rest is padding.
 LEAST_KNOWN = 0.9
@@ -46,15 +48,19 @@ LEAST_KNOWN = 0.9
 
 def check_settings(
     config: Config, world_size: int = 0, findings: list[str] | None = None
-) -> None:
-    """Refuse what the settings alone show to be wrong, before any file is opened; arguments as in `prepare`."""
-    errors: list[object] = []
+) -> Stage:
+    """Refuse what the settings alone show to be wrong, before any file is opened, and return the stage.
+
+    The arguments are those of `prepare`.
+    """
+    stage, errors = stage_of(config), list[object]()
     errors += check_processes(config, world_size)
-    errors += contradictions(config, stage_of(config))
+    errors += contradictions(config, stage)
     errors += check_packages(config, looks=findings is not None)
     with error_context(errors=errors):
         check_tables(config)
     refuse(errors, findings)
+    return stage
 
 
 def prepare(
@@ -72,8 +78,8 @@ def prepare(
 
     Raises ConfigError: all errors about settings or, if there are none, about what they name.
     """
-    check_settings(config, world_size, findings)
-    stage, model, strict = stage_of(config), config.model, findings is None
+    stage = check_settings(config, world_size, findings)
+    model, strict = config.model, findings is None
     others = [other for other in stage.requirements.models if other.path]
     shape = folder = tokenizer = place = template = weights = kernel = resume_from = None
     attention, other_weights, disk_warning = model.attention, {}, ""
@@ -93,7 +99,7 @@ def prepare(
         with error_context(errors=errors):
             check_model(config, stage, shape, folder)
         with error_context(errors=errors):
-            shape = fit_window(config, shape)
+            shape = fit_window(config, stage, shape)
         errors += check_routers(model, shape)
         if model.lora.rank:
             from ulysses.check.adapter_settings import (
@@ -114,7 +120,7 @@ def prepare(
     if others:
         from ulysses.check.other_models import read_others
 
-        errors += read_others(config, others, strict, other_weights)
+        errors += read_others(config, stage, strict, other_weights)
     if config.ppo.reward:
         from ulysses.check.other_models import check_rewards
 
@@ -146,7 +152,7 @@ def prepare(
         refuse(errors, findings)
     return RunInputs(
         config=config,
-        stage=stage,
+        stage=replace(stage, config=config),  # with what the checks chose
         shape=shape,
         folder=folder,
         tokenizer=tokenizer,

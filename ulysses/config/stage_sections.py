@@ -108,8 +108,8 @@ class KtoSection(Section):
     """Weight of good answers; keep desirable_weight * good / (undesirable_weight * bad) within 1 and 4/3."""
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of bad answers."""
-    reference: PlaceOrName = "cached"
-    """"cached" (the initial policy's log-probabilities, computed once), "live" (a frozen copy) or a model's path."""
+    reference: PlaceOrName = "live"
+    """"live", a frozen copy of the initial policy, or another model's path."""
 
 
 def is_function(reward: str) -> bool:

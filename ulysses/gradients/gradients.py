@@ -124,7 +124,12 @@ class Gradients:
                 self.factors[group] *= factor
 
     def slices(self) -> list[Tensor]:
-        """Return every parameter's local slice for a change in place, after multiplying it by its factor."""
+        """Apply the factors, and return every parameter's local slice for a change in place."""
+        self.apply_factors()
+        return [e.grad for e in self.entries]
+
+    def apply_factors(self) -> None:
+        """Multiply every slice by its factor, for a change in place, which makes what was measured void."""
         scaled = [
             (e.grad, self.factors[e.scope]) for e in self.entries if self.factors[e.scope] != 1
         ]
@@ -132,4 +137,3 @@ class Gradients:
             torch._foreach_mul_(*map(list, zip(*scaled)))
         self.factors = dict.fromkeys(self.factors, 1.0)
         self._known.clear()
-        return [e.grad for e in self.entries]

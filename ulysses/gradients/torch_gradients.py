@@ -27,4 +27,4 @@ class TorchGradients(Gradients):
         """Multiply in place: torch's optimizers take no factor."""
         super().scale(factor, scope)
         if factor != 1:
-            self.slices()
+            self.apply_factors()

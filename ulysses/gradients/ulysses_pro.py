@@ -77,7 +77,7 @@ class GradientCentralization(GradientPolicy):
     name = "gradient_centralization"
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
-        gradients.slices()
+        gradients.apply_factors()
         matrices = [e for e in gradients.entries if len(e.shape) > 1]
         if not matrices:
             return {"grad/centered_norm": 0.0}

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from models.writing import whole_weights
-from ulysses.config.schema import Config, ModelSection
+from ulysses.config.schema import ModelSection
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.progress import progress
 from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
-from ulysses.stages.base import Run
 from ulysses.zero.engine import ZeroEngine, gathered_weights
 
 MOST_SLOTS = 512  # of an automatic batch
@@ -38,12 +36,6 @@ class EngineSampler:
     settings: ModelSection | None = None
     renew: Callable[[], None] = lambda: None
     warned: bool = False  # that there are no CUDA graphs
-
-    @classmethod
-    def of(cls, run: Run, config: Config, options: SamplingOptions) -> Self:
-        """Make the sampler of a run."""
-        automatic = config.ppo.generation_batch == "auto"
-        return cls(run.engine, run.mesh, options, automatic, config.model, run.watch.renew)
 
     def synchronise(self, rollout: int = 0) -> None:
         """Do nothing: every call of `sample` reads the current weights."""

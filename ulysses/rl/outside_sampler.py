@@ -15,20 +15,16 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Self
 
 from torch import Tensor
 
-from ulysses.config.schema import Config
 from ulysses.config.section import UserCodeError
 from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import seed_of
 from ulysses.rl.sampler import Completion, SamplingOptions
 from ulysses.rl.servers import Json, post
-from ulysses.stages.base import Run
 
 # What reloads weights from FOLDER: {path: body}, in order. vLLM (with VLLM_SERVER_DEV_MODE=1) reads the folder that it
 # was started with.
@@ -61,13 +57,6 @@ class OutsideSampler:
     options: SamplingOptions
     renew: Callable[[], None] = lambda: None
     synchronised: bool = False
-
-    @classmethod
-    def of(cls, run: Run, config: Config, options: SamplingOptions) -> Self:
-        """Make the sampler of a run."""
-        export = partial(run.export, for_servers=True)
-        where = config.sampler_folder, run.mesh.is_main
-        return cls(config.ppo, export, *where, options, run.watch.renew)
 
     def synchronise(self, rollout: int = 0) -> None:
         """Export the weights and have every server read them, if the rollout asks for it; all ranks call it together.

@@ -9,7 +9,7 @@ answer. The means run over the answers' tokens of one optimizer step, with the w
 Rollouts (ulysses.rl.rollout) come through the loader; the stage sees their columns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -36,7 +36,7 @@ from ulysses.stages.base import (
     Normaliser,
     PlannedRollout,
     Requirements,
-    Run,
+    RunParts,
     Term,
 )
 from ulysses.stages.referenced import COLUMN, ReferencedStage
@@ -159,44 +159,45 @@ class PpoStage(ReferencedStage):
             rollout=sampled,
         )
 
-    def arguments(self, run: Run) -> dict[str, object]:
-        found = super().arguments(run)
-        ppo, memory = self.table, run.memory
+    def arguments(self, parts: RunParts) -> dict[str, object]:
+        found = super().arguments(parts)
+        ppo, engine, mesh, renew = self.table, parts.engine, parts.mesh, parts.renew
         reward, scorer = None, found.pop("reward", None)
         if functions := list(filter(is_function, ppo.reward)):
-            reward = Rewards(
-                functions,
-                run.inputs.tokenizer,
-                ppo.reward_workers,
-                ppo.reward_timeout,
-                run.watch.renew,
-            )
-            run.resources.callback(reward.close)
+            given = functions, parts.tokenizer, ppo.reward_workers, ppo.reward_timeout, renew
+            reward = Rewards(*given)
+            parts.resources.callback(reward.close)
         options = SamplingOptions(
             ppo.max_new_tokens,
             ppo.temperature,
             ppo.top_p,
             ppo.top_k,
-            run.inputs.shape.eos_token_id,
+            parts.weights.shape.eos_token_id,
             self.config.run.seed,
             ppo.planned_batch,
         )
+        if ppo.sampler:
+            where = self.config.sampler_folder, mesh.is_main
+            sampler = OutsideSampler(ppo, parts.export, *where, options, renew)
+        else:
+            how = ppo.generation_batch == "auto", self.config.model
+            sampler = EngineSampler(engine, mesh, options, *how, renew)
         found["maker"] = RolloutMaker(
-            engine=run.engine,
-            mesh=run.mesh,
+            engine=engine,
+            mesh=mesh,
             config=ppo,
-            sampler=(OutsideSampler if ppo.sampler else EngineSampler).of(
-                run, self.config, options
-            ),
-            tokens_per_microbatch=memory.tokens_per_microbatch,
-            share_prompts=self.config.batch.share_prompts and not memory.graphs,
+            sampler=sampler,
+            tokens_per_microbatch=parts.tokens_per_microbatch,
+            share_prompts=parts.share_prompts,
             reference=found.get("reference"),
             reward=reward,
             scorer=scorer,
-            phase=run.watch.phase,
-            show=run.show,
+            phase=parts.phase,
         )
         return found
+
+    def show_rollouts(self, show: Callable[[Rollout], None]) -> None:
+        self.maker.show = show
 
     # ---------------------------------------------------------------- what the loop reads
 

@@ -27,18 +27,14 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from queue import Queue
 from traceback import extract_tb, format_exception_only
-from typing import Protocol
 
 from ulysses.config.section import LARGEST, ConfigError, UserCodeError, visible
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.rl.servers import post
 
 Reward = Callable[..., object]  # what users write: it may return anything
 Row = dict[str, object]
 Asked = tuple[list[str], list[str], list[Row]]  # prompts, completions and rows
-
-
-class Decodes(Protocol):
-    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 def load_function(reward: str, timeout: float = 60.0) -> Reward:
@@ -83,7 +79,7 @@ class Rewards:
     """
 
     names: list[str]
-    tokenizer: Decodes
+    tokenizer: PreTrainedTokenizerFast
     workers: int = 0
     timeout: float = 60.0
     renew: Callable[[], None] = lambda: None

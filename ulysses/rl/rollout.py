@@ -18,10 +18,9 @@ Letters: N sequences (answers with their prompts), T tokens of all sequences, K 
 import json
 import time
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,6 +37,8 @@ from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.engine_sampler import EngineSampler
+from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import Completion
 from ulysses.stages.passes import token_values
 from ulysses.stages.referenced import COLUMN, GAP
@@ -176,16 +177,6 @@ def answer_metrics(answers: list[Completion]) -> dict[str, Tensor]:
     }
 
 
-class AnswerSampler(Protocol):
-    """What decodes answers: ulysses/rl/ppo.py chooses one."""
-
-    def synchronise(self, rollout: int = 0) -> None: ...
-
-    def sample(
-        self, prompts: Mapping[int, Tensor], rollout: int = 0
-    ) -> dict[int, Completion]: ...
-
-
 @dataclass(eq=False, kw_only=True)
 class RolloutMaker:
     """Make rollouts with the weights of the moment; all ranks call every method together.
@@ -209,7 +200,7 @@ class RolloutMaker:
     engine: ZeroEngine
     mesh: ParallelMesh
     config: PpoSection
-    sampler: AnswerSampler
+    sampler: EngineSampler | OutsideSampler
     tokens_per_microbatch: int
     share_prompts: bool = False
     reference: Callable[..., Tensor] | None = None
@@ -376,8 +367,8 @@ class RolloutSteps:
 
     steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
 
-    A rollout is made when its first step is asked for; `config.epochs` passes over it take its prompts in a new order
-    each, in `config.minibatches` steps. All ranks call every method together.
+    A rollout is made when `step` is first asked for one of its steps; `config.epochs` passes over it take its prompts
+    in a new order each, in `config.minibatches` steps. All ranks call every method together.
 
     Args:
         prompts: its step k has the prompts of rollout k of the epoch.
@@ -388,25 +379,26 @@ class RolloutSteps:
     holds = "the rollout"
 
     @property
-    def steps_per_epoch(self) -> int:
-        config = self.maker.config
-        return self.prompts.steps_per_epoch * config.epochs * config.minibatches
+    def steps_per_rollout(self) -> int:
+        return self.maker.config.epochs * self.maker.config.minibatches
 
-    def indices(self, epoch: int, k: int) -> list[int]:
-        """Return the rollout's examples of step k in a fixed order, after making a new rollout."""
-        prompts, maker = self.prompts, self.maker
-        config, rollout = maker.config, maker.rollout
-        load, within = divmod(k, config.epochs * config.minibatches)
-        number = epoch * prompts.steps_per_epoch + load
-        if rollout is None or rollout.number != number:
-            rollout = maker.make(number, prompts.dataset, prompts.indices(epoch, load))
-            maker.rollout = rollout
-        one_pass, part = divmod(within, config.minibatches)
-        count = len(rollout.lengths) // rollout.answers_per_prompt
-        order = shuffled(count, prompts.seed, number, one_pass)
-        return rollout.examples(np.array_split(order, config.minibatches)[part].tolist())
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.prompts.steps_per_epoch * self.steps_per_rollout
 
     def step(self, epoch: int, k: int) -> list[list[Example]]:
-        """Return this group's micro-batches of step k."""
-        indices = self.indices(epoch, k)
-        return self.prompts.micro_batches(self.maker.rollout, indices)
+        """Return this group's micro-batches of step k, and make its rollout if the last one is another."""
+        prompts, maker, load = self.prompts, self.maker, k // self.steps_per_rollout
+        number = epoch * prompts.steps_per_epoch + load
+        if maker.rollout is None or maker.rollout.number != number:
+            asked = prompts.dataset, prompts.indices(epoch, load)
+            maker.rollout = maker.make(number, *asked)
+        return prompts.micro_batches(maker.rollout, self.indices(epoch, k))
+
+    def indices(self, epoch: int, k: int) -> list[int]:
+        """Return the examples of step k, whose rollout is the last one, in a fixed order."""
+        rollout, parts = self.maker.rollout, self.maker.config.minibatches
+        one_pass, part = divmod(k % self.steps_per_rollout, parts)
+        count = len(rollout.lengths) // rollout.answers_per_prompt
+        order = shuffled(count, self.prompts.seed, rollout.number, one_pass)
+        return rollout.examples(np.array_split(order, parts)[part].tolist())

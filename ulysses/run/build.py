@@ -11,20 +11,20 @@ from models.kinds import model_class
 from models.layers import DecoderLayer
 from ulysses.check.input_files import RunInputs, check_examples
 from ulysses.config.schema import Config
-from ulysses.config.section import Values, error_context
+from ulysses.config.section import error_context
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.data.serve.tokenise import open_dataset
 from ulysses.memory.levels import LayerMemory
-from ulysses.options import stage_of
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.layer_cost import LayerSetup, layer_costs
 from ulysses.plan.step_cost import Plan
 from ulysses.run.optim import adamw, parameter_groups
+from ulysses.stages.base import Stage
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
-from ulysses.zero.settings import derive
+from ulysses.zero.settings import ZeroSettings, derive
 
 
 def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | None]:
@@ -53,7 +53,7 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
     elif data.eval:
         held_out = opened(data.eval)
     with error_context():
-        check_examples(config, train, held_out)
+        check_examples(config, inputs.stage, train, held_out)
     return train, held_out
 
 
@@ -86,6 +86,7 @@ def step_loader(
 
 def trained_engine(
     config: Config,
+    stage: Stage,
     weights: InitialWeights,
     mesh: ParallelMesh,
     plan: Plan,
@@ -95,8 +96,7 @@ def trained_engine(
 
     `plan` says what its layers keep for the backward pass; `attention` is the kernel in place of the configured one.
     """
-    model, stage = config.model, stage_of(config)
-    facts, memory = stage.requirements, layer_memory(plan)
+    model, facts, memory = config.model, stage.requirements, layer_memory(plan)
     kind = model_class(reward=stage.reward, value=facts.value)
     if model.lora.rank:
         from models.lora import add_adapters
@@ -168,7 +168,7 @@ def frozen_engine(
     return ZeroEngine(built.eval().requires_grad_(False), settings, (DecoderLayer,))
 
 
-def _zero_settings(config: Config, shape: ModelConfig) -> Values:
+def _zero_settings(config: Config, shape: ModelConfig) -> ZeroSettings:
     largest = max(layer.parameters for layer in layer_costs(shape, LayerSetup()))
     return derive(
         dtype=getattr(torch, config.model.dtype),

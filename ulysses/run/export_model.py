@@ -39,7 +39,6 @@ from ulysses.config.schema import Config
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import SPECIAL_NAMES
 from ulysses.disk import whole_folder, write_json
-from ulysses.options import stage_of
 from ulysses.run.metrics import METRICS, logged
 
 CARD = "README.md"
@@ -128,6 +127,7 @@ def export_model(
     config: Config,
     step: int,
     *,
+    reward: bool = False,
     dtype: str = "",
     for_servers: bool = False,
 ) -> str:
@@ -137,10 +137,11 @@ def export_model(
 
     Args:
         read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
+        reward: the policy is a reward model.
         dtype: of the weights in place of the configured one.
         for_servers: whole weights as they are trained on, in place of those that were written to `out` before.
     """
-    source, lora, reward = config.model, config.model.lora, stage_of(config).reward
+    source, lora = config.model, config.model.lora
     whole = for_servers or lora.merge or not lora.rank
     weights, adapters = read(lambda name: whole and ".lora_" not in name), {}
     if lora.rank:

@@ -54,6 +54,9 @@ class MetricsFile(Tracker):
 class MetricsLog:
     """Show a progress bar, and give the metrics to the trackers of a run. Rank 0 only.
 
+    It is made when nothing else can be refused any more: trackers open a run on their servers, which nobody could know
+    before to be reached, and what metrics.jsonl holds of later steps is cut off.
+
     Args:
         names: of trackers, as in ulysses/options.py or places of one's own; metrics.jsonl is always written.
 

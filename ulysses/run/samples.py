@@ -14,41 +14,40 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Protocol
 
 from ulysses.check.input_files import RunInputs
-from ulysses.config.schema import Config
 from ulysses.data.read.messages import Message
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.disk import writing
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.rollout import Rollout
 from ulysses.rl.sampler import Completion, SamplingOptions
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.trainer import Trainer
-from ulysses.stages.base import Run
 from ulysses.zero.engine import ZeroEngine
 
 
-class Sampled(Run, Protocol):
-    """What is read of the run (training_run.py)."""
-
-    config: Config
-    inputs: RunInputs
-    run_id: str
-    trainer: Trainer
-    log: MetricsLog | None
-    language_models: dict[str, ZeroEngine]
-
-
 class Samples:
-    """Write the answers of a run that begins to train; all ranks make this, and call its methods, together."""
+    """Write the answers of a run that begins to train; all ranks make this, and call its methods, together.
 
-    def __init__(self, run: Sampled) -> None:
-        config, inputs, wanted = run.config, run.inputs, run.config.run.samples
-        self.run, self.path = run, config.output / "samples.jsonl"
+    Args:
+        others: engines of the language models that the run holds besides, by their roles.
+        log: of rank 0, which writes; None on the other ranks.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        inputs: RunInputs,
+        eval_data: TokenizedDataset | None,
+        others: dict[str, ZeroEngine],
+        log: MetricsLog | None,
+    ) -> None:
+        config, wanted = inputs.config, inputs.config.run.samples
+        self.trainer, self.log, self.path = trainer, log, config.output / "samples.jsonl"
         self.decode = partial(inputs.tokenizer.decode, skip_special_tokens=True)
         if isinstance(wanted, int):
-            rows = [example.sequences[0] for example in islice(run.eval_data, wanted)]
+            rows = [example.sequences[0] for example in islice(eval_data, wanted)]
             # before the first token that is trained; a prompt alone has none
             heads = [max(1, [*map(bool, row.loss_weights), True].index(True)) for row in rows]
             self.prompts = [row.tokens[:head].tolist() for row, head in zip(rows, heads)]
@@ -60,12 +59,13 @@ class Samples:
             self.prompts, answers = [encode(turn)[0][0] for turn in turns], []
         longest, stops = config.ppo.max_new_tokens, inputs.shape.eos_token_id
         options = SamplingOptions(longest, top_k=1, stop_tokens=stops)
-        self.sampler = replace(EngineSampler.of(run, config, options), renew=self._renew)
+        how = config.ppo.generation_batch == "auto", config.model, self._renew
+        self.sampler = EngineSampler(trainer.engine, trainer.mesh, options, *how)
         self.window = inputs.shape.max_position_embeddings
-        if not run.trainer.step:
+        if not trainer.step:
             self._write("data", self.prompts, answers)
-            for role, engine in run.language_models.items():
-                self._ask(role, replace(self.sampler, engine=engine, lora=None))
+            for role, engine in others.items():
+                self._ask(role, replace(self.sampler, engine=engine, settings=None))
             self.ask(0)
 
     def ask(self, step: int) -> None:
@@ -88,17 +88,17 @@ class Samples:
 
     def _renew(self) -> None:
         """Show progress, and end the sampling where the run is asked to stop; each rank by itself samples on."""
-        self.run.watch.renew()
-        if self.run.watch.stop_wanted:
+        self.trainer.watch.renew()
+        if self.trainer.watch.stop_wanted:
             raise InterruptedError
 
     def _write(
         self, by: str, prompts: Iterable[list[int]], answers: Iterable[Completion]
     ) -> None:
-        run = self.run
-        if not run.log:  # rank 0 writes
+        if not self.log:
             return
-        step, board = run.trainer.step, run.log.trackers.get("tensorboard")
+        step, run_id = self.trainer.step, self.trainer.description["run"]
+        board = self.log.trackers.get("tensorboard")
         with writing(self.path), self.path.open("a") as file:
             for prompt, answer in zip(prompts, answers):
                 score = f"{answer.score:g}: " if answer.scores else ""
@@ -106,7 +106,7 @@ class Samples:
                     "prompt": self.decode(prompt),
                     "answer": score + self.decode(answer.tokens),
                 }
-                line = {"step": step, "run": run.run_id, "by": by, **texts}
+                line = {"step": step, "run": run_id, "by": by, **texts}
                 print(json.dumps(line), file=file)
                 if board:
                     board.writer.add_text(f"samples/{by}", "\n\n".join(texts.values()), step)

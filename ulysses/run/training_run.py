@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from ulysses.check.preflight import prepare, remarks
 from ulysses.check.run_folder import digests_of_inputs, hold_output, restarts
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
-from ulysses.config.section import error_context
+from ulysses.config.section import error_context, refuse
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import replace_file
@@ -43,7 +42,7 @@ from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.trackers import TrackedRun
 from ulysses.run.trainer import Trainer
-from ulysses.stages.base import AuxiliaryModel
+from ulysses.stages.base import AuxiliaryModel, RunParts
 from ulysses.watch.watch import Watch
 from ulysses.zero.construct import (
     end_distributed,
@@ -52,10 +51,6 @@ from ulysses.zero.construct import (
     meet,
 )
 from ulysses.zero.engine import ZeroEngine, full_parameters
-
-if TYPE_CHECKING:
-    from ulysses.rl.rollout import Rollout
-    from ulysses.run.samples import Samples
 
 IMPORT_SECONDS = 60.0  # by which a process may start later than another
 
@@ -91,14 +86,14 @@ class TrainingRun:
             self.digests = digests_of_inputs(inputs, *data)
             self.changes: list[str] = []  # since the checkpoint that the run continues
             if inputs.resume_from:
+                start = inputs.weights, inputs.kernel.name
                 self.changes = changes(inputs.config, inputs.resume_from, self.digests)
+                refuse([*inputs.stage.check_resumed(*start, filter(None, data))])
             self.watch.pause()  # a host program may look at the data, and never enter
         except BaseException:
             self.watch.stop()
             raise
         self.trainer: Trainer | None = None  # from entering on
-        self.samples: Samples | None = None  # of run.samples, while it trains
-        self.language_models: dict[str, ZeroEngine] = {}  # the frozen ones by their roles
         self.resources = ExitStack()  # what must be released, whatever happens
 
     def __enter__(self) -> "TrainingRun":
@@ -158,22 +153,41 @@ class TrainingRun:
         self.watch.phase("building the model")
         self.say(f"building the model of {memory.question.model.parameters:,} parameters ...")
         self.engine = trained_engine(
-            config, inputs.weights, self.mesh, memory, inputs.attention
+            config, inputs.stage, inputs.weights, self.mesh, memory, inputs.attention
         )
         self._hold(self.engine)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
         self.watch.phase("preparing the stage")
-        stage = inputs.stage.build(self)
-        train_data, eval_data = stage.extend_data(self)
+        self.frozen = {m.role: self._frozen(m) for m in inputs.stage.requirements.models}
+        parts = RunParts(
+            engine=self.engine,
+            weights=inputs.weights,
+            frozen=self.frozen,
+            mesh=self.mesh,
+            kernel=inputs.kernel.name,
+            tokenizer=inputs.tokenizer,
+            tokens_per_microbatch=memory.tokens_per_microbatch,
+            share_prompts=config.batch.share_prompts and not memory.graphs,
+            resources=self.resources,
+            phase=self.watch.phase,
+            renew=self.watch.renew,
+            export=partial(self.export, for_servers=True),
+            say=self.say,
+        )
+        stage = inputs.stage.build(parts)
+        train_data, eval_data = (
+            each and stage.extend_data(parts, each)
+            for each in (self.train_data, self.eval_data)
+        )
         if memory.graphs:  # which take whole sequences
             train_data = train_data.apart
-        loader = self.loader(train_data)
+        loader = self._loader(train_data)
         for line in remarks(inputs, loader):
             self.say(line)
         return Trainer(
             stage=stage,
             loader=stage.loader(loader),
-            eval_loader=eval_data and self.loader(eval_data, evaluation=True),
+            eval_loader=eval_data and self._loader(eval_data, evaluation=True),
             total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
             flops=partial(model_flops, memory.question.model),
@@ -204,15 +218,13 @@ class TrainingRun:
             save_tokenizer(inputs, config.output / "tokenizer")
         dist.barrier()
 
-    # ---------------------------------------------------------------- what a stage asks for
-
-    def loader(self, dataset: TokenizedDataset, *, evaluation: bool = False) -> StepLoader:
+    def _loader(self, dataset: TokenizedDataset, *, evaluation: bool = False) -> StepLoader:
         """Return the loader of this data-parallel group; an evaluation takes every example once, in order."""
         place = self.mesh.data_parallel_size, self.mesh.dp_rank
         tokens = self.memory.tokens_per_microbatch
         return step_loader(self.inputs, dataset, tokens, *place, evaluation=evaluation)
 
-    def frozen(self, model: AuxiliaryModel) -> ZeroEngine:
+    def _frozen(self, model: AuxiliaryModel) -> ZeroEngine:
         """Build a frozen engine of another model, or find one of the initial policy."""
         if model.shares_weights:
             if not self.config.model.lora.rank:
@@ -231,8 +243,6 @@ class TrainingRun:
             resident=self.memory.resident,
         )
         self._hold(engine)
-        if not model.is_reward:
-            self.language_models[model.role] = engine
         return engine
 
     def _hold(self, engine: ZeroEngine) -> None:
@@ -254,13 +264,18 @@ class TrainingRun:
             self.log = MetricsLog(tracked, names, trainer.total_steps)
             self.resources.callback(self.log.close)
         self.resources.enter_context(self.watch.signals())
+        samples = None
         if run.samples:
             from ulysses.run.samples import Samples
 
-            self.samples = Samples(self)
+            models = self.inputs.stage.requirements.models
+            own = [m.role for m in models if not (m.is_reward or m.shares_weights)]
+            others = {role: self.frozen[role] for role in own}
+            samples = Samples(trainer, self.inputs, self.eval_data, others, self.log)
+            trainer.stage.show_rollouts(samples.show)
             if self.log:
                 self.log.bar.unpause()  # what comes once tells nothing of the time that remains
-        trainer.train(self.log, self.samples and self.samples.ask)
+        trainer.train(self.log, samples and samples.ask)
         if run.export and not trainer.stop_requested:
             out = folder / "export"
             if out.exists():  # of the run that was continued, at an earlier end
@@ -271,11 +286,6 @@ class TrainingRun:
                 self.export(out)
         if self.mesh.world_size == 1:
             self.watch.pause()  # nobody waits for what else the program does
-
-    def show(self, rollout: "Rollout") -> None:
-        """Let run.samples show a finished rollout."""
-        if self.samples:
-            self.samples.show(rollout)
 
     def export(self, folder: Path, *, for_servers: bool = False) -> None:
         """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together.
@@ -294,7 +304,8 @@ class TrainingRun:
             )
 
         given = read, folder, self.inputs.shape, config, step
-        note = export_model(*given, dtype=dtype, for_servers=for_servers)
+        how = {"reward": self.inputs.stage.reward, "dtype": dtype, "for_servers": for_servers}
+        note = export_model(*given, **how)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}; {note}" if note else f"exported {folder}")
         dist.barrier()
@@ -321,6 +332,7 @@ class TrainingRun:
             self.watch.stop()  # who catches this error tells it
             raise
         self.trainer = self.engine = self.log = None
+        self.frozen = {}
         if dist.get_world_size() > 1 and error is not None:
             self.watch.stop()  # this process may go on, and a later run's good end is no failure
             return

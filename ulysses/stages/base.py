@@ -3,18 +3,18 @@
 A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
 ulysses/config/stage_sections.py. The rest asks ulysses/options.py and never compares `config.stage` with a name.
 
-before the run     check, check_tokenizer, requirements, exported_config
-construction       build, arguments, extend_data, loader, total_steps
+before the run     check, check_tokenizer, check_data, check_resumed, requirements, exported_config
+construction       build, arguments, extend_data, show_rollouts, loader, total_steps
 every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step
 now and then       evaluate; save and load, of a stage with a state of its own
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
-from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.parallel.mesh import HOST_WAITS, ParallelMesh
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 
@@ -172,57 +171,34 @@ class Requirements(NamedTuple):
     rollout: PlannedRollout | None = None
 
 
-class Checked(Protocol):
-    """What the checks found (ulysses.check.preflight.RunInputs), as far as a stage reads it."""
+@dataclass(frozen=True)
+class RunParts:
+    """What a stage is built with (ulysses/run/training_run.py).
 
-    shape: ModelConfig
-    tokenizer: PreTrainedTokenizerFast
-    weights: InitialWeights
-    kernel: KernelChoice
-    resume_from: Path | None
-
-
-class MemoryChoice(Protocol):
-    """How the layers run (ulysses.plan.step_cost.Plan); `graphs`: as CUDA graphs, which share no prompts."""
-
-    @property
-    def tokens_per_microbatch(self) -> int: ...
-
-    @property
-    def graphs(self) -> bool: ...
-
-
-class Watched(Protocol):
-    def phase(self, name: str) -> None: ...
-
-    def renew(self) -> None: ...
-
-
-class Run(Protocol):
-    """What a stage reads of the run that it is built for (ulysses.run.training_run.TrainingRun).
-
-    engine: of the trained model. eval_data: None without held-out data.
-    loader: (dataset, evaluation=False) -> the loader of this data-parallel group.
-    watch: is told of every phase, and that this process still works.
-    resources: closed at the end of the run, whatever happens.
-    frozen: returns an engine of an auxiliary model; all ranks call it together.
-    export: writes the current weights into a folder, for sampling servers too; all ranks call it together.
-    show: is given every finished rollout.
-    say: prints a line.
+    Args:
+        engine: of the trained model, and the weights that its training starts from.
+        frozen: engines of the models in `Requirements`, by their roles.
+        kernel: name of the attention kernel.
+        tokens_per_microbatch: the most of a packed one.
+        share_prompts: whether answers to one prompt that fit into a micro-batch share it.
+        resources: closed at the end of the run, whatever happens.
+        phase, renew: tell the watch what begins, and that this process still works.
+        export: writes the current weights into a folder for sampling servers; all ranks call it together.
+        say: prints a line.
     """
 
-    inputs: Checked
     engine: TrainedEngine
-    memory: MemoryChoice
+    weights: InitialWeights
+    frozen: dict[str, ZeroEngine]
     mesh: ParallelMesh
-    train_data: TokenizedDataset
-    eval_data: TokenizedDataset | None
-    loader: Callable[..., StepLoader]
-    watch: Watched
+    kernel: str
+    tokenizer: PreTrainedTokenizerFast
+    tokens_per_microbatch: int
+    share_prompts: bool
     resources: ExitStack
-    frozen: Callable[[AuxiliaryModel], ZeroEngine]
-    export: Callable[..., None]
-    show: Callable[..., None]
+    phase: Callable[..., None]
+    renew: Callable[[], None]
+    export: Callable[[Path], None]
     say: Callable[[str], None]
 
 
@@ -255,6 +231,16 @@ class Stage:
         """Yield the errors that follow from the configuration alone."""
         yield from ()
 
+    def check_data(self, train: TokenizedDataset) -> Iterator[str]:
+        """Yield the errors that need the open training data."""
+        yield from ()
+
+    def check_resumed(
+        self, weights: InitialWeights, kernel: str, data: Iterable[TokenizedDataset]
+    ) -> Iterator[str]:
+        """Yield what a run lacks that continues a checkpoint; `data` are its training and its held-out data."""
+        yield from ()
+
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
         """Yield the errors that need the trained model's tokenizer; only a stage with other models is asked."""
         yield from ()
@@ -280,17 +266,20 @@ class Stage:
 
     # ---------------------------------------------------------------- construction
 
-    def extend_data(self, run: Run) -> tuple[TokenizedDataset, TokenizedDataset | None]:
-        """Return the training and held-out data with what the losses need besides; all ranks call it together."""
-        return run.train_data, run.eval_data
+    def extend_data(self, parts: RunParts, data: TokenizedDataset) -> TokenizedDataset:
+        """Return training or held-out data with what the losses need besides; all ranks call it together."""
+        return data
 
-    def build(self, run: Run) -> Self:
+    def build(self, parts: RunParts) -> Self:
         """Return the stage around its engine; all ranks call it together."""
-        return replace(self, model=run.engine, mesh=run.mesh, **self.arguments(run))
+        return replace(self, model=parts.engine, mesh=parts.mesh, **self.arguments(parts))
 
-    def arguments(self, run: Run) -> dict[str, object]:
+    def arguments(self, parts: RunParts) -> dict[str, object]:
         """Return the further arguments of the stage's constructor, its frozen models under their roles among them."""
-        return {model.role: run.frozen(model) for model in self.requirements.models}
+        return dict(parts.frozen)
+
+    def show_rollouts(self, show: Callable[..., None]) -> None:
+        """Let `show` see every finished rollout, of a stage that makes some."""
 
     # ---------------------------------------------------------------- every step
 

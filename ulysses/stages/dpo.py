@@ -11,7 +11,7 @@ steps so far, and aot sorts the margins of the step's pairs, which a first pass 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +21,22 @@ from torch import Tensor
 
 from losses.dpo import REFERENCE_FREE, dpo_loss, ld_dpo_weights
 from losses.preference import aot_margins
-from ulysses.data.serve.dataset import Example
+from models.initial_weights import InitialWeights
+from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.disk import write_json
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import gather
-from ulysses.stages.base import Metrics, MetricSums, Normaliser, StepBatches, Term
-from ulysses.stages.referenced import ReferencedStage
+from ulysses.stages.base import (
+    Metrics,
+    MetricSums,
+    Normaliser,
+    Requirements,
+    RunParts,
+    StepBatches,
+    Term,
+)
+from ulysses.stages.cached_reference import cache_file, read_reference
+from ulysses.stages.referenced import COLUMN, ReferencedStage
 
 STATE = "dpo.json"  # in a checkpoint
 MEAN = "rewards/mean"  # the metric that bco_pair averages over all steps
@@ -37,6 +47,7 @@ class DpoStage(ReferencedStage):
 
     name, dataset_type = "dpo", "pair"
     sequences_per_example = 2
+    reference_words = ("cached", "live")
     # bco_pair: the mean reward of all steps so far, and their number
     rewards: tuple[float, int] = (0.0, 0)
 
@@ -60,8 +71,50 @@ class DpoStage(ReferencedStage):
         return not {*self.table.loss_types} <= {*REFERENCE_FREE}
 
     @property
+    def is_cached(self) -> bool:
+        """Whether the data carry what the reference says."""
+        return self.needs_reference and self.table.reference == "cached"
+
+    @property
     def looks_ahead(self) -> bool:
         return "aot" in self.table.loss_types
+
+    @property
+    def requirements(self) -> Requirements:
+        found = super().requirements
+        if self.is_cached:  # the trained model has served as it before the first step
+            own = [model._replace(passes=0.0, shares_weights=True) for model in found.models]
+            found = found._replace(models=tuple(own))
+        return found
+
+    def check_resumed(
+        self, weights: InitialWeights, kernel: str, data: Iterable[TokenizedDataset]
+    ) -> Iterator[str]:
+        if (
+            not self.is_cached or self.config.model.lora.rank
+        ):  # adapters can still be switched off
+            return
+        files = (cache_file(self.config, weights, kernel, each) for each in data)
+        if gone := [str(path) for path in files if not path.with_suffix(".json").exists()]:
+            yield (
+                f"the reference log-probabilities of this run are gone: there is no {' and no '.join(gone)}, and "
+                "resuming no longer has the initial policy; restore data.cache, or set dpo.reference to the initial "
+                "model's path"
+            )
+
+    def extend_data(self, parts: RunParts, data: TokenizedDataset) -> TokenizedDataset:
+        """Let the data carry the initial policy's log-probabilities if they are to be cached.
+
+        They are computed now, with the weights that are about to be trained, unless data.cache holds them.
+        """
+        if not self.is_cached:
+            return data
+        path = cache_file(self.config, parts.weights, parts.kernel, data)
+        how = self.mesh, self.model.device, parts.tokens_per_microbatch, parts.say
+        return data.with_column(COLUMN, read_reference(data, path, self.reference, *how))
+
+    def reference_logps(self, batch: ShardedBatch) -> Tensor:
+        return batch.token_columns[COLUMN] if self.is_cached else super().reference_logps(batch)
 
     def sequences(self, example: Example) -> list[Sequence]:
         pair, alpha = super().sequences(example), self.table.ld_alpha

@@ -12,22 +12,22 @@ z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_un
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from losses.kto import kto_loss
-from ulysses.config.section import ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.stages.base import Metrics, MetricSums, Normaliser, Run, StepBatches, Term
+from ulysses.stages.base import Metrics, MetricSums, Normaliser, StepBatches, Term
 from ulysses.stages.passes import packed_batches
-from ulysses.stages.referenced import ReferencedStage, mismatched_lengths, mismatched_pairs
+from ulysses.stages.referenced import ReferencedStage
 
 
 @dataclass(eq=False)
 class KtoStage(ReferencedStage):
-    """Preference optimisation on unpaired answers; a cached reference has values of mismatched sequences too."""
+    """Preference optimisation on unpaired answers."""
 
     name, dataset_type = "kto", "unpaired"
 
@@ -46,12 +46,9 @@ class KtoStage(ReferencedStage):
     def looks_ahead(self) -> bool:
         return self.table.loss_type == "kto"
 
-    def extend_data(self, run: Run) -> tuple[TokenizedDataset, TokenizedDataset | None]:
-        if self.looks_ahead and len(run.train_data) < 2:
-            raise ConfigError(
-                "data.train has one example but kto's baseline pairs each example with another; give it more"
-            )
-        return super().extend_data(run)
+    def check_data(self, train: TokenizedDataset) -> Iterator[str]:
+        if self.looks_ahead and len(train) < 2:
+            yield "data.train has one example but kto's baseline pairs each example with another; give it more"
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return the step's micro-batches, and those of the mismatched sequences."""
@@ -114,3 +111,25 @@ class KtoStage(ReferencedStage):
         if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         return metrics
+
+
+def mismatched_pairs(prompts: np.ndarray, indices: list[int]) -> list[tuple[int, int]]:
+    """Pair each example of a step with the one whose completion it takes for KTO's baseline.
+
+    That is the next example of the step, cyclically, that has another prompt. Examples without one are left out.
+    `prompts` are the ids of the dataset's prompts.
+    """
+    pairs = []
+    for position, i in enumerate(indices):
+        following = indices[position + 1 :] + indices[:position]
+        partner = next((j for j in following if prompts[j] != prompts[i]), None)
+        if partner is not None:
+            pairs.append((i, partner))
+    return pairs
+
+
+def mismatched_lengths(dataset: TokenizedDataset, pairs: list[tuple[int, int]]) -> list[int]:
+    """Return the tokens of each `dataset.mismatch(i, j)` without reading one."""
+    heads, lengths = dataset.columns.get("prompt_length"), dataset.sequence_lengths
+    whole = (int(heads[i] + lengths[j, 0] - heads[j]) for i, j in pairs)
+    return [min(dataset.max_length, length) for length in whole]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ulysses import environment
 from ulysses.zero.partition import shard_of
 from ulysses.zero.resident import build_whole
+from ulysses.zero.settings import ZeroSettings
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 STREAMING = 1 << 20
@@ -181,7 +182,7 @@ def streaming_memory() -> Iterator[None]:
 @streaming_memory()
 def build_partitioned(
     create: Callable[[], nn.Module],
-    config: dict[str, Any],
+    settings: ZeroSettings,
     fill: Callable[[str, torch.Size, int, Tensor], None],
     *,
     resident: bool = False,
@@ -192,21 +193,18 @@ def build_partitioned(
 
     Args:
         create: builds the module; its parameters may be uninitialised.
-        config: DeepSpeed configuration (ulysses.zero.settings.derive).
+        settings: from ulysses.zero.settings.derive.
         fill: fill(name, shape, start, out) writes the elements of a flattened parameter from `start` on into `out`,
             a flat tensor.
         resident: whether the weights stay whole on every rank. On one process they do in any case, unless they are kept
             in host memory.
     """
-    on_host = "offload_param" in config["zero_optimization"]
-    if (resident or dist.get_world_size() == 1) and not on_host:
-        model = build_whole(
-            create, torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
-        )
+    if (resident or dist.get_world_size() == 1) and not settings.offload_parameters:
+        model = build_whole(create, settings.dtype)
     else:
         from ulysses.zero.deepspeed_internals import build_sharded  # takes seconds to import
 
-        model = build_sharded(create, config)
+        model = build_sharded(create, settings.deepspeed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shard = shard_of(parameter)

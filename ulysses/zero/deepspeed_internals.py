@@ -50,7 +50,7 @@ class ShardedWeights:
 
     Args:
         model: from `build_sharded`.
-        config: from ulysses.zero.settings.derive.
+        config: `deepspeed` of ulysses.zero.settings.derive.
         units: modules that DeepSpeed gathers as a whole.
     """
 

@@ -25,6 +25,7 @@ from ulysses.zero.construct import streaming_memory
 from ulysses.zero.partition import MakeOptimizer, parameter_slices, shard_of, sub_groups
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.resident import ResidentWeights
+from ulysses.zero.settings import ZeroSettings
 from ulysses.zero.update import ParameterGroup
 
 
@@ -33,14 +34,14 @@ class ZeroEngine:
 
     Args:
         model: built by `build_partitioned`.
-        config: from ulysses.zero.settings.derive.
+        settings: from ulysses.zero.settings.derive.
         unit_kinds: classes of modules whose parameters are gathered and reduced as one unit (one hook instead of many).
     """
 
     def __init__(
         self,
         model: nn.Module,
-        config: dict[str, Any],
+        settings: ZeroSettings,
         unit_kinds: Sequence[type[nn.Module]] = (),
     ) -> None:
         self.module, self.device = model, next(model.parameters()).device
@@ -50,7 +51,7 @@ class ZeroEngine:
         else:
             from ulysses.zero.deepspeed_internals import ShardedWeights
 
-            self.weights = ShardedWeights(model, config, self.units)
+            self.weights = ShardedWeights(model, settings.deepspeed, self.units)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
@@ -89,7 +90,7 @@ class TrainedEngine(ZeroEngine):
     def __init__(
         self,
         model: nn.Module,
-        config: dict[str, Any],
+        settings: ZeroSettings,
         optimizer: MakeOptimizer,
         groups: Sequence[ParameterGroup],
         unit_kinds: Sequence[type[nn.Module]] = (),
@@ -99,14 +100,13 @@ class TrainedEngine(ZeroEngine):
         graphs: bool = False,
     ) -> None:
         # a graph of all layers gathers and reduces nothing in between
-        super().__init__(model, config, () if graphs else unit_kinds)
-        zero = config["zero_optimization"]
+        super().__init__(model, settings, () if graphs else unit_kinds)
         device = torch.device("cpu") if offload_optimizer else self.device
-        size = zero["sub_group_size"]
+        size = settings.sub_group_size
         self.sub_groups = [*sub_groups(groups, optimizer, size=size, device=device)]
         self.slices = [s for one in self.sub_groups for s in parameter_slices(model, one)]
         given = self.slices, self.units, self.device
-        options = {"lent": graphs, "bucket": zero["reduce_bucket_size"]}
+        options = {"lent": graphs, "bucket": settings.reduce_bucket_size}
         if dist.get_world_size() == 1:
             self.reduction = GradientReduction(*given, **options)
         else:
@@ -173,10 +173,10 @@ class TrainedEngine(ZeroEngine):
 class StepGradients(Gradients):
     """A step's gradient, part of which may still be in the weights' dtype."""
 
-    def slices(self) -> list[Tensor]:
-        """Return every slice in float32, which does not round what a policy writes."""
+    def apply_factors(self) -> None:
+        """Make every slice float32 first, which does not round what a policy writes."""
         self.entries = [replace(e, grad=e.grad.to(self.wide)) for e in self.entries]
-        return super().slices()
+        super().apply_factors()
 
 
 def empty(tensors: Any) -> None:

@@ -1,13 +1,31 @@
-"""The DeepSpeed configuration, derived from ours; DeepSpeed is told nothing about sequence parallelism."""
+"""The settings of ZeRO, and DeepSpeed's configuration among them, which is told nothing of sequence parallelism."""
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 # What is the same for all models, and the keys that decide what the engine computes.
 _TABLES = Path(__file__).with_name("deepspeed.toml").read_text()
+
+
+class ZeroSettings(NamedTuple):
+    """How the weights of a model and their updates are divided.
+
+    Args:
+        dtype: of the weights, torch.bfloat16 or torch.float32.
+        offload_parameters: whether they are kept in host memory.
+        sub_group_size: parameters that are updated at a time (update.py).
+        reduce_bucket_size: gradients with fewer elements travel together (reduce.py).
+        deepspeed: the dictionary for `deepspeed.initialize` and `zero.Init`; weights that stay whole do not read it.
+    """
+
+    dtype: torch.dtype
+    offload_parameters: bool
+    sub_group_size: int
+    reduce_bucket_size: int
+    deepspeed: dict[str, Any]
 
 
 def derive(
@@ -17,11 +35,11 @@ def derive(
     layer_matrices: int = 1 << 20,
     vocabulary_matrices: int = 0,
     raw: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the configuration dictionary for `deepspeed.initialize` and `zero.Init`.
+) -> ZeroSettings:
+    """Return the settings of a model.
 
     Args:
-        dtype: dtype of the weights, torch.bfloat16 or torch.float32.
+        dtype, offload_parameters: as in ZeroSettings.
         layer_matrices: parameters in the matrices of one decoder layer; exactly one layer is gathered ahead.
         vocabulary_matrices: parameters of embedding and head together.
         raw: the user's own keys of ZeRO, which `check_raw` has seen.
@@ -36,7 +54,10 @@ def derive(
     if offload_parameters:
         zero["offload_param"] = host
     zero |= raw or {}
-    return {**settings, "bf16": {"enabled": dtype == torch.bfloat16}}
+    settings["bf16"] = {"enabled": dtype == torch.bfloat16}
+    # ZeRO's names, but without an optimizer DeepSpeed reads neither
+    sizes = zero.pop("sub_group_size"), zero.pop("reduce_bucket_size")
+    return ZeroSettings(dtype, offload_parameters, *sizes, settings)
 
 
 def check_raw(raw: dict[str, Any]) -> None:

@@ -50,7 +50,6 @@ class TokenizedDataset:
         source_names: the held-out sets that the sources belong to; "" for none.
         max_length: where a mismatched sequence is cut.
         token_columns: {name: [tokens of all examples as `lengths` count them, end to end]}: further columns.
-        mismatched: {name: {(index, other): column}}: the same columns of the mismatched sequences that are asked for.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class TokenizedDataset:
         self.max_length = max_length
         self.share_prompts = share_prompts
         self.token_columns: dict[str, np.ndarray] = {}
-        self.mismatched: dict[str, dict[tuple[int, int], np.ndarray]] = {}
         self.fingerprint = f"{self.folder.name} {share_prompts}"
         index = json.loads((self.folder / "index.json").read_text())
         self.kind: str = index["kind"]
@@ -151,13 +149,10 @@ class TokenizedDataset:
         whole.share_prompts = False
         return whole
 
-    def with_column(
-        self, name: str, values: np.ndarray, mismatched: dict[tuple[int, int], np.ndarray]
-    ) -> "TokenizedDataset":
-        """Return this dataset with one more column of its tokens and of its mismatched sequences."""
+    def with_column(self, name: str, values: np.ndarray) -> "TokenizedDataset":
+        """Return this dataset with one more column of its tokens."""
         extended = copy(self)
         extended.token_columns = {**self.token_columns, name: values}
-        extended.mismatched = {**self.mismatched, name: mismatched}
         return extended
 
     def row(self, index: int) -> Row:
@@ -172,8 +167,7 @@ class TokenizedDataset:
         tokens = np.append(prompt.tokens[:head], answer.tokens[start:])
         weights = np.append(prompt.loss_weights[:head], answer.loss_weights[start:])
         both = tokens[: self.max_length], weights[: self.max_length]
-        columns = {name: found[index, other] for name, found in self.mismatched.items()}
-        return Sequence(*both, columns, prompt=prompt.prompt, prompt_length=head)
+        return Sequence(*both, prompt=prompt.prompt, prompt_length=head)
 
 
 def source_weights(
