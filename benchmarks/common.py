@@ -173,7 +173,7 @@ def take_step(
     for _ in range(micro_batches):
         loss = engine(batch, nll=True).nll
         scale = bench.mesh.world_size / count / micro_batches
-        engine.backward(loss * scale, alone=micro_batches == 1)
+        engine.backward(loss * scale, only_microbatch=micro_batches == 1)
     gradients = engine.gradients()
     gradient_policies(bench.config.gradients).apply(
         gradients, StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)
@@ -242,7 +242,7 @@ def measure(
         device,
         dtype,
         shape.head_dim,
-        documents=batch.attention_plan.documents,
+        num_documents=batch.attention_plan.num_documents,
     ).name
     return {
         "engine": "ours", "gpu": name, "stage": "sft",

@@ -67,10 +67,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a loss's file when it is asked for."""
+    """Import the file of a loss when the loss is first asked for."""
     if name in __all__:
-        for part in ("dpo", "kto", "ppo", "preference", "reward_model"):
-            found = vars(import_module(f".{part}", __name__))
-            if name in found:
-                return found[name]
+        for file in ("dpo", "kto", "ppo", "preference", "reward_model"):
+            names = vars(import_module(f".{file}", __name__))
+            if name in names:
+                return names[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

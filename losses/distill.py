@@ -27,48 +27,46 @@ def divergence(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, T
     check_shapes("student and teacher: both must be [R, V]", 2, student, teacher)
     p = student.exp()
     if beta == 0:
-        wanted = teacher.exp()
-        return (wanted * (teacher - student)).sum(-1), p.sub_(wanted)
+        q = teacher.exp()
+        return (q * (teacher - student)).sum(-1), p.sub_(q)
     if beta == 1:
         ratio = student - teacher
         value = (p * ratio).sum(-1)
         return value, p.mul_(ratio.sub_(value[:, None]))
     mixture = (teacher + math.log(beta)).logaddexp(student + math.log1p(-beta))
-    of_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)
+    teacher_kl = (teacher.exp() * (teacher - mixture)).sum(-1)
     ratio = mixture.neg_().add_(student)
-    of_student = (p * ratio).sum(-1)
-    gradient = p.mul_(ratio.sub_(of_student[:, None])).mul_(1 - beta)
-    return beta * of_teacher + (1 - beta) * of_student, gradient
+    student_kl = (p * ratio).sum(-1)
+    gradient = p.mul_(ratio.sub_(student_kl[:, None])).mul_(1 - beta)
+    return beta * teacher_kl + (1 - beta) * student_kl, gradient
 
 
 def distillation(
-    rows: Tensor, weight: Tensor, *, beta: float, temperature: float, nll_weight: float
+    hidden: Tensor, weight: Tensor, *, beta: float, temperature: float, nll_weight: float
 ) -> TileLoss:
     """Return the `tile_loss` of linear_logprobs that adds the divergence from a teacher to nll_weight * -log p.
 
-    Both distributions are softmax(logits / temperature) over the words that both models have; the negative
+    Both distributions are softmax(logits / temperature) over the tokens that both vocabularies have; the negative
     log-likelihood is that of temperature 1.
 
     Args:
-        rows: [M, D_t], the inputs of the teacher's vocabulary, in the order of the student's.
-        weight: [V_t, D_t], the teacher's vocabulary.
+        hidden: [M, D_t], the inputs of the teacher's head, in the order of the student's.
+        weight: [V_t, D_t], the weight of the teacher's head.
     """
-    rows, matrix = rows.detach(), operand(weight)
+    hidden, teacher_weight = hidden.detach(), operand(weight)
 
     def loss(tile: Tile) -> tuple[Tensor, Tensor]:
-        size = tile.logits.shape[-1]
-        words = min(size, len(matrix))
-        wanted = tile_logits(
-            rows[tile.rows], matrix[:words], temperature, tile.logits.dtype
-        ).log_softmax(-1)
-        student = (tile.logits[:, :words] / temperature).log_softmax(-1)
-        values, gradient = divergence(student, wanted, beta)
-        gradient = F.pad(gradient.div_(temperature), (0, size - words))
+        width, dtype = tile.logits.shape[-1], tile.logits.dtype
+        common = min(width, len(teacher_weight))
+        teacher_logits = tile_logits(
+            hidden[tile.rows], teacher_weight[:common], temperature, dtype
+        )
+        student = (tile.logits[:, :common] / temperature).log_softmax(-1)
+        values, gradient = divergence(student, teacher_logits.log_softmax(-1), beta)
+        gradient = F.pad(gradient.div_(temperature), (0, width - common))
         if nll_weight:
             values = values - nll_weight * tile.logps
-            difference = one_hot_difference(
-                tile.logits, tile.lse, tile.targets, tile.logits.dtype
-            )
+            difference = one_hot_difference(tile.logits, tile.lse, tile.targets, dtype)
             gradient.add_(difference, alpha=nll_weight)
         return values, gradient
 

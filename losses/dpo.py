@@ -68,45 +68,43 @@ def dpo_loss(
     policy margin with the given `aot_reference_margins` (`aot_margins` of more pairs than these).
     Raises ValueError for other shapes, and if an argument is out of range or does not apply to any of the losses.
     """
-    names = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
-    for name in names:
+    loss_types = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
+    for name in loss_types:
         if name not in DPO_LOSS_TYPES:
             near = difflib.get_close_matches(name, DPO_LOSS_TYPES, 1)
             hint = _ELSEWHERE.get(name) or (f"did you mean {near[0]!r}?" if near else "")
-            raise ValueError(
-                f"loss_type is {name!r} but must be one of {', '.join(DPO_LOSS_TYPES)}; {hint}".rstrip(
-                    "; "
-                )
-            )
-    if not names or len(loss_weights) not in (0, len(names)):
+            sentence = f"loss_type is {name!r} but must be one of {', '.join(DPO_LOSS_TYPES)}"
+            raise ValueError(f"{sentence}; {hint}" if hint else sentence)
+    if not loss_types or len(loss_weights) not in (0, len(loss_types)):
         raise ValueError(
-            f"loss_type names {len(names)} losses and loss_weights has {len(loss_weights)}; give each loss one weight"
+            f"loss_type names {len(loss_types)} losses and loss_weights has {len(loss_weights)}; "
+            "give each loss one weight"
         )
     if not beta > 0:
         raise ValueError(f"beta is {beta} but must be above 0")
-    if label_smoothing and not set(names) & set(_SMOOTHED):
+    if label_smoothing and not set(loss_types) & set(_SMOOTHED):
         raise ValueError(
-            f"label_smoothing is {label_smoothing} but loss_type {', '.join(names)!r} has none; "
+            f"label_smoothing is {label_smoothing} but loss_type {', '.join(loss_types)!r} has none; "
             f"set it to 0, or use {', '.join(_SMOOTHED)}"
         )
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(
             f"label_smoothing is {label_smoothing} but must be at least 0 and below 0.5 (0.5 is no preference)"
         )
-    if "exo_pair" in names and not label_smoothing:
+    if "exo_pair" in loss_types and not label_smoothing:
         raise ValueError(
             "loss_type 'exo_pair' is infinite at label_smoothing 0; set it above 0, for example 0.001"
         )
-    if "discopop" in names and not 0 < discopop_tau <= 1:
+    if "discopop" in loss_types and not 0 < discopop_tau <= 1:
         raise ValueError(
             f"discopop_tau is {discopop_tau} but must be above 0 and at most 1 (0.05 in the paper)"
         )
-    if f_divergence != "reverse_kl" and not set(names) & set(_WITH_DIVERGENCE):
+    if f_divergence != "reverse_kl" and not set(loss_types) & set(_WITH_DIVERGENCE):
         raise ValueError(
-            f"f_divergence is {f_divergence!r} but loss_type {', '.join(names)!r} has none; "
+            f"f_divergence is {f_divergence!r} but loss_type {', '.join(loss_types)!r} has none; "
             f"use 'reverse_kl', or one of {', '.join(_WITH_DIVERGENCE)}"
         )
-    *given, aot_reference_margins = check_shapes(
+    *both_sides, aot_reference_margins = check_shapes(
         "policy and reference log-probabilities, lengths and aot_reference_margins: every pair needs one of each: give "
         "[N], sums over the tokens of each completion",
         1,
@@ -118,12 +116,14 @@ def dpo_loss(
         rejected_lengths,
         aot_reference_margins,
     )
+    # of each side: the policy's and the reference's log-probabilities, and the lengths
+    of_chosen, of_rejected = both_sides[:3], both_sides[3:]
     if isinstance(bco_delta, Tensor):
         check_shapes("bco_delta: it must be one number []", 0, bco_delta)
-    parts, rewards = [], []
-    for name, weight in zip(names, loss_weights or [1.0] * len(names)):
-        ratios, bases = [], []
-        for policy, reference, lengths in (given[:3], given[3:]):
+    losses, rewards = [], []
+    for name, weight in zip(loss_types, loss_weights or [1.0] * len(loss_types)):
+        ratios = []
+        for policy, reference, lengths in (of_chosen, of_rejected):
             ratio = policy
             if name not in REFERENCE_FREE:
                 if reference is None:
@@ -131,7 +131,6 @@ def dpo_loss(
                         f"loss_type {name!r} needs reference_chosen_logps and reference_rejected_logps; "
                         f"without a reference use {' or '.join(REFERENCE_FREE)}"
                     )
-                bases.append(reference)
                 ratio = ratio - reference
             if name in LENGTH_NORMALISED:
                 if lengths is None:
@@ -147,15 +146,15 @@ def dpo_loss(
             scores = [divergence_score(ratio, f_divergence, f_alpha) for ratio in ratios]
             delta = scores[0] - scores[1]
         if name == "aot":
-            margins = given[0] - given[3]
+            margins = of_chosen[0] - of_rejected[0]
             if aot_reference_margins is None:
-                aot_reference_margins = aot_margins(margins, bases[0] - bases[1])
+                aot_reference_margins = aot_margins(margins, of_chosen[1] - of_rejected[1])
             delta = margins - aot_reference_margins
         loss = preference_loss(
             name, chosen, rejected, delta, beta, label_smoothing, simpo_gamma, discopop_tau, bco_delta
         )  # fmt: skip
-        parts.append(weight * loss)
-    return sum(parts[1:], parts[0]), rewards[0], rewards[1]
+        losses.append(weight * loss)
+    return sum(losses[1:], losses[0]), rewards[0], rewards[1]
 
 
 @takes_tensors("token_index", "public_lengths")

@@ -8,10 +8,11 @@ Shapes: M projected positions, D width, V vocabulary, R rows of one tile of logi
 
 A step costs two matrix products for the logits (one in forward, one more in backward) and two for the gradients. Saved
 for backward are the inputs and one log-sum-exp per row. The log-sum-exp is always float32 (float64 for float64
-inputs): a bfloat16 log-softmax over 128,256 words is off by more than 1 in a sum over 256 tokens.
+inputs): a bfloat16 log-softmax over 128,256 tokens is off by more than 1 in a sum over 256 tokens.
 
-With the weights w of a loss nll = sum_m w_m (-log p_m), forward has all that its gradient by the logits needs,
-w (p - onehot): it makes both gradients from its own tiles, and backward only multiplies them by the gradient of nll.
+With the weights w of a loss nll = sum_m w_m (-log p_m), forward has all that the gradient by the logits needs,
+w (p - onehot): it computes the gradients of hidden and weight from its own tiles, and backward only multiplies them by
+the gradient of nll.
 So the logits are computed once (Liger Kernel, 2410.10989). A loss that reads all logits of a position hands in a
 function of one tile instead, which returns its values and their gradient by the logits (losses/distill.py).
 """
@@ -31,7 +32,7 @@ IGNORE_INDEX = -100
 # Bytes of the float32 logits of one tile; a large tile means that the weight gradient is rewritten less often.
 CUDA_TILE_BYTES = 1 << 30
 CPU_TILE_BYTES = 64 << 20
-# float32 tiles that a loss of all logits may hold at a time, its gradient included; its tiles have as many fewer rows
+# A loss of all logits may hold this many float32 tiles at a time, its gradient included; so its tiles are smaller.
 LOSS_TILES = 6
 
 
@@ -40,8 +41,8 @@ class LogProbs(NamedTuple):
 
     logps: log-probability of the target. entropy: -sum_v p_v log p_v. lse: log-sum-exp of the (tempered) logits.
     mean_logit: mean of the logits over the vocabulary, so that `lse - mean_logit` is the mean over v of -log p_v.
-    nll: sum of loss_weights * -logps, a scalar, or of loss_weights * the values of `tile_loss`. Those that were not
-    asked for are None. All carry gradients, but next to nll the logps carry none.
+    nll: sum of loss_weights * -logps, a scalar, or of loss_weights * the values of `tile_loss`. Fields that were not
+    asked for are None. All carry gradients, except that logps carry none if nll was asked for.
     """
 
     logps: Tensor
@@ -54,8 +55,8 @@ class LogProbs(NamedTuple):
 class Tile(NamedTuple):
     """What a loss of all logits reads at a time: `rows` of the M positions and their logits [R, V].
 
-    targets [R] (0 where a position is ignored), their logps [R], and the logits' lse [R]; logits and both are float32
-    (float64 for float64 inputs). The loss may overwrite the logits.
+    targets [R] (0 where a position is ignored), their logps [R], and the log-sum-exp of the logits, lse [R]. Logits,
+    logps and lse are float32 (float64 for float64 inputs). The loss may overwrite the logits.
     """
 
     rows: slice
@@ -65,7 +66,7 @@ class Tile(NamedTuple):
     lse: Tensor
 
 
-# returns the loss of each row [R], and its gradient by the logits [R, V]
+# It returns the loss of each row [R], and the gradient of the loss by the logits [R, V].
 TileLoss = Callable[[Tile], tuple[Tensor, Tensor]]
 
 
@@ -137,7 +138,8 @@ def linear_logprobs(
             raise ValueError(
                 "loss_weights give the gradient of nll alone; leave them out, or entropy, lse and mean_logit"
             )
-        if not torch.is_grad_enabled():  # inside the Function it never is
+        # asked here, because inside the Function gradients are always off
+        if not torch.is_grad_enabled():
             hidden, weight = hidden.detach(), weight.detach()
     if tile_loss is not None and (loss_weights is None or temperature != 1.0):
         raise ValueError("tile_loss needs loss_weights, and logits of temperature 1")
@@ -148,12 +150,11 @@ def linear_logprobs(
                 f"targets hold {int(targets[bad][0])} "
                 f"but must lie in 0..{weight.shape[0] - 1}, or be {IGNORE_INDEX} (ignored)"
             )
-    rows = tile_rows
-    if rows == "auto":
+    if tile_rows == "auto":
         row_bytes = weight.shape[0] * torch.promote_types(hidden.dtype, torch.float32).itemsize
         row_bytes *= 1 if tile_loss is None else LOSS_TILES
         limit = CUDA_TILE_BYTES if hidden.is_cuda else CPU_TILE_BYTES
-        rows = equal_tiles(hidden.shape[0], row_bytes, limit)
+        tile_rows = equal_tiles(hidden.shape[0], row_bytes, limit)
     return LogProbs(
         *_LinearLogProbs.apply(
             hidden,
@@ -162,7 +163,7 @@ def linear_logprobs(
             loss_weights,
             tile_loss,
             temperature,
-            rows,
+            tile_rows,
             entropy,
             lse,
             mean_logit,
@@ -189,12 +190,12 @@ class _LinearLogProbs(torch.autograd.Function):
         loss_weights: Tensor | None,
         tile_loss: TileLoss | None,
         temperature: float,
-        rows: int,
+        tile_rows: int,
         want_entropy: bool,
         want_lse: bool,
         want_mean: bool,
     ) -> tuple[Tensor | None, ...]:
-        tiles = _Tiles(ctx, hidden, weight, temperature, rows)
+        tiles = _Tiles(ctx, hidden, weight, temperature, tile_rows)
         lse = hidden.new_empty(len(hidden), dtype=tiles.dtype)
         logps, values = torch.empty_like(lse), torch.empty_like(lse)
         entropy = torch.empty_like(lse) if want_entropy else None
@@ -208,33 +209,33 @@ class _LinearLogProbs(torch.autograd.Function):
             scale = loss_weights / temperature
             if tile_loss is None and any(ctx.needs_input_grad):
                 tile_dtype = tiles.weight.dtype
-        for part, logits in tiles:
+        for rows, logits in tiles:
             gradient = None
             if entropy is None and mean is None and (log_softmax_at := _in_one_pass(logits)):
                 gradient = log_softmax_at(
-                    logits, safe[part], lse[part], logps[part], tile_dtype
+                    logits, safe[rows], lse[rows], logps[rows], tile_dtype
                 )
             else:
                 if mean is not None:
-                    mean[part] = logits.mean(-1)
+                    mean[rows] = logits.mean(-1)
                 top, at = logits.max(-1)
                 logp = torch.log_softmax(logits, -1)
                 # lse comes from the largest logit: log p is small there, so no digits are lost even if logits are huge
-                lse[part] = top - logp.gather(1, at[:, None])[:, 0]
-                logps[part] = logp.gather(1, safe[part, None])[:, 0]
+                lse[rows] = top - logp.gather(1, at[:, None])[:, 0]
+                logps[rows] = logp.gather(1, safe[rows, None])[:, 0]
                 if entropy is not None:  # the logits are no longer needed
-                    entropy[part] = -torch.exp(logp, out=logits).mul_(logp).sum(-1)
+                    entropy[rows] = -torch.exp(logp, out=logits).mul_(logp).sum(-1)
                 del logp
                 if tile_dtype is not None:
-                    gradient = one_hot_difference(logits, lse[part], safe[part], tile_dtype)
+                    gradient = one_hot_difference(logits, lse[rows], safe[rows], tile_dtype)
             if tile_loss is not None:
-                values[part], gradient = tile_loss(
-                    Tile(part, logits, safe[part], logps[part], lse[part])
+                values[rows], gradient = tile_loss(
+                    Tile(rows, logits, safe[rows], logps[rows], lse[rows])
                 )
                 gradient = gradient.to(tiles.weight.dtype)
             del logits
             if gradient is not None:
-                tiles.add(part, gradient, scale)
+                tiles.add(rows, gradient, scale)
             del gradient
         logps.masked_fill_(ignored, 0.0)
         ctx.dtypes = None
@@ -245,7 +246,7 @@ class _LinearLogProbs(torch.autograd.Function):
             nll, _ = weighted_sum(-logps if tile_loss is None else values, loss_weights)
             return logps, None, None, None, nll
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.temperature, ctx.rows = temperature, rows
+        ctx.temperature, ctx.tile_rows = temperature, tile_rows
         ctx.set_materialize_grads(False)
         # the caller may change the returned log-sum-exp in place, so the saved one is another tensor
         return logps, entropy, lse.clone() if want_lse else None, mean, None
@@ -269,19 +270,19 @@ class _LinearLogProbs(torch.autograd.Function):
         # in the common case the row's gradient scales the small operands, which saves a pass over the tile
         only_logps = all(x is None for x in others)
         scale = (g_logp if only_logps else torch.full_like(lse, -1.0)) / -ctx.temperature
-        tiles = _Tiles(ctx, hidden, weight, ctx.temperature, ctx.rows)
-        for part, logits in tiles:
+        tiles = _Tiles(ctx, hidden, weight, ctx.temperature, ctx.tile_rows)
+        for rows, logits in tiles:
             if only_logps:
-                gradient = one_hot_difference(logits, lse[part], safe[part], tiles.weight.dtype)
+                gradient = one_hot_difference(logits, lse[rows], safe[rows], tiles.weight.dtype)
             else:
                 gradient = _logit_gradient(
-                    logits.sub_(lse[part, None]),
-                    safe[part, None],
-                    g_logp[part, None],
-                    *(None if x is None else x[part, None] for x in (*others, entropy)),
+                    logits.sub_(lse[rows, None]),
+                    safe[rows, None],
+                    g_logp[rows, None],
+                    *(None if x is None else x[rows, None] for x in (*others, entropy)),
                 ).to(tiles.weight.dtype)
             del logits
-            tiles.add(part, gradient, scale)
+            tiles.add(rows, gradient, scale)
             del gradient
         grad_weight = tiles.weight_gradient
         if grad_weight is not None:
@@ -290,43 +291,43 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class _Tiles:
-    """The logits in tiles [R, V] of rows, float32 (float64), and the gradients that are added up over them.
+    """The logits in tiles [R, V] of rows, float32 (float64), and the gradients that are added up over the tiles.
 
-    hidden_gradient [M, D], weight_gradient [V, D]: None for one that is not needed; the latter stays float32 (float64).
+    hidden_gradient [M, D], weight_gradient [V, D]: None where none is needed. The weight's stays float32 (float64).
     """
 
     def __init__(
-        self, ctx: Any, hidden: Tensor, weight: Tensor, temperature: float, rows: int
+        self, ctx: Any, hidden: Tensor, weight: Tensor, temperature: float, tile_rows: int
     ) -> None:
         self.hidden, self.weight = hidden, operand(weight)
-        self.temperature, self.rows = temperature, rows
+        self.temperature, self.tile_rows = temperature, tile_rows
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         need_hidden, self.need_weight, *_ = ctx.needs_input_grad
         self.hidden_gradient = torch.empty_like(hidden) if need_hidden else None
-        # the first tile's product, if there is a tile
+        # the first tile's product makes it, if there is a tile
         no_rows = self.need_weight and not len(hidden)
         self.weight_gradient = torch.zeros_like(weight) if no_rows else None
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        for start in range(0, len(self.hidden), self.rows):
-            part = slice(start, start + self.rows)
-            # nothing here keeps the tile alive
+        for start in range(0, len(self.hidden), self.tile_rows):
+            rows = slice(start, start + self.tile_rows)
+            # no variable here keeps the tile alive
             yield (
-                part,
-                tile_logits(self.hidden[part], self.weight, self.temperature, self.dtype),
+                rows,
+                tile_logits(self.hidden[rows], self.weight, self.temperature, self.dtype),
             )
 
-    def add(self, part: slice, gradient: Tensor, scale: Tensor) -> None:
-        """Add a gradient by the logits [R, V], in the weight's dtype; its rows lack their factors in `scale` [M]."""
-        factors = scale[part, None]
+    def add(self, rows: slice, gradient: Tensor, scale: Tensor) -> None:
+        """Add one tile's share, from its gradient by the logits [R, V] before the factor `scale` [M] of each row."""
+        factors = scale[rows, None]
         if self.hidden_gradient is not None:
             product = wide_product(gradient, self.weight, self.dtype)
-            self.hidden_gradient[part] = product.mul_(factors)
+            self.hidden_gradient[rows] = product.mul_(factors)
             del product
         if self.need_weight:
-            rows = (self.hidden[part] * factors).to(gradient.dtype)
+            hidden = (self.hidden[rows] * factors).to(gradient.dtype)
             total = self.weight_gradient
-            self.weight_gradient = wide_product(gradient.t(), rows, self.dtype, total)
+            self.weight_gradient = wide_product(gradient.t(), hidden, self.dtype, total)
 
 
 def one_hot_difference(
@@ -334,12 +335,14 @@ def one_hot_difference(
 ) -> Tensor:
     """Return p - onehot(target) [R, V] in `dtype`; it may overwrite the logits.
 
-    The row's upstream gradient is applied to the small operands instead. The target's entry is computed as
-    expm1(log p), because rounding p first would lose 1 - p where p is close to 1.
+    The caller multiplies the smaller operands of the products by each row's upstream gradient. The target's entry is
+    computed as expm1(log p), because rounding p first would lose 1 - p where p is close to 1.
     """
-    if log_softmax_at := _in_one_pass(logits):  # which finds the log-sum-exp again
-        known = torch.empty_like(lse), torch.empty_like(lse)
-        return log_softmax_at(logits, targets, *known, dtype)
+    if log_softmax_at := _in_one_pass(logits):
+        # the kernel computes the log-sum-exp and the log-probabilities again; nobody reads them
+        return log_softmax_at(
+            logits, targets, torch.empty_like(lse), torch.empty_like(lse), dtype
+        )
     at_target = logits.gather(1, targets[:, None]).sub_(lse[:, None]).expm1_()
     tile = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     torch.exp(logits.sub_(lse[:, None]), out=tile)
@@ -382,7 +385,7 @@ def _logit_gradient(
 
 
 def operand(weight: Tensor) -> Tensor:
-    """Return the weight in the dtype of the matrix products: half precision only where they come out in float32."""
+    """Return the weight in the dtype of the matrix products: half precision only where their results are float32."""
     return weight.detach() if has_wide_products(weight) else at_least_float32(weight.detach())
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .precision import check_shapes, takes_tensors
 
-# the exponential of more is outside any clip range, and of much more it overflows
+# beyond it a ratio is outside any clip range, and far beyond it the exponential overflows
 MAX_LOG_RATIO = 20.0
 
 
@@ -55,7 +55,7 @@ def token_rewards(
         last_index,
         has_eos,
     )
-    # on a GPU reading would make the host wait
+    # reading numbers from a GPU would make the host wait
     for last in () if last_index.is_cuda else last_index.tolist():
         if not 0 <= last < len(kl):
             raise ValueError(f"last_index holds {last} but must lie in 0..{len(kl) - 1}")
@@ -83,11 +83,12 @@ def packed_gae(
     """
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gamma is {gamma} and lam {lam} but both must lie in [0, 1]")
-    given = rewards.detach(), values.detach()
-    rewards, values = check_shapes("rewards and values: both must be packed [T]", 1, *given)
+    rewards, values = check_shapes(
+        "rewards and values: both must be packed [T]", 1, rewards.detach(), values.detach()
+    )
     check_shapes("cu_seqlens: it must be [N + 1], where the sequences begin", 1, cu_seqlens)
     T = rewards.shape[0]
-    # on a GPU reading would make the host wait
+    # reading numbers from a GPU would make the host wait
     if not cu_seqlens.is_cuda:
         bounds = cu_seqlens.tolist() or [0]
         if (bounds[0], bounds[-1]) != (0, T) or bounds != sorted(bounds):
@@ -176,11 +177,13 @@ def ppo_policy_loss(
     to -c A (1912.09729; commonly 3; two-sided clipping, 2505.07291).
     "cispo": -A min(rho, 1 + clip_high) logp, where the ratio is a weight without gradient (2506.13585): a token beyond
     the bound still learns. It has no lower bound.
-    The log-ratio is cut at +-20, beyond which its gradient is 0 already, or useless.
+    The log-ratio is cut at +-20: further out its gradient is 0 already, or useless.
     Raises ValueError if the shapes differ, for another kind, or bounds out of range.
     """
-    given = logps, old_logps.detach(), advantages.detach()
-    logps, old_logps, advantages = check_shapes("logps, old_logps and advantages", None, *given)
+    rule = "logps, old_logps and advantages"
+    logps, old_logps, advantages = check_shapes(
+        rule, None, logps, old_logps.detach(), advantages.detach()
+    )
     high = clip if clip_high is None else clip_high
     if not 0 <= clip < 1 or high < 0:
         raise ValueError(
@@ -214,8 +217,10 @@ def ppo_value_loss(
     values, old_values and returns have one shape, that of the results: packed [T] or padded [N, T]. Raises ValueError
     if they differ, or for a negative clip.
     """
-    given = values, old_values.detach(), returns.detach()
-    values, old_values, returns = check_shapes("values, old_values and returns", None, *given)
+    rule = "values, old_values and returns"
+    values, old_values, returns = check_shapes(
+        rule, None, values, old_values.detach(), returns.detach()
+    )
     plain = (values - returns).square()
     if not clip:
         return ValueLoss(0.5 * plain, torch.zeros_like(plain.detach()))
@@ -236,8 +241,10 @@ def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Ten
     k1: d (unbiased). k2: d^2 / 2 (low variance, biased). k3: e^-d - 1 + d (unbiased, never negative), with the exponent
     cut at 20. Source: Schulman, "Approximating KL divergence" (2020).
     """
-    given = logps, reference_logps
-    difference = torch.sub(*check_shapes("logps and reference_logps", None, *given))
+    logps, reference_logps = check_shapes(
+        "logps and reference_logps", None, logps, reference_logps
+    )
+    difference = logps - reference_logps
     if kind == "k1":
         return difference
     if kind == "k2":

@@ -18,7 +18,7 @@ def at_least_float32(value: Tensor) -> Tensor:
 
 
 def has_wide_products(matrix: Tensor) -> bool:
-    """Tell whether products of this half-precision matrix come out in float32: they do on a GPU."""
+    """Tell whether this is a half-precision matrix on a GPU, where its products can have float32 results."""
     return matrix.is_cuda and matrix.dtype.itemsize == 2
 
 
@@ -27,7 +27,7 @@ def wide_product(
 ) -> Tensor:
     """Return left @ right in `dtype`, added to `total` in place if there is one.
 
-    Half-precision matrices on a GPU are multiplied into float32 there, and added up inside the kernel; elsewhere both
+    Half-precision matrices on a GPU may have a float32 product, which the kernel also adds to the total; elsewhere both
     matrices must have the `dtype`.
     """
     if left.dtype == dtype:
@@ -38,27 +38,27 @@ def wide_product(
 
 
 def takes_tensors(*of_any_dtype: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a loss: what its signature calls a Tensor must be one, and hold floats.
+    """Decorate a loss, so that it refuses arguments that its signature calls tensors of floats and that are none.
 
     Args:
         of_any_dtype: names of arguments that may hold whole numbers or truth values: masks, lengths, indices.
 
-    The loss then raises TypeError for what is no tensor, and ValueError for one that holds no floats.
+    The loss then raises TypeError for an argument that is no tensor, and ValueError for a tensor that holds no floats.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
-        kinds = {
+        tensor_types = {
             name: x.annotation
             for name, x in parameters.items()
             if x.annotation in (Tensor, Tensor | None)
         }
-        floats = kinds.keys() - {*of_any_dtype}
+        floats = tensor_types.keys() - {*of_any_dtype}
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name, value in [*zip(parameters, args), *kwargs.items()]:
-                if not isinstance(value, kinds.get(name, object)):
+                if not isinstance(value, tensor_types.get(name, object)):
                     raise TypeError(
                         f"{name} is of type {type(value).__name__} but {function.__name__} takes torch tensors; "
                         f"use torch.as_tensor({name})"
@@ -75,11 +75,11 @@ def takes_tensors(*of_any_dtype: str) -> Callable[[Callable[P, R]], Callable[P, 
 
 
 def check_shapes(rule: str, axes: int | None, *tensors: Tensor | None) -> list[Any]:
-    """Return the tensors, those of floats as at least float32; None stands for one that is left out.
+    """Return the tensors, floats as at least float32; an optional tensor that is left out is None.
 
     Args:
         rule: "names: what they must be", for the error.
-        axes: of the shape; None is any number.
+        axes: how many the shape must have; None allows any number.
 
     Raises ValueError unless they have one shape.
     """

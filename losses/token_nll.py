@@ -42,8 +42,9 @@ def label_smoothed_nll(
     The second term is the mean over the vocabulary of -log p_v (Szegedy et al., 1512.00567;
     the same as `label_smoothing` of torch's cross-entropy). Raises ValueError if shapes differ or unless 0 <= e < 1.
     """
-    given = logps, lse, mean_logit
-    logps, lse, mean_logit = check_shapes("logps, lse and mean_logit", None, *given)
+    logps, lse, mean_logit = check_shapes(
+        "logps, lse and mean_logit", None, logps, lse, mean_logit
+    )
     if not 0 <= label_smoothing < 1:
         raise ValueError(
             f"label_smoothing is {label_smoothing} but must be at least 0 and below 1"

@@ -183,7 +183,8 @@ class ModelConfig:
             known["max_position_embeddings"] = chunks.get("original_max_position_embeddings")
         heads = number(known, "num_attention_heads", int)
         known.setdefault("partial_rotary_factor", 1.0)
-        known.setdefault("num_key_value_heads", heads)
+        if stated.get("num_key_value_heads") is None:  # so does null, whatever the default is
+            known["num_key_value_heads"] = heads
         known.setdefault("head_dim", number(known, "hidden_size", int) // heads)
         pattern = read_layers(known, family)
         kinds = {kind.rotary for kind in pattern} | {kind.mixer for kind in pattern}
@@ -449,6 +450,9 @@ def read_scaling(known: Fields, changes: Fields) -> RopeScaling | None:
         raise ValueError(
             f"model.rope.{name} is set but rope type {kind!r} does not use it; remove it, or set model.rope.type"
         )
+    for name in own[: 2 if kind == "yarn" else None] if changes else ():
+        if known.get(name) is None:
+            raise ValueError(f"rope type {kind!r} needs model.rope.{name}; set it")
     if changes and kind != "llama3":
         window = known["original_max_position_embeddings"]
     scaling = None

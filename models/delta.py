@@ -24,7 +24,7 @@ from models.ops.norm import NormNode, NormRule
 from ulysses.memory.levels import Rope
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.layout import AttentionPlan, Context, Tensors
-from ulysses.parallel.whole_rows import RowHeads
+from ulysses.parallel.whole_rows import HeadExchange
 
 
 class Filters(Unfilled, nn.Conv1d):
@@ -93,7 +93,7 @@ class GatedDelta(nn.Module):
     def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
             return heads
-        (qkv, *others), exchange = heads, RowHeads(self.shape.parts, plan)
+        (qkv, *others), exchange = heads, HeadExchange(self.shape.parts, plan)
         rows = exchange.to_heads([*qkv.split(self.shape.widths, 1), *others])
         *each, b, a = exchange.widths
         return tuple(x.contiguous() for x in rows.split([sum(each), b, a], 1))
@@ -101,7 +101,7 @@ class GatedDelta(nn.Module):
     def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
             return grads
-        exchange = RowHeads(self.shape.parts, plan)
+        exchange = HeadExchange(self.shape.parts, plan)
         *qkv, b, a = exchange.to_heads_backward(torch.cat([*grads], 1))
         return torch.cat(qkv, 1), b, a
 
@@ -128,7 +128,7 @@ class GatedDelta(nn.Module):
 
     def _mixed(self, shards: Tensors, plan: AttentionPlan) -> Tensor:
         """Convolve, and run the rule, over all documents with a rank's heads: [T, own H, V]."""
-        (qkv, b, a), own = shards, RowHeads(self.shape.parts, plan).own
+        (qkv, b, a), own = shards, HeadExchange(self.shape.parts, plan).my_columns
         parts = self.conv1d.weight[:, 0].split(self.shape.widths)
         filters = torch.cat([own(x, part) for part, x in enumerate(parts)])
         given = qkv, b, a, filters, own(self.A_log, -1), own(self.dt_bias, -1)
@@ -143,12 +143,12 @@ class GatedDelta(nn.Module):
     def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
         if plan.mesh.sequence_parallel_size == 1:
             return out
-        return RowHeads(self.shape.parts, plan).to_tokens(out)
+        return HeadExchange(self.shape.parts, plan).to_tokens(out)
 
     def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
         if plan.mesh.sequence_parallel_size == 1:
             return grad
-        return RowHeads(self.shape.parts, plan).to_tokens_backward(grad)
+        return HeadExchange(self.shape.parts, plan).to_tokens_backward(grad)
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds of the rule's output [S, H, V] and of the layer's input."""
@@ -161,7 +161,7 @@ class GatedDelta(nn.Module):
         return False
 
     @property
-    def stages(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
+    def modules_by_step(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
         """The modules and parameters of project, of the mix itself and of output."""
         mix = self.conv1d, self.A_log, self.dt_bias
         project: Sequence[nn.Module]

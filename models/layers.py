@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
         if learns and self.recompute != "none":
             from ulysses.memory.layer_node import LayerNode
 
-            parameters = [p for stage in self.stage_parameters() for p in stage]
+            parameters = [p for step in self.parameters_by_step() for p in step]
             return LayerNode.apply(self, rope, plan, hidden, *parameters)
         *heads, hidden = self.project(hidden, rope)
         middle = self.output(hidden, self.mixer.mix(*heads, plan=plan))
@@ -117,7 +117,7 @@ class DecoderLayer(nn.Module):
         return self._fused().add_tiles(rows, self._tile(rows))
 
     def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Run forward and backward of each tile; return the gradients of `rows` and of `stage_parameters()[3]`."""
+        """Run forward and backward of each tile; return the gradients of `rows` and of `parameters_by_step()[3]`."""
         return self._fused().gradients(rows, grad, self._tile(rows))
 
     def _tile(self, rows: Tensor) -> int:
@@ -128,23 +128,22 @@ class DecoderLayer(nn.Module):
         *_, before, after = self.norms
         return self.mlp.fused(before, after, self.rule, self.multiplier)
 
-    def stage_parameters(self) -> tuple[list[nn.Parameter], ...]:
+    def parameters_by_step(self) -> tuple[list[nn.Parameter], ...]:
         """Return the trained parameters of project, mix, output and feed_forward, adapters included.
 
         What two of them use, because `output` makes a gate of the layer's input, is in both.
         """
         before, after, *around = self.norms
-        project, mix, output = self.mixer.stages
+        project, mix, output = self.mixer.modules_by_step
         gated = before if self.mixer.has_gate else NO_NORM
-        stages = (
+        steps = (
             (before, *project),
             mix,
             (gated, *output, after),
             (around[0], self.mlp, around[1]),
         )
         return tuple(
-            [p for part in stage for p in _parameters(part) if p.requires_grad]
-            for stage in stages
+            [p for part in step for p in _parameters(part) if p.requires_grad] for step in steps
         )
 
 

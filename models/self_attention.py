@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
         return resolve_kernel(*case, window=self.attention.window).name in VARLEN
 
     @property
-    def stages(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
+    def modules_by_step(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
         """The modules and parameters of project, of the mix itself and of output."""
         gate = [self.q_proj] * self.has_gate
         project = self.q_proj, self.k_proj, self.v_proj, *self.norms

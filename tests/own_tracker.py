@@ -27,5 +27,6 @@ class Remembers(Tracker):
         if step == 2:
             raise ConnectionError(
                 "no answer from\nhost\x1b[2J, key sk-0123456789abcdef0123, Authorization: Bearer abc.def, wandb login "
-                "0123456789abcdef0123456789ABCDEF01234567 or wandb_v1_AbCdEf0123"
+                "0123456789abcdef0123456789ABCDEF01234567, local-0123456789abcdef0123456789abcdef01234567 or "
+                "wandb_v1_AbCdEf0123"
             )

@@ -23,7 +23,7 @@ with explained_imports():
     import torch
     import transformers
 
-    from models.folders import ADAPTER_CONFIG, read_json, resolve_model
+    from models.folders import ADAPTER_CONFIG, CONFIG, read_json, resolve_model
     from models.hf_format import weight_paths
     from models.writing import GENERATION
     from ulysses.check.run_folder import saved_checkpoints
@@ -46,7 +46,7 @@ UNTOLD = "bos_token_id eos_token_id pad_token_id transformers_version".split()
 def load_model(kind: type[transformers.PreTrainedModel], folder: Path) -> Any:
     """Load a model from safetensors; raise an error for weights that are missing, unknown, misshapen or not finite."""
     weight_paths(folder)
-    options = {"use_safetensors": True, "output_loading_info": True}
+    options = {"use_safetensors": True, "output_loading_info": True, "return_dict": True}
     # weights of a wrong shape are then in the report, too
     model, report = kind.from_pretrained(
         folder, dtype="auto", ignore_mismatched_sizes=True, **options
@@ -102,12 +102,12 @@ class Trained:
     def _drawing(self, path: Path) -> transformers.GenerationConfig:
         """Return how answers are drawn; print a line if generation_config.json has fields worth a mention."""
         written = read_json(path) if path.exists() else {}
+        file, size = path.name if "eos_token_id" in written else CONFIG, self.shape.vocab_size
         ends = written.get("eos_token_id", self.shape.eos_token_id)
-        size = self.shape.vocab_size
         for end in ends if isinstance(ends, list) else [ends]:
             if end is not None and (type(end) is not int or not 0 <= end < size):
                 raise ValueError(
-                    f"eos_token_id in {path.name} is {ends!r}, but must be a number, or a list of numbers, below the "
+                    f"eos_token_id in {file} is {ends!r}, but must be a number, or a list of numbers, below the "
                     f"vocab_size {size}; correct it"
                 )
         used = {
@@ -282,7 +282,8 @@ def main(arguments: Sequence[str]) -> int:
                 chat(load())
             else:
                 write(load, given.rows, given.out, reward=reward)
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
+        # torch raises the last one for probabilities that it cannot draw from, and for too little memory
         print(f"error: {ConfigError(error)}", file=sys.stderr)
         return 2
     return 0

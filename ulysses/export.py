@@ -41,7 +41,7 @@ with explained_imports():
     )
     from ulysses.options import stage_of
     from ulysses.run.export_model import export_folder, export_model
-    from ulysses.zero.saved_slices import SavedSlices
+    from ulysses.zero.state import SavedSlices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from models.families import Delta
 from models.ops import delta_rule as plain
 from models.ops import delta_triton
-from ulysses.parallel.waves import Recurrence, Wave
+from ulysses.parallel.recurrence import Recurrence, TreeLevel
 
 
 @functools.cache
@@ -30,15 +30,15 @@ def load() -> Callable[..., tuple[Tensor, Tensor]]:
     return chunk_gated_delta_rule
 
 
-def delta_rule(*rows: Tensor, wave: Wave, start: Tensor | None) -> tuple[Tensor, Tensor]:
+def delta_rule(*rows: Tensor, level: TreeLevel, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """Do models/ops/delta_rule.py's `delta_rule`."""
     out, last = load()(
         *(x.contiguous()[None] for x in rows),
         initial_state=start,
-        output_final_state=wave.hands_on is not None,
+        output_final_state=level.final_states is not None,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=wave.cu_seqlens,
-        cu_seqlens_cpu=torch.tensor(wave.bounds),
+        cu_seqlens=level.cu_seqlens,
+        cu_seqlens_cpu=torch.tensor(level.bounds),
     )
     # out[0] would have a gradient of zeros, to which this one's is copied
     return out.squeeze(0), last
@@ -58,7 +58,7 @@ def convolve(
         cu_seqlens=pack.cu_seqlens,
         cu_seqlens_cpu=torch.tensor(pack.bounds),
     )
-    return out.squeeze(0)[pack.kept].split(widths, 1)
+    return out.squeeze(0)[pack.originals].split(widths, 1)
 
 
 def mix_step(shape: Delta, *given: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from losses.precision import at_least_float32
 from models.families import Delta
-from ulysses.parallel.waves import Recurrence, Wave
+from ulysses.parallel.recurrence import Recurrence, TreeLevel
 
 CHUNK = 64
 EPSILON = 1e-6  # beside the sum of squares of a query and of a key
@@ -42,7 +42,7 @@ def convolve(
     total = wide * taps[:, -1]
     for age in range(1, weight.shape[1]):
         total = total + (wide.roll(age, 0) * taps[:, -1 - age]).masked_fill(place < age, 0)
-    return F.silu(total[pack.kept]).to(x.dtype).split(widths, 1)
+    return F.silu(total[pack.originals]).to(x.dtype).split(widths, 1)
 
 
 def decays(a: Tensor, log_rates: Tensor, bias: Tensor) -> Tensor:
@@ -61,10 +61,10 @@ def delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    wave: Wave,
+    level: TreeLevel,
     start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule over the parts of a wave.
+    """Run the rule over the parts of a level.
 
     query and key [T, K, E], of any length, value [T, H, V], g and beta [T, H], start [P, H, E, V] the states before the
     parts, zeros by default -> out [T, H, V] and the states after them [P, H, E, V], in float32 or better.
@@ -74,7 +74,7 @@ def delta_rule(
     group = value.shape[1] // key.shape[1]
     query, key = (unit(x).repeat_interleave(group, 1) for x in (query, key))
     # steps run over the first chunks of all parts, the second ones, ...; the longest parts come first
-    spans = [range(*bounds) for bounds in pairwise(wave.bounds)]
+    spans = [range(*bounds) for bounds in pairwise(level.bounds)]
     order = sorted(range(len(spans)), key=lambda i: -len(spans[i]))
     steps = [
         [spans[i][begin : begin + CHUNK] for i in order if begin < len(spans[i])]
@@ -168,15 +168,17 @@ def mix_pack(
     given = *heads, decays(a, log_rates, bias), at_least_float32(b).sigmoid()
     done: list[Tensor] = []
     handed: list[Tensor] = []
-    for wave in recurrence.waves:
-        start = torch.cat(handed)[wave.starts] if handed else None
-        out, last = kernels.delta_rule(*(x[wave.rows] for x in given), wave=wave, start=start)
+    for level in recurrence.tree_levels:
+        start = torch.cat(handed)[level.initial_states] if handed else None
+        out, last = kernels.delta_rule(
+            *(x[level.rows] for x in given), level=level, start=start
+        )
         done.append(out)
-        if wave.hands_on is not None:
-            handed.append(last[wave.hands_on])
+        if level.final_states is not None:
+            handed.append(last[level.final_states])
     if not handed:
         return out
-    rows = torch.cat([wave.rows for wave in recurrence.waves])  # type: ignore[misc]
+    rows = torch.cat([level.rows for level in recurrence.tree_levels])  # type: ignore[misc]
     return torch.cat(done)[rows.argsort()]
 
 

@@ -21,8 +21,7 @@ from losses.precision import at_least_float32
 from models.ops.gated_mlp import ACTIVATIONS, value_and_slope
 from models.ops.linear import Adapter
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
-from ulysses.memory.layer_node import sum_tiles, tile_gradients
-from ulysses.memory.tiling import add_by_tiles
+from ulysses.memory.tiling import add_by_tiles, sum_tiles, tile_gradients
 from ulysses.parallel.layout import Context
 
 

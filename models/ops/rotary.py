@@ -24,7 +24,7 @@ from models.arch import ModelConfig
 from models.families import RopeScaling
 from models.ops.linear import Products, Sums
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
-from ulysses.parallel.layout import Context, copy
+from ulysses.parallel.layout import Context, copy_strided
 
 NO_NORM = NormRule(0.0)
 
@@ -274,7 +274,7 @@ class _ProjectNode(torch.autograd.Function):
         ]
         kept = [*kept, *own.norms]
         of_norms = rotate_backward(parts[:2], grads[0], grads[1], own.rule, cos, sin, *kept)
-        copy(parts[2], grads[2])
+        copy_strided(parts[2], grads[2])
         to_x = matrices.back(flat)
         if matrices.trained:
             x = rms_norm(hidden, own.norm, own.rule)

@@ -75,7 +75,7 @@ def of_one_micro_batch(eight_bit):
             for micro in range(micro_batches):
                 given = batch(10 * step + micro)
                 loss = (engine(given).logps * given.loss_weights).sum()
-                engine.backward(loss, alone=keeps and micro_batches == 1)
+                engine.backward(loss, only_microbatch=keeps and micro_batches == 1)
             gradients = engine.gradients()
             # several micro-batches make sums, which stay
             apart = keeps and step < 2

@@ -1,7 +1,7 @@
 """Sequences that share their prompt in the pack: the attention of the separate sequences, on every topology.
 
 Every tree is compared in float64 with its sequences one by one, whole: the outputs at trained rows, and the gradients
-of tables that give every token its query, key and value, so that shared rows collect those of all their branches.
+of tables that give every token its query, key and value, so that shared rows collect those of all their suffixes.
 """
 
 import pytest
@@ -25,7 +25,7 @@ def sequence(prompt, answer, draw):
 
 
 def trees(scale=1):
-    """Packs of trees: several branches with prefixes of several lengths; no, one, and all but one token in common."""
+    """Packs of trees: several suffixes with prefixes of several lengths; no, one, and all but one token in common."""
     draw = torch.Generator().manual_seed(0)
     long, short = (torch.randint(0, WORDS, (n,), generator=draw) for n in (20 * scale, 7))
     answers = [
@@ -132,7 +132,7 @@ def test_windows_cut_shared_prompts_as_they_cut_separate_sequences(world, sp):
 
 def test_results_are_joined_in_parts(monkeypatch):
     """More rows than one part has: of many trees, whose rows have gaps, and of one pair, whose rows are a slice."""
-    monkeypatch.setattr("ulysses.parallel.kernels.document.JOINED_ROWS", 3)
+    monkeypatch.setattr("ulysses.parallel.kernels.document.MERGED_ROWS", 3)
     compare(on_ranks(1, (4, 2))[0], formula((4, 2)), 1e-12)
     _, pair, *_ = trees()
     monkeypatch.setattr(f"{__name__}.trees", lambda scale: [pair])
@@ -153,7 +153,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_memory_does_not_grow_with_branches_times_prefix():
-    """60 branches of one prompt: one kernel call reads it, and nothing is larger than a few times the rows."""
+    """60 suffixes of one prompt: one kernel call reads it, and nothing is larger than a few times the rows."""
     length, draw = 4096, torch.Generator().manual_seed(0)
     prompt = torch.arange(length) % WORDS
     shared = sharing([sequence(prompt, 3, draw) for _ in range(60)])
@@ -188,7 +188,7 @@ def test_a_prompt_is_no_longer_than_its_sequence():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_shared_prompts_need_a_causal_mask(rank):
-    """Both ranks refuse, though rank 0 has no row of the branch: a rank that went on would wait for the other."""
+    """Both ranks refuse, though rank 0 has no row of the suffix: a rank that went on would wait for the other."""
     prompt, draw = torch.zeros(100, dtype=torch.int64), torch.Generator().manual_seed(0)
     mesh = simulated_mesh(2, rank, num_heads=1)
     batch = pack_shard(sharing([sequence(prompt, n, draw) for n in (20, 4)]), mesh)

@@ -142,12 +142,14 @@ class Chain:
         arguments, metrics = self.arguments(stage, folder), folder / "metrics.jsonl"
         if stage in self.kill:
             saved = self.save_every(stage)
-            logs = folder / "logs-killed"
+            logs = folder.parent / f"{folder.name}-logs-killed"
             self.launch(arguments, self.processes, logs, metrics, saved + AFTER)
             kept = [p.name for p in (folder / "checkpoints").glob("step-*")]
             assert kept == [f"step-{saved}"], "killed too late"
             shutil.copy(metrics, folder / "killed.jsonl")
-        self.launch(arguments, self.processes, folder / "logs", metrics, 0)
+        self.launch(
+            arguments, self.processes, folder.parent / f"{folder.name}-logs", metrics, 0
+        )
         found = measure(stage, folder, saved, self.recipe.plan(stage).examples)
         found["seconds"] = time.monotonic() - began
         print(line(stage, found), flush=True)
@@ -259,7 +261,7 @@ def measure(stage: str, folder: Path, saved: int, examples: int) -> dict[str, An
     if "accurac" in HELD_OUT[stage]:
         deviation = math.sqrt(held_out * (1 - held_out))
     answers = examples * (4 if stage == "grpo" else 1)
-    said = (folder / "logs/0.out").read_text()
+    said = (folder.parent / f"{folder.name}-logs/0.out").read_text()
     [n] = re.findall(r"held-out data: .* kept (\d+) examples", said)
     again = repeated(folder, saved) if saved else []
     return {

@@ -42,6 +42,9 @@ def place(tmp_path_factory):
     init_weights(reward)
     shutil.copytree(place / "model", place / "cold")
     write_json(place / "cold/generation_config.json", {"do_sample": True, "temperature": 0.0})
+    shutil.copytree(place / "model", place / "frozen")
+    frozen = {"do_sample": True, "temperature": 1e-300}  # no logit divided by this is finite
+    write_json(place / "frozen/generation_config.json", frozen)
     shutil.copytree(
         place / "model", place / "reward", ignore=shutil.ignore_patterns("*.safetensors")
     )
@@ -190,6 +193,7 @@ def test_settings_of_the_folder_are_followed_or_told(place, generate):
     [line] = [x for x in said.splitlines() if GENERATION in x]
     assert '"num_return_sequences": 3' in line and '"num_beams": 4' in line
     assert generate(variant(place, "no beam", generation={"num_beams": 0}))[0] == plain
+    assert generate(variant(place, "tuples", config={"return_dict": False}))[0] == plain
     wishes = {"do_sample": True, "temperature": 0.5, "top_k": 3}
     drawn = variant(place, "drawn", generation=wishes)
     rows, said = generate(drawn)
@@ -282,6 +286,8 @@ def test_a_chat_that_is_killed_leaves_no_merged_model(place, tmp_path, number):
     process = subprocess.Popen(
         [sys.executable, "-m", "ulysses.cli", "chat", str(tmp_path / "adapters")],
         stdin=-1, stdout=-1, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+        # tests that were started with nohup ignore SIGHUP, and so would the chat
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout.read(2) == b"> " and any((tmp_path / "tmp").glob("*/export"))
     process.send_signal(number)
@@ -300,6 +306,7 @@ FOLDERS = {
     "words": {"generation": {"eos_token_id": [2, "2"]}},
     "tables": {"generation": {"eos_token_id": {"a": 1}}},
     "beyond": {"generation": {"eos_token_id": [657, 704]}},
+    "beyond it": {"config": {"eos_token_id": 704}},
 }
 BROKEN = {
     "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
@@ -321,6 +328,7 @@ generate word => eos_token_id in generation_config.json is '</s>', but must be a
 generate words => is [2, '2'], but must be a number, or
 generate tables => is {'a': 1}, but must be a number
 generate beyond => is [657, 704], but must be a number, or a list of numbers, below the vocab_size 704; correct it
+generate beyond-it => eos_token_id in config.json is 704, but must be a number
 generate cut => Error while deserializing header
 score cut-reward => Error while deserializing header
 generate nothing => Error while deserializing header
@@ -355,6 +363,7 @@ generate absent/model absent.jsonl out => absent.jsonl does not exist
 generate absent/model rows.jsonl out => there is no folder
 generate model rows.jsonl out --tokens 0 => --tokens is 0 but must be at least 1
 generate cold rows.jsonl out => strictly positive
+generate frozen rows.jsonl out => probability tensor contains
 """
 
 

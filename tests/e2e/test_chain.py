@@ -89,7 +89,7 @@ def test_a_killed_stage_repeats_what_it_did(chain):
         at = found[stage]["resumed_at"]
         pairs = repeated(folder / stage, at)
         assert len(pairs) == AFTER and all(a == b for a, b in pairs), stage
-        assert f"step-{at} at step {at}" in (folder / stage / "logs/0.out").read_text()
+        assert f"step-{at} at step {at}" in (folder / f"{stage}-logs/0.out").read_text()
         if stage in ROLLOUTS:
             assert len({a["rollout"] for a, _ in pairs}) == 2
 

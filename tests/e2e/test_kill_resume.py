@@ -12,8 +12,7 @@ import pytest
 from models.arch import ModelConfig
 from models.kinds import empty_model
 from tests.e2e.launch import Ranks, metrics, ranks, rows, tiny, without_times
-from ulysses.zero.saved_slices import SavedSlices
-from ulysses.zero.state import KINDS
+from ulysses.zero.state import KINDS, SavedSlices
 
 STEPS, PROCESSES = 8, 2
 

@@ -31,7 +31,7 @@ from ulysses.config.command_line import check
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.disk import write_json
 from ulysses.options import stage_of
-from ulysses.zero.saved_slices import SavedSlices
+from ulysses.zero.state import SavedSlices
 
 SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=64, hidden_size=16))
 

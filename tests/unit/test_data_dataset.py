@@ -101,8 +101,8 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_example(trained, 
 
     # the history of a later turn holds the prompts of earlier ones, which are computed once
     shared = TokenizedDataset(dataset.folder, share_prompts=True)[0].sequences
-    for sequence, (owner, cut) in zip(whole[1:], shared_prompts(shared)[1:]):
-        assert owner == 0 and cut == int(np.flatnonzero(sequence.loss_weights)[0]) - 1
+    for sequence, (first, cut) in zip(whole[1:], shared_prompts(shared)[1:]):
+        assert first == 0 and cut == int(np.flatnonzero(sequence.loss_weights)[0]) - 1
         assert list(whole[0].tokens[:cut]) == list(sequence.tokens[:cut])
 
     together = open_rows(rows, template="qwen3", turns="together")

@@ -193,6 +193,15 @@ def test_rows_that_are_too_long_are_named(tmp_path, monkeypatch):
         records, report = load(file, bad_rows="drop")
         assert [record.text for record in records] == ["a", "b"]
         assert (report.read, report.dropped.total()) == (3, 1)
+    for text, sentence in (
+        ("word " * 300, "a line has more than 1,000 characters; cut it"),
+        (
+            '"' + "word\n" * 300,
+            "field larger than field limit .1000.: close every quotation mark",
+        ),
+    ):
+        (tmp_path / "a.csv").write_text(f"text\nfirst\n{text}\n")
+        refused(f"a.csv cannot be read after row 1: {sentence}", tmp_path / "a.csv")
 
 
 def test_a_packed_line_is_not_unpacked_as_a_whole(tmp_path, monkeypatch):

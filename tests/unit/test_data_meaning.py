@@ -290,6 +290,7 @@ instruction output context => sequence => context
 question answer context enable_thinking => prompt => context enable_thinking
 prompt completion reasoning thinking => sequence => reasoning thinking
 prompt chosen rejected input => pair => input
+prompt chosen rejected margin => pair => margin
 prompt completion tool_calls function_call date => sequence => function_call tool_calls
 messages system_message documents history enable_thinking => sequence => \
 documents enable_thinking history system_message

@@ -1,6 +1,7 @@
 """Packing inside a step and the order of steps: LAW of one order for every topology."""
 
 import random
+from copy import copy
 
 import numpy as np
 import pytest
@@ -116,6 +117,10 @@ def test_source_weights_repeat_and_sample():
     for count in counts:
         assert (count[:10] == 2).all() and count[10:].max() == 1 and count[10:].sum() == 10
     assert (sum(counts)[10:] > 0).all()  # another half each epoch
+    odd = copy(dataset)
+    odd.sources = np.arange(30) >= 25  # of which half are two and a half
+    orders = [StepLoader(odd, 7, **given).order(epoch) for epoch in (0, 1)]
+    assert {*range(25, 30)} <= {*np.concatenate(orders)}
     assert StepLoader(dataset, 7, **given, shuffle=False).examples_per_epoch == 30
     dataset.source_weights = [0.01, 0.01]
     with pytest.raises(ValueError, match=r"leave no example of rows in an epoch, which has 10"):

@@ -5,7 +5,7 @@ import torch
 
 from models.families import Delta
 from models.ops import delta_kernels, delta_rule
-from ulysses.parallel.waves import Recurrence
+from ulysses.parallel.recurrence import Recurrence
 
 HEADS = 2, 6, 16, 24, 4  # key and value heads, their widths, and the convolution's
 
@@ -18,9 +18,9 @@ def stand_in(wrong=0.0):
     ):  # fmt: skip
         assert use_qk_l2norm_in_kernel and torch.equal(cu_seqlens, cu_seqlens_cpu)
         assert q.shape[:2] == g.shape[:2] == (1, int(cu_seqlens[-1]))
-        wave = Recurrence(cu_seqlens.tolist(), {}, q.device).waves[0]
+        level = Recurrence(cu_seqlens.tolist(), {}, q.device).tree_levels[0]
         given = (x[0] for x in (q, k, v, g, beta))
-        out, last = delta_rule.delta_rule(*given, wave, initial_state)
+        out, last = delta_rule.delta_rule(*given, level, initial_state)
         return out[None] + wrong, last if output_final_state else None
 
     return rule

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from models.families import Delta
 from models.ops.delta_rule import convolve, decays, delta_rule, mix_pack, unit
-from ulysses.parallel.waves import Recurrence
+from ulysses.parallel.recurrence import Recurrence
 
 CPU = torch.device("cpu")
 K, H, E, V = 2, 6, 8, 12
 LENGTHS = (1, 300, 63, 64, 65, 2)
-# whole documents, the packed rows that branches leave out, by their place: cuts at 70, 300, 70 and 1 of the second one
+# whole documents, the packed rows that suffixes leave out, by their place: cuts at 70, 300, 70 and 1 of the second one
 SHARING = {2: (1, 71), 3: (1, 301), 4: (1, 71), 5: (1, 2)}
 
 
@@ -114,4 +114,4 @@ def test_the_convolution_sees_its_own_document_and_what_it_shares():
         # as the kernels get it: a pack in which copies of the prompt's last rows come before an answer
         pack = Recurrence(bounds, prefixes, CPU).with_copies(W - 1)
         (with_copies,) = convolve(x[pack.rows], weight, Recurrence(pack.bounds, {}, CPU), [5])
-        torch.testing.assert_close(with_copies[pack.kept], found)
+        torch.testing.assert_close(with_copies[pack.originals], found)

@@ -13,7 +13,7 @@ from ulysses.parallel.kernels import document as kernels_document
 from ulysses.parallel.kernels import short as kernels_short
 from ulysses.parallel.kernels.choice import KERNELS, resolve_kernel
 from ulysses.parallel.kernels.document import ONE_DOCUMENT, Inputs
-from ulysses.parallel.layout import Segments
+from ulysses.parallel.layout import DocumentBounds
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
@@ -56,9 +56,9 @@ def naive(q, k, v, lengths, causal, scale, window=None, sink=None):
     return torch.cat(outs)
 
 
-def segments(lengths, device="cpu"):
+def document_bounds(lengths, device="cpu"):
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in lengths)
-    return Segments(cu_q.to(device), cu_k.to(device), max(lengths[0]), max(lengths[1]))
+    return DocumentBounds(cu_q.to(device), cu_k.to(device), max(lengths[0]), max(lengths[1]))
 
 
 def attended(kernel, upstream, inputs, packed):
@@ -77,7 +77,7 @@ def assert_near(kernel, found, wanted, tolerance):
 def check(
     kernel, device, dtype, lengths, heads, head_dim, causal=True, short=False, window=None
 ):
-    options, packed = (causal, 0.3, window), segments(lengths, device)
+    options, packed = (causal, 0.3, window), document_bounds(lengths, device)
     if short:  # one tensor for queries and keys, as plans have it
         packed = packed._replace(cu_k=packed.cu_q)
     rows, keys = map(sum, lengths)
@@ -193,8 +193,8 @@ def test_short_documents_have_kernels_of_their_own(kernel, heads, head_dim):
 @pytest.mark.gpu
 def test_prefixes_and_longer_documents_are_left_to_other_kernels():
     inputs = Inputs(*torch.zeros(3, 600, 2, 64, device="cuda", dtype=torch.half), True, 0.3)
-    prefix = segments(([5, 60], [500, 100]), "cuda")
-    packed = segments(([300, 300],) * 2, "cuda")
+    prefix = document_bounds(([5, 60], [500, 100]), "cuda")
+    packed = document_bounds(([300, 300],) * 2, "cuda")
     packed = packed._replace(cu_k=packed.cu_q)
     asked = packed, prefix, packed._replace(max_q=513)
     assert [kernels_short.usable(inputs, x) for x in asked] == [True, False, False]
@@ -240,7 +240,7 @@ def test_deterministic_kernels_repeat_bit_for_bit(kernel):
     need(kernel)
     torch.use_deterministic_algorithms(True)
     resolve_kernel(kernel, "cuda", torch.bfloat16, 64)
-    packed, options = segments(([700, 1, 323],) * 2, "cuda"), (True, 0.125)
+    packed, options = document_bounds(([700, 1, 323],) * 2, "cuda"), (True, 0.125)
     q, dout, k, v = (
         torch.randn(1024, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 8, 2, 2)
     )
@@ -261,7 +261,7 @@ def test_more_than_two_to_the_31_elements(kernel):
     count, options = across + 20, (True, head_dim**-0.5)
 
     def run(count, q, k, v, dout):
-        packed = segments(([length] * count,) * 2, "cuda")
+        packed = document_bounds(([length] * count,) * 2, "cuda")
         return attended(kernel, dout, Inputs(q, k, v, *options), packed)
 
     shapes = [(count * length, h, head_dim) for h in (heads, 8, 8, heads)]
@@ -302,7 +302,7 @@ def test_auto_is_deterministic_where_asked(monkeypatch, warn_only, kernel, other
     """Without flash-attn; torch's own kernel looks at torch's switch, and ignores it where it only warns."""
     machine_without(monkeypatch, "flash4")
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    name, reason = choice(documents=1)
+    name, reason = choice(num_documents=1)
     assert name == kernel and "cudnn's backward is not deterministic" in reason
     with pytest.raises(ValueError, match=message):
         choice(other)
@@ -315,17 +315,17 @@ def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypat
     assert choice("reference", "cpu").reason == "as requested, for bfloat16, head dim 64"
     machine_without(monkeypatch)
     assert choice() == ("flash4", "fastest for bfloat16, head dim 64")
-    assert choice(documents=1).name == "flash4"
+    assert choice(num_documents=1).name == "flash4"
     assert [choice(head_dim=e).name for e in (16, 192, 256)] == ["torch", "flash4", "flash4"]
     assert choice(window=4096).name == "flash4"
     assert choice(dtype=torch.float32).name == "reference"
     machine_without(monkeypatch, "flash4")
-    found = [choice(documents=n).name for n in (1, 2, 3, None)]
+    found = [choice(num_documents=n).name for n in (1, 2, 3, None)]
     assert found == ["cudnn", "cudnn", "torch", "torch"]
-    name, reason = choice(documents=1, window=4096)
+    name, reason = choice(num_documents=1, window=4096)
     assert name == "torch" and "cudnn has no sliding window" in reason
     machine_without(monkeypatch, capability=10)
-    assert choice(head_dim=256, documents=1).name == "torch"
+    assert choice(head_dim=256, num_documents=1).name == "torch"
 
 
 REFUSED = """

@@ -105,7 +105,7 @@ def test_documents_that_are_whole_have_one_tensor_of_bounds(ranks, shared):
     cu = with_tail(RAGGED, ranks)
     sets = row_sets(cu, ranks)
     plans = [packed_plan(cu, sets, simulated_mesh(ranks, r, 1), "cpu") for r in range(ranks)]
-    found = {x.segments.cu_q is x.segments.cu_k for plan in plans for x in plan.calls}
+    found = {x.documents.cu_q is x.documents.cu_k for plan in plans for x in plan.calls}
     assert found == shared
 
 

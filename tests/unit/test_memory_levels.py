@@ -23,10 +23,9 @@ from tests.memory_case import (
     gradients,
 )
 from ulysses.config.schema import LoraSection as Adapters
-from ulysses.memory.layer_node import tile_gradients
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import Offloader
-from ulysses.memory.tiling import TILE_ROWS, add_by_tiles
+from ulysses.memory.tiling import TILE_ROWS, add_by_tiles, tile_gradients
 from ulysses.plan.layer_cost import LayerSetup, layer_costs
 
 MIXED = [["block", "none", "keep_attention"]]  # a level for each of the three layers

@@ -169,7 +169,8 @@ SFT --model.config.max_position_embeddings 8k --model.config.rope_scaling {"type
 => embeddings = '8k'
 SFT --model.config.rms_norm_eps [] => rms_norm_eps = [] but it must be a number above 0
 SFT --model.rope.factor 2 => rope type 'default' does not use it; remove it, or set model.rope.type
-SFT --model.rope.type yarn => factor = None but it must be a number above 0 and below 1e+38; correct the file or
+SFT --model.rope.type yarn => rope type 'yarn' needs model.rope.factor; set it
+SFT --model.rope.type llama3 --model.rope.factor 2 => rope type 'llama3' needs model.rope.low_freq_factor; set it
 SFT --model.rope.type linear --model.rope.factor 2 --model.rope.mscale 1 \
 => model.rope.mscale is set but rope type 'linear'
 SFT --model.rope.type yarn --model.rope.factor 0.5 => needs a factor of at least 1

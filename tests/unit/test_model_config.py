@@ -162,11 +162,13 @@ def test_a_file_that_says_one_thing_twice_differently_is_refused(model_type, twi
 def test_key_value_heads_that_a_file_omits_are_transformers():
     from transformers import AutoConfig
 
-    for model_type in ("llama", "mistral", "qwen3_moe", "smollm3", "olmo2"):
-        raw = {**LLAMA, "model_type": model_type, "num_attention_heads": 32, "hidden_size": 128}
+    for model_type in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "olmo2"):
+        raw = {**LLAMA, "model_type": model_type, "num_attention_heads": 64, "hidden_size": 128}
+        null = raw | {"num_key_value_heads": None}
         del raw["num_key_value_heads"]
         there = AutoConfig.for_model(**raw).num_key_value_heads
         assert ModelConfig.from_hf(raw).num_key_value_heads == there, model_type
+        assert ModelConfig.from_hf(null).num_key_value_heads == 64, model_type
 
 
 @pytest.mark.parametrize(

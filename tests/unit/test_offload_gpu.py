@@ -11,7 +11,7 @@ from tests.memory_case import all_chunks_are_free
 from tests.model_folder import init_weights
 from tests.unit.test_graphs_gpu import pack
 from ulysses.memory.levels import LayerMemory
-from ulysses.memory.offload import Group, Offloader
+from ulysses.memory.offload import OffloadedTensors, Offloader
 
 LAYERS, TOKENS = 8, 6000
 SHAPE = ModelConfig.from_hf({
@@ -67,7 +67,7 @@ def test_offloaded_gradients_are_bitwise_the_same(level, dtype, deterministic):
         if away is None:
             assert (
                 peak < whole - (LAYERS - 4) * kept
-            )  # two layers' groups at a time, and one being given back
+            )  # the tensors of two layers at a time, and one being given back
 
 
 @pytest.mark.gpu
@@ -80,12 +80,12 @@ def test_copies_wait_for_the_computation_and_it_for_them():
         product = slow
         for _ in range(20):
             product = product @ slow * 1e-4
-        group = Group(offloader)
+        group = OffloadedTensors(offloader)
         nothing = product[0, 0].nan_to_num().clamp(0, 0)
         value = torch.full((size // 4,), float(i), device="cuda") + nothing
         groups.append(group)
         values.append(weakref.ref(value))
-        group.keep(value)
+        group.save(value)
         del value, product
         group.close()
         torch.full((size // 4,), -1.0, device="cuda")  # takes freed memory

@@ -79,7 +79,7 @@ def check_examples(
 ) -> None:
     """Refuse opened data with a source of which nothing is trained on, or an example longer than a micro-batch."""
     counts = np.bincount(train.sources, minlength=len(train.source_weights))
-    taken = (counts * train.source_weights).round()
+    taken = np.floor(counts * train.source_weights + 0.5)  # as StepLoader counts them
     if taken.sum() > max(MOST_EXAMPLES, len(train)):
         raise ConfigError(
             f"by the weights or probabilities of its sources an epoch of data.train has {taken.sum():,.0f} examples, "

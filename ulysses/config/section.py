@@ -30,7 +30,8 @@ CREDENTIALS = re.compile(
 # hexadecimal digits, as many as the revision of a model, which is shown.
 SECRETS = re.compile(
     CREDENTIALS.pattern
-    + r"""|\bBearer\s+[^\s"']+|\bwandb_v\d+_\w+|(?<![\w/-])(?<!revision )(?<!revision = ")[0-9a-f]{40}(?![\w/-])""",
+    + r"""|\bBearer\s+[^\s"']+|\bwandb_v\d+_\w+|\blocal-[0-9a-f]{40}"""
+    + r"""|(?<![\w/-])(?<!revision )(?<!revision = ")[0-9a-f]{40}(?![\w/-])""",
     re.I,
 )
 Values = dict[str, Any]  # unchecked settings by their names, as TOML, YAML or JSON hold them
@@ -94,6 +95,13 @@ def refuse(errors: list[object], findings: list[str] | None = None) -> None:
     Args:
         findings: of a dry run: collects the sentences about what is absent, which then refuse nothing.
     """
+    texts = {str(error): error for error in errors}
+    # what two checks have met is told once, by the one that names the setting
+    errors = [
+        error
+        for text, error in texts.items()
+        if not any(other != text and other.endswith(text) for other in texts)
+    ]
     if findings is not None:
         findings += [str(error) for error in errors if isinstance(error, AbsentError)]
         errors = [error for error in errors if not isinstance(error, AbsentError)]

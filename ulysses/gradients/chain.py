@@ -76,7 +76,7 @@ def _pro() -> ModuleType:
     return ulysses_pro
 
 
-# What a configuration names. Only the first two are part of every run; the others' files are imported when asked for.
+# The policies that a configuration may name. The files of all but the first two are imported when one is named.
 GRADIENT_POLICIES: dict[str, Callable[[], type[GradientPolicy]]] = {
     "stop_on_non_finite": lambda: StopOnNonFinite,
     "clip_global_norm": lambda: ClipGlobalNorm,
@@ -89,7 +89,7 @@ GRADIENT_POLICIES: dict[str, Callable[[], type[GradientPolicy]]] = {
     "ulysses_pro": lambda: _pro().UlyssesPro,
 }
 PRESETS = {"default": "clip_global_norm", "ulysses-pro": "ulysses_pro"}
-GONE = "auto_clip", "zclip"
+REMOVED = "auto_clip", "zclip"
 
 
 def build_chain(
@@ -118,17 +118,17 @@ def _build_policy(index: int, table: Mapping[str, Any]) -> GradientPolicy:
     name = settings.pop("policy", None)
     try:
         if name not in GRADIENT_POLICIES:
-            hint = f"; {name} has gone, use clip_global_norm" if name in GONE else ""
+            hint = f"; {name} has gone, use clip_global_norm" if name in REMOVED else ""
             raise ValueError(
                 f"policy is {name!r} but must be one of {', '.join(GRADIENT_POLICIES)}{hint}"
             )
-        kind = GRADIENT_POLICIES[name]()
-        known = [f.name for f in fields(kind) if f.init]
-        for key in settings.keys() - known:
+        policy_class = GRADIENT_POLICIES[name]()
+        setting_names = [f.name for f in fields(policy_class) if f.init]
+        for key in settings.keys() - setting_names:
             raise ValueError(
-                f"{name} has no setting {key!r}; it has {', '.join(known) or 'none'}"
+                f"{name} has no setting {key!r}; it has {', '.join(setting_names) or 'none'}"
             )
-        return kind(**settings)
+        return policy_class(**settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"gradients.policies[{index}]: {error}") from None
     except ModuleNotFoundError as error:

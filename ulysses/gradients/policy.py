@@ -1,6 +1,6 @@
-"""What a gradient policy is, and those of every run: stop at what is not finite, and clip.
+"""Define what a gradient policy is, and the two of every run: stop at a gradient that is not finite, and clip.
 
-Others are imported when they are named (chain.py).
+Other policies are imported when a configuration names them (chain.py).
 """
 
 import math
@@ -72,24 +72,24 @@ class StopOnNonFinite(GradientPolicy):
     name = "stop_on_non_finite"
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
-        context.stop = what_is_not_finite(gradients, context)
+        context.stop = describe_non_finite(gradients, context)
         return {}
 
 
-def what_is_not_finite(gradients: Gradients, context: StepContext) -> str | None:
+def describe_non_finite(gradients: Gradients, context: StepContext) -> str | None:
     """Return a sentence that names the bad loss or up to three bad parameters; None if all is finite."""
-    found = [] if math.isfinite(context.loss) else [f"the loss is {context.loss}"]
+    faults = [] if math.isfinite(context.loss) else [f"the loss is {context.loss}"]
     if not math.isfinite(gradients.norm()):
         counts = gradients.nonfinite()
         bad = [entry.name for entry, count in zip(gradients.entries, counts) if count]
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        found.append(
+        faults.append(
             f"{sum(counts):.0f} gradient elements are inf or nan, in {', '.join(bad[:3])}{more}"
             if bad
             else "the gradient norm overflows float32, though every element is finite"
         )
     # steps are counted from 1, as in metrics.jsonl
-    return f"step {context.step + 1}: {' and '.join(found)}" if found else None
+    return f"step {context.step + 1}: {' and '.join(faults)}" if faults else None
 
 
 @dataclass

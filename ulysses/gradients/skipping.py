@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext, what_is_not_finite
+from ulysses.gradients.policy import GradientPolicy, Report, StepContext, describe_non_finite
 
 
 @dataclass
@@ -17,7 +17,7 @@ class SkipNonFinite(GradientPolicy):
     name = "skip_non_finite"
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
-        reason = what_is_not_finite(gradients, context)
+        reason = describe_non_finite(gradients, context)
         self.consecutive = self.consecutive + 1 if reason else 0
         if self.consecutive > self.limit:
             context.stop = f"{reason}; {self.consecutive} steps in a row were not finite (limit {self.limit})"
@@ -38,7 +38,7 @@ class SkipSpike(GradientPolicy):
     sigma: float = 6.0
     window: int = 128
     warmup: int = 32
-    # loss and norm of steps
+    # the loss and the gradient norm of each of the last steps
     recent: list[list[float]] = field(default_factory=list, init=False)
     name = "skip_spike"
 
@@ -51,8 +51,8 @@ class SkipSpike(GradientPolicy):
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         now, deviations = [context.loss, gradients.norm()], [0.0, 0.0]
-        known = zip(*self.recent) if len(self.recent) >= self.warmup else ()
-        for i, past in enumerate(known):
+        history = zip(*self.recent) if len(self.recent) >= self.warmup else ()
+        for i, past in enumerate(history):
             mean = statistics.fmean(past)
             spread = max(statistics.stdev(past), 0.01 * abs(mean), 1e-12)
             deviations[i] = z = (now[i] - mean) / spread

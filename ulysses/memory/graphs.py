@@ -1,11 +1,11 @@
-"""All layers as two CUDA graphs, for steps so small that the host could not launch their kernels fast enough.
+"""Run all layers as two CUDA graphs, in steps so small that the host could not launch their kernels fast enough.
 
     forward     hidden, ropes, documents -copy--> | graph: every layer's forward  | --> hidden
     backward    gradient ---------------copy--> | graph: every layer's backward | --> gradient, every parameter's .grad
 
-Graphs are recorded for each size. Rows and documents are padded to a few sizes: the rows that are added form a document
-of their own whose gradient is zero, and the documents that are added are empty. The first step of a size runs without
-a graph, the second records one. A graph reads the weights where they are, so they must stay in place
+Graphs are recorded for each size. Rows and documents are padded to a few sizes: the additional rows form a document of
+their own whose gradient is zero, and the additional documents are empty. The first step of a size runs without a graph,
+the second records one. A graph reads the weights where they were when it was recorded, so they must stay in place
 (zero/resident.py). It keeps for backward what ordinary autograd keeps.
 
 Shapes: S rows, D width, E head dim.
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ulysses.memory.levels import Rope
-from ulysses.parallel.layout import AttentionPlan, Context, Segments, VarlenCall
+from ulysses.parallel.layout import AttentionPlan, Context, DocumentBounds, VarlenCall
 
-MOST_SIZES = 24  # recorded; each keeps its inputs and results
+MOST_SIZES = 24  # each recorded size keeps the memory of its inputs and results
 SMALLEST = 128  # rows, and the length of the longest document
-# of a layer, which a graph would not run
+# the hooks of a layer, which a graph would not run
 HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 Ropes = Mapping[str, Rope]  # by the rotary kind of a layer
 
@@ -44,38 +44,38 @@ class LayerGraphs:
         self.layers: Any = layers
         self._hooks: list[dict] = []
         self._parameters: list[nn.Parameter] = []
-        self._fit = False
-        self._places: list[int] = []  # of the parameters in memory
+        self._layers_fit = False
+        self._addresses: list[int] = []  # of the parameters
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._seen: set[tuple[int, ...]] = set()
-        # Of every parameter, and written by the graphs of all sizes; what else they need for a moment is shared too.
+        # The graphs of all sizes write the gradients to the same memory, and share one pool for what else they need.
         self.grads: dict[nn.Parameter, Tensor] = {}
         self.pool = torch.cuda.graph_pool_handle()
-        # A forward pass whose backward is still to come owns what all graphs keep in their common memory.
-        self._owner: Any = lambda: None
+        # The pool holds what one forward pass keeps until its backward: no other graph may run while that pass lives.
+        self._pending_pass: Any = lambda: None
 
     def __call__(self, hidden: Tensor, ropes: Ropes, plan: AttentionPlan) -> Tensor | None:
         """Return the layers' output [S, D], or None if they must run one by one this time."""
         if not self._hooks:
             self._hooks = [getattr(m, kind) for m in self.layers for kind in HOOKS]
             self._parameters = list(self.layers.parameters())
-            # asked once: in small models the host's work decides, and the answer stays
-            self._fit = self._fits(hidden)
+            # asked once, because the answer stays the same and in small models every bit of the host's work counts
+            self._layers_fit = self._fits(hidden)
         alone = plan.mesh.sequence_parallel_size == 1 and not plan.prefix_calls
-        if not alone or self._owner() or any(self._hooks) or not self._fit:
+        if not alone or self._pending_pass() or any(self._hooks) or not self._layers_fit:
             return None
-        places = [p.data_ptr() for p in self._parameters]
-        if places != self._places:
+        addresses = [p.data_ptr() for p in self._parameters]
+        if addresses != self._addresses:
             self._recorded.clear()
             # the allocator forgets a pool with its last graph
             self.pool = torch.cuda.graph_pool_handle()
-            self._places = places
-        segments, rows = plan.calls[0].segments, len(hidden)
+            self._addresses = addresses
+        documents, rows = plan.calls[0].documents, len(hidden)
         total = padded(rows, SMALLEST, 8)
         size = (
             total,
-            padded(len(segments.cu_q) + (total > rows), 8, 1),
-            padded(max(segments.max_q, total - rows), SMALLEST, 1),
+            padded(len(documents.cu_q) + (total > rows), 8, 1),
+            padded(max(documents.max_q, total - rows), SMALLEST, 1),
         )
         if size not in self._seen:
             self._seen.add(size)
@@ -88,26 +88,27 @@ class LayerGraphs:
                     p: torch.empty_like(p) for p in self._parameters if p.requires_grad
                 }
             self._recorded[size] = _Recorded(self, hidden, ropes, plan, size)
-        owner = _Owner()
-        self._owner = weakref.ref(owner)
-        return _Replay.apply(hidden, ropes, segments.cu_q, self._recorded[size], owner)
+        this_pass = _ForwardPass()
+        self._pending_pass = weakref.ref(this_pass)
+        return _Replay.apply(hidden, ropes, documents.cu_q, self._recorded[size], this_pass)
 
     def _fits(self, hidden: Tensor) -> bool:
-        """Tell whether a graph may run every layer for other documents."""
+        """Tell whether a graph may run every layer for other documents than those it was recorded with."""
         case = hidden.device, hidden.dtype
-        fit = (x.mlp.fits_graphs and x.mixer.fits_graphs(*case) for x in self.layers)
-        return hidden.is_cuda and all(fit)
+        return hidden.is_cuda and all(
+            x.mlp.fits_graphs and x.mixer.fits_graphs(*case) for x in self.layers
+        )
 
 
 @contextmanager
-def own_leaves(layers: nn.Module, grads: dict[nn.Parameter, Tensor]) -> Iterator[None]:
+def other_leaves(layers: nn.Module, grads: dict[nn.Parameter, Tensor]) -> Iterator[None]:
     """Let other parameters with the same memory stand in for those of the layers, and for the keys of `grads`.
 
-    An ordinary pass whose loss is still referred to keeps the parameters' places in its graph, and those belong to its
-    stream, which nothing that is recorded may touch.
+    While the loss of an ordinary pass is still referred to, its autograd graph holds the nodes that accumulate the
+    parameters' gradients. They belong to the stream of that pass, which a recording must not touch.
     """
     tables = [m._parameters for m in layers.modules()]
-    before, grads_before = [dict(table) for table in tables], dict(grads)
+    old_tables, old_grads = [dict(table) for table in tables], dict(grads)
     try:
         for table in tables:
             for name, p in table.items():
@@ -117,14 +118,14 @@ def own_leaves(layers: nn.Module, grads: dict[nn.Parameter, Tensor]) -> Iterator
                         grads[alias] = grads.pop(p)
         yield
     finally:
-        for table, old in zip(tables, before):
+        for table, old in zip(tables, old_tables):
             table.update(old)
         grads.clear()
-        grads.update(grads_before)
+        grads.update(old_grads)
 
 
-class _Owner:
-    """Lives as long as the graph of a forward pass."""
+class _ForwardPass:
+    """Lives as long as the autograd graph of a forward pass."""
 
 
 class _Recorded:
@@ -144,24 +145,24 @@ class _Recorded:
             kind: tuple(x.new_zeros(rows, *x.shape[1:]) for x in rope)
             for kind, rope in ropes.items()
         }
-        cu = plan.calls[0].segments.cu_q
+        cu = plan.calls[0].documents.cu_q
         self.bounds = cu.new_full((bounds,), rows)
-        segments = Segments(self.bounds, self.bounds, longest, longest)
-        every = slice(0, rows)
+        documents = DocumentBounds(self.bounds, self.bounds, longest, longest)
+        all_rows = slice(0, rows)
         self.plan = replace(
             plan,
             cu_seqlens=[0, rows],
-            documents=bounds - 1,
-            calls=[VarlenCall(every, every, segments, causal=True)],
-            pieces=[[(0, rows)]],
+            num_documents=bounds - 1,
+            calls=[VarlenCall(all_rows, all_rows, documents, causal=True)],
+            row_sets=[[(0, rows)]],
         )
         self.grads, self.grad = graphs.grads, torch.zeros_like(self.hidden)
         self.set(hidden.detach(), ropes, cu)
-        self.save_untaken()
+        self.save_untaken_grads()
         # kernels are compiled before anything is recorded
         self._backward(self._forward(graphs.layers[:1]))
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with own_leaves(graphs.layers, graphs.grads):
+        with other_leaves(graphs.layers, graphs.grads):
             with torch.cuda.graph(self.forward, graphs.pool, capture_error_mode="thread_local"):
                 kept = self._forward(graphs.layers)
             self.out = kept[-1][2].detach()
@@ -175,7 +176,7 @@ class _Recorded:
         kept, hidden = [], self.hidden
         for layer in layers:
             leaf = hidden.detach().requires_grad_()
-            # not the module itself: its hooks belong to passes that gather and reduce layer by layer
+            # not the module's call, whose hooks belong to passes that gather and reduce layer by layer
             hidden = layer.forward(leaf, self.ropes[layer.kind.rotary], self.plan)
             kept.append((layer, leaf, hidden))
         return kept
@@ -183,19 +184,19 @@ class _Recorded:
     def _backward(self, kept: list[tuple[nn.Module, Tensor, Tensor]]) -> Tensor:
         """Write the gradients of all parameters, and return that of the first layer's input."""
         grad = self.grad
-        while kept:  # what a layer has kept is free when the next one works
+        while kept:  # popped, so that a layer's tensors are free when the next layer works
             layer, leaf, out = kept.pop()
             trained = [p for p in layer.parameters() if p.requires_grad]
-            grad, *of_parameters = torch.autograd.grad(out, (leaf, *trained), grad)
+            grad, *parameter_grads = torch.autograd.grad(out, (leaf, *trained), grad)
             if trained:
-                torch._foreach_copy_([self.grads[p] for p in trained], of_parameters)
+                torch._foreach_copy_([self.grads[p] for p in trained], parameter_grads)
         return grad
 
-    def save_untaken(self) -> None:
+    def save_untaken_grads(self) -> None:
         """Copy gradients that nobody took since an earlier pass, before they are overwritten."""
-        for parameter, of_it in self.grads.items():
-            if parameter.grad is of_it:
-                parameter.grad = of_it.clone()
+        for parameter, grad in self.grads.items():
+            if parameter.grad is grad:
+                parameter.grad = grad.clone()
 
     @torch.no_grad()
     def set(self, hidden: Tensor, ropes: Ropes, cu: Tensor) -> None:
@@ -208,7 +209,7 @@ class _Recorded:
         self.bounds[: len(cu)] = cu
 
 
-ReplayContext = Context[tuple[_Recorded, _Owner, int]]
+ReplayContext = Context[tuple[_Recorded, _ForwardPass, int]]
 
 
 class _Replay(torch.autograd.Function):
@@ -219,23 +220,23 @@ class _Replay(torch.autograd.Function):
         ropes: Ropes,
         cu: Tensor,
         recorded: _Recorded,
-        owner: _Owner,
+        this_pass: _ForwardPass,
     ) -> Tensor:
         recorded.set(hidden, ropes, cu)
         recorded.forward.replay()
-        ctx.rest = recorded, owner, len(hidden)
+        ctx.rest = recorded, this_pass, len(hidden)
         return recorded.out[: len(hidden)]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: ReplayContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        recorded, owner, rows = ctx.rest
-        del ctx.rest, owner
+        recorded, this_pass, rows = ctx.rest
+        del ctx.rest, this_pass  # from here on another pass may run
         recorded.grad[:rows] = grad
         recorded.grad[rows:] = 0
-        recorded.save_untaken()
+        recorded.save_untaken_grads()
         recorded.backward.replay()
-        for parameter, of_it in recorded.grads.items():
-            before = parameter.grad
-            parameter.grad = of_it if before is None else before + of_it
+        for parameter, new in recorded.grads.items():
+            old = parameter.grad
+            parameter.grad = new if old is None else old + new
         return recorded.grad_hidden[:rows], None, None, None, None

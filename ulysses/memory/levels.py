@@ -5,7 +5,7 @@
     level            kept                                computed again in backward
     none             everything, by ordinary autograd    nothing
     keep_attention   the layer's input, mix's results    all but mix (and feed_forward's last product)
-    block            the layer's input                   the same and mix
+    block            the layer's input                   all of that, and mix
 
 All levels but "none" run in layer_node.py.
 
@@ -27,13 +27,13 @@ Rope = tuple[Tensor, Tensor]
 
 
 class LayerMemory(NamedTuple):
-    """Say what the model keeps for backward and how it is cut.
+    """What the layers of a model keep for backward, where, and in which tiles they run.
 
     recompute: one level for all layers or one per layer, the same on all ranks. mlp_tile: rows of an MLP that run at a
-    time if there are more than twice as many, except where level "none" keeps its whole graph. offloaded_layers: so
-    many of the first layers, or all, keep their saved tensors in host memory if there is an offloader; level "none"
-    ignores it. graphs: small steps run as CUDA graphs (memory/graphs.py), which need level "none" and weights that
-    stay.
+    time if there are more than twice as many, except where level "none" keeps its whole graph. offloader: moves what
+    the layers keep to host memory. offloaded_layers: how many of the first layers it does that for, None for all; level
+    "none" ignores it. graphs: small steps run as CUDA graphs (memory/graphs.py), which need level "none" and weights
+    that stay in their places.
     """
 
     recompute: str | Sequence[str] = "none"

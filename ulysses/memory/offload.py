@@ -1,14 +1,14 @@
 """Move the activations that wait for the backward pass to pinned host memory, while the GPU computes.
 
     forward of layer i     compute | layer i               | layer i+1             | ...
-                           copy    |  group i-1 -> host    |  group i -> host      |
+                           copy    |  tensors i-1 -> host  |  tensors i -> host    |
     backward of layer i    compute | layer i               | layer i-1             | ...
-                           copy    |  host -> group i-1    |  host -> group i-2    |
+                           copy    |  host -> tensors i-1  |  host -> tensors i-2  |
 
-The activations of one layer are a `Group`. In each direction two groups are on the GPU: one in use, one being copied.
-The host never waits; the streams wait for each other's events. Host memory is pinned in chunks of one size, which
-tensors of any size can use again; the planner asks for no more layers than the host holds.
-On CPU the same code copies from memory to memory, which is of use to tests alone.
+In each direction the GPU holds the tensors of two layers: one in use, one being copied. The host never waits; the
+streams wait for each other's events. Host memory is pinned in chunks of one size, which tensors of any size can use
+again; the planner asks for no more layers than the host has room for. On a CPU the same code copies from memory to
+memory, for tests alone.
 """
 
 import weakref
@@ -19,10 +19,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-# a power of two, which torch's allocator of pinned memory does not round up
+# torch's allocator of pinned memory rounds up to powers of two
 CHUNK_BYTES = 32 << 20
 
-Reference = Callable[[], "Group | None"]  # a weak one
+WeakReference = Callable[[], "OffloadedTensors | None"]
 
 
 class Offloader:
@@ -34,14 +34,13 @@ class Offloader:
         self._pin = device == "cuda"
         self.chunk_bytes = chunk_bytes
         self.allocated = 0  # bytes of host memory in all chunks
-        # One stream orders the copies still queued from a chunk given back before any later one into it.
+        # Chunks come back while copies from them are still queued; the one stream runs those before any later copy.
         self.free: list[Tensor] = []
-        # to the group that was closed last
-        self.last: Reference = lambda: None
+        self.last_closed: WeakReference = lambda: None  # to the layer whose forward ended last
 
-    def group(self) -> "Group":
-        """Return a place for another layer's activations."""
-        return Group(self)
+    def saved_tensors(self) -> "OffloadedTensors":
+        """Return a place for another layer's tensors."""
+        return OffloadedTensors(self)
 
     def take(self, size: int) -> list[Tensor]:
         """Return chunks for `size` bytes."""
@@ -64,27 +63,29 @@ class Offloader:
         return self._backend.stream(self.stream)
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Order the computation after a mark."""
+        """Let the computation that is queued from now on wait for the event."""
         self._backend.current_stream().wait_event(event)
 
 
-class Group:
-    """Hold one layer's activations until its backward."""
+class OffloadedTensors:
+    """One layer's tensors from its forward to its backward, in host memory meanwhile."""
 
     def __init__(self, offloader: Offloader) -> None:
         self._offloader = offloader
         self._tensors: list[Tensor] = []  # empty while only the host has them
-        # of each tensor: what allocates another like it, and its host memory
+        # for each tensor a function that allocates another like it, and its host memory
         self._copies: list[tuple[Callable[[], Tensor], list[Tensor]]] = []
-        self._previous: Reference | None = None  # from `close` until the first `tensors`
+        self._previous: WeakReference | None = (
+            None  # set from `close` until the first `tensors`
+        )
         self._event: torch.cuda.Event | None = None  # after the copies; the CPU has none
 
-    def keep(self, tensor: Tensor) -> None:
+    def save(self, tensor: Tensor) -> None:
         """Add a tensor, and begin to copy it to the host."""
         self._tensors.append(tensor)
         chunks = self._offloader.take(tensor.nbytes)
-        room = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        self._copies.append((room, chunks))
+        allocate = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self._copies.append((allocate, chunks))
         with self._offloader.copying():
             for part, chunk in self._parts(tensor.contiguous(), chunks):
                 chunk.copy_(part, non_blocking=True)
@@ -96,9 +97,10 @@ class Group:
             yield part, chunk[: part.numel()]
 
     def close(self) -> None:
-        """End the layer's forward: its tensors leave the device when the next layer has closed its own group."""
+        """End the layer's forward: its tensors leave the device when the next layer's forward has ended."""
         self._event = self._offloader.stream.record_event()
-        self._previous, self._offloader.last = self._offloader.last, weakref.ref(self)
+        self._previous = self._offloader.last_closed
+        self._offloader.last_closed = weakref.ref(self)
         leaving = self._previous()
         if leaving is not None:
             # later work of the computing stream comes after the copies
@@ -110,7 +112,7 @@ class Group:
         if self._tensors:
             return
         # allocated on the stream that will use them
-        self._tensors = [room() for room, _ in self._copies]
+        self._tensors = [allocate() for allocate, _ in self._copies]
         with self._offloader.copying():
             for tensor, (_, chunks) in zip(self._tensors, self._copies):
                 for part, chunk in self._parts(tensor, chunks):
@@ -127,10 +129,10 @@ class Group:
     __del__ = release  # a graph may be dropped without a backward pass
 
     def tensors(self) -> list[Tensor]:
-        """Return what was kept; the first call also begins to fetch the group that backward needs next."""
+        """Return the tensors; the first call also begins to fetch those that backward needs next."""
         if self._previous is not None:
-            # backward has begun: what is on the device stays there
-            self._offloader.last = lambda: None
+            # backward has begun: no layer's tensors leave the device any more
+            self._offloader.last_closed = lambda: None
             self.fetch()
             self._offloader.wait(self._event)
             previous, self._previous = self._previous(), None

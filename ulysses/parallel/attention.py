@@ -4,8 +4,9 @@
        my tokens                             my heads                                                my tokens
 
 The kernel's forward and backward are separate methods, so that recomputation can keep (out', lse) and run neither the
-kernel's forward nor an all-to-all again. An attention sink, a key of every head without a value, needs no kernel: with
-its logit in lse the output is scaled by exp(lse without it - lse), and the backward is that of any further keys.
+kernel's forward nor an all-to-all again. An attention sink is a key of every head without a value. No kernel knows it:
+its logit is added to lse, the output is scaled by exp(lse without it - lse), and the kernel's backward with this output
+and lse gives the exact gradients.
 
 Letters: T packed tokens, S tokens on this rank, H query heads, K kv heads, E head dim, U head-parallel and R
 row-parallel size.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .dense import attend_dense
+from .dense import dense_plan
 from .exchange import (
     exchange_out_backward,
     exchange_out_forward,
@@ -28,7 +29,14 @@ from .exchange import (
     exchange_qkv_forward,
 )
 from .kernels.choice import KERNELS, VARLEN, Kernel, check_name, resolve_kernel
-from .kernels.document import ONE_DOCUMENT, SHORT, Gradients, Inputs, Results, join
+from .kernels.document import (
+    ONE_DOCUMENT,
+    SHORT,
+    InputGradients,
+    Inputs,
+    Results,
+    merge_attention,
+)
 from .layout import (
     AttentionPlan,
     Context,
@@ -40,13 +48,12 @@ from .layout import (
 )
 from .mesh import ParallelMesh
 
-# Lengths of prove_kernel's documents: several tiles, none of them full, and a single token; and of a short pack's
-PROOF: tuple[int, ...] = (SHORT + 88, 1, 129)
-SHORT_PROOF = (300, 1, 129)
-PROOF_WINDOW = (
-    100  # tokens of their windows: kernels are compiled for a window, not for its size
-)
-PROOF_ERROR = 2e-2  # of a tensor's norm; half-precision kernels reach 2e-3 to 4e-3
+# Lengths of the documents of prove_kernel, and of its short ones: several tiles, none of them full, and a single token
+PROOF_LENGTHS: tuple[int, ...] = (SHORT + 88, 1, 129)
+SHORT_LENGTHS = (300, 1, 129)
+# Kernels are compiled for a window, not for its size, so that one of so many tokens stands for all.
+PROOF_WINDOW = 100
+PROOF_ERROR = 2e-2  # relative to a tensor's norm; half-precision kernels reach 2e-3 to 4e-3
 
 
 class UlyssesAttention(nn.Module):
@@ -58,7 +65,7 @@ class UlyssesAttention(nn.Module):
     Raises ValueError for an unknown kernel, and if the heads do not fit the mesh or the window has no token.
     """
 
-    # what nn.Module would call Any
+    # for type checkers: nn.Module's returns Any
     __call__: Callable[..., Tensor]
 
     def __init__(
@@ -104,8 +111,8 @@ class UlyssesAttention(nn.Module):
         GPU does.
         Dense, for library users: [B, S/P, heads, E] in contiguous shards of P ranks, without plan and cu_seqlens, one
         sequence after the other (dense.py).
-        `sink` [H] holds a logit of every query head, which takes its part of the softmax and adds nothing; on a rank
-        its gradient is that of the rank's heads and rows, zero elsewhere.
+        `sink` [H] holds a logit of every query head, which takes its part of the softmax and adds nothing. Its gradient
+        on a rank covers the rank's heads and rows, and is zero for other heads.
         """
         self._check_shapes(query, key, value)
         window = _checked_window(self.window if window is None else window)
@@ -121,19 +128,20 @@ class UlyssesAttention(nn.Module):
             )
         attention = copy(self)
         attention.window, attention.softmax_scale = window, softmax_scale or self.softmax_scale
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-            return _Attend.apply(query, key, value, sink, attention, plan)
-
         if is_dense:
-            return attend_dense(attend, self.mesh, query, key, value, causal)
-        if plan is None:
+            plan = dense_plan(self.mesh, query.shape[1], query.device)
+        elif plan is None:
             plan = self._make_plan(cu_seqlens, query)
         elif query.shape[0] != plan.local_tokens:
             raise ValueError(
                 f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}"
             )
-        return attend(query, key, value, plan if causal else plan.unmasked)
+        if not causal:
+            plan = plan.unmasked
+        if is_dense:
+            sequences = zip(query, key, value)
+            return torch.stack([_Attend.apply(*x, sink, attention, plan) for x in sequences])
+        return _Attend.apply(query, key, value, sink, attention, plan)
 
     def _make_plan(self, cu_seqlens: Any, query: Tensor) -> AttentionPlan:
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
@@ -179,7 +187,7 @@ class UlyssesAttention(nn.Module):
         plan, kernel, inputs = self._calls(shards, plan)
 
         def run(call: VarlenCall) -> Results:
-            return kernel.forward(inputs(call), call.segments)
+            return kernel.forward(inputs(call), call.documents)
 
         first, *others = plan.calls
         out, lse = run(first)
@@ -187,10 +195,10 @@ class UlyssesAttention(nn.Module):
             query, results = shards[0], [(out, lse), *map(run, others)]
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
             lse = lse.new_empty(query.shape[1], len(query))
-            for call, (of_call, lse_of_call) in zip(plan.calls, results):
-                out[call.rows], lse[:, call.rows] = of_call, lse_of_call
+            for call, (call_out, call_lse) in zip(plan.calls, results):
+                out[call.rows], lse[:, call.rows] = call_out, call_lse
         for call in plan.prefix_calls:
-            join(out, lse, call.rows, *run(call))
+            merge_attention(out, lse, call.rows, *run(call))
         if sink is not None:
             total = torch.logaddexp(lse, sink[self._my_heads, None].to(lse.dtype))
             out *= (lse - total).exp().T[..., None]
@@ -204,16 +212,16 @@ class UlyssesAttention(nn.Module):
         results: Tensors,
         plan: AttentionPlan,
         sink: Tensor | None = None,
-    ) -> tuple[Gradients, Tensors]:
+    ) -> tuple[InputGradients, Tensors]:
         """Compute dq, dk, dv, and the gradient of a trained sink [H], from what `attend_forward` returned."""
         (query, key, _), (out, lse) = shards, results
         plan, kernel, inputs = self._calls(shards, plan)
 
-        def gradients(call: VarlenCall) -> Gradients:
-            """Return one call's share of the gradients, which the joint out and lse make exact."""
-            rows, _, segments, _ = call
+        def gradients(call: VarlenCall) -> InputGradients:
+            """Return one call's share of the gradients; out and lse of all calls together make it exact."""
+            rows, _, documents, _ = call
             row_lse = lse[:, rows].contiguous()
-            return kernel.backward(dout[rows], inputs(call), out[rows], row_lse, segments)
+            return kernel.backward(dout[rows], inputs(call), out[rows], row_lse, documents)
 
         if len(plan.calls) == 1 and plan.calls[0].keys == slice(0, key.shape[0]):
             dquery, dkey, dvalue = gradients(plan.calls[0])
@@ -235,10 +243,10 @@ class UlyssesAttention(nn.Module):
         grads = dquery, dkey.to(key.dtype), dvalue.to(key.dtype)
         if sink is None or not sink.requires_grad:
             return grads, ()
-        of_sink, mine = lse.new_zeros(sink.shape), self._my_heads
-        weights = (sink[mine, None].to(lse.dtype) - lse).exp()
-        of_sink[mine] = -((dout * out).sum(-1, dtype=lse.dtype).T * weights).sum(1)
-        return grads, [of_sink.to(sink.dtype)]
+        dsink, heads = lse.new_zeros(sink.shape), self._my_heads
+        weights = (sink[heads, None].to(lse.dtype) - lse).exp()
+        dsink[heads] = -((dout * out).sum(-1, dtype=lse.dtype).T * weights).sum(1)
+        return grads, [dsink.to(sink.dtype)]
 
     @property
     def _my_heads(self) -> slice:
@@ -255,9 +263,11 @@ class UlyssesAttention(nn.Module):
         query, key, value = shards
         window = self.window
         if window and plan.longest <= window:
-            window = None  # it cuts nothing
+            window = None  # the window cuts no document
         case = query.device, query.dtype, self.head_dim
-        name = resolve_kernel(self.kernel, *case, documents=plan.documents, window=window).name
+        name = resolve_kernel(
+            self.kernel, *case, num_documents=plan.num_documents, window=window
+        ).name
 
         def inputs(call: VarlenCall) -> Inputs:
             rows, keys, _, causal = call
@@ -268,14 +278,14 @@ class UlyssesAttention(nn.Module):
         return plan.windowed(window) if window else plan, KERNELS[name], inputs
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        given = query, key, value
         counts = self.num_heads, self.num_kv_heads, self.num_kv_heads
         shapes = [(*query.shape[:-2], heads, self.head_dim) for heads in counts]
-        alike = [x.shape for x in given] == shapes and query.dtype == key.dtype == value.dtype
+        tensors = query, key, value
+        alike = [x.shape for x in tensors] == shapes and query.dtype == key.dtype == value.dtype
         if query.dim() not in (3, 4) or not alike:
-            lengths = [int(n) for x in given for n in x.shape[-3:-2]]
+            lengths = [int(n) for x in tensors for n in x.shape[-3:-2]]
             raise ValueError(
-                f"query, key and value are {', '.join(f'{x.dtype} {list(x.shape)}' for x in given)}; they must have "
+                f"query, key and value are {', '.join(f'{x.dtype} {list(x.shape)}' for x in tensors)}; they must have "
                 f"one dtype and {counts} heads of {self.head_dim}: [S, heads, {self.head_dim}] or [B, S, heads, ...], "
                 f"and one length S, which is {lengths} here"
             )
@@ -314,10 +324,13 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AttendContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (attention, plan), kept = ctx.rest, ctx.saved_tensors
+        attention, plan = ctx.rest
+        query, key, value, out, lse, sink = ctx.saved_tensors
         dout = attention.to_tokens_backward(grad, plan)
-        grads, of_sink = attention.attend_backward(dout, kept[:3], kept[3:5], plan, kept[5])
-        return *attention.to_heads_backward(grads, plan), *(of_sink or (None,)), None, None
+        grads, dsink = attention.attend_backward(
+            dout, (query, key, value), (out, lse), plan, sink
+        )
+        return *attention.to_heads_backward(grads, plan), *(dsink or (None,)), None, None
 
 
 def prove_kernel(
@@ -333,25 +346,27 @@ def prove_kernel(
     """Compare the values and gradients of a requested kernel on small packs with plain attention in float64.
 
     Kernels are other projects' code, compiled for this GPU by this driver, and a wrong gradient gives no error message.
-    What runs for a single document or for short ones may be another kernel and is compared too, the one for documents
-    of ONE_DOCUMENT tokens only if there are as long ones: compiling takes seconds. `windows` are those of the layers.
+    Other kernels may run for a single document and for short documents; they are compared too, those for documents of
+    ONE_DOCUMENT tokens only if `longest` says that there are such: compiling takes seconds. `windows` are those of the
+    layers.
     Raises FloatingPointError, which names the wrong tensor and the size of its error.
     """
     draw, widths = torch.Generator().manual_seed(0), (heads, kv_heads, kv_heads)
-    what = ("output", "query gradient", "key gradient", "value gradient")
+    tensor_names = ("output", "query gradient", "key gradient", "value gradient")
     cases: list[tuple[str, tuple[int, ...], int | None]] = []
     # with a window of one token the gradients of query and key are zero, so that no error can be relative to them
     for window in {size and max(2, min(size, PROOF_WINDOW)) for size in windows}:
-        proofs = {}
-        for lengths in (PROOF[:1], PROOF):
+        lengths_of_kernel = {}
+        for lengths in (PROOF_LENGTHS[:1], PROOF_LENGTHS):
             choice = resolve_kernel(
-                requested, device, dtype, head_dim, documents=len(lengths), window=window
+                requested, device, dtype, head_dim, num_documents=len(lengths), window=window
             )
-            proofs[choice.name] = lengths
-        cases += [(*proof, window) for proof in proofs.items()]
+            lengths_of_kernel[choice.name] = lengths
+        cases += [(name, lengths, window) for name, lengths in lengths_of_kernel.items()]
         if device.type == "cuda":
-            cases += [(name, SHORT_PROOF, window) for name in proofs if name in VARLEN]
-        if "flash4" in proofs and longest >= ONE_DOCUMENT:
+            varlen = [name for name in lengths_of_kernel if name in VARLEN]
+            cases += [(name, SHORT_LENGTHS, window) for name in varlen]
+        if "flash4" in lengths_of_kernel and longest >= ONE_DOCUMENT:
             cases.append(("flash4", (ONE_DOCUMENT,), window))
     for name, lengths, window in cases:
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
@@ -365,10 +380,10 @@ def prove_kernel(
             inputs = packed.to(precision).requires_grad_()
             attention = UlyssesAttention(None, heads, kv_heads, head_dim, kernel, window=window)
             out = attention(*inputs.split(widths, 1), cu_seqlens)
-            # of a scalar: for other gradients torch imports sympy, which takes seconds
+            # the gradient of a scalar: for others torch imports sympy, which takes seconds
             (grad,) = torch.autograd.grad((out * upstream.to(precision)).sum(), inputs)
             results.append((out.detach(), *grad.split(widths, 1)))
-        for tensor, got, wanted in zip(what, *results):
+        for tensor, got, wanted in zip(tensor_names, *results):
             error = float((got.double() - wanted).norm() / wanted.norm())
             if not error < PROOF_ERROR:
                 raise FloatingPointError(

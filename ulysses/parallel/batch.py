@@ -9,8 +9,9 @@ Targets are shifted before the pack is cut, so no label is lost at the edge of a
 has no target. The tail has its own cu_seqlens entry and weight 0. Where ranks split query rows the shards are not
 contiguous (layout.py); positions, targets and columns travel with their tokens.
 
-Sequences that begin with the same prompt (`Sequence.prompt`) hold it once: later ones leave it out, but for its last
-token, so that every one predicts its own first token and no row has two targets. `shared_prompts` alone decides that.
+A prompt with which several sequences begin (`Sequence.prompt`) is held by the first of them. The others leave out all
+but its last token, so that each predicts its own first token and no row has two targets. `shared_prompts` alone decides
+this.
 
     first     p p p p a a a       all of its rows
     later           p b b b       positions 3 4 5 6; attends to rows 0 .. 2 of the first one, and to its own
@@ -52,8 +53,8 @@ class Sequence:
     tokens [L] integers. loss_weights [L] numbers: entry t is the weight of token t as a target; entry 0 never counts.
     token_columns {name: [L]}: row i belongs to the prediction that position i makes of token i + 1.
     columns {name: number}: values of the whole sequence.
-    prompt: sequences of a pack with the same number here begin with the same tokens, which are not trained: as many as
-    the smaller one of their `prompt_length` says. None: it shares nothing.
+    prompt: a number. Sequences of a pack that have the same one begin with the same tokens, as many as the smaller
+    `prompt_length` of the two says, and these are not trained. None: the sequence shares no prompt.
     Raises ValueError if lengths differ.
     """
 
@@ -78,7 +79,7 @@ class Sequence:
 
     @property
     def emptied(self) -> "Sequence":
-        """The same without tokens: from it a batch without sequences learns its columns."""
+        """This sequence without its tokens: a batch that has no sequences learns its columns from it."""
         columns = {name: values[:0] for name, values in self.token_columns.items()}
         return Sequence(self.tokens[:0], self.loss_weights[:0], columns, self.columns)
 
@@ -86,16 +87,16 @@ class Sequence:
 def shared_prompts(
     sequences: list[Sequence] | tuple[Sequence, ...],
 ) -> list[tuple[int, int]]:
-    """Return for each sequence of a pack the place of the one that holds its prompt, and the tokens it leaves out."""
-    first: dict[int, int] = {}
-    found = []
+    """Return for each sequence of a pack the place of the first with its prompt, and how many tokens it leaves out."""
+    firsts: dict[int, int] = {}
+    shared = []
     for place, sequence in enumerate(sequences):
-        owner = place
+        first = place
         if sequence.prompt is not None:
-            owner = first.setdefault(sequence.prompt, place)
-        length = min(sequence.prompt_length, sequences[owner].prompt_length)
-        found.append((owner, max(0, length - 1) if owner < place else 0))
-    return found
+            first = firsts.setdefault(sequence.prompt, place)
+        length = min(sequence.prompt_length, sequences[first].prompt_length)
+        shared.append((first, max(0, length - 1) if first < place else 0))
+    return shared
 
 
 @dataclass
@@ -105,11 +106,11 @@ class ShardedBatch:
     tokens, targets, positions, sequence_ids [S] int64; the tail has the sequence id N. loss_weights [S] float32; a
     target is -100 exactly where its weight is 0. is_last [S] marks the last token of each sequence.
     cu_seqlens [N + 1] int32 describes the whole pack, with one more entry if there is a tail.
-    num_sequences is N; num_tokens counts the whole pack without its tail, num_tokens_shared what was left out of it,
-    and num_squares twice the pairs of a query and a key that it sees, in the mean of the layers; num_valid counts this
-    rank's targets of nonzero weight, which are at valid_index [num_valid].
-    attention_plan says how attention is computed (layout.py). Row i of this rank is of the sequence whose
-    sequence_starts [N + 1] are at most i and then above it, or of the tail.
+    num_sequences is N. num_tokens counts the tokens of the whole pack without its tail, num_tokens_shared the prompts'
+    tokens that were left out of it, and num_squares twice the pairs of query and key in its attention, in the mean of
+    the layers. num_valid counts this rank's targets of nonzero weight, which are at valid_index [num_valid].
+    attention_plan says how attention is computed (layout.py). This rank's rows of sequence i are
+    sequence_starts[i] .. sequence_starts[i + 1] - 1, of sequence_starts [N + 1]; the rows after them are the tail.
     """
 
     tokens: Tensor
@@ -142,16 +143,18 @@ def pack_shard(
     """Pack the sequences and return this rank's shard, reading only its own slices of their arrays.
 
     There is no communication: every rank of the group is given the same sequences, which all have the same columns.
-    For a rank that has run out of data `may_be_empty` turns no sequences, or those that `emptied` returns, into a batch
-    of sp tokens with weight 0. Raises ValueError if there are no sequences, or if a weight is not finite.
+    A rank that has run out of data sets `may_be_empty`: no sequences, or those that `emptied` returns, then become a
+    batch of sp tokens with weight 0. Raises ValueError if there are no sequences, or if a weight is not finite.
     """
-    given, sequences = sequences, [s for s in sequences if len(s.tokens)]
+    # an empty pack reads no token, but learns its columns and their types
+    column_source = sequences or [Sequence([], [])]
+    sequences = [s for s in sequences if len(s.tokens)]
     if not sequences and not may_be_empty:
         raise ValueError(
             "there are no sequences to pack; leave the step out on all ranks together, or set may_be_empty=True for a "
             "batch without weight"
         )
-    if sequences and len(sequences) < len(given):
+    if sequences and len(sequences) < len(column_source):
         raise ValueError("a sequence has no tokens; drop it before packing")
     shared = shared_prompts(sequences)
     left_out = [count for _, count in shared]
@@ -161,27 +164,25 @@ def pack_shard(
     tail = [total - num_tokens] if total > num_tokens else []
     cu = torch.tensor([0, *lengths, *tail]).cumsum(0)
     starts = cu.tolist()
-    before = torch.tensor([*left_out, *[0] * len(tail)])
-    sets = row_sets(cu, mesh.row_parallel_size, before, mesh.windows)
+    prefix_lengths = torch.tensor([*left_out, *[0] * len(tail)])
+    sets = row_sets(cu, mesh.row_parallel_size, prefix_lengths, mesh.windows)
     ranges = shard_ranges(sets, mesh.sp_rank, mesh.head_parallel_size)
     indices = rows_of(ranges)
     ids = torch.bucketize(indices, cu[1:], right=True)
     is_last = (indices + 1 == cu[ids + 1]) & (ids < num_sequences)
-    # an empty pack reads no token, but learns its columns and their types
-    known = given or [Sequence([], [])]
     tokens, targets, loss_weights, token_columns = _read_rows(
-        known, left_out, num_tokens, starts, ranges, is_last
+        column_source, left_out, num_tokens, starts, ranges, is_last
     )
     valid = torch.nonzero(loss_weights).squeeze(1)
     columns = {
-        name: torch.tensor([s.columns[name] for s in known])[:num_sequences]
-        for name in sorted(known[0].columns)
+        name: torch.tensor([s.columns[name] for s in column_source])[:num_sequences]
+        for name in sorted(column_source[0].columns)
     }
     tensors = {
         "tokens": tokens,
         "targets": targets,
         "loss_weights": loss_weights,
-        "positions": indices - cu[ids] + before[ids],
+        "positions": indices - cu[ids] + prefix_lengths[ids],
         "sequence_ids": ids,
         "is_last": is_last,
         "cu_seqlens": cu.int(),
@@ -208,8 +209,8 @@ def pack_shard(
             mesh,
             device,
             {
-                place: (starts[owner], starts[owner] + count)
-                for place, (owner, count) in enumerate(shared)
+                place: (starts[first], starts[first] + count)
+                for place, (first, count) in enumerate(shared)
                 if count
             },
             tail=len(tail) > 0,
@@ -225,44 +226,45 @@ def _read_rows(
     ranges: list[Range],
     is_last: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Read tokens, targets, weights and columns of packed ranges; what comes after the sequences is the tail."""
-    pieces, counts = [], []
+    """Read tokens, targets, weights and columns of packed ranges; the rows after the sequences are the tail."""
+    slices, counts = [], []
     for part in chain(*sequence_parts(cu_seqlens, ranges)):
         if part.start < num_tokens:
             first = left_out[part.sequence] - part.whole[0]
-            # one row more, which is what the last one predicts, unless the sequence ends there
+            # one row more, whose token the last row predicts, unless the sequence ends there
             rows = slice(first + part.start, first + part.end + 1)
-            pieces.append((sequences[part.sequence], rows))
+            slices.append((sequences[part.sequence], rows))
             counts += [part.end - part.start, part.end < part.whole[1]]
     # a rank that holds nothing but tail learns the dtypes
-    pieces = pieces or [(sequences[0], slice(0))]
-    own = np.flatnonzero(np.repeat(np.arange(len(counts)) % 2 == 0, counts))
+    slices = slices or [(sequences[0], slice(0))]
+    # in what is read, the rows that this rank holds: all but the additional ones
+    held = np.flatnonzero(np.repeat(np.arange(len(counts)) % 2 == 0, counts))
 
-    def fit(rows: Tensor) -> Tensor:
-        return F.pad(rows[own], (0, len(is_last) - len(own)))
+    def of_shard(rows: Tensor) -> Tensor:
+        return F.pad(rows[held], (0, len(is_last) - len(held)))
 
     def following(rows: Tensor) -> Tensor:
-        return fit(rows.roll(-1)).masked_fill_(is_last, 0)
+        return of_shard(rows.roll(-1)).masked_fill_(is_last, 0)
 
-    tokens = _join([s.tokens[rows] for s, rows in pieces]).long()
-    loss_weights = following(_join([s.loss_weights[rows] for s, rows in pieces]).float())
+    tokens = _concatenate([s.tokens[rows] for s, rows in slices]).long()
+    loss_weights = following(_concatenate([s.loss_weights[rows] for s, rows in slices]).float())
     if not bool(torch.isfinite(loss_weights).all()):
         raise ValueError(
             "loss_weights has a value that is not finite; give a number, or 0 to ignore a target"
         )
     return (
-        fit(tokens),
+        of_shard(tokens),
         following(tokens).masked_fill_(loss_weights == 0, IGNORE),
         loss_weights,
         {
-            name: fit(_join([s.token_columns[name][rows] for s, rows in pieces]))
+            name: of_shard(_concatenate([s.token_columns[name][rows] for s, rows in slices]))
             for name in sequences[0].token_columns
         },
     )
 
 
-def _join(pieces: list[Array]) -> Tensor:
-    """Copy pieces of arrays end to end; memory-mapped ones are read-only, and torch warns of those."""
-    if isinstance(pieces[0], np.ndarray):
-        return torch.from_numpy(np.concatenate(pieces))
-    return torch.cat([torch.as_tensor(piece) for piece in pieces])
+def _concatenate(arrays: list[Array]) -> Tensor:
+    """Copy arrays end to end; numpy does it for memory-mapped ones, which are read-only and make torch warn."""
+    if isinstance(arrays[0], np.ndarray):
+        return torch.from_numpy(np.concatenate(arrays))
+    return torch.cat([torch.as_tensor(array) for array in arrays])

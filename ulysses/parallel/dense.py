@@ -1,39 +1,25 @@
-"""What users of the library call and the engine does not: dense shapes, and the all-to-all under the field's name.
+"""For users of the library, not called by the engine: dense shapes, and the all-to-all under the name the field knows.
 
 Letters: B sequences, S tokens of each, P sequence-parallel ranks, H heads, E head dim.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import AttentionPlan, Context, dense, packed_plan
+from .layout import AttentionPlan, Context, Device, contiguous, packed_plan
 from .mesh import ParallelMesh
 
 
-def attend_dense(
-    attend: Callable[..., Tensor],
-    mesh: ParallelMesh,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-) -> Tensor:
-    """Return attend(query, key, value, plan) of [B, S/P, heads, E], one sequence after the other.
-
-    Shards are contiguous, and so have unequal work where ranks split rows.
-    """
-    total = query.shape[1] * mesh.sequence_parallel_size
+def dense_plan(mesh: ParallelMesh, local_tokens: int, device: Device) -> AttentionPlan:
+    """Plan the attention of one sequence in contiguous shards, so that ranks that split rows have unequal work."""
+    total = local_tokens * mesh.sequence_parallel_size
     size = total // mesh.row_parallel_size
     sets = [[(start, start + size)] for start in range(0, total, size)]
-    plan: AttentionPlan = packed_plan(torch.tensor([0, total]), sets, mesh, query.device)
-    plan = plan if causal else plan.unmasked
-    return torch.stack([attend(*one, plan) for one in zip(query, key, value)])
+    return packed_plan(torch.tensor([0, total]), sets, mesh, device)
 
 
-# the group, the split and the gathered axis
+# the group, the axis that is split, and the axis that is gathered
 SwapContext = Context[tuple[dist.ProcessGroup | None, int, int]]
 
 
@@ -88,7 +74,7 @@ def _swap_axes(
             f"axis {scatter} of the input has {input.shape[scatter]} entries, which {ranks} ranks do not divide; "
             "use UlyssesAttention, which splits any head count and length"
         )
-    send = dense(input.unflatten(scatter, (ranks, -1)).movedim(scatter, 0))
+    send = contiguous(input.unflatten(scatter, (ranks, -1)).movedim(scatter, 0))
     received = torch.empty_like(send)
     dist.all_to_all_single(received, send, group=group)
-    return dense(received.movedim(0, gather)).flatten(gather, gather + 1)
+    return contiguous(received.movedim(0, gather)).flatten(gather, gather + 1)

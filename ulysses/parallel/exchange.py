@@ -1,4 +1,4 @@
-"""The all-to-alls of Ulysses and their adjoints, from token shards to head shards and back; imported by several ranks.
+"""The all-to-alls of Ulysses and their adjoints, from token shards to head shards and back.
 
 Plain Ulysses (R = 1) on two ranks; one exchange carries q, k and v of a layer:
 
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import AttentionPlan, HeadLayout, copy, dense, head_layout
+from .layout import AttentionPlan, HeadLayout, contiguous, copy_strided, head_layout
 from .mesh import HOST_WAITS, ParallelMesh
 
 # --- q, k, v: token shards -> head shards ------------------------------------------------------------------------
@@ -39,21 +39,21 @@ def exchange_qkv_forward(qkv: Sequence[Tensor], plan: AttentionPlan) -> tuple[Te
     mesh, (query, key, value) = plan.mesh, qkv
     heads = head_layout(query.shape[1], key.shape[1], mesh.head_parallel_size)
     send = _Buffer(plan, heads, query)
-    copy(send.query, _by_rank(query, mesh.head_parallel_size))
-    for part in send.keys:
-        write_heads(part[:, :, : heads.key], key, heads)
-        write_heads(part[:, :, heads.key :], value, heads)
+    copy_strided(send.query, _by_rank(query, mesh.head_parallel_size))
+    for region in send.keys:
+        write_heads(region[:, :, : heads.key], key, heads)
+        write_heads(region[:, :, heads.key :], value, heads)
     received = send.exchange()
-    del send, part  # and with them the buffer
+    del send, region  # the last references to the send buffer
     query = received.query.flatten(0, 1)
     if mesh.row_parallel_size == 1:
         keys = received.keys[0].flatten(0, 1)
     else:
         # a view would keep the keys' receive buffer alive next to their copy
-        query = dense(query)
+        query = contiguous(query)
         keys = query.new_empty(plan.total, 2 * heads.key, query.shape[-1])
         for rows, part in _packed_rows(received.keys, plan):
-            copy(keys[rows], part)
+            copy_strided(keys[rows], part)
     return query, keys[:, : heads.key], keys[:, heads.key :]
 
 
@@ -65,20 +65,20 @@ def exchange_qkv_backward(
     ranks = plan.mesh.head_parallel_size
     heads = head_layout(num_heads, num_kv_heads, ranks)
     send = _Buffer(plan, heads, dquery)
-    copy(send.query, dquery.unflatten(0, (ranks, -1)))
+    copy_strided(send.query, dquery.unflatten(0, (ranks, -1)))
     for rows, part in _packed_rows(send.keys, plan):
-        copy(part[:, : heads.key], dkey[rows])
-        copy(part[:, heads.key :], dvalue[rows])
+        copy_strided(part[:, : heads.key], dkey[rows])
+        copy_strided(part[:, heads.key :], dvalue[rows])
     received = send.exchange()
-    del send, part  # and with them the buffer
+    del send, part  # the last references to the send buffer
     total, *others = received.keys
-    if others:  # of all row sets, in float32 or better
+    if others:  # add those of all row sets, in float32 or better
         total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
     for part in others:
         total += part
     sums = (sum_heads(part, heads, num_kv_heads) for part in total.split(heads.key, -2))
-    of_query = dense(received.query.transpose(0, 1)).flatten(1, 2)
-    return of_query, *(x.to(dquery.dtype) for x in sums)
+    grad_query = contiguous(received.query.transpose(0, 1)).flatten(1, 2)
+    return grad_query, *(x.to(dquery.dtype) for x in sums)
 
 
 class _Buffer:
@@ -93,16 +93,16 @@ class _Buffer:
         self, plan: AttentionPlan, heads: HeadLayout, like: Tensor, data: Tensor | None = None
     ):
         mesh, tokens = plan.mesh, plan.local_tokens
-        ranks, rows, mine = mesh.head_parallel_size, mesh.row_parallel_size, mesh.row_set
+        ranks, sets, mine = mesh.head_parallel_size, mesh.row_parallel_size, mesh.row_set
         self._plan, self._heads = plan, heads
-        # vectors of E numbers for a rank of another row set, and for one of mine
+        # how many vectors of E numbers go to each rank of another row set, and to each of mine
         self._far = tokens * 2 * heads.key
         self._near = self._far + tokens * heads.query
-        sizes = [ranks * (self._near if r == mine else self._far) for r in range(rows)]
+        sizes = [ranks * (self._near if s == mine else self._far) for s in range(sets)]
         self._data = like.new_empty(sum(sizes), like.shape[-1]) if data is None else data
-        parts = [part.unflatten(0, (ranks, tokens, -1)) for part in self._data.split(sizes)]
-        self.query = parts[mine][:, :, : heads.query]
-        self.keys = [part[:, :, -2 * heads.key :] for part in parts]
+        regions = [x.unflatten(0, (ranks, tokens, -1)) for x in self._data.split(sizes)]
+        self.query = regions[mine][:, :, : heads.query]
+        self.keys = [region[:, :, -2 * heads.key :] for region in regions]
 
     def exchange(self) -> "_Buffer":
         """Return the receive buffer; the send buffer is free as soon as the caller drops it."""
@@ -115,9 +115,9 @@ class _Buffer:
 def all_to_all(
     send: Tensor, mesh: ParallelMesh, ranks: int, near: int = 1, far: int = 0
 ) -> Tensor:
-    """Exchange rows of the first axis: `near` of them with each rank of my set, and `far` with each other one.
+    """Exchange rows of the first axis: `near` of them with each rank of my set, and `far` with each rank of other sets.
 
-    Sets are `ranks` neighbours; if one set is all ranks, these share the rows equally.
+    A set is `ranks` neighbours. If all ranks are one set, they share the rows equally.
     """
     received, splits, count = torch.empty_like(send), None, mesh.sequence_parallel_size
     if ranks < count:
@@ -130,7 +130,7 @@ def all_to_all(
 
 def _packed_rows(keys: list[Tensor], plan: AttentionPlan) -> Iterator[tuple[slice, Tensor]]:
     """Yield the packed rows of every arc and its part [rows, 2 key, E] of a buffer's keys."""
-    for row_set, arcs in zip(keys, plan.pieces):
+    for row_set, arcs in zip(keys, plan.row_sets):
         parts = row_set.flatten(0, 1).split([b - a for a, b in arcs])
         yield from ((slice(a, b), part) for (a, b), part in zip(arcs, parts))
 
@@ -141,19 +141,23 @@ def _by_rank(values: Tensor, ranks: int) -> Tensor:
 
 
 def write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
-    """Write kv heads [S, K, E] for U ranks: part [U, S, key, E], slot j of the U * key gets head j // repeat."""
+    """Write kv heads [S, K, E] for U ranks into part [U, S, key, E]: slot j of the U * key gets head j // repeat."""
     if heads.repeat == 1:
-        copy(part, values.unflatten(1, (-1, heads.key)).transpose(0, 1))
+        copy_strided(part, values.unflatten(1, (-1, heads.key)).transpose(0, 1))
     elif heads.key == 1:
-        copy(part.unflatten(0, (-1, heads.repeat)), values.transpose(0, 1)[:, None, :, None])
+        copy_strided(
+            part.unflatten(0, (-1, heads.repeat)), values.transpose(0, 1)[:, None, :, None]
+        )
     else:  # a block of query heads covers parts of several kv groups
         for slot in range(part.shape[0] * heads.key):
-            copy(part[slot // heads.key, :, slot % heads.key], values[:, slot // heads.repeat])
+            copy_strided(
+                part[slot // heads.key, :, slot % heads.key], values[:, slot // heads.repeat]
+            )
 
 
 def sum_heads(grads: Tensor, heads: HeadLayout, num_kv_heads: int) -> Tensor:
     """Sum the copies of every kv head: [U, S, key, E] -> [S, K, E]."""
-    slots = dense(grads.transpose(0, 1)).flatten(1, 2)
+    slots = contiguous(grads.transpose(0, 1)).flatten(1, 2)
     return (
         slots if heads.repeat == 1 else slots.unflatten(1, (num_kv_heads, heads.repeat)).sum(2)
     )
@@ -165,14 +169,14 @@ def sum_heads(grads: Tensor, heads: HeadLayout, num_kv_heads: int) -> Tensor:
 def exchange_out_forward(output: Tensor, plan: AttentionPlan, ranks: int = 0) -> Tensor:
     """Bring attention outputs [T/R, H/U, E] back to their tokens' ranks [S, H, E], as collectively as q, k and v.
 
-    ranks: how many split the heads, if not U; the rows are those of so many neighbours then.
+    ranks: how many neighbours split the heads and bring rows back to each other; 0 stands for U.
     """
     ranks = ranks or plan.mesh.head_parallel_size
-    received = all_to_all(dense(output).unflatten(0, (ranks, -1)), plan.mesh, ranks)
-    return dense(received.transpose(0, 1)).flatten(1, 2)
+    received = all_to_all(contiguous(output).unflatten(0, (ranks, -1)), plan.mesh, ranks)
+    return contiguous(received.transpose(0, 1)).flatten(1, 2)
 
 
 def exchange_out_backward(grad: Tensor, plan: AttentionPlan, ranks: int = 0) -> Tensor:
     """Send the outputs' gradients where the outputs came from: [S, H, E] -> [T/R, H/U, E]."""
     ranks = ranks or plan.mesh.head_parallel_size
-    return all_to_all(dense(_by_rank(grad, ranks)), plan.mesh, ranks).flatten(0, 1)
+    return all_to_all(contiguous(_by_rank(grad, ranks)), plan.mesh, ranks).flatten(0, 1)

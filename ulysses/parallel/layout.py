@@ -9,7 +9,7 @@
         r = 1   |  u=0   |  u=1   |  ...        | heads of u=0 | heads of u=1 | ...   x  rows of set 1
 
 Queries and outputs travel between the U ranks of one line of this picture; keys and values go to every rank that
-attends to them. R = 1 is plain Ulysses: one row set and contiguous shards.
+attends with them. R = 1 is plain Ulysses: one row set and contiguous shards.
 
 With R > 1 all row sets have equally many tokens and the same causal cost. They are cut from the pack like pieces of a
 necklace: bend the remaining tokens into a circle, take the window of T/R tokens that costs the mean of all windows (one
@@ -19,10 +19,13 @@ gives the nested zigzag
         [ 3 | 2 | 1 | 0     0 | 1 | 2 | 3 ]
 
 and for any pack at most 2R - 1 arcs in total. An arc is contiguous in the pack, so its attention is one kernel call on
-contiguous query rows and a contiguous range of keys. These are whole documents, except that the first one may start in
-the middle (then it has fewer queries than keys, and the causal mask is aligned bottom-right) and the last one may end
-early. No key is copied for a second arc. Positions travel with their tokens, so the rest of the engine does not notice
-the order.
+contiguous query rows and a contiguous range of keys. An arc consists of whole documents, except that the first one may
+start in the middle (then it has fewer queries than keys, and the causal mask is aligned bottom-right) and the last one
+may end early. No key is copied for a second arc. Positions travel with their tokens, so the rest of the engine does not
+notice the order.
+
+A document is a sequence of the pack, or its tail. A sequence that leaves out a shared prompt is a suffix; the packed
+rows that it leaves out, which an earlier sequence holds, are its prefix (batch.py).
 
 Letters: T packed tokens (tail included), S tokens on this rank, N sequences, H query heads, K kv heads, U head-parallel
 and R row-parallel size.
@@ -43,7 +46,7 @@ from torch import Tensor
 from .mesh import ParallelMesh
 
 if TYPE_CHECKING:
-    from .waves import Recurrence
+    from .recurrence import Recurrence
 
 Range = tuple[int, int]
 Device = torch.device | str
@@ -53,9 +56,9 @@ _WIDE = 16  # bytes that a GPU's thread moves at once
 
 
 class Context(Protocol[Rest]):
-    """The type of `ctx`, through which an autograd function's forward hands to its backward what that needs.
+    """The type of `ctx`, through which the forward of an autograd function hands to the backward what it needs.
 
-    Tensors go through save_for_backward, and None stays None in saved_tensors; everything else is `rest`.
+    Tensors go through save_for_backward, where None stays None; `rest` holds everything else.
     """
 
     rest: Rest
@@ -73,7 +76,7 @@ def to_device(tensor: Tensor, device: Device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def copy(target: Tensor, source: Tensor) -> None:
+def copy_strided(target: Tensor, source: Tensor) -> None:
     """Copy between strided tensors of one dtype without recording a graph; `source` may be broadcast.
 
     torch moves strided tensors element by element. Where 16 bytes can be moved at once, bfloat16 heads copy 2.4 times
@@ -84,12 +87,12 @@ def copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
-def dense(x: Tensor) -> Tensor:
+def contiguous(x: Tensor) -> Tensor:
     """Return x in contiguous memory without recording a graph; x itself if it is contiguous."""
     if x.is_contiguous():
         return x
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    copy(out, x)
+    copy_strided(out, x)
     return out
 
 
@@ -107,8 +110,8 @@ class HeadLayout(NamedTuple):
     """Heads on one rank after the exchange: `query` query heads, `key` key heads and as many value heads.
 
     Kernels need the same number of query heads for every key head. `repeat` consecutive slots of the U * key slots that
-    are sent hold the same kv head: slot j is kv head j // repeat. It is 1 unless there are fewer kv heads than U, or a
-    block of query heads covers parts of several kv groups.
+    are sent hold the same kv head: slot j is kv head j // repeat. `repeat` is 1 unless there are fewer kv heads than U,
+    or a block of query heads covers parts of several kv groups.
     """
 
     query: int
@@ -144,19 +147,17 @@ def head_layout(num_heads: int, num_kv_heads: int, head_parallel_size: int) -> H
 def squares(length: Any, prefix_length: Any = 0, windows: Sequence[int | None] = ()) -> Any:
     """Return twice the pairs of a query and a key in the causal attention of documents, the mean over a model's layers.
 
-    `windows` has an entry for every layer, None where a query sees all before it, and may be empty if all of them do.
-    A document's rows come after `prefix_length` others, which they see too. Numbers, arrays and tensors are taken
-    alike. The diagonal counts half, so that a whole document without a window has length^2.
+    `windows` has an entry for every layer, None where a query sees all keys before it; it may be empty if no layer has
+    a window. A document's rows also see the `prefix_length` rows of its prefix. `length` and `prefix_length` may be
+    numbers, arrays or tensors. The diagonal counts half, so that a whole document without a window has length^2.
     """
-    whole, kinds = length + prefix_length, Counter(windows)
-    found = length * (length + 2 * prefix_length)
-    for window in filter(None, kinds):
-        # what a window leaves out is a triangle of queries and keys; a prefix's own rows have the tip of it
-        left_out, of_prefix = (
-            (rows - window) * (rows > window) for rows in (whole, prefix_length)
-        )
-        found = found - (left_out**2 - of_prefix**2) * (kinds[window] / len(windows))
-    return found
+    whole, layers = length + prefix_length, Counter(windows)
+    total = length * (length + 2 * prefix_length)
+    for window in filter(None, layers):
+        # A window leaves out a triangle of queries and keys, whose tip belongs to the rows of the prefix.
+        triangle, tip = ((rows - window) * (rows > window) for rows in (whole, prefix_length))
+        total = total - (triangle**2 - tip**2) * (layers[window] / len(windows))
+    return total
 
 
 def row_sets(
@@ -168,7 +169,7 @@ def row_sets(
     """Deal the packed rows to R row sets of equal length and equal causal cost, each a list of sorted arcs.
 
     `cu_seqlens` [N + 1] is on the host and covers the tail; its last entry is a multiple of R * U. The rows of
-    sequence i see `prefix_lengths[i]` rows of another one too. `windows` are those of the layers.
+    sequence i also see the `prefix_lengths[i]` rows of its prefix. `windows` are those of the layers.
     """
     total = int(cu_seqlens[-1])
     if row_parallel_size == 1:
@@ -176,7 +177,7 @@ def row_sets(
     size = total // row_parallel_size
     starts = (cu_seqlens[:-1] - prefix_lengths).long()
     starts = starts.repeat_interleave(cu_seqlens.diff().long())
-    left = torch.arange(total)  # the rows that are not dealt yet, as a circle
+    left = torch.arange(total)  # rows that are not dealt yet, as a circle
     costs = squares(1, left - starts, windows).long()
     sets = []
     for remaining in range(row_parallel_size, 1, -1):
@@ -192,7 +193,7 @@ def _balanced_window(costs: Tensor, size: int, remaining: int) -> int:
     before = torch.cat([costs.new_zeros(1), costs, costs[: size - 1]]).cumsum(0)
     target = int(costs.sum()) // remaining
     error = (before[size:] - before[:-size] - target).abs()
-    # Of the windows within 0.05% take the first: where it starts at the circle's beginning, it cuts fewer documents.
+    # Of the windows within 0.05% take the first: one that starts at the circle's beginning cuts fewer documents.
     return int(error.clamp(min=target // 2000).argmin())
 
 
@@ -211,9 +212,9 @@ def rows_of(ranges: Sequence[Range]) -> Tensor:
     """List the rows of packed ranges, in order: int64 on the host."""
     starts, ends = torch.tensor(ranges).T
     sizes = ends - starts
-    # how much further a range's rows lie than their places
-    before = starts - sizes.cumsum(0) + sizes
-    return before.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
+    # the difference between a row's number and its place in the list, which is the same for all rows of a range
+    shift = starts - sizes.cumsum(0) + sizes
+    return shift.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
 
 
 def shard_ranges(sets: list[list[Range]], sp_rank: int, head_parallel_size: int) -> list[Range]:
@@ -245,31 +246,31 @@ class Part(NamedTuple):
 
 def sequence_parts(cu_seqlens: list[int], ranges: Iterable[Range]) -> list[list[Part]]:
     """Cut each of a rank's packed ranges where a new sequence begins."""
-    found, row = [], 0
+    parts_by_range, row = [], 0
     for begin, end in ranges:
         parts = []
         for i in range(bisect_right(cu_seqlens, begin) - 1, bisect_left(cu_seqlens, end)):
             first, last = cu_seqlens[i : i + 2]
-            part = Part(i, (first, last), max(begin, first), min(end, last), row)
-            parts.append(part)
-            row += part.end - part.start
-        found.append(parts)
-    return found
+            start, stop = max(begin, first), min(end, last)
+            parts.append(Part(i, (first, last), start, stop, row))
+            row += stop - start
+        parts_by_range.append(parts)
+    return parts_by_range
 
 
-class Segments(NamedTuple):
+class DocumentBounds(NamedTuple):
     """The documents of one kernel call: queries cu_q[i]:cu_q[i+1] of document i attend to keys cu_k[i]:cu_k[i+1].
 
-    Causal masks are aligned bottom-right: the last query sees the last key. `bounds` has the same numbers on the host.
-    Plans use one tensor as cu_q and cu_k where every document has as many queries as keys, so that kernels can tell
-    this case without waiting for the device.
+    Causal masks are aligned bottom-right: the last query sees the last key. `on_host` holds the numbers of cu_q and
+    cu_k. Plans use one tensor as cu_q and cu_k where every document has as many queries as keys, so that kernels
+    recognise this case without waiting for the device.
     """
 
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
     max_k: int
-    bounds: Sequence[list[int]] | None = None
+    on_host: Sequence[list[int]] | None = None
 
 
 class VarlenCall(NamedTuple):
@@ -277,7 +278,7 @@ class VarlenCall(NamedTuple):
 
     rows: slice | Tensor
     keys: slice | Tensor
-    segments: Segments
+    documents: DocumentBounds
     causal: bool
 
 
@@ -292,18 +293,18 @@ class AttentionPlan:
     rows but not heads, so models with different head counts (a policy and a reward model) share it.
 
     cu_seqlens [N + 1]: on the host, with an entry for the tail.
-    documents: the number of documents in the pack, as the kernels of `calls` see it.
-    pieces: the packed ranges of every row set; its U ranks hold equal parts of them, one after the other.
-    calls: one for each arc of this rank's row set; causal ones leave out the keys after the arc's end.
-    prefix_calls: calls without a mask from branches' rows to the prefixes that they share, to be joined with `calls`.
-    Within a call no row and no key comes twice, and no two of them have the same key.
-    prefixes: the packed rows of every branch's prefix, by the branch's place in the pack; the same on all ranks.
+    num_documents: how many documents the pack has for the kernels of `calls`.
+    row_sets: the packed ranges of every row set; its U ranks hold equal parts of them, one after the other.
+    calls: one for each arc of this rank's row set; causal calls leave out the keys after the arc's end.
+    prefix_calls: calls without a mask from the rows of suffixes to their prefixes, whose results are merged with those
+        of `calls`. Within a call no row and no key comes twice, and no two prefix calls have the same key.
+    prefixes: the packed rows of every suffix's prefix, by the suffix's place in the pack; the same on all ranks.
     """
 
     mesh: ParallelMesh
     cu_seqlens: list[int]
-    documents: int
-    pieces: list[list[Range]]
+    num_documents: int
+    row_sets: list[list[Range]]
     calls: list[VarlenCall]
     prefix_calls: list[VarlenCall]
     prefixes: dict[int, Range]
@@ -318,7 +319,7 @@ class AttentionPlan:
 
     @property
     def device(self) -> torch.device:
-        return self.calls[0].segments.cu_q.device
+        return self.calls[0].documents.cu_q.device
 
     @cached_property
     def longest(self) -> int:
@@ -327,15 +328,15 @@ class AttentionPlan:
         return max(b - a + count_rows([self.prefixes.get(i, (0, 0))]) for i, (a, b) in bounds)
 
     def windowed(self, window: int) -> "AttentionPlan":
-        """Return the plan of layers whose window cuts documents; another one if there are shared prefixes.
+        """Return the plan of layers whose window cuts documents, which is another one if there are shared prefixes.
 
-        There a branch's rows see the end of the prefix and their own document's rows in one call, because the window
-        reaches further back from an early row than from a late one.
+        Its calls let a suffix's rows see the end of the prefix and their own document's rows together, because the
+        window reaches further back from an early row than from a late one.
         """
         if not self.prefixes:
             return self
         if window not in self._windowed:
-            arcs = sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
+            arcs = sequence_parts(self.cu_seqlens, self.row_sets[self.mesh.row_set])
             calls = _causal_calls(arcs, self.prefixes, window, self.device)
             self._windowed[window] = replace(self, calls=calls, prefix_calls=[])
         return self._windowed[window]
@@ -347,15 +348,15 @@ class AttentionPlan:
 
     @cached_property
     def recurrence(self) -> "Recurrence":
-        """What layers of linear attention need of the pack, a Recurrence."""
-        from .waves import Recurrence
+        """What layers of linear attention need of the pack."""
+        from .recurrence import Recurrence
 
         return Recurrence(self.cu_seqlens, self.prefixes, self.device)
 
     @cached_property
     def by_rank(self) -> slice | Tensor:
         """The packed rows in the order of the ranks that hold them."""
-        return _join(self.pieces, self.device)[0]
+        return _end_to_end(self.row_sets, self.device)[0]
 
     @cached_property
     def unmasked(self) -> "AttentionPlan":
@@ -364,7 +365,7 @@ class AttentionPlan:
             raise ValueError(
                 "sequences that share a prompt need a causal mask; pack them whole"
             )
-        arcs = sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
+        arcs = sequence_parts(self.cu_seqlens, self.row_sets[self.mesh.row_set])
         whole = [[([part.rows], [part.whole]) for part in parts] for parts in arcs]
         return replace(self, calls=[varlen_call(x, self.device, causal=False) for x in whole])
 
@@ -379,45 +380,46 @@ def packed_plan(
 ) -> AttentionPlan:
     """Plan the attention of a pack whose rows were dealt as `sets`; `cu_seqlens` is on the host and covers the tail.
 
-    `tail` says that the last entry is a tail. After a single document causal calls take it as the end of that document,
+    `tail` says that the last entry is a tail. Causal calls take the tail of a single sequence as the sequence's end,
     which changes nothing for the rows before it, so that kernels for one document may be used. `prefixes` gives the
-    packed rows that come before those of a sequence, by its place in the pack.
+    packed rows of each suffix's prefix, by the suffix's place in the pack.
     """
     cu = cu_seqlens.tolist()
-    documents = [0, cu[-1]] if tail and len(cu) == 3 else cu
-    arcs = sequence_parts(documents, sets[mesh.row_set])
+    document_bounds = [0, cu[-1]] if tail and len(cu) == 3 else cu
+    arcs = sequence_parts(document_bounds, sets[mesh.row_set])
     prefixes = prefixes or {}
     return AttentionPlan(
         mesh=mesh,
         cu_seqlens=cu,
-        documents=len(documents) - 1,
-        pieces=sets,
+        num_documents=len(document_bounds) - 1,
+        row_sets=sets,
         calls=_causal_calls(arcs, {}, cu[-1], device),
-        prefix_calls=_prefix_calls(list(chain(*arcs)), prefixes, device) if prefixes else [],
+        prefix_calls=_prefix_calls(chain(*arcs), prefixes, device),
         prefixes=prefixes,
     )
 
 
 def _prefix_calls(
-    parts: list[Part], prefixes: dict[int, Range], device: Device
+    parts: Iterable[Part], prefixes: dict[int, Range], device: Device
 ) -> list[VarlenCall]:
-    """Return the calls from all parts of branches to their prefixes.
+    """Return the calls from all parts of suffixes to their prefixes.
 
-    Three branches of one owner that share 2, 2 and 3 of its rows take two calls:
+    Three suffixes whose prefixes are the first 2, 2 and 3 rows of one sequence take two calls:
 
-        call 0     rows of all three branches      keys 0 1
+        call 0     rows of all three suffixes      keys 0 1
         call 1     rows of the third one           keys     2
     """
-    owners: dict[int, list[tuple[int, Part]]] = defaultdict(list)  # (end of the prefix, part)
+    # by the start of their prefix: (end of the prefix, part of a suffix)
+    suffixes: dict[int, list[tuple[int, Part]]] = defaultdict(list)
     for part in parts:
         if part.sequence in prefixes:
             start, end = prefixes[part.sequence]
-            owners[start].append((end, part))
+            suffixes[start].append((end, part))
     calls: dict[int, list[Document]] = defaultdict(list)
-    for start, branches in owners.items():
-        ends = sorted({end for end, _ in branches})
+    for start, same_start in suffixes.items():
+        ends = sorted({end for end, _ in same_start})
         for number, (low, high) in enumerate(pairwise([start, *ends])):
-            rows = [part.rows for end, part in branches if end >= high]
+            rows = [part.rows for end, part in same_start if end >= high]
             calls[number].append((rows, [(low, high)]))
     return [varlen_call(documents, device, causal=False) for documents in calls.values()]
 
@@ -425,36 +427,41 @@ def _prefix_calls(
 def _causal_calls(
     arcs: list[list[Part]], prefixes: dict[int, Range], window: int, device: Device
 ) -> list[VarlenCall]:
-    """Return the calls of every arc: first what sees no prefix, then one branch of each owner at a time.
+    """Return the calls of every arc: first parts that see no prefix, then suffixes, one of each prompt at a time.
 
-    A document's keys are those of its part's rows and what the first of them sees through the window.
+    The keys of a part are those of its rows, and those that its first row sees through the window.
     """
     calls: dict[Range, list[Document]] = defaultdict(list)
     for arc, parts in enumerate(arcs):
-        readers: Counter[int] = Counter()  # of every owner's rows
+        suffixes: Counter[int] = Counter()  # so far, by the start of their prefix
         for part in parts:
             begin, reach = part.whole[0], part.start + 1 - window
+            keys, number = [(max(begin, reach), part.end)], 0
             start, stop = prefixes.get(part.sequence, (0, 0))
-            shared = max(start, stop + reach - begin), stop
-            sees = shared[0] < stop
-            readers[start] += sees
-            keys = [shared] * sees + [(max(begin, reach), part.end)]
-            calls[arc, readers[start] * sees].append(([part.rows], keys))
+            # the first row of the prefix that the window reaches
+            seen = max(start, stop + reach - begin)
+            if seen < stop:
+                keys.insert(0, (seen, stop))
+                suffixes[start] += 1
+                number = suffixes[start]
+            calls[arc, number].append(([part.rows], keys))
     return [varlen_call(calls[key], device, causal=True) for key in sorted(calls)]
 
 
 def varlen_call(documents: list[Document], device: Device, *, causal: bool) -> VarlenCall:
     """Write documents as one kernel call, whose tensors are on the device."""
-    (rows, keys), bounds = zip(*(_join(ranges, device) for ranges in zip(*documents)))
+    (rows, keys), bounds = zip(*(_end_to_end(ranges, device) for ranges in zip(*documents)))
     cu_q, cu_k = (to_device(torch.tensor(x, dtype=torch.int32), device) for x in bounds)
     if bounds[0] == bounds[1]:
         cu_k = cu_q
     max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in bounds)
-    return VarlenCall(rows, keys, Segments(cu_q, cu_k, max_q, max_k, bounds), causal)
+    return VarlenCall(rows, keys, DocumentBounds(cu_q, cu_k, max_q, max_k, bounds), causal)
 
 
-def _join(parts: Sequence[list[Range]], device: Device) -> tuple[slice | Tensor, list[int]]:
-    """Lay the ranges of all parts end to end: a slice of their rows, or an index, and where each part begins."""
+def _end_to_end(
+    parts: Sequence[list[Range]], device: Device
+) -> tuple[slice | Tensor, list[int]]:
+    """Lay the ranges of all parts end to end; return a slice or an index of their rows, and where each part begins."""
     bounds = [0, *accumulate(count_rows(ranges) for ranges in parts)]
     ranges = list(chain(*parts))
     if all(first[1] == second[0] for first, second in pairwise(ranges)):

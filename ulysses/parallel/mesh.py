@@ -20,9 +20,9 @@ Value = TypeVar("Value")
 
 
 class Waits:
-    """A context around a collective; `seconds` of this rank's host went by in all of them.
+    """A context around collectives; `seconds` adds up how long this rank's host was inside.
 
-    On a CPU it waits there for the ranks that come later.
+    On a CPU the host waits there for the ranks that come later.
     """
 
     seconds = 0.0
@@ -40,7 +40,7 @@ HOST_WAITS = Waits()
 def gather(value: Value) -> list[Value]:
     """Return every rank's value, any object that can be pickled, in rank order; all ranks call it together.
 
-    Without torch.distributed there is one rank. One alone pickles nothing.
+    Without torch.distributed there is one rank. A single rank pickles nothing.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]

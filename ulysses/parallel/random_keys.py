@@ -1,7 +1,7 @@
 """Random numbers that depend on a key alone: the same on any number of ranks and in any order of drawing.
 
-Whole tensors come from a generator that is seeded by its key (seed_of, keyed_generator). Single numbers that lie in
-arrays are hashes of their keys (scatter_bits), on torch and numpy alike.
+Whole tensors come from a generator that is seeded by their key (seed_of, keyed_generator). Single numbers of arrays are
+hashes of their keys (scatter_bits), the same in torch and numpy.
 """
 
 import hashlib

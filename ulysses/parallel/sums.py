@@ -39,7 +39,7 @@ def sequence_last(values: Tensor, batch: ShardedBatch) -> Tensor:
 @torch.no_grad()
 def gather_tokens(values: Tensor, batch: ShardedBatch) -> Tensor:
     """Collect per-token values [S, ...] in packed order [T, ...] on every rank, without the tail; no gradient."""
-    plan, gathered = batch.attention_plan, values.contiguous()
+    plan, gathered = batch.attention_plan, values
     if batch.mesh.sp_group is not None:
         gathered = values.new_empty(plan.total, *values.shape[1:])
         with HOST_WAITS:

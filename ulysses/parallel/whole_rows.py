@@ -3,10 +3,10 @@
     rank 0  tokens 0..S-1     [ S, all heads ]  --+-->  rank 0  all tokens  [ T, half of the heads ]
     rank 1  tokens S..2S-1    [ S, all heads ]  --+-->  rank 1  all tokens  [ T, half of the heads ]
 
-One exchange carries all parts of a layer's rows, whose heads may have different widths and numbers. U = gcd(P, value
-heads) ranks split the heads, which need not be as many as split those of attention; the P / U sets of U ranks then do
-the same work, and each brings the outputs of its own ranks' tokens back. A key head that several ranks need travels to
-each.
+One exchange carries all parts of a layer's rows, for example queries, keys and values, whose heads may have different
+widths and numbers. U = gcd(P, value heads) ranks split the heads; in attention it may be another number. The P / U sets
+of U ranks do the same work, and each set returns the outputs of its own ranks' tokens. A key head that several ranks
+need travels to each of them.
 
 Letters: T packed tokens, S tokens on this rank, P sequence-parallel ranks, U ranks that split the heads.
 """
@@ -27,10 +27,11 @@ from .exchange import (
 from .layout import AttentionPlan, head_layout
 
 
-class RowHeads:
-    """Split the heads of rows over the ranks of a plan; `parts` are the heads and their width, part by part.
+class HeadExchange:
+    """Split the heads of rows over the ranks of a plan; `parts` gives the number of heads and their width of each part.
 
-    The part with most heads has the value heads; the others have as many, or the fewer key heads that these need.
+    The part with most heads holds the value heads. Another part has as many heads, or fewer: key heads, each of which
+    serves several value heads.
 
     widths: the columns of every part on one rank after the exchange.
     """
@@ -42,10 +43,11 @@ class RowHeads:
         self.my_set, self.place = divmod(self.mesh.sp_rank, self.ranks)
         self.layouts = [head_layout(values, heads, self.ranks) for heads in self.heads]
         self.widths = [layout.key * width for layout, (_, width) in zip(self.layouts, parts)]
-        self.sizes = ranks // self.ranks, self.ranks, plan.local_tokens  # of what is sent
+        # the first axes of a send buffer
+        self.sizes = ranks // self.ranks, self.ranks, plan.local_tokens
 
-    def own(self, columns: Tensor, part: int) -> Tensor:
-        """Return what this rank needs of a tensor of all columns, or heads, of a part along axis 0; with a graph."""
+    def my_columns(self, columns: Tensor, part: int) -> Tensor:
+        """Return this rank's columns, or heads, of a tensor that has all those of a part along axis 0; with a graph."""
         if self.ranks == 1:
             return columns
         layout = self.layouts[part]
@@ -55,7 +57,7 @@ class RowHeads:
         )
 
     def to_heads(self, parts: Sequence[Tensor]) -> Tensor:
-        """Send the parts of local rows [S, columns] where their heads are needed: all packed rows [T, sum of widths].
+        """Send the parts of local rows [S, columns] to the ranks of their heads; return packed rows [T, sum of widths].
 
         All ranks of the group call it together, and its adjoint too.
         """
@@ -69,7 +71,7 @@ class RowHeads:
         return self._packed(received.flatten(0, 2))
 
     def to_heads_backward(self, grad: Tensor) -> list[Tensor]:
-        """Bring gradients of packed rows back to the parts of local rows; those of a key head's copies are summed."""
+        """Bring gradients of packed rows back to local rows, part by part; those of a key head's copies are summed."""
         send = self._by_rank(grad)
         received = all_to_all(send, self.mesh, self.mesh.sequence_parallel_size)
         sets = received.view(*self.sizes, -1)
@@ -84,12 +86,12 @@ class RowHeads:
         ]
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        """Bring outputs [T, own heads, V] back to their tokens' ranks [S, heads, V]."""
+        """Bring outputs [T, my heads, V] back to their tokens' ranks [S, heads, V]."""
         rows = self._by_rank(out).unflatten(0, (self.sizes[0], -1))[self.my_set]
         return exchange_out_forward(rows, self.plan, self.ranks)
 
     def to_tokens_backward(self, grad: Tensor) -> Tensor:
-        """Send the outputs' gradients where the outputs came from; those of other sets' tokens are zeros here."""
+        """Send the outputs' gradients where the outputs came from; other sets' tokens get zeros here."""
         mine = exchange_out_backward(grad, self.plan, self.ranks)
         if self.sizes[0] == 1:
             return self._packed(mine)
@@ -101,9 +103,9 @@ class RowHeads:
         """Put rows [T, ...] of all ranks, one after the other, into packed order."""
         if self.mesh.row_parallel_size == 1:
             return rows
-        found = torch.empty_like(rows)
-        found[self.plan.by_rank] = rows
-        return found
+        packed = torch.empty_like(rows)
+        packed[self.plan.by_rank] = rows
+        return packed
 
     def _by_rank(self, packed: Tensor) -> Tensor:
         """Put packed rows [T, ...] into the order of the ranks that hold them."""

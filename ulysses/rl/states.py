@@ -13,7 +13,7 @@ from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.delta import GatedDelta
 from models.ops.delta_rule import as_heads, decays, own_widths
-from ulysses.parallel.waves import Recurrence
+from ulysses.parallel.recurrence import Recurrence
 
 HELD = -1
 
@@ -71,7 +71,7 @@ class States:
             *as_heads(shape, new),
             decays(a, mixer.A_log, mixer.dt_bias) * counts,
             at_least_float32(b).sigmoid() * counts,
-            wave=pack(L).waves[0]._replace(hands_on=slots),
+            level=pack(L).tree_levels[0]._replace(final_states=slots),
             start=self.memory[layer, slots],
         )
         kept = lengths[:, None] + torch.arange(before, device=qkv.device)

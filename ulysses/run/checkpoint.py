@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ulysses.check.run_folder import saved_checkpoints, write_run_state
 from ulysses.disk import check_files, digest_of, flush_to_disk, writing
 from ulysses.parallel.mesh import gather
-from ulysses.zero.copies import check_copies
 from ulysses.zero.engine import TrainedEngine
+from ulysses.zero.resident import ResidentWeights
 from ulysses.zero.state import save_state
 
 
@@ -41,8 +41,8 @@ def save_checkpoint(
 
     Raises FloatingPointError, before anything is written, if a rank's copy of weights that stay whole is another one.
     """
-    if dist.get_world_size() > 1:
-        check_copies(engine)
+    if isinstance(engine.weights, ResidentWeights):
+        engine.weights.check_copies()
     main = dist.get_rank() == 0
     final = folder / f"step-{state['step']}"
     temporary = final.with_name(f".{final.name}.tmp")

@@ -32,7 +32,7 @@ from ulysses.run.stragglers import HostTime, Stragglers
 from ulysses.stages.base import Metrics, MetricSums, Stage, StepBatches, Term
 from ulysses.watch.failure import grace_note
 from ulysses.watch.watch import Watch
-from ulysses.zero.saved_slices import load_state
+from ulysses.zero.state import load_state
 
 
 @dataclass(kw_only=True, eq=False)
@@ -182,8 +182,8 @@ class Trainer:
             loss = self._loss(terms, normalisers, metrics)
             self._count(batch, metrics)
             self.watch.phase("backward")
-            alone = len(read.batches) == 1
-            self.engine.backward(loss * float(self.mesh.world_size), alone=alone)
+            only = len(read.batches) == 1
+            self.engine.backward(loss * float(self.mesh.world_size), only_microbatch=only)
         # The host reads the next batches while the device still computes.
         ahead = step + 1 < self.total_steps and self.stage.may_prepare(step + 1)
         self._next = self.stage.read(self.loader, step + 1) if ahead else None

@@ -1,14 +1,14 @@
 """Average gradients over all ranks into each rank's float32 sums, while the backward pass goes on.
 
     a unit's backward ends    its gradients are whole, in the weights' dtype (reduce.py)
-      inside a node           all-to-all: each rank receives every peer's copy of the slices it is responsible for,
+      inside a node           all-to-all: each rank receives every peer's gradient of the slices that it updates,
                               and adds these copies in float32, in the order of the ranks
       between nodes           reduce-scatter of the sums among the ranks that have the same place in their nodes
     small gradients           are collected and travel in one float32 all-reduce
     result                    divided by the world size, written to the sum (first micro-batch) or added to it
 
-In bfloat16 this sends half the bytes of a float32 reduce-scatter and needs no float32 copy of every gradient.
-It rounds nothing that a float32 sum would not round, while a bfloat16 reduce-scatter rounds at every hop.
+In bfloat16 this sends half the bytes of a float32 reduce-scatter and needs no float32 copy of every gradient. It rounds
+no more than a float32 sum does, while a bfloat16 reduce-scatter rounds at every hop.
 Between nodes the partial sums travel in float32 or `between`.
 
 W = N nodes x L ranks, rank = node * L + place; slice r of a parameter belongs to rank r.
@@ -29,34 +29,33 @@ from ulysses.zero.update import ParameterSlice
 
 
 class AveragedReduction(GradientReduction):
-    """Average every gradient over all ranks as soon as it is complete; made by all ranks together.
+    """Average every gradient over all ranks as soon as it is complete; all ranks construct it together.
 
     Args:
         bucket: gradients with fewer elements travel together, in float32 all-reduces of about this many elements.
         between: dtype of the sums that travel between nodes.
     """
 
-    keeps = False  # a mean of float32 numbers is no smaller than a sum
+    may_keep = False  # means in float32 take no less memory than the sums
 
     def __init__(
         self,
-        *given: Any,
+        *args: Any,
         bucket: int,
         between: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
-        super().__init__(*given, bucket=bucket, **options)
+        super().__init__(*args, bucket=bucket, **options)
         self._between, self._bucket = between, bucket
         self._world = dist.get_world_size()
         self._make_groups(ranks_of_a_node())
-        self._kernel: Any = None  # which also adds to the sum
-        if self._slices[0].home.master.is_cuda:
-            if gpu_kernels.AVAILABLE:
-                self._kernel = gpu_kernels.average
-        self._waiting: list[tuple[ParameterSlice, Tensor]] = []
+        # a kernel averages and adds to the sum in one pass
+        on_gpu = self._slices[0].sub_group.master.is_cuda
+        self._in_one_pass = on_gpu and gpu_kernels.AVAILABLE
+        self._collected: list[tuple[ParameterSlice, Tensor]] = []
 
     def _make_groups(self, node_size: int) -> None:
-        """Make communicators of our own: in a common one, reductions and gathers would wait for each other."""
+        """Make communicators for reductions: in a common one, reductions and gathers would wait for each other."""
         self._nodes = self._world // node_size
         self._inside = self._across = self._all = dist.new_group()
         if self._nodes > 1:  # every rank makes every group, in the same order
@@ -66,23 +65,19 @@ class AveragedReduction(GradientReduction):
 
     def forget(self) -> None:
         super().forget()
-        self._waiting.clear()
+        self._collected.clear()
 
-    def close(self) -> None:
-        super().close()
-        self._waiting.clear()
-
-    def _receive(self, found: list[tuple[ParameterSlice, Tensor]], last: bool) -> None:
+    def _receive(self, grads: list[tuple[ParameterSlice, Tensor]], last: bool) -> None:
         """Reduce large gradients at once, small ones when there are enough."""
-        with self._on_stream(found), HOST_WAITS:
-            for s, grad in found:
+        with self._on_stream(grads), HOST_WAITS:
+            for s, grad in grads:
                 if len(grad) < self._bucket:
-                    self._waiting.append((s, grad))
+                    self._collected.append((s, grad))
                 else:
                     self._reduce(s, grad)
-            collected = sum(len(grad) for _, grad in self._waiting)
-            if self._waiting and (last or collected >= self._bucket):
-                self._reduce_waiting()
+            elements = sum(len(grad) for _, grad in self._collected)
+            if self._collected and (last or elements >= self._bucket):
+                self._reduce_collected()
 
     def _reduce(self, s: ParameterSlice, flat: Tensor) -> None:
         """Average a whole gradient over all ranks in float32, and store this rank's slice."""
@@ -100,16 +95,16 @@ class AveragedReduction(GradientReduction):
         sizes = [max(0, min(size, s.numel - r * size)) for r in range(W)]
         copies = flat.new_empty(W, length)
         dist.all_to_all_single(copies.view(-1), flat, [length] * W, sizes, group=self._inside)
-        if self._kernel:
-            self._kernel(copies, s.sum, add=s.name in self._values)
+        if self._in_one_pass:
+            gpu_kernels.average(copies, s.sum, add=s.name in self._values)
             self._values[s.name] = s.sum
         else:
             self._store([(s, copies.mean(0, dtype=torch.float32))])
 
-    def _reduce_waiting(self) -> None:
+    def _reduce_collected(self) -> None:
         """Average the collected small gradients, whole, in one float32 all-reduce."""
-        slices, grads = zip(*self._waiting)
-        self._waiting = []
+        slices, grads = zip(*self._collected)
+        self._collected = []
         flat = torch.cat(grads).float().mul_(1 / self._world)
         dist.all_reduce(flat, group=self._all)
         wholes = zip(slices, flat.split([len(grad) for grad in grads]))

@@ -1,7 +1,7 @@
 """Start the processes of a run, and build a model in parts: no process ever reads or draws the whole model.
 
-Every rank has a flat slice of each parameter and fills it itself: from the weight file (only those bytes are read) or
-from a generator keyed by (seed, name), the same on any topology.
+Every rank has a flat slice of each parameter and fills it itself: from the weight file, of which it reads only the
+bytes of the slice, or from a generator keyed by (seed, name), the same on any topology.
 """
 
 import ctypes
@@ -24,17 +24,17 @@ from ulysses.zero.resident import build_whole
 from ulysses.zero.settings import ZeroSettings
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-STREAMING = 1 << 20
-USUAL = 32 << 20  # where glibc's own rule ends up
-# Collectives never give up by themselves: the watch (ulysses/watch/watch.py) ends a run that does not move.
-FOR_EVER = timedelta(days=1)
+STREAMING_THRESHOLD = 1 << 20
+USUAL_THRESHOLD = 32 << 20  # the highest that glibc's own rule sets
+# Collectives do not time out by themselves: the watch (ulysses/watch/watch.py) ends a run that does not move.
+NO_TIMEOUT = timedelta(days=1)
 
 
 def meet(seconds: float) -> dist.Store | None:
     """Connect to the store of all processes of this run, and return it; None for one process.
 
-    Under `torchrun --max-restarts` one store serves all attempts. The keys that are returned belong to this attempt
-    alone. torchrun's counters cannot tell it: every agent counts its own workers' failures.
+    Under `torchrun --max-restarts` one store serves all attempts; the keys of the store that is returned belong to this
+    attempt alone. torchrun has no common number of the attempt: every agent counts its own workers' failures.
 
     Raises RuntimeError naming the processes that have not come after so many seconds.
     """
@@ -60,30 +60,31 @@ def meet(seconds: float) -> dist.Store | None:
 
 
 def _attempt(store: dist.Store, rank: int, world: int, limit: timedelta) -> str:
-    """Agree on a name for this attempt: rank 0 gives its own to every process that asks, until all have got it."""
-    own, others = uuid4().hex, range(1, world)
+    """Agree on a name for this attempt: rank 0 draws it and gives it to every process that asks, until all have it."""
     if rank:
-        store.set(f"ulysses/asks/{rank}", own)
-        store.wait([f"ulysses/answer/{own}"], limit)
-        attempt = store.get(f"ulysses/answer/{own}").decode()
+        question = uuid4().hex
+        store.set(f"ulysses/asks/{rank}", question)
+        store.wait([f"ulysses/answer/{question}"], limit)
+        attempt = store.get(f"ulysses/answer/{question}").decode()
         store.set(f"{attempt}/{rank}", "")
         store.wait([f"{attempt}/all"], 2 * limit)
         return attempt
-    ends = time.monotonic() + limit.total_seconds()
-    # what an earlier attempt's process asked is answered too, but only the living say that they are here
-    while missing := [other for other in others if not store.check([f"{own}/{other}"])]:
+    attempt, others = uuid4().hex, range(1, world)
+    deadline = time.monotonic() + limit.total_seconds()
+    # Questions of an earlier attempt's processes are answered too, but only living ones then set a key of this attempt.
+    while missing := [other for other in others if not store.check([f"{attempt}/{other}"])]:
         for asks in (f"ulysses/asks/{other}" for other in missing):
             if store.check([asks]):
-                store.set(f"ulysses/answer/{store.get(asks).decode()}", own)
-        if time.monotonic() > ends:
+                store.set(f"ulysses/answer/{store.get(asks).decode()}", attempt)
+        if time.monotonic() > deadline:
             raise RuntimeError(
                 f"of {world} processes, these have not come within {limit.total_seconds():.0f} s: rank "
                 f"{', '.join(map(str, missing))}; they have not started, are stuck before they could say where, or "
                 "cannot reach rank 0"
             )
         time.sleep(0.1)
-    store.set(f"{own}/all", "")
-    return own
+    store.set(f"{attempt}/all", "")
+    return attempt
 
 
 def initialize_distributed(store: dist.Store | None = None) -> torch.device:
@@ -93,24 +94,25 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
         store: from `meet`; without it the processes find each other through their environment.
     """
     environment.complete()
-    bound, backend = None, "gloo"
+    gpu, backend = None, "gloo"
     if torch.cuda.is_available():
-        bound, backend = torch.device("cuda", environment.local_rank()), "nccl"
-        torch.cuda.set_device(bound)
+        gpu, backend = torch.device("cuda", environment.local_rank()), "nccl"
+        torch.cuda.set_device(gpu)
     if not dist.is_initialized():
         dist.init_process_group(
             backend,
             store=store,
             rank=environment.rank(),
             world_size=environment.world_size(),
-            timeout=FOR_EVER,
-            device_id=bound,
+            timeout=NO_TIMEOUT,
+            device_id=gpu,
         )
-    return bound or torch.device("cpu")
+    return gpu or torch.device("cpu")
 
 
-# torch has no public function that finds the store, all groups, a group's timeout, how many collectives it has begun or
-# what NCCL's flight recorder holds. These are in all versions that the engine is tested with (2.11 to 2.13).
+# torch has no public functions that return the store, all groups, the collectives that a group has begun or what NCCL's
+# flight recorder holds, or that set a group's timeout. The private ones below are in all versions of torch that the
+# engine is tested with (2.11 to 2.13).
 
 
 def common_store() -> dist.Store | None:
@@ -122,20 +124,20 @@ def common_store() -> dist.Store | None:
 
 
 def lift_time_limits() -> None:
-    """Let every process group made so far, DeepSpeed's and the engine's, wait for ever, and NCCL's keep their times.
+    """Let every process group made so far, DeepSpeed's and the engine's, wait without a limit.
 
-    Call it while no collective runs: torch's own threads read the limit too.
+    NCCL's groups also begin to record when collectives run. Call it while none runs: torch's threads read the limit.
     """
     for group in _groups():
-        dist.distributed_c10d._set_pg_timeout(FOR_EVER, group)
+        dist.distributed_c10d._set_pg_timeout(NO_TIMEOUT, group)
         if dist.get_backend(group) == "nccl":
             group._enable_collectives_timing()
 
 
 def collectives_begun() -> int:
-    """Count the collectives that this process has begun, on a GPU those that have had their turn there."""
-    asked = sum(group._get_sequence_number_for_group() for group in _groups())
-    return asked - sum(e["state"] == "scheduled" for e in flight_record(active=True))
+    """Count the collectives that this process has begun; on a GPU those that only wait in the queue do not count."""
+    queued = sum(group._get_sequence_number_for_group() for group in _groups())
+    return queued - sum(e["state"] == "scheduled" for e in flight_record(active=True))
 
 
 def flight_record(*, active: bool) -> list[dict[str, Any]]:
@@ -151,7 +153,7 @@ def _groups() -> list[dist.ProcessGroup]:
 
 
 def end_distributed() -> None:
-    """Leave torch.distributed, so that this process may start another run; DeepSpeed, where it is used, forgets too."""
+    """Leave torch.distributed, and DeepSpeed where it is used, so that this process may start another run."""
     comm: Any = sys.modules.get("deepspeed.comm", dist)
     (comm if comm.is_initialized() else dist).destroy_process_group()
 
@@ -160,22 +162,21 @@ def end_distributed() -> None:
 def streaming_memory() -> Iterator[None]:
     """Return every block above 1 MiB to the system as soon as it is freed, while weights stream through host memory.
 
-    glibc raises the size from which it asks the system for memory, and later returns it, with every large
-    block that is freed, up to 32 MiB. Parameters that pass one by one would then leave holes in the heap that
-    nobody uses and the process keeps. Afterwards glibc's usual, faster reuse is back. Does nothing without
-    glibc.
+    glibc takes large blocks from the system and returns them when they are freed. What it calls large grows, up to
+    32 MiB, with every such block that is freed. Parameters that pass one by one would then leave holes in the heap that
+    nobody uses and the process keeps. After the block glibc's usual, faster reuse is back. Does nothing without glibc.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(M_MMAP_THRESHOLD, STREAMING)
+        libc.mallopt(M_MMAP_THRESHOLD, STREAMING_THRESHOLD)
     except (OSError, AttributeError):
         yield
         return
     try:
         yield
     finally:
-        libc.mallopt(M_MMAP_THRESHOLD, USUAL)
-        libc.mallopt(M_TRIM_THRESHOLD, 2 * USUAL)
+        libc.mallopt(M_MMAP_THRESHOLD, USUAL_THRESHOLD)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * USUAL_THRESHOLD)
         libc.malloc_trim(0)
 
 
@@ -209,6 +210,6 @@ def build_partitioned(
         for name, parameter in model.named_parameters():
             shard = shard_of(parameter)
             if shard.length:
-                fill(name, shard.shape, shard.start, shard.own[: shard.length])
-            shard.own[shard.length :].zero_()
+                fill(name, shard.shape, shard.start, shard.local[: shard.length])
+            shard.local[shard.length :].zero_()
     return model

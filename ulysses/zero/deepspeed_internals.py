@@ -1,7 +1,7 @@
-"""Everything the engine uses of DeepSpeed beyond its documented interface, each use with its reason.
+"""Everything that the engine uses of DeepSpeed beyond its documented interface, each use with its reason.
 
-Nothing else in this repository touches these attributes. They may change with any release, so pyproject.toml
-pins the version they were tested with, and a run with another one is refused.
+No other file touches these attributes. They may change with any release, so pyproject.toml pins the version that they
+were tested with, and a run with another version is refused.
 """
 
 import copy
@@ -29,16 +29,16 @@ def build_sharded(create: Callable[[], nn.Module], config: dict[str, Any]) -> nn
         # DeepSpeed would compile a collective for CPUs with the host's compiler; gloo does the same work. The build
         # takes half a minute, and a killed one leaves a lock that every later run waits for.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # which torch has done; DeepSpeed notes it
+    # torch has started the processes; DeepSpeed takes note of it
     deepspeed.init_distributed(dist.get_backend(), verbose=False)
     # Each parameter is gathered straight into its own memory: the coalesced gather copies every layer once more between
-    # the gather and its first use. The engine may not read this setting: it would stop gathering ahead.
+    # the gather and its first use. Only zero.Init reads the setting: DeepSpeed's engine would stop gathering ahead.
     zero = {**config["zero_optimization"], "stage3_allgather_sequential": True}
     with deepspeed.zero.Init(config_dict_or_path={**config, "zero_optimization": zero}):
         model = create()
     parameter: Any
     for parameter in model.parameters():
-        if hasattr(parameter, "in_float32"):  # which zero.Init takes from every tensor
+        if hasattr(parameter, "in_float32"):  # zero.Init has cast every parameter to one dtype
             for tensor in (parameter, parameter.ds_tensor):
                 tensor.data = tensor.data.float()
         parameter.shard = Shard(parameter.ds_tensor, parameter.ds_shape)
@@ -46,7 +46,7 @@ def build_sharded(create: Callable[[], nn.Module], config: dict[str, Any]) -> nn
 
 
 class ShardedWeights:
-    """Weights that are released after each use: DeepSpeed gathers a unit's when it begins, and those of the next ahead.
+    """Weights that are released after each use: DeepSpeed gathers those of the unit that begins, and of the next ahead.
 
     Args:
         model: from `build_sharded`.
@@ -59,22 +59,22 @@ class ShardedWeights:
     ) -> None:
         if units:
             deepspeed.utils.set_z3_leaf_modules(model, list({type(unit) for unit in units}))
-        # without an optimizer DeepSpeed does nothing else than this
-        with without_compiler():  # it imports Muon, which it compiles and nobody uses here
+        # without an optimizer DeepSpeed gathers and releases weights, and does nothing else
+        with without_compiler():  # DeepSpeed imports and compiles Muon, which nobody uses here
             self._engine, self._offload, *_ = deepspeed.initialize(model=model, config=config)
         # DeepSpeed learns in which order the modules run, to gather ahead and to know what may stay gathered.
-        # Passes without a backward half have an order of their own: if one coordinator saw both kinds, it
-        # would never learn either order.
+        # Passes without a backward half have another order: if one coordinator saw both kinds, it would learn neither.
         self._forward_only = copy.copy(self._offload.param_coordinator)
         self._forward_only._clear_trace_structures()
         # Each slice was cut off between large allocations; side by side they leave no holes in the GPU's memory.
         for dtype in {p.dtype for p in model.parameters() if p.requires_grad}:
             trained = [p for p in model.parameters() if p.requires_grad and p.dtype == dtype]
-            own = [shard_of(p).own for p in trained]
-            if is_pinned(own[0]):
+            slices = [shard_of(p).local for p in trained]
+            if is_pinned(slices[0]):
                 break
-            for held, part in zip(own, torch.cat(own).split([len(x) for x in own])):
-                held.data = part
+            together = torch.cat(slices).split([len(x) for x in slices])
+            for slice_of_parameter, part in zip(slices, together):
+                slice_of_parameter.data = part
         self._begun: deque[torch.cuda.Event] = deque()
         if torch.cuda.is_available():
             for unit in units:
@@ -88,7 +88,7 @@ class ShardedWeights:
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Gather in the order learnt from such passes: with a backward half, or without one where gradients are off."""
+        """Gather in the order of training passes or, where gradients are off, of passes without a backward half."""
         training = self._offload.param_coordinator
         if not torch.is_grad_enabled():
             self._offload.param_coordinator = self._forward_only
@@ -98,7 +98,7 @@ class ShardedWeights:
             self._offload.param_coordinator = training
 
     def backward_done(self) -> None:
-        """Release what a backward pass has left whole, such as a unit whose input needs no gradient."""
+        """Release the weights that a backward pass has left whole, such as a unit's whose input needs no gradient."""
         self._offload.release_backward_leftovers()
 
     def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
@@ -107,14 +107,14 @@ class ShardedWeights:
 
     @contextmanager
     def rewritten(self) -> Iterator[None]:
-        """Let every rank change its slices inside: nothing is whole then, and small parameters are so again after."""
+        """Let every rank change its slices in the block, where no weight is whole; afterwards small ones are again."""
         self._offload.partition_all_parameters()
         yield
         if small := self._offload.persistent_parameters:
             small[0].all_gather(small)
 
     def written(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Say that the slices of these hold new values; they are gathered when they are used."""
+        """Do nothing: the new values of these slices are gathered when the weights are used."""
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks."""

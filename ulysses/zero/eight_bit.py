@@ -2,11 +2,11 @@
 
     moment    codes [n] in uint8, places in a table of 256 numbers, times absmax [n / 256] in float32, of every block
 
-A block begins with this rank's slice of a parameter, and none reaches over two of them. Where slices are multiples of
-256 long the blocks are those of bitsandbytes on the whole parameter; elsewhere they begin in other places, which gives
-other roundings of the same size. Slices below 4,096 elements keep float32. The table's least number is -1, where
-bitsandbytes has -0.993: so a block's largest element is exact whatever its sign, and a checkpoint's float32 moments
-restore codes and absmax bit by bit. Source: Dettmers et al. 2021 (2110.02861).
+This rank's slice of a parameter begins with a block, and no block reaches over two slices. Where the length of slices
+is a multiple of 256 the blocks are those of bitsandbytes on the whole parameter; elsewhere they begin in other places,
+which gives other roundings of the same size. Slices below 4,096 elements keep float32. The table's least number is -1,
+where bitsandbytes has -0.993: so a block's largest element is exact whatever its sign, and a checkpoint's float32
+moments restore codes and absmax bit by bit. Source: Dettmers et al. 2021 (2110.02861).
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 
 from ulysses.zero.update import SubGroup
 
-BLOCK = 256  # bitsandbytes knows no other in an optimizer
-PLACES = {"exp_avg": 1, "exp_avg_sq": 2}  # in bitsandbytes' names
+BLOCK = 256  # the only block size of bitsandbytes' optimizers
+PLACES = {"exp_avg": 1, "exp_avg_sq": 2}  # bitsandbytes' names for a moment end with its number
 
 
 @dataclass
@@ -33,21 +33,22 @@ class EightBitSubGroup(SubGroup):
     def __post_init__(self) -> None:
         (settings,) = self.optimizer.param_groups
         names = "lr", "betas", "eps", "weight_decay"
-        lengths = [len(own) for own in self.weights]
+        lengths = [len(weight) for weight in self.weights]
         parts = self.master.split(lengths)
-        self.optimizer = made = AdamW8bit(parts, **{name: settings[name] for name in names})
-        made.name2qmap["dynamic"][0] = -1.0
+        self.optimizer = adamw = AdamW8bit(parts, **{name: settings[name] for name in names})
+        adamw.name2qmap["dynamic"][0] = -1.0
         for place, part in enumerate(parts):
-            made.init_state(made.param_groups[0], part, 0, place)
+            adamw.init_state(adamw.param_groups[0], part, 0, place)
         starts = accumulate(lengths, initial=0)
-        self._moments: dict[int, Any] = {i: made.state[part] for i, part in zip(starts, parts)}
+        self._moments: dict[int, Any] = {i: adamw.state[part] for i, part in zip(starts, parts)}
 
     def update(self, grads: Sequence[Tensor], lr: float, factor: float) -> None:
-        """Do the same slice by slice, so that no more than one gradient has a float32 copy."""
+        """Take the step slice by slice, so that no more than one gradient has a float32 copy."""
         (settings,) = self.optimizer.param_groups
         settings["lr"] = lr
-        if self.master.grad is not None:  # whose parts have the padding that the master's have
-            grads = self.sums.split([len(own) for own in self.weights])
+        if self.master.grad is not None:
+            # the parts of the sums have the padding of the master's
+            grads = self.sums.split([len(weight) for weight in self.weights])
         for place, (part, grad) in enumerate(zip(settings["params"], grads)):
             part.grad = grad.float().mul_(factor)
             self.optimizer.update_step(settings, part, 0, place)  # type: ignore[attr-defined]
@@ -56,7 +57,7 @@ class EightBitSubGroup(SubGroup):
 
     @property
     def updates(self) -> int:
-        """How many updates there were."""
+        """The number of updates so far."""
         return self._moments[0]["step"]
 
     @updates.setter
@@ -65,7 +66,7 @@ class EightBitSubGroup(SubGroup):
             moments["step"] = number
 
     def _moment(self, kind: str, offset: int) -> list[Any]:
-        """Return codes, absmax and table of a slice's moment; one in float32 has only itself."""
+        """Return codes, absmax and table of a slice's moment; for a moment in float32 its values, None and None."""
         names = ("state", "absmax", "qmap")
         return [self._moments[offset].get(f"{name}{PLACES[kind]}") for name in names]
 
@@ -87,5 +88,5 @@ class EightBitSubGroup(SubGroup):
         absmax.copy_(blocks.abs().amax(1))
         scaled = blocks / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         middles = (table[1:] + table[:-1]) / 2
-        found = torch.bucketize(scaled, middles, out_int32=True)
-        codes.copy_(found.view(-1)[: len(codes)])
+        nearest = torch.bucketize(scaled, middles, out_int32=True)
+        codes.copy_(nearest.view(-1)[: len(codes)])

@@ -1,7 +1,7 @@
 """One model under ZeRO-3: forward, backward by the one gradient rule, and the update.
 
-    forward(batch) -> backward(loss) ... -> gradients() -> step(gradients, lr)
-    units are whole   reduce.py: averages         policies        AdamW on this rank's slices
+    forward(batch) -> backward(loss) ...   -> gradients()       -> step(gradients, lr)
+    units are whole   reduce.py averages      policies change it   AdamW on this rank's slices
 
 A unit's weights are whole when it is used. Afterwards they are released (DeepSpeed gathers them again for the next use)
 or kept (resident.py). DeepSpeed knows nothing of sequence parallelism, and the engine reduces the gradients.
@@ -30,7 +30,7 @@ from ulysses.zero.update import ParameterGroup
 
 
 class ZeroEngine:
-    """A model whose weights are partitioned over all ranks, to be run.
+    """A model whose weights are partitioned over all ranks, for forward passes.
 
     Args:
         model: built by `build_partitioned`.
@@ -60,7 +60,7 @@ class ZeroEngine:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Run what follows in evaluation mode without gradients; restores the training mode."""
+        """Run the block in evaluation mode without gradients; restores the training mode."""
         was_training = self.module.training
         self.module.eval()
         try:
@@ -72,19 +72,19 @@ class ZeroEngine:
     def destroy(self) -> None:
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.weights.close()
-        empty([(p, shard_of(p).own) for p in self.module.parameters()])
+        free([(p, shard_of(p).local) for p in self.module.parameters()])
 
 
 class TrainedEngine(ZeroEngine):
     """A model that is trained: its gradients and its optimizer's state are partitioned too.
 
     Args:
-        optimizer: makes an optimizer of tables of parameters, as torch's take them; each sub-group has one.
+        optimizer: makes an optimizer from a list of torch's parameter groups; each sub-group has one.
         groups: the trainable parameters.
         offload_optimizer: whether master weights, gradients and the optimizer's state are in host memory.
         reduce_between: dtype in which sums of gradients travel between nodes.
-        graphs: whether the layers run as CUDA graphs (memory/graphs.py), which run no hooks and write all gradients
-            to memory of their own.
+        graphs: whether the layers run as CUDA graphs (memory/graphs.py), which run no hooks and write the gradients of
+            every backward pass to the same memory.
     """
 
     def __init__(
@@ -99,26 +99,26 @@ class TrainedEngine(ZeroEngine):
         reduce_between: torch.dtype = torch.float32,
         graphs: bool = False,
     ) -> None:
-        # a graph of all layers gathers and reduces nothing in between
+        # a graph of all layers gathers and reduces nothing between layers
         super().__init__(model, settings, () if graphs else unit_kinds)
         device = torch.device("cpu") if offload_optimizer else self.device
         size = settings.sub_group_size
         self.sub_groups = [*sub_groups(groups, optimizer, size=size, device=device)]
         self.slices = [s for one in self.sub_groups for s in parameter_slices(model, one)]
-        given = self.slices, self.units, self.device
-        options = {"lent": graphs, "bucket": settings.reduce_bucket_size}
+        args = self.slices, self.units, self.device
+        options = {"gradients_reused": graphs, "bucket": settings.reduce_bucket_size}
         if dist.get_world_size() == 1:
-            self.reduction = GradientReduction(*given, **options)
+            self.reduction = GradientReduction(*args, **options)
         else:
-            self.reduction = AveragedReduction(*given, between=reduce_between, **options)
+            self.reduction = AveragedReduction(*args, between=reduce_between, **options)
 
-    def backward(self, loss: Tensor, *, alone: bool = False) -> None:
+    def backward(self, loss: Tensor, *, only_microbatch: bool = False) -> None:
         """Back-propagate an already scaled loss.
 
         Args:
-            alone: it is the only one of its step, so that its gradients need no sum.
+            only_microbatch: whether the step has no other micro-batch, so that its gradients need no sum.
         """
-        self.reduction.begin(alone=alone)
+        self.reduction.begin(only_microbatch=only_microbatch)
         loss.backward()
         self.weights.backward_done()
         self.reduction.finish()
@@ -126,7 +126,7 @@ class TrainedEngine(ZeroEngine):
     def gradients(self) -> Gradients:
         """Return a view of the whole step's reduced gradient, valid between the last backward and `step`.
 
-        It shows this rank's slices. What is written to those that `slices` returns is what the optimizer reads.
+        It shows this rank's slices. The optimizer reads what is written to those that `slices` returns.
 
         Raises:
             RuntimeError: if a trained parameter received no gradient in this step, naming it.
@@ -134,14 +134,14 @@ class TrainedEngine(ZeroEngine):
         return StepGradients(self.reduction.gradients(), self._all_reduce)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
-        moved = tensor.to(self.device)
+        total = tensor.to(self.device)
         with HOST_WAITS:
-            dist.all_reduce(moved)
-        return moved.to(tensor.device)
+            dist.all_reduce(total)
+        return total.to(tensor.device)
 
     @torch.no_grad()
     def step(self, gradients: Gradients, lr: float) -> None:
-        """Update the weights by the slices times the factors of `gradients`; `lr` is the schedule's learning rate."""
+        """Update the weights by the slices of `gradients` times their factors; `lr` is the schedule's learning rate."""
         entries = iter(gradients.entries)
         with self.weights.rewritten():
             for sub_group in self.sub_groups:
@@ -153,7 +153,7 @@ class TrainedEngine(ZeroEngine):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give the master weights to the model after a change from outside."""
+        """Give the master weights to the model after somebody else than `step` has changed them."""
         with self.weights.rewritten():
             for sub_group in self.sub_groups:
                 sub_group.write()
@@ -167,22 +167,22 @@ class TrainedEngine(ZeroEngine):
         """Give all memory back; nothing of the engine may be used afterwards."""
         self.reduction.close()
         super().destroy()
-        empty([[one.master, *one.optimizer.state.values()] for one in self.sub_groups])
+        free([[one.master, *one.optimizer.state.values()] for one in self.sub_groups])
 
 
 class StepGradients(Gradients):
     """A step's gradient, part of which may still be in the weights' dtype."""
 
     def apply_factors(self) -> None:
-        """Make every slice float32 first, which does not round what a policy writes."""
+        """Make every slice float32 first, so that no change by a gradient policy is rounded."""
         self.entries = [replace(e, grad=e.grad.to(self.wide)) for e in self.entries]
         super().apply_factors()
 
 
-def empty(tensors: Any) -> None:
-    """Free the memory of tensors, wherever they are in `tensors`, and of their gradients.
+def free(tensors: Any) -> None:
+    """Free the memory of all tensors in a nested structure, and of their gradients.
 
-    DeepSpeed's own tables refer to a model as long as the process lives, so nothing else gives it back.
+    DeepSpeed's tables refer to a model as long as the process lives, so nothing else gives the memory back.
     """
     for tensor in tree_leaves(tensors):
         if isinstance(tensor, Tensor):
@@ -202,8 +202,8 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the name and the whole value of every wanted parameter in the model's order.
 
-    Values are in host memory and on rank 0 only; the others get None. All ranks must iterate together. No rank ever
-    holds more than one module's parameters. Trained ones have the model's dtype or, `exact`, are the master weights.
+    Values are in host memory, on rank 0 only; other ranks get None. All ranks must iterate together. No rank ever holds
+    the parameters of more than one module. With `exact`, trained parameters are the master weights in float32.
     """
     masters = {s.name: s for s in engine.slices} if exact else {}  # type: ignore[attr-defined]
     main = dist.get_rank() == 0
@@ -226,9 +226,9 @@ def full_parameters(
 def gathered_weights(engine: ZeroEngine) -> Iterator[dict[str, Tensor]]:
     """Gather all parameters by their names; read only.
 
-    A sampler reads them without hooks and without collectives: all ranks enter and leave together, and need
-    no lockstep in between. The memory for them was planned before the run began.
+    All ranks enter and leave together. In between a sampler reads the parameters without hooks and collectives, so that
+    ranks need not run in lockstep. The plan of the run has counted their memory.
     """
-    chosen = dict(engine.module.named_parameters())
-    with engine.weights.whole(chosen.values()):
-        yield {name: p.data for name, p in chosen.items()}
+    parameters = dict(engine.module.named_parameters())
+    with engine.weights.whole(parameters.values()):
+        yield {name: p.data for name, p in parameters.items()}

@@ -2,10 +2,10 @@
 """The engine's two kernels for GPUs: the mean of all ranks' gradients, and AdamW's update in one pass over memory.
 
 The update
-    reads    gradient (wherever it is, times the factor that clipping left to do), master weight, both moments
+    reads    gradient (wherever it is, times the factor of clipping), master weight, both moments
     writes   master weight, both moments, and the weight in the model's dtype where the model has it
 
-torch's fused AdamW, the copy to the model and the clipping before it take three passes: 46 bytes for each weight of a
+The clipping, torch's fused AdamW and the copy to the model would take three passes: 46 bytes for each weight of a
 bfloat16 model, here 30, or 28 where the gradient was kept in bfloat16. The arithmetic is torch's.
 """
 
@@ -27,7 +27,7 @@ except ImportError:  # CPU builds of torch come without it
 
 AVAILABLE = triton is not None
 _BLOCK = 2048
-_ALIGNED = 16  # elements
+_ALIGNED = 16  # elements; a greater common alignment of addresses and lengths is of no use
 
 if AVAILABLE:
 
@@ -54,7 +54,7 @@ if AVAILABLE:
         places,
         factor,
         step_size,
-        kept,
+        decay,
         beta1,
         one_minus_beta1,
         beta2,
@@ -62,25 +62,25 @@ if AVAILABLE:
         root_correction,
         eps,
         DTYPE: tl.constexpr,
-        OF_GRADIENT: tl.constexpr,
+        GRAD_DTYPE: tl.constexpr,
         ALIGNED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         place = places + 5 * tl.program_id(0).to(tl.int64)
         start, count, address = tl.load(place), tl.load(place + 1), tl.load(place + 2)
-        address_of_gradient = tl.load(grads + tl.load(place + 3)) + tl.load(place + 4) * (
-            OF_GRADIENT.primitive_bitwidth // 8
+        grad_address = tl.load(grads + tl.load(place + 3)) + tl.load(place + 4) * (
+            GRAD_DTYPE.primitive_bitwidth // 8
         )
-        # where all numbers are multiples of 16, loads and stores of 16 bytes do
+        # where all numbers are multiples of 16, the compiler loads and stores 16 bytes at a time
         start, count = tl.multiple_of(start, ALIGNED), tl.multiple_of(count, ALIGNED)
         weights = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNED)
-        grad = tl.multiple_of(address_of_gradient.to(tl.pointer_type(OF_GRADIENT)), ALIGNED)
+        grad = tl.multiple_of(grad_address.to(tl.pointer_type(GRAD_DTYPE)), ALIGNED)
         within = tl.arange(0, BLOCK)
         at, mask = start + within, within < count
         g = tl.load(grad + within, mask).to(tl.float32) * factor
         m = beta1 * tl.load(mean + at, mask) + one_minus_beta1 * g
         v = beta2 * tl.load(square + at, mask) + one_minus_beta2 * g * g
-        p = tl.load(master + at, mask) * kept
+        p = tl.load(master + at, mask) * decay
         p -= step_size * m / (tl.sqrt(v) / root_correction + eps)
         tl.store(mean + at, m, mask)
         tl.store(square + at, v, mask)
@@ -103,41 +103,41 @@ def _in_triton(tensor: Tensor) -> Any:
 
 def one_pass_does(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether OnePassSubGroup does what the optimizer would."""
-    usual = not any(optimizer.defaults.get(name) for name in ("amsgrad", "maximize"))
-    return AVAILABLE and usual and isinstance(optimizer, torch.optim.AdamW)
+    is_usual = not any(optimizer.defaults.get(name) for name in ("amsgrad", "maximize"))
+    return AVAILABLE and is_usual and isinstance(optimizer, torch.optim.AdamW)
 
 
 @dataclass
 class OnePassSubGroup(SubGroup):
-    """A sub-group that is on one GPU, where its tensors stay in their places."""
+    """A sub-group on one GPU, whose tensors stay in their places."""
 
     def __post_init__(self) -> None:
         blocks, numbers, start = [], [_ALIGNED], 0
-        for index, (own, length) in enumerate(zip(self.weights, self.lengths)):
-            address = own.data_ptr()
+        for index, (weight, length) in enumerate(zip(self.weights, self.lengths)):
+            address = weight.data_ptr()
             at = torch.arange(0, length, _BLOCK)
-            left, places = (length - at).clamp(max=_BLOCK), address + at * own.element_size()
+            left, places = (length - at).clamp(max=_BLOCK), address + at * weight.element_size()
             blocks.append(torch.stack((start + at, left, places, 0 * at + index, at), 1))
             numbers += start, length, address
-            start += len(own)
+            start += len(weight)
         self._places = torch.cat(blocks).to(self.master.device)
         self._aligned = math.gcd(*numbers)
 
     def update(self, grads: Sequence[Tensor], lr: float, factor: float) -> None:
-        """Do the same in one pass over memory."""
+        """Take the step and give the result to the model in one pass over memory."""
         (settings,), state = self.optimizer.param_groups, self.moments
         beta1, beta2 = settings["betas"]
         state["step"] += 1
         updates = int(state["step"])
         addresses = [grad.data_ptr() for grad in grads]
         # pinned, so that the host does not wait
-        of_grads = torch.tensor(addresses, pin_memory=True).to(
+        grad_addresses = torch.tensor(addresses, pin_memory=True).to(
             self.master.device, non_blocking=True
         )
         with torch.cuda.device(self.master.device):
             _adamw_kernel[(len(self._places),)](
                 self.master,
-                of_grads,
+                grad_addresses,
                 state["exp_avg"],
                 state["exp_avg_sq"],
                 self._places,
@@ -151,7 +151,7 @@ class OnePassSubGroup(SubGroup):
                 math.sqrt(1 - beta2**updates),
                 settings["eps"],
                 DTYPE=_in_triton(self.weights[0]),
-                OF_GRADIENT=_in_triton(grads[0]),
+                GRAD_DTYPE=_in_triton(grads[0]),
                 ALIGNED=math.gcd(self._aligned, *addresses),
                 BLOCK=_BLOCK,
             )

@@ -1,4 +1,4 @@
-"""This rank's shard of every parameter; the trained ones form sub-groups, each of this rank's slices."""
+"""Describe this rank's shard of every parameter, and form sub-groups of the shards that are trained."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,27 +16,27 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 class Shard(NamedTuple):
     """What this rank has of a parameter.
 
-    own: its flat slice, padding included; writing to it changes the weights. shape: of the whole parameter. whole: the
-    flat whole with its padding, of which `own` is a part, if it stays on every rank; else None.
+    local: its flat slice, padding included; writing to it changes the weights. shape: of the whole parameter. whole:
+    the flat whole with its padding, of which `local` is a part, if the whole stays on every rank; else None.
     """
 
-    own: Tensor
+    local: Tensor
     shape: torch.Size
     whole: Tensor | None = None
 
     @property
     def start(self) -> int:
         """Where the slice begins in the flattened parameter."""
-        return min(dist.get_rank() * len(self.own), self.shape.numel())
+        return min(dist.get_rank() * len(self.local), self.shape.numel())
 
     @property
     def length(self) -> int:
         """The slice's elements without padding."""
-        return min(len(self.own), self.shape.numel() - self.start)
+        return min(len(self.local), self.shape.numel() - self.start)
 
 
 def shard_of(parameter: Any) -> Shard:
-    """Return this rank's shard of a parameter, as the construction has left it there."""
+    """Return this rank's shard of a parameter, which the construction of the model has made its attribute."""
     return parameter.shard
 
 
@@ -50,33 +50,35 @@ def sub_groups(
     """Yield sub-groups of about `size` elements on this rank, in the order of the groups.
 
     Args:
-        optimizer: makes an optimizer of tables of parameters, as torch's take them.
+        optimizer: makes an optimizer from a list of torch's parameter groups.
         device: of master weights, sums of gradients and state; pinned memory if it is the host of a GPU.
     """
     for group in groups:
-        few: list[nn.Parameter] = []
+        parameters: list[nn.Parameter] = []
         weights: list[Tensor] = []
         for p in group.parameters:
-            few.append(p)
-            weights.append(shard_of(p).own)
+            parameters.append(p)
+            weights.append(shard_of(p).local)
             if sum(map(len, weights)) < size and p is not group.parameters[-1]:
                 continue
             master = torch.cat(weights).to(device, torch.float32)
             pinned = device.type == "cpu" and torch.cuda.is_available()
             if pinned:
                 master = master.pin_memory()
-            made = optimizer([{"params": [master], "weight_decay": group.weight_decay}])
-            kind = SubGroup
+            sub_optimizer = optimizer(
+                [{"params": [master], "weight_decay": group.weight_decay}]
+            )
+            sub_group_class = SubGroup
             if group.eight_bit:
                 from ulysses.zero.eight_bit import EightBitSubGroup
 
-                kind = EightBitSubGroup
+                sub_group_class = EightBitSubGroup
             elif master.is_cuda and weights[0].is_cuda:
-                if gpu_kernels.one_pass_does(made):
-                    kind = gpu_kernels.OnePassSubGroup
-            lengths = [shard_of(p).length for p in few]
-            yield kind(group, few, weights, lengths, master, made)
-            few, weights = [], []
+                if gpu_kernels.one_pass_does(sub_optimizer):
+                    sub_group_class = gpu_kernels.OnePassSubGroup
+            lengths = [shard_of(p).length for p in parameters]
+            yield sub_group_class(group, parameters, weights, lengths, master, sub_optimizer)
+            parameters, weights = [], []
 
 
 def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[ParameterSlice]:
@@ -85,7 +87,7 @@ def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[Paramete
     offset = 0
     for p in sub_group.parameters:
         shard = shard_of(p)
-        size = len(shard.own)
+        size = len(shard.local)
         yield ParameterSlice(
             name=names[p],
             shape=shard.shape,
@@ -94,6 +96,6 @@ def parameter_slices(model: nn.Module, sub_group: SubGroup) -> Iterator[Paramete
             size=size,
             offset=offset,
             parameter=p,
-            home=sub_group,
+            sub_group=sub_group,
         )
         offset += size

@@ -1,9 +1,9 @@
 """Take gradients, while the backward pass goes on, for this rank's slices.
 
 a unit's backward ends    its gradients are whole, in the weights' dtype
-one process               those of a step's only micro-batch stay as they are until the update; those of several are
-                          written to float32 sums (first micro-batch) or added to them
-several                   they are averaged before, in float32 (across_ranks.py)
+one process               gradients of a step's only micro-batch stay as they are until the update; gradients of several
+                          micro-batches are written to float32 sums (the first) or added to them
+several processes         gradients are first averaged over the processes, in float32 (across_ranks.py)
 """
 
 from collections import deque
@@ -18,24 +18,24 @@ from torch import Tensor, nn
 from ulysses.gradients.gradients import GradientSlice
 from ulysses.zero.update import ParameterSlice
 
-# Units whose gradients wait for their reduction, and take memory, before the host waits too.
+# The gradients of so many units may wait for their reduction, and take memory, before the host waits too.
 IN_FLIGHT = 4
 
 
 class GradientReduction:
     """Take every gradient as soon as it is complete; one object per trained engine.
 
-    keeps: gradients of a step's only micro-batch may stay as they are, if they are on the model's device.
+    may_keep: whether gradients of a step's only micro-batch may stay as they are, on the model's device.
 
     Args:
         slices: of all trained parameters, their sums on the GPU or in (pinned) host memory.
         units: modules whose parameters' gradients are complete when the module's backward is.
         device: of the model.
-        lent: gradients lie in memory that the next backward pass writes again (memory/graphs.py).
-        bucket: gradients with fewer elements that belong to no unit are taken together.
+        gradients_reused: whether the next backward pass writes to the memory of these gradients (memory/graphs.py).
+        bucket: gradients with fewer elements that belong to no unit are taken at the end of the backward pass.
     """
 
-    keeps = True
+    may_keep = True
 
     def __init__(
         self,
@@ -43,45 +43,45 @@ class GradientReduction:
         units: Iterable[nn.Module],
         device: torch.device,
         *,
-        lent: bool,
+        gradients_reused: bool,
         bucket: int,
     ) -> None:
-        self._slices, self._lent = list(slices), lent
-        self._on_host = self._slices[0].home.master.device.type != device.type
-        self._adds = False
-        if self._on_host or not self.keeps:
+        self._slices, self._gradients_reused = list(slices), gradients_reused
+        self._on_host = self._slices[0].sub_group.master.device.type != device.type
+        self._uses_sums = False
+        if self._on_host or not self.may_keep:
             self._make_sums()
-        # At high priority a reduction starts at the next kernel boundary instead of behind all queued matrix
-        # products.
+        # At high priority a reduction starts at the next kernel boundary, not behind all queued matrix products.
         self._backend = torch.get_device_module(device)
         self._stream = self._backend.Stream(priority=-1)
         self._events: deque[Any] = deque()
-        self._values: dict[str, Tensor] = {}  # of the step, by the parameters' names
+        self._values: dict[str, Tensor] = {}  # of the step's gradient, by the parameters' names
         self._hooks: list[Any] = []
-        alone = {s.parameter: s for s in self._slices}
+        without_unit = {s.parameter: s for s in self._slices}
         for unit in units:
-            inside = [alone.pop(p) for p in unit.parameters() if p in alone]
-            self._hooks.append(unit.register_full_backward_hook(partial(self._take, inside)))
-        for p, s in alone.items():
+            of_unit = [without_unit.pop(p) for p in unit.parameters() if p in without_unit]
+            hook = partial(self._take, of_unit)
+            self._hooks.append(unit.register_full_backward_hook(hook))
+        for p, s in without_unit.items():
             if s.numel >= bucket:
-                hook = p.register_post_accumulate_grad_hook(partial(self._take, [s]))
-                self._hooks.append(hook)
+                hook = partial(self._take, [s])
+                self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
-    def begin(self, *, alone: bool) -> None:
-        """Begin a backward pass; `alone`: of the step's only micro-batch."""
-        if not (alone or self._adds):
+    def begin(self, *, only_microbatch: bool) -> None:
+        """Begin a backward pass, perhaps that of the step's only micro-batch."""
+        if not (only_microbatch or self._uses_sums):
             self._make_sums()
 
     def _make_sums(self) -> None:
-        """Take the memory for sums. All later gradients go there: memory for others beside them was not planned."""
-        self._adds = True
+        """Take the memory for sums. All later gradients go there: memory beside the sums was not planned."""
+        self._uses_sums = True
         for s in self._slices:
             s.sum.zero_()
 
     def finish(self) -> None:
-        """Take what no hook has taken, and send what is still collected; call it after each backward pass."""
+        """Take the gradients that no hook has taken, and those still collected; call it after each backward pass."""
         self._take(self._slices, last=True)
-        if self._lent:
+        if self._gradients_reused:
             self._backend.current_stream().wait_stream(self._stream)
 
     def gradients(self) -> list[GradientSlice]:
@@ -103,7 +103,7 @@ class GradientReduction:
         return [s.gradient(self._values[s.name]) for s in self._slices]
 
     def forget(self) -> None:
-        """Begin a new step: drop gradients that were kept; the next ones replace what the sums hold."""
+        """Begin a new step: drop the gradients that were kept; the next gradients overwrite the sums."""
         self._values.clear()
 
     def close(self) -> None:
@@ -116,29 +116,29 @@ class GradientReduction:
     @torch.no_grad()
     def _take(self, slices: Iterable[ParameterSlice], *_: Any, last: bool = False) -> None:
         """Take the gradients that parameters have now; `last` says that no more come in this backward pass."""
-        found = []
+        taken = []
         for s in slices:
             grad, s.parameter.grad = s.parameter.grad, None
             if grad is not None:
-                found.append((s, grad.reshape(-1)))
-        self._receive(found, last)
+                taken.append((s, grad.reshape(-1)))
+        self._receive(taken, last)
 
-    def _receive(self, found: list[tuple[ParameterSlice, Tensor]], last: bool) -> None:
+    def _receive(self, grads: list[tuple[ParameterSlice, Tensor]], last: bool) -> None:
         """Store whole gradients."""
         if self._on_host:
-            with self._on_stream(found):
-                self._store(found)
+            with self._on_stream(grads):
+                self._store(grads)
         else:
-            self._store(found)
+            self._store(grads)
 
     @contextmanager
-    def _on_stream(self, found: list[tuple[ParameterSlice, Tensor]]) -> Iterator[None]:
+    def _on_stream(self, grads: list[tuple[ParameterSlice, Tensor]]) -> Iterator[None]:
         """Work with gradients on the stream of the reductions, after everything queued on the current one so far."""
         if len(self._events) >= IN_FLIGHT:
             self._events.popleft().synchronize()
         self._stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(self._stream):
-            for _, grad in found:
+            for _, grad in grads:
                 if grad.is_cuda:
                     grad.record_stream(self._stream)
             yield
@@ -147,10 +147,11 @@ class GradientReduction:
 
     def _store(self, means: list[tuple[ParameterSlice, Tensor]]) -> None:
         """Keep this rank's means, or write them to their sums, or add them to what earlier micro-batches wrote."""
-        if not self._adds:
-            for s, mean in means:  # one that comes in two parts is added as autograd adds it
-                first = self._values.get(s.name)
-                self._values[s.name] = mean if first is None else first + mean
+        if not self._uses_sums:
+            for s, mean in means:
+                # two parts of one gradient are added as autograd adds them
+                first_part = self._values.get(s.name)
+                self._values[s.name] = mean if first_part is None else first_part + mean
             return
         if self._on_host:
             for s, mean in means:
@@ -158,7 +159,7 @@ class GradientReduction:
                 if s.name in self._values:  # the GPU adds
                     total = s.sum.to(mean.device, non_blocking=True).add_(total)
                 s.sum.copy_(total, non_blocking=True)
-        else:  # in a few kernels for all of them
+        else:  # a few kernels for all of them
             for again in (False, True):
                 chosen = [
                     (s.sum, mean) for s, mean in means if (s.name in self._values) == again

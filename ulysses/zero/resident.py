@@ -1,76 +1,79 @@
 """Weights that stay whole on every rank: gathered once after each update, without any of DeepSpeed's hooks.
 
     a module's tensor    | matrix a: slice of rank 0, of rank 1, ... | matrix b: slice of rank 0, ... | ... | vectors
-    after an update      every rank has written its own slices; all-gathers bring those of the others while it goes on
+    after an update      every rank has written its slices; all-gathers bring those of the others while the rank goes on
 
-The master weights, the optimizer's state and the gradients are sharded as ZeRO-3 does it. This rank's slices of the
-weights are parts of these tensors, so nothing is held twice, and on one process nothing is ever gathered, copied or
-freed. DeepSpeed has no part in it and is not even imported.
+The master weights, the optimizer's state and the gradients are sharded as in ZeRO-3. This rank's slices of the weights
+are parts of the modules' tensors, so that nothing is held twice, and on one process nothing is ever gathered, copied or
+freed. DeepSpeed is not even imported.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import mode
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from ulysses.parallel.mesh import HOST_WAITS
+from ulysses.environment import NODE
+from ulysses.parallel.mesh import HOST_WAITS, gather
 from ulysses.zero.partition import Shard, shard_of
 
-ALIGNMENT = 64  # elements between the starts of parameters: kernels read aligned ones faster
+ALIGNMENT = 64  # parameters start at multiples of so many elements: kernels read them faster
+HASHED = 1 << 18  # numbers of eight bytes that bits_hash takes at a time
+FACTOR = 0x5DEECE66D  # odd
 
 
 def build_whole(create: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """Create a model whose parameters are whole and uninitialised; all but bytes and `Exact` ones are of `dtype`."""
+    """Create a model whose parameters are whole and uninitialised; all have `dtype`, but for bytes and `Exact` ones."""
     with torch.device("meta"):  # which has no memory
         model = create()
     siblings: dict[Any, list[Any]] = defaultdict(list)
     for name, p in model.named_parameters():
         module, _, last = name.rpartition(".")
         parent = module.rpartition(".")[0]
-        own = torch.float32 if hasattr(p, "in_float32") else dtype
-        siblings[parent, last, own if p.is_floating_point() else p.dtype].append(p)
+        wanted = torch.float32 if hasattr(p, "in_float32") else dtype
+        siblings[parent, last, wanted if p.is_floating_point() else p.dtype].append(p)
     device, world = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size()
-    for (*_, own), parameters in siblings.items():
-        # matrices first: those that one product can take together then have nothing between them
+    for (*_, sibling_dtype), parameters in siblings.items():
+        # matrices first, so that nothing lies between those that one product can take together
         parameters.sort(key=lambda p: -p.dim())
         sizes = [-(-p.numel() // world) * world for p in parameters]
         room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-        flat = torch.empty(sum(room), dtype=own, device=device)
+        flat = torch.empty(sum(room), dtype=sibling_dtype, device=device)
         for p, size, rest in zip(parameters, sizes, flat.split(room)):
             whole = rest[:size]
-            # `data` counts its own changes: an update of one parameter is none of its neighbours
-            made: Any = type(p)(whole[: p.numel()].view(p.shape).data, p.requires_grad)
-            made.shard = Shard(whole.chunk(world)[dist.get_rank()], p.shape, whole)
-            torch.utils.swap_tensors(
-                p, made
-            )  # whoever refers to the parameter goes on doing so
+            # `data` has a version counter of its own, so that autograd sees no change of a parameter in its neighbours'
+            allocated: Any = type(p)(whole[: p.numel()].view(p.shape).data, p.requires_grad)
+            allocated.shard = Shard(whole.chunk(world)[dist.get_rank()], p.shape, whole)
+            # every reference to the parameter stays valid
+            torch.utils.swap_tensors(p, allocated)
     return model
 
 
 class ResidentWeights:
-    """Weights that are kept after each use; the ranks make it together, and call `written` together.
+    """Weights that are kept after each use; all ranks construct it together, and call `written` together.
 
     Args:
         model: from `build_whole`.
-        units: modules each of which waits for its own weights only.
+        units: modules each of which waits for its own weights alone.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
         self.world = dist.get_world_size()
-        self._parameters = list(model.parameters())
+        self._names, self._parameters = zip(*model.named_parameters())
         self.device = self._parameters[0].device
         self._coming: dict[nn.Parameter, Any] = {}  # gathers on their way
-        waiting = {unit: list(unit.parameters()) for unit in units}
-        of_units = {p for of_unit in waiting.values() for p in of_unit}
-        # what belongs to no unit is waited for before a pass begins
-        waiting[model] = [p for p in self._parameters if p not in of_units]
+        parameters_of = {unit: list(unit.parameters()) for unit in units}
+        of_units = {p for of_unit in parameters_of.values() for p in of_unit}
+        # the model's forward waits for the parameters that belong to no unit
+        parameters_of[model] = [p for p in self._parameters if p not in of_units]
         self._hooks = [
-            waits.register_forward_pre_hook(lambda *_, own=own: self.wait(own))
-            for waits, own in waiting.items()
+            module.register_forward_pre_hook(lambda *_, own=parameters: self.wait(own))
+            for module, parameters in parameters_of.items()
             if self.world > 1
         ]
         self.written(self._parameters)
@@ -94,7 +97,7 @@ class ResidentWeights:
         yield
 
     def written(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begin to bring every rank's new slices of these to all ranks; whoever reads them waits for them first."""
+        """Begin to bring every rank's new slices of these to all ranks; `wait` for them before reading any."""
         parameters = list(parameters)
         if self.world == 1:
             return
@@ -105,17 +108,17 @@ class ResidentWeights:
         with dist._coalescing_manager(async_ops=True) as coming:
             for parameter in parameters:
                 shard: Any = shard_of(parameter)
-                dist.all_gather_into_tensor(shard.whole, shard.own)
+                dist.all_gather_into_tensor(shard.whole, shard.local)
         self._coming |= dict.fromkeys(parameters, coming)
 
     def _gather_on_host(self, parameters: list[nn.Parameter]) -> None:
-        """Gather slices side by side: gloo would take the first tensor's memory for each of those gathered together."""
-        owns, _, wholes = zip(*map(shard_of, parameters))
-        own = torch.cat(owns)
-        everyone = own.new_empty(self.world, len(own))
+        """Gather the slices as one tensor: several gathers at once gloo would write to the first one's memory."""
+        slices, _, wholes = zip(*map(shard_of, parameters))
+        send = torch.cat(slices)
+        received = send.new_empty(self.world, len(send))
         with HOST_WAITS:
-            dist.all_gather_into_tensor(everyone.view(-1), own)
-        for whole, part in zip(wholes, everyone.split([len(x) for x in owns], 1)):
+            dist.all_gather_into_tensor(received.view(-1), send)
+        for whole, part in zip(wholes, received.split([len(x) for x in slices], 1)):
             whole.view(self.world, -1).copy_(part)
 
     def wait(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -123,8 +126,43 @@ class ResidentWeights:
         for coming in {self._coming.pop(p, None) for p in parameters} - {None}:
             coming.wait()
 
+    @torch.no_grad()
+    def check_copies(self) -> None:
+        """Compare the ranks' copies of every parameter; all ranks call it together.
+
+        A bit that flips in the memory of one rank would be trained on, and saved.
+        Raises FloatingPointError naming a rank and the parameter of which it holds another copy than most.
+        """
+        if self.world == 1:
+            return
+        self.wait(self._parameters)
+        hashes = torch.stack([bits_hash(p.data) for p in self._parameters])
+        nodes, hashes_by_rank = zip(*gather((NODE, hashes.tolist())))
+        for name, of_ranks in zip(self._names, zip(*hashes_by_rank)):
+            usual = mode(of_ranks)
+            for rank, copy in enumerate(of_ranks):
+                if copy != usual:
+                    other = of_ranks.index(usual)
+                    raise FloatingPointError(
+                        f"{name} of rank {rank} on {nodes[rank]} is not that of rank {other} on {nodes[other]}, though "
+                        "each holds a copy: the memory or the processor of one of them has made an error, and nothing "
+                        "is saved of this step; leave that machine out and continue with --run.resume auto"
+                    )
+
     def close(self) -> None:
         """Let gathers end, and remove the hooks."""
         self.wait(self._parameters)
         for hook in self._hooks:
             hook.remove()
+
+
+def bits_hash(tensor: Tensor) -> Tensor:
+    """Return an int64 hash of the tensor's bytes and their places, which any single change of a number changes."""
+    data = tensor.reshape(-1).view(torch.uint8)
+    rest = len(data) % 8
+    # odd factors, all different, lose no bit
+    factors = torch.arange(1, 2 * HASHED, 2, device=tensor.device)
+    total = (data[len(data) - rest :] * factors[:rest]).sum()
+    for part in data[: len(data) - rest].view(torch.int64).split(HASHED):
+        total = total * FACTOR + (part * factors[: len(part)]).sum()
+    return total

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# What is the same for all models, and the keys that decide what the engine computes.
+# The settings that are the same for all models, and the keys that users may not set.
 _TABLES = Path(__file__).with_name("deepspeed.toml").read_text()
 
 
@@ -42,13 +42,13 @@ def derive(
         dtype, offload_parameters: as in ZeroSettings.
         layer_matrices: parameters in the matrices of one decoder layer; exactly one layer is gathered ahead.
         vocabulary_matrices: parameters of embedding and head together.
-        raw: the user's own keys of ZeRO, which `check_raw` has seen.
+        raw: the user's keys of ZeRO, which `check_raw` has accepted.
     """
     settings = tomllib.loads(_TABLES)["settings"]
     zero = settings["zero_optimization"]
     zero["stage3_prefetch_bucket_size"] = layer_matrices
-    # DeepSpeed counts what is gathered against this and stops gathering ahead at the limit; the engine itself keeps
-    # the host from running far ahead of the GPU.
+    # DeepSpeed stops gathering ahead when so many parameters are whole; deepspeed_internals.py keeps the host from
+    # running far ahead of the GPU.
     zero["stage3_max_live_parameters"] = vocabulary_matrices + 4 * layer_matrices
     host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if offload_parameters:
@@ -61,7 +61,7 @@ def derive(
 
 
 def check_raw(raw: dict[str, Any]) -> None:
-    """Refuse keys of ZeRO that the engine sets itself, and those that DeepSpeed does not know.
+    """Refuse keys of ZeRO that the engine sets itself, and keys that DeepSpeed does not know.
 
     Raises:
         ValueError: naming the key and, where there is one, the setting to use instead.

@@ -1,20 +1,25 @@
-"""Save a ZeRO-3 engine's state as flat slices with an index, on any number of ranks.
+"""Save a ZeRO-3 engine's state as flat slices with an index, and read it for any other partition of the parameters.
 
     rank-00003.master.safetensors   {"data": float32 [sum of lengths]}     also .exp_avg and .exp_avg_sq
-    rank-00003.json                 run, step                              which run wrote them, and when
-                                    digests: {file: digest}                of what was written
+    rank-00003.json                 run, step                              which run wrote the slices, and when
+                                    digests: {file: digest}                of the files above
                                     pieces: [[name, start, length, offset], ...]   which part of each parameter is where
 
-Element i of parameter `name` is found by its position in the flattened parameter, so any other partition of
-the same parameters can read exactly what it needs (saved_slices.py); padding is never stored.
+A piece says which elements of the flattened parameter it holds, so that any other partition reads exactly what it
+needs; padding is never stored. Nothing here imports deepspeed, so that a checkpoint can be exported without it.
 """
 
 import json
+from collections import defaultdict
+from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
 
 from ulysses.disk import write_digested
 
@@ -24,8 +29,8 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, str]:
     """Write this rank's master weights and AdamW moments into `folder`; every rank calls it.
 
-    Return the names of its files with the digests of what was written. The index holds them too, with `record`: the id
-    of the run, and the step.
+    Return the names of the files with their digests. The index holds the digests too, and `record`: the id of the run,
+    and the step.
     """
     stem = f"rank-{dist.get_rank():05d}"
     slices = [s for s in engine.slices if s.length]
@@ -37,7 +42,7 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
     start = [len(header).to_bytes(8, "little"), header]
     for kind in KINDS:  # slice by slice: never more than one of them is copied to host memory
         states = (s.state(kind) for s in slices)
-        # a copy in any case: torch would never give back memory that numpy has shared
+        # always a copy: torch never gives back memory that numpy has shared
         parts = (state.to("cpu", copy=True).numpy() for state in states)
         name = f"{stem}.{kind}.safetensors"
         digests[name] = write_digested(folder / name, chain(start, parts))
@@ -48,3 +53,72 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
     }
     name = f"{stem}.json"
     return digests | {name: write_digested(folder / name, [json.dumps(record).encode()])}
+
+
+class SavedSlices:
+    """The slices of one engine in a checkpoint.
+
+    Args:
+        folder: holds rank-*.json and rank-*.KIND.safetensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.updates = 0
+        # name -> (start, length, offset in the file, rank file)
+        self.places: dict[str, list[tuple[int, int, int, str]]] = defaultdict(list)
+        self._data = cache(lambda file: safe_open(folder / file, "pt").get_slice("data"))
+        for file in sorted(folder.glob("rank-*.json")):
+            content = json.loads(file.read_text())
+            self.updates = content["updates"]
+            for name, start, length, offset in content["pieces"]:
+                # earlier versions called adapters' parameters so
+                name = name.replace(".base_layer.", ".").removesuffix(".default.weight")
+                self.places[name].append((start, length, offset, file.stem))
+
+    def numel(self, name: str) -> int:
+        """Return how many elements of a parameter are saved."""
+        return sum(length for _, length, _, _ in self.places[name])
+
+    def read_into(self, target: Tensor, name: str, kind: str, start: int = 0) -> None:
+        """Copy elements [start, start + len(target)) of the flattened parameter into a 1-D tensor.
+
+        Raises:
+            ValueError: if some of them were not saved.
+        """
+        filled, stop = 0, start + target.numel()
+        for begin, length, offset, stem in self.places[name]:
+            a, b = max(begin, start), min(begin + length, stop)
+            if a < b:
+                data, shift = self._data(f"{stem}.{kind}.safetensors"), offset - begin
+                target[a - start : b - start].copy_(data[a + shift : b + shift])
+                filled += b - a
+        if filled != target.numel():
+            raise ValueError(
+                f"the checkpoint {self.folder} does not hold all of {name}; it belongs to another model"
+            )
+
+
+@torch.no_grad()
+def load_state(engine: Any, folder: Path) -> None:
+    """Restore this rank's slices from a folder written by any number of ranks; every rank calls it.
+
+    Raises:
+        ValueError: if the folder holds other parameters than this model's, naming the first that differs.
+    """
+    saved = SavedSlices(folder)
+    ours = {s.name: s.numel for s in engine.slices}
+    for name in [*ours, *saved.places]:
+        if saved.numel(name) != ours.get(name, 0):
+            raise ValueError(
+                f"the checkpoint {folder} belongs to another model: it holds {saved.numel(name)} elements of "
+                f"{name}, this model has {ours.get(name, 0)}; resume with the same model and adapters"
+            )
+    for kind in KINDS:
+        for s in engine.slices:
+            values = s.state(kind)
+            saved.read_into(values, s.name, kind, s.start)
+            s.restore(kind, values)
+    for sub_group in engine.sub_groups:
+        sub_group.updates = saved.updates
+    engine.publish()

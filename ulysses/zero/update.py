@@ -20,7 +20,8 @@ from ulysses.gradients.gradients import GradientSlice
 class ParameterGroup:
     """Parameters that one update treats alike.
 
-    scope: gradient policies clip those of a scope by their own norm. lr_factor: times the schedule's learning rate.
+    scope: gradient policies clip the gradients of a scope by their common norm. lr_factor: times the schedule's
+    learning rate.
     eight_bit: whether their moments are quantised (eight_bit.py).
     """
 
@@ -34,7 +35,8 @@ class ParameterGroup:
 def is_pinned(tensor: Tensor) -> bool:
     """Return whether the tensor is in pinned host memory.
 
-    A process that uses no GPU has none, and CUDA is not asked: after a fork from a process with a GPU that is an error.
+    A process that uses no GPU has no such memory. CUDA is not asked then, which would be an error after a fork from a
+    process with a GPU.
     """
     return torch.cuda.is_initialized() and tensor.is_pinned()
 
@@ -43,8 +45,8 @@ def is_pinned(tensor: Tensor) -> bool:
 class SubGroup:
     """Parameters of a group that are updated together.
 
-    weights: this rank's flat slices in the model, padding included. lengths: theirs without it. master: the same in
-    float32 [N], one after the other, padding included. optimizer: for `master` alone.
+    weights: this rank's flat slices in the model, padding included. lengths: of the slices without padding. master: the
+    slices in float32 [N], one after the other, padding included. optimizer: for `master` alone.
     """
 
     group: ParameterGroup
@@ -56,7 +58,7 @@ class SubGroup:
 
     @property
     def sums(self) -> Tensor:
-        """The float32 memory [N] in which several gradients of a step are added; it is made when it is asked for."""
+        """The float32 memory [N] in which the gradients of several micro-batches are added, made at its first use."""
         if self.master.grad is None:
             pinned = is_pinned(self.master)
             self.master.grad = torch.zeros_like(self.master, pin_memory=pinned)
@@ -66,23 +68,23 @@ class SubGroup:
         """Take one step with `factor` times the gradients, and give the result to the model.
 
         Args:
-            grads: of the parameters' slices without padding, in their order: parts of `sums` if there are sums, and
-                otherwise, on one process, which pads nothing, tensors of their own.
+            grads: of the parameters' slices without padding, in their order. If there are sums, they are parts of them.
+                Otherwise there is one process, which pads nothing, and they lie elsewhere.
         """
-        apart = self.master.grad is None
-        if apart:
+        without_sums = self.master.grad is None
+        if without_sums:
             self.master.grad = torch.cat([grad.float() for grad in grads])
         if factor != 1:
             self.sums.mul_(factor)
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
-        if apart:
+        if without_sums:
             self.master.grad = None
         self.write()
 
     def write(self) -> None:
         """Give the master weights to the model as they are."""
-        parts = self.master.split([len(own) for own in self.weights])
+        parts = self.master.split([len(weight) for weight in self.weights])
         torch._foreach_copy_(self.weights, parts)
 
     def state(self, kind: str, offset: int, length: int) -> Tensor:
@@ -91,11 +93,11 @@ class SubGroup:
         return whole.narrow(0, offset, length)
 
     def restore(self, kind: str, offset: int, values: Tensor) -> None:
-        """Take what `state` returned and was written to since: nothing is to be done where that is the state itself."""
+        """Take back what `state` returned and the caller wrote to; here it is the state itself, so nothing is done."""
 
     @property
     def updates(self) -> int:
-        """How many updates there were."""
+        """The number of updates so far."""
         return int(self.moments["step"])
 
     @updates.setter
@@ -117,8 +119,8 @@ class SubGroup:
 class ParameterSlice:
     """This rank's part of one trained parameter.
 
-    shape: of the whole parameter; the slice has `length` of its elements from `start` on, and with padding `size` on
-    every rank. It lies in its home's master weights from `offset` on.
+    shape: of the whole parameter. The slice has `length` of the parameter's elements, from `start` on; with padding it
+    has `size` on every rank. It lies in the master weights of its sub-group from `offset` on.
     """
 
     name: str
@@ -128,7 +130,7 @@ class ParameterSlice:
     size: int
     offset: int
     parameter: nn.Parameter
-    home: SubGroup
+    sub_group: SubGroup
 
     @property
     def numel(self) -> int:
@@ -136,24 +138,26 @@ class ParameterSlice:
 
     @property
     def sum(self) -> Tensor:
-        """The memory in which its gradients are added, float32 [length]."""
-        return self.home.sums.narrow(0, self.offset, self.length)
+        """The memory in which the slice's gradients are added, float32 [length]."""
+        return self.sub_group.sums.narrow(0, self.offset, self.length)
 
     def gradient(self, value: Tensor) -> GradientSlice:
-        """Return the slice of the step's gradient that has this value."""
-        return GradientSlice(self.name, self.shape, value, self.start, self.home.group.scope)
+        """Describe a value [length] as this slice of the step's gradient."""
+        return GradientSlice(
+            self.name, self.shape, value, self.start, self.sub_group.group.scope
+        )
 
     def state(self, kind: str) -> Tensor:
         """Return the float32 "master" weights, or one of AdamW's moments."""
-        return self.home.state(kind, self.offset, self.length)
+        return self.sub_group.state(kind, self.offset, self.length)
 
     def restore(self, kind: str, values: Tensor) -> None:
-        """Take what `state` returned and was written to since."""
-        self.home.restore(kind, self.offset, values)
+        """Take back what `state` returned and the caller wrote to."""
+        self.sub_group.restore(kind, self.offset, values)
 
     def whole_master(self, device: torch.device) -> Tensor:
         """Return all ranks' master weights of the parameter, in host memory; all ranks call it together."""
-        own = self.home.master.narrow(0, self.offset, self.size).to(device)
-        parts = own.new_empty(self.size * dist.get_world_size())
-        dist.all_gather_into_tensor(parts, own)
-        return parts[: self.numel].view(self.shape).cpu()
+        local = self.sub_group.master.narrow(0, self.offset, self.size).to(device)
+        whole = local.new_empty(self.size * dist.get_world_size())
+        dist.all_gather_into_tensor(whole, local)
+        return whole[: self.numel].view(self.shape).cpu()

@@ -41,7 +41,7 @@ OUR_LABELS = ("true", "false", "none")  # in sft, where another task may label t
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 # columns that are not read, though they mean something elsewhere
 UNREAD = re.compile(
-    "context|documents?|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|System|system_.*|"
+    "context|documents?|margin|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|System|system_.*|"
     "apis?|api_.*|Tools|tool|toolset|tools?[_-].*|.*_tools|function|functions?[_-].*|.*_functions"
 )
 # what may be a row's prompt, in the order of FORMATS, or in rows that are answered its answer

@@ -337,8 +337,8 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
             for number, part in text_parts(blocks, source.separator):
                 yield number, {"text": part}
         elif delimiter:
-            csv.field_size_limit(sys.maxsize)
-            rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+            csv.field_size_limit(MOST_BYTES)
+            rows = csv.DictReader(_whole_lines(text), delimiter=delimiter, strict=True)
             names = rows.fieldnames or []
             if twice := [name for name in names if names.count(name) > 1]:
                 raise DataError(
@@ -361,6 +361,14 @@ def _lines(file: Any) -> Iterator[bytes]:
         yield line
         while len(line) > MOST_BYTES and not line.endswith(b"\n"):
             line = file.readline(MOST_BYTES + 1)
+
+
+def _whole_lines(text: TextIOWrapper) -> Iterator[str]:
+    """Yield the lines of a table; ValueError for one that memory may not hold."""
+    for line in iter(partial(text.readline, MOST_BYTES + 1), ""):
+        if len(line) > MOST_BYTES:
+            raise ValueError(f"a line has more than {MOST_BYTES:,} characters; cut it")
+        yield line
 
 
 def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:

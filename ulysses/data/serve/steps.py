@@ -83,7 +83,9 @@ class StepLoader:
             parts = []
             for source, weight in enumerate(self.dataset.source_weights):
                 members = np.flatnonzero(self.dataset.sources == source)
-                copies, rest = divmod(round(len(members) * weight), max(1, len(members)))
+                # half an example counts as one, so that two epochs of 0.5 see all of an odd source
+                taken = math.floor(len(members) * weight + 0.5)
+                copies, rest = divmod(taken, max(1, len(members)))
                 # one permutation goes on from epoch to epoch, so that every example has its turn
                 order = shuffled(len(members), self.seed, 0, source + 1)
                 extra = np.roll(order, -epoch * rest)[:rest]

@@ -1,1 +1,1 @@
-"""Attention on the documents that a rank holds after the exchange, one file per kernel of our own."""
+"""The kernels of attention on the documents that a rank holds after the exchange, and the choice among them."""

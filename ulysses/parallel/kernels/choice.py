@@ -1,14 +1,14 @@
 """The varlen attention kernels, and the choice among them.
 
-    forward(inputs, segments)                    -->  out [T, H, E], lse [H, T]
-    backward(dout, inputs, out, lse, segments)   -->  dq, dk, dv
+    forward(inputs, documents)                    -->  out [T, H, E], lse [H, T]
+    backward(dout, inputs, out, lse, documents)   -->  dq, dk, dv
 
     reference   plain matrix products, any device, dtype and head dim, float64 too; the others are measured against it
     torch       torch's own FlashAttention-2: varlen on GPUs (Ampere and newer), document by document on CPUs
     cudnn       cuDNN's fused attention, document by document: for packs of few long documents (Hopper and newer)
     flash4      flash-attn 4 (`flash_attn.cute`; Hopper and Blackwell)
 
-On a GPU, torch and flash4 are those of varlen.py, and leave packs of short documents to the kernels of short.py.
+On a GPU torch and flash4 are varlen.py's, and the kernels of short.py take packs of short documents in their place.
 
 Forward and backward are separate, so that a caller may keep (out, lse) and never run the forward kernel again. Causal
 masks are aligned bottom-right: the last query of a document sees its last key. With a sliding window a query sees
@@ -24,12 +24,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import Segments
-from . import varlen
-from .document import DOCUMENT_KERNELS, Gradients, Inputs, Results, run_backward, run_forward
+from ..layout import DocumentBounds
+from . import short, varlen
+from .document import (
+    DOCUMENT_KERNELS,
+    InputGradients,
+    Inputs,
+    Results,
+    run_backward,
+    run_forward,
+)
 
-VARLEN = ("flash4", "torch")  # on a GPU; the others take document by document
-HOPPER = 9  # its major compute capability
+VARLEN = ("flash4", "torch")  # on a GPU; the other kernels work document by document
+HOPPER = 9  # the major compute capability of Hopper GPUs
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -46,14 +53,14 @@ def resolve_kernel(
     dtype: torch.dtype,
     head_dim: int,
     *,
-    documents: int = 0,
+    num_documents: int = 0,
     window: int | None = None,
 ) -> KernelChoice:
     """Check a requested kernel, or find the fastest one for "auto"; every rank decides the same.
 
     Under torch.use_deterministic_algorithms the kernel is one that repeats its results bit for bit. "auto" takes cuDNN
-    only if `documents` says that the pack has a single one (and perhaps a tail). `window` is a sliding window that cuts
-    a document.
+    only if `num_documents` says that the pack has a single document (and perhaps a tail). `window` is a sliding window
+    that cuts a document.
     Raises ValueError if the kernel is unknown or cannot compute this case here.
     """
     device = torch.device(device)
@@ -65,7 +72,7 @@ def resolve_kernel(
         objection = why_missing(candidate, device) or _why_unfit(
             candidate, device, dtype, head_dim, window
         )
-        if name == "auto" and candidate == "cudnn" and documents not in (1, 2):
+        if name == "auto" and candidate == "cudnn" and num_documents not in (1, 2):
             objection = objection or "cudnn is for packs of one document"
         if objection is None:
             return KernelChoice(candidate, "; ".join(reasons))
@@ -129,32 +136,37 @@ def _why_unfit(
 # --- forward and backward ----------------------------------------------------------------------------------------
 
 
-def _forward(name: str, inputs: Inputs, segments: Segments) -> Results:
-    if inputs.q.is_cuda and name in VARLEN:
-        return varlen.forward(name, inputs, segments)
-    return run_forward(DOCUMENT_KERNELS[name], inputs, segments)
+def _forward(name: str, inputs: Inputs, documents: DocumentBounds) -> Results:
+    if not inputs.q.is_cuda or name not in VARLEN:
+        return run_forward(DOCUMENT_KERNELS[name], inputs, documents)
+    if short.usable(inputs, documents):
+        return short.forward(inputs, documents)
+    run = varlen.flash4_forward if name == "flash4" else varlen.torch_forward
+    return run(inputs, documents)
 
 
 def _backward(
-    name: str, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, segments: Segments
-) -> Gradients:
-    given = dout, inputs, out, lse, segments
-    if dout.is_cuda and name in VARLEN:
-        return varlen.backward(name, *given)
-    return run_backward(DOCUMENT_KERNELS[name], *given)
+    name: str, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, documents: DocumentBounds
+) -> InputGradients:
+    if not dout.is_cuda or name not in VARLEN:
+        return run_backward(DOCUMENT_KERNELS[name], dout, inputs, out, lse, documents)
+    if short.usable(inputs, documents):
+        return short.backward(dout, inputs, out, lse, documents)
+    run = varlen.flash4_backward if name == "flash4" else varlen.torch_backward
+    return run(dout, inputs, out, lse, documents)
 
 
 class Kernel(NamedTuple):
-    """A kernel, and what it is for.
+    """A kernel, and the cases that it computes.
 
-    forward(inputs, segments) -> out, lse; backward(dout, inputs, out, lse, segments) -> dq, dk, dv.
-    capabilities: the major compute capabilities of the GPUs that it needs; empty if it needs none.
-    head_dims: those that it computes on a GPU, in half precision; empty if it computes anything.
-    hopper_head_dims: those that it computes on Hopper besides.
+    forward(inputs, documents) -> out, lse; backward(dout, inputs, out, lse, documents) -> dq, dk, dv.
+    capabilities: the major compute capabilities of the GPUs that it runs on; empty if it needs no GPU.
+    head_dims: the head dims that it computes on a GPU, in half precision; empty if it computes every case.
+    hopper_head_dims: further head dims that it computes on Hopper.
     """
 
     forward: Callable[..., Results]
-    backward: Callable[..., Gradients]
+    backward: Callable[..., InputGradients]
     capabilities: Collection[int] = ()
     head_dims: Collection[int] = ()
     hopper_head_dims: Collection[int] = ()

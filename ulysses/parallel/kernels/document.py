@@ -3,9 +3,9 @@
     packed q, k, v        [ doc 0 | doc 1 | doc 2 ... ]      one call for each, on slices; only GQA heads are copied
 
 `nq` queries meet `nk` keys bottom-right: the last query sees the last key. For kernels whose causal mask is aligned
-top-left such a document becomes two calls, which are joined by their log-sum-exps:
+top-left such a document becomes two calls, which are merged by their log-sum-exps:
 
-              prefix       own keys
+            earlier keys   own keys
            +-----------+-----------+
     nq     |   full    |  \\ causal |        out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - lse)
            +-----------+-----------+
@@ -24,16 +24,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import Segments
+from ..layout import DocumentBounds
 
-ONE_DOCUMENT = 8192  # rows of a document from which on flash4 has kernels for it alone
-SHORT = 512  # rows of a document up to which the kernels of short.py are the fastest
+ONE_DOCUMENT = 8192  # from so many rows on a single document runs in other kernels of flash4
+SHORT = 512  # up to so many rows a document the kernels of short.py are the fastest
 TILE_SCORES = 1 << 24  # attention scores that the plain kernel holds at once
-LEAST_ROWS = 64  # of a tile under a window
-JOINED_ROWS = 8192  # whose float32 sums `join` holds at once
+LEAST_ROWS = 64  # of query rows in a tile under a window
+MERGED_ROWS = 8192  # rows whose float32 sums `merge_attention` holds at once
 
 Results = tuple[Tensor, Tensor]  # out, lse
-Gradients = tuple[Tensor, ...]  # dq, dk, dv
+InputGradients = tuple[Tensor, ...]  # dq, dk, dv
 
 
 class Inputs(NamedTuple):
@@ -54,44 +54,46 @@ class DocumentKernel(NamedTuple):
     """A kernel for one document: q, dout, out [1, H, nq, E], k and v [1, K, nk, E], lse [1, H, nq].
 
     forward(inputs) -> out, lse; backward(dout, inputs, out, lse) -> dq, dk, dv.
-    `bottom_right` says how its causal mask is aligned where there are fewer queries than keys. Plain products compute
-    what has fewer queries or keys than `shortest`.
+    `bottom_right` says how its causal mask is aligned where there are fewer queries than keys. A document with fewer
+    queries or keys than `shortest` is left to the plain products.
     """
 
     forward: Callable[[Inputs], Results]
-    backward: Callable[[Tensor, Inputs, Tensor, Tensor], Gradients]
+    backward: Callable[[Tensor, Inputs, Tensor, Tensor], InputGradients]
     bottom_right: bool = False
     shortest: int = 0
 
 
-def run_forward(kernel: DocumentKernel, inputs: Inputs, segments: Segments) -> Results:
+def run_forward(kernel: DocumentKernel, inputs: Inputs, documents: DocumentBounds) -> Results:
     """Run a kernel on every document of q [Tq, H, E], k and v [Tk, K, E]; returns out [Tq, H, E], lse [H, Tq]."""
     q = inputs.q
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
-    for chosen, part, rows, _, is_first in _document_calls(kernel, inputs, segments):
-        found, found_lse = (x[0] for x in chosen.forward(part))
-        found = found.transpose(0, 1)
+    for call_kernel, call_inputs, rows, _, is_first in _document_calls(
+        kernel, inputs, documents
+    ):
+        call_out, call_lse = (x[0] for x in call_kernel.forward(call_inputs))
+        call_out = call_out.transpose(0, 1)
         if is_first:
-            out[rows], lse[:, rows] = found, found_lse
+            out[rows], lse[:, rows] = call_out, call_lse
         else:
-            join(out, lse, rows, found, found_lse)
+            merge_attention(out, lse, rows, call_out, call_lse)
     return out, lse
 
 
-def join(
+def merge_attention(
     out: Tensor, lse: Tensor, rows: slice | Tensor, more: Tensor, more_lse: Tensor
 ) -> None:
     """Let these rows of out [T, H, E] and lse [H, T] attend to further keys, whose results are `more`, `more_lse`."""
-    before, joined = lse[:, rows], out[rows]
-    total = torch.logaddexp(before, more_lse)
-    share, more_share = ((x - total).exp().T[..., None] for x in (before, more_lse))
-    for start in range(0, len(more), JOINED_ROWS):
-        part = slice(start, start + JOINED_ROWS)
-        joined[part] = joined[part] * share[part] + more[part] * more_share[part]
-    if isinstance(rows, Tensor):  # otherwise `joined` is a view of `out`
-        out[rows] = joined
+    old_lse, merged = lse[:, rows], out[rows]
+    total = torch.logaddexp(old_lse, more_lse)
+    share, more_share = ((x - total).exp().T[..., None] for x in (old_lse, more_lse))
+    for start in range(0, len(more), MERGED_ROWS):
+        part = slice(start, start + MERGED_ROWS)
+        merged[part] = merged[part] * share[part] + more[part] * more_share[part]
+    if isinstance(rows, Tensor):  # otherwise `merged` is a view of `out`
+        out[rows] = merged
     lse[:, rows] = total
 
 
@@ -101,18 +103,24 @@ def run_backward(
     inputs: Inputs,
     out: Tensor,
     lse: Tensor,
-    segments: Segments,
-) -> Gradients:
+    documents: DocumentBounds,
+) -> InputGradients:
     """Run a kernel's backward on every document; returns dq [Tq, H, E], dk and dv [Tk, K, E]."""
     dq, dk, dv = empty_gradients(inputs)
-    for chosen, part, rows, keys, is_first in _document_calls(kernel, inputs, segments):
-        upstream, result = (_heads_first(x[rows]) for x in (dout, out))
-        found = chosen.backward(upstream, part, result, lse[None, :, rows].contiguous())
-        of_rows, dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in found)
+    for call_kernel, call_inputs, rows, keys, is_first in _document_calls(
+        kernel, inputs, documents
+    ):
+        grads = call_kernel.backward(
+            _heads_first(dout[rows]),
+            call_inputs,
+            _heads_first(out[rows]),
+            lse[None, :, rows].contiguous(),
+        )
+        call_dq, dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in grads)
         if is_first:
-            dq[rows] = of_rows
+            dq[rows] = call_dq
         else:
-            dq[rows] += of_rows
+            dq[rows] += call_dq
     return dq, dk, dv
 
 
@@ -121,30 +129,31 @@ def empty_gradients(inputs: Inputs) -> list[Tensor]:
 
 
 def _document_calls(
-    kernel: DocumentKernel, packed: Inputs, segments: Segments
+    kernel: DocumentKernel, packed: Inputs, documents: DocumentBounds
 ) -> Iterator[tuple[DocumentKernel, Inputs, slice, slice, bool]]:
-    """Yield each call: its kernel and inputs, its rows and keys in the pack, and whether it is the rows' first.
+    """Yield each call: its kernel and inputs, its rows and keys in the pack, and whether it is the first of its rows.
 
-    It waits for the device if the bounds are not on the host.
+    The host waits for the device if the bounds are on the device alone.
     """
-    bounds = segments.bounds or (segments.cu_q.tolist(), segments.cu_k.tolist())
+    bounds = documents.on_host or (documents.cu_q.tolist(), documents.cu_k.tolist())
     for (row, row_end), (first, end) in zip(*map(pairwise, bounds)):
         count, rows = row_end - row, slice(row, row_end)
         if not count:
             continue
-        own = end - count  # the first row's own key, if the mask is causal
+        diagonal = end - count  # the key of the first row itself, if the mask is causal
         window = packed.window if end - first > (packed.window or end) else None
-        chosen = REFERENCE if window else kernel
+        document_kernel = REFERENCE if window else kernel
         parts = [(first, end, packed.causal)]
-        if packed.causal and own > first and not chosen.bottom_right:
-            parts = [(first, own, False), (own, end, True)]
+        if packed.causal and diagonal > first and not document_kernel.bottom_right:
+            parts = [(first, diagonal, False), (diagonal, end, True)]
         for low, high, causal in parts:
             keys = slice(low, high)
-            is_short = min(count, high - low) < chosen.shortest
+            is_short = min(count, high - low) < document_kernel.shortest
             q = _heads_first(packed.q[rows])
             k, v = (_heads_first(x[keys]) for x in (packed.k, packed.v))
             inputs = Inputs(q, k, v, causal, packed.scale, window)
-            yield REFERENCE if is_short else chosen, inputs, rows, keys, low == first
+            call_kernel = REFERENCE if is_short else document_kernel
+            yield call_kernel, inputs, rows, keys, low == first
 
 
 def _heads_first(rows: Tensor) -> Tensor:
@@ -168,7 +177,7 @@ def _plain_forward(inputs: Inputs) -> Results:
     return out, lse
 
 
-def _plain_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> Gradients:
+def _plain_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> InputGradients:
     q, k, v = inputs[:3]
     key, value = k.to(lse.dtype), v.to(lse.dtype)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(key), torch.zeros_like(value)
@@ -192,15 +201,13 @@ def _score_tiles(inputs: Inputs, key: Tensor) -> Iterator[tuple[slice, slice, Te
         step = min(step, max(window, LEAST_ROWS))
     for start in range(0, nq, step):
         rows, keys = slice(start, min(start + step, nq)), slice(0, nk)
-        first, end = start + nk - nq, rows.stop + nk - nq  # the rows' own keys
+        first, end = start + nk - nq, rows.stop + nk - nq  # the keys of the rows themselves
         if inputs.causal:
             keys = slice(max(0, first + 1 - window), end)
         scores = _to_groups(q[:, :, rows], key) @ key[:, :, None, keys].mT * inputs.scale
         if inputs.causal:
-            own, others = (
-                torch.arange(*x, device=q.device) for x in ((first, end), (keys.start, end))
-            )
-            age = own[:, None] - others
+            row_place = torch.arange(first, end, device=q.device)
+            age = row_place[:, None] - torch.arange(keys.start, end, device=q.device)
             scores.masked_fill_((age < 0) | (age >= window), -torch.inf)
         yield rows, keys, scores
 
@@ -220,17 +227,17 @@ def _cpu_forward(inputs: Inputs) -> Results:
     )
 
 
-def _cpu_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> Gradients:
-    given = dout, *_with_all_heads(inputs), out, lse
+def _cpu_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> InputGradients:
+    tensors = dout, *_with_all_heads(inputs), out, lse
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *given, 0.0, inputs.causal, scale=inputs.scale
+        *tensors, 0.0, inputs.causal, scale=inputs.scale
     )
     dk, dv = (grad.unflatten(1, (inputs.k.shape[1], -1)).sum(2) for grad in (dk, dv))
     return dq, dk, dv
 
 
 def _with_all_heads(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v with a kv head for every query head, for a kernel that knows no groups."""
+    """Return q, k, v with a kv head for every query head, for a kernel that cannot share kv heads."""
     q, k, v = inputs[:3]
     group = q.shape[1] // k.shape[1]
     return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -244,18 +251,18 @@ def _cudnn_forward(inputs: Inputs) -> Results:
     return out, lse.view(out.shape[:3])
 
 
-def _cudnn_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> Gradients:
+def _cudnn_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> InputGradients:
     q, k, v = inputs[:3]
     # the state of a dropout generator, which is not used without dropout
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
-    given = dout, q, k, v, out, lse[..., None], unused, unused, None, None, None
+    tensors = dout, q, k, v, out, lse[..., None], unused, unused, None, None, None
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *given, q.shape[2], k.shape[2], 0.0, inputs.causal, scale=inputs.scale
+        *tensors, q.shape[2], k.shape[2], 0.0, inputs.causal, scale=inputs.scale
     )
 
 
 REFERENCE = DocumentKernel(_plain_forward, _plain_backward, bottom_right=True)
 CPU = DocumentKernel(_cpu_forward, _cpu_backward)
-# cuDNN refuses some tiny shapes and builds a plan for each; the tail of a pack is one
+# cuDNN refuses some tiny shapes, such as the tail of a pack, and builds a plan for each of the others
 CUDNN = DocumentKernel(_cudnn_forward, _cudnn_backward, shortest=64)
 DOCUMENT_KERNELS = {"cudnn": CUDNN, "torch": CPU, "reference": REFERENCE}

@@ -7,9 +7,13 @@
     _keys            a tile of keys     meets  the queries from itself on, of all G      dk, dv
                                                query heads that share the kv head
 
-Kernels for long documents keep many rows on a multiprocessor at once. Of documents with a few hundred tokens they leave
-most of that empty; small tiles and many programs do not. Sums are float32. Without atomics every run gives the same
+Kernels for long documents keep many rows on a multiprocessor at once. Documents of a few hundred tokens leave most of
+that room empty; small tiles and many programs fill it. Sums are float32. Without atomics every run gives the same
 bits. Documents may be empty.
+
+Milliseconds forward / backward (H200, head dim 64): 256 documents of 256 tokens, 9 query and 3 kv heads, take
+0.133 / 0.363 here and 0.247 / 0.671 with flash4; 16 of 512, 14 and 2 heads, 0.047 / 0.168 and 0.146 / 0.225.
+From 1,024 tokens on, and for head dim 128, flash4 is as fast or faster.
 
 Shapes: q, out, dout, dq [T, H, E], k, v, dk, dv [T, K, E], lse (natural logarithm) and delta [H, T], G = H / K.
 """
@@ -19,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import Segments
-from .document import SHORT, Gradients, Inputs, Results, empty_gradients
+from ..layout import DocumentBounds
+from .document import SHORT, InputGradients, Inputs, Results, empty_gradients
 
 try:
     import triton
@@ -84,7 +88,7 @@ if triton is not None:
                 value = _load(v, first, begin, count, v_row, head // G, E, BLOCK)
                 column = begin + tl.arange(0, BLOCK)
                 scores = tl.dot(query, tl.trans(key)) * (scale * _LOG2_E)
-                # This hides what is behind the document's end too, except from rows that are never stored.
+                # This also hides the rows behind the document's end, except from rows that are never stored.
                 scores = tl.where(column[None, :] <= row[:, None], scores, -float("inf"))
                 # Every row sees key 0, so that the maximum is finite from the first tile on.
                 higher = tl.maximum(top, tl.max(scores, 1))
@@ -162,7 +166,7 @@ if triton is not None:
             _store(dv, grad_value, first, start, count, H // G, kv, E, BLOCK)
 
 
-def usable(inputs: Inputs, segments: Segments) -> bool:
+def usable(inputs: Inputs, documents: DocumentBounds) -> bool:
     """Tell whether the kernels compute this case on a GPU and are the fastest for it; never waits for the device."""
     q = inputs.q
     head_dim = q.shape[-1]
@@ -172,45 +176,45 @@ def usable(inputs: Inputs, segments: Segments) -> bool:
         and head_dim in (32, 64)
         and inputs.causal
         and inputs.window is None
-        # every row sees its own document's rows, and no prefix
-        and segments.cu_q is segments.cu_k
-        and segments.max_q <= SHORT
-        and len(segments.cu_q) - 1 <= _MOST_DOCUMENTS
+        # every row sees the rows of its document, and no prefix
+        and documents.cu_q is documents.cu_k
+        and documents.max_q <= SHORT
+        and len(documents.cu_q) - 1 <= _MOST_DOCUMENTS
         and all(x.stride()[1:] == (head_dim, 1) for x in inputs[:3])
     )
 
 
-def forward(inputs: Inputs, segments: Segments) -> Results:
+def forward(inputs: Inputs, documents: DocumentBounds) -> Results:
     """Attend within the documents of a case that is `usable`."""
     q, k, v = inputs[:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    _launch(_forward, q.shape[1], segments, inputs, q, k, v, out, lse)
+    _launch(_forward, q.shape[1], documents, inputs, q, k, v, out, lse)
     return out, lse
 
 
 def backward(
-    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, segments: Segments
-) -> Gradients:
+    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, documents: DocumentBounds
+) -> InputGradients:
     """Compute dq, dk, dv from what `forward` returned; out and lse may be joint ones of further keys."""
     q, k, v = inputs[:3]
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
     dq, dk, dv = empty_gradients(inputs)
-    # the sum of dout * out over a head, which is the mean of dp under p; the second kernel reads it from the first
+    # the sum of dout * out over a head, which is the mean of dp under p; the first kernel writes it for the second
     delta = torch.empty_like(lse)
-    _launch(_queries, q.shape[1], segments, inputs, q, k, v, out, dout, lse, delta, dq)
-    _launch(_keys, k.shape[1], segments, inputs, q, k, v, dout, lse, delta, dk, dv)
+    _launch(_queries, q.shape[1], documents, inputs, q, k, v, out, dout, lse, delta, dq)
+    _launch(_keys, k.shape[1], documents, inputs, q, k, v, dout, lse, delta, dk, dv)
     return dq, dk, dv
 
 
 def _launch(
-    kernel: Any, heads: int, segments: Segments, inputs: Inputs, *tensors: Tensor
+    kernel: Any, heads: int, documents: DocumentBounds, inputs: Inputs, *tensors: Tensor
 ) -> None:
     """Run a program for each of `heads`, each tile and each document."""
     q, k, v = inputs[:3]
     total, query_heads, head_dim = q.shape
-    grid = heads, triton.cdiv(segments.max_q, _BLOCK), len(segments.cu_q) - 1
+    grid = heads, triton.cdiv(documents.max_q, _BLOCK), len(documents.cu_q) - 1
     sizes = {"H": query_heads, "G": query_heads // k.shape[1], "E": head_dim, "BLOCK": _BLOCK}
     numbers = q.stride(0), k.stride(0), v.stride(0), total, inputs.scale
     with torch.cuda.device(q.device):
-        kernel[grid](*tensors, segments.cu_q, *numbers, **sizes, num_warps=4, num_stages=3)
+        kernel[grid](*tensors, documents.cu_q, *numbers, **sizes, num_warps=4, num_stages=3)
