@@ -247,7 +247,7 @@ def measure(
     return {
         "engine": "ours", "gpu": name, "stage": "sft",
         "arch": config.model.arch, "layers": shape.num_hidden_layers, "vocab_size": shape.vocab_size,
-        "adapters": adapters, "unmet": model.unmet, "quantize": config.model.quantize, "gpus": mesh.world_size,
+        "adapters": adapters, "unmet": model.idle_adapters, "quantize": config.model.quantize, "gpus": mesh.world_size,
         "sp": mesh.sequence_parallel_size, "dp": groups, "seq": length, "documents": documents, "tokens": tokens,
         "kernel": kernel, "recompute": choice.name, "weights": config.memory.weights, "graphs": choice.graphs,
         "micro_batches": micro_batches, "offload": choice.offloaded_layers,

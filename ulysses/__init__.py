@@ -47,6 +47,6 @@ def __getattr__(name: str) -> object:
         return import_module(f".{name}", __name__)
     if name in __all__:
         for part in parts:
-            if found := getattr(import_module(f".{part}", __name__), name, None):
-                return found
+            if member := getattr(import_module(f".{part}", __name__), name, None):
+                return member
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

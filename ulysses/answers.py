@@ -37,17 +37,17 @@ with explained_imports():
     from ulysses.export import export_checkpoint, merge_adapter
 
 BATCH = 8  # prompts that are answered together
-# What generation_config.json may say of how a token is drawn, and what is of no interest there. Whatever else stands
-# there, such as several answers to a prompt, is for other programs.
+# The fields of generation_config.json that we follow, because they say how a token is drawn, and those that need no
+# mention. All others, such as several answers to a prompt, are for other programs.
 DRAWING = "do_sample temperature top_k top_p min_p typical_p repetition_penalty no_repeat_ngram_size".split()
 UNTOLD = "bos_token_id eos_token_id pad_token_id transformers_version".split()
 
 
 def load_model(kind: type[transformers.PreTrainedModel], folder: Path) -> Any:
-    """Load a model that has all its weights, no others, and finite ones, from safetensors; else raise an error."""
+    """Load a model from safetensors; raise an error for weights that are missing, unknown, misshapen or not finite."""
     weight_paths(folder)
     options = {"use_safetensors": True, "output_loading_info": True, "return_dict": True}
-    # the report has weights of another shape too
+    # weights of a wrong shape are then in the report, too
     model, report = kind.from_pretrained(
         folder, dtype="auto", ignore_mismatched_sizes=True, **options
     )
@@ -70,9 +70,9 @@ def load_model(kind: type[transformers.PreTrainedModel], folder: Path) -> Any:
 class Trained:
     """A model with its tokenizer and its chat template, to score answers (`reward`) or to write them.
 
-    `options` are those of transformers' generate: max_new_tokens, and do_sample in place of the folder's drawing.
+    `options` are those of transformers' generate: max_new_tokens, and do_sample if it replaces what the folder says.
 
-    Raises all kinds of errors for a folder that cannot be loaded.
+    Raises errors of any kind for a folder that cannot be loaded.
     """
 
     def __init__(self, folder: Path, reward: bool, options: Values) -> None:
@@ -89,7 +89,7 @@ class Trained:
             )
         self.tokenizer = load_tokenizer(folder)
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-        # what the run gave to its template (export_model.py)
+        # what the run passed to its template (export_model.py)
         variables = self.tokenizer.init_kwargs.get("chat_template_kwargs", {})
         self.template = ChatTemplate(self.tokenizer, variables=variables)
         self.shape, self.options = config.get_text_config(), options
@@ -100,84 +100,87 @@ class Trained:
         self.model.generation_config = drawing
 
     def _drawing(self, path: Path) -> transformers.GenerationConfig:
-        """Return how answers are drawn, and say in a line what generation_config.json asks for."""
-        given = read_json(path) if path.exists() else {}
-        file, size = path.name if "eos_token_id" in given else CONFIG, self.shape.vocab_size
-        ends = given.get("eos_token_id", self.shape.eos_token_id)
+        """Return how answers are drawn; print a line if generation_config.json has fields worth a mention."""
+        written = read_json(path) if path.exists() else {}
+        file, size = path.name if "eos_token_id" in written else CONFIG, self.shape.vocab_size
+        ends = written.get("eos_token_id", self.shape.eos_token_id)
         for end in ends if isinstance(ends, list) else [ends]:
             if end is not None and (type(end) is not int or not 0 <= end < size):
                 raise ValueError(
                     f"eos_token_id in {file} is {ends!r}, but must be a number, or a list of numbers, below the "
                     f"vocab_size {size}; correct it"
                 )
-        used = {key: given[key] for key in DRAWING if isinstance(given.get(key), int | float)}
+        used = {
+            key: written[key] for key in DRAWING if isinstance(written.get(key), int | float)
+        }
         used |= self.options
-        if any(key not in UNTOLD and given[key] not in (None, 0, 1) for key in given):
+        if any(key not in UNTOLD and written[key] not in (None, 0, 1) for key in written):
             print(
-                f"{path.name} has {json.dumps(given):.400}; answers follow {json.dumps(used)}",
+                f"{path.name} has {json.dumps(written):.400}; answers follow {json.dumps(used)}",
                 file=sys.stderr,
             )
         pad = self.tokenizer.pad_token_id
         return transformers.GenerationConfig(**used, eos_token_id=ends, pad_token_id=pad)
 
     def tokens(self, record: Record, *answer: Message) -> list[int]:
-        """Return the tokens of a prompt, open for an answer or with one and what ends it.
+        """Return the tokens of a prompt, up to where its answer begins, or with an answer and the token that ends it.
 
-        Raises DropRowError if the model's window does not hold them, and a token of an answer that is to be written.
+        Raises DropRowError if the model's window does not hold them or, without an answer, one token more.
         """
         messages = [*record.prompt, *answer]
         answers = [len(messages) - 1] if answer else []
-        given = messages, record.tools, answers
-        texts = self.template.render(*given, variables=record.variables)
-        found = self.template.encoder.encode_batch(texts)[0][0]
-        if len(found) + (not answer) > self.window:
+        texts = self.template.render(
+            messages, record.tools, answers, variables=record.variables
+        )
+        tokens = self.template.encoder.encode_batch(texts)[0][0]
+        if len(tokens) + (not answer) > self.window:
             raise DropRowError(
                 f"the model's window of {self.window:,} tokens is too short for it"
             )
-        return found
+        return tokens
 
     def answers(
         self, *prompts: list[int], streamer: transformers.TextStreamer | None = None
     ) -> list[str]:
-        """Answer prompts together, each to the end of the model's window at most."""
+        """Answer prompts together, each within the model's window."""
         padded = self.tokenizer.pad(
             {"input_ids": [*prompts]}, padding_side="left", return_tensors="pt"
-        )
-        given, room = padded.to(self.model.device), [self.window - len(x) for x in prompts]
+        ).to(self.model.device)
+        room = [self.window - len(prompt) for prompt in prompts]
         longest = min(self.options["max_new_tokens"], max(room))
-        said = self.model.generate(**given, max_new_tokens=longest, streamer=streamer)
-        new = said[:, padded["input_ids"].shape[1] :].tolist()
+        whole = self.model.generate(**padded, max_new_tokens=longest, streamer=streamer)
+        new = whole[:, padded["input_ids"].shape[1] :].tolist()
         new = [tokens[:most] for tokens, most in zip(new, room)]
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
 
     def scores(self, *rows: list[int]) -> list[float]:
         """Return the rewards of whole sequences."""
         device = self.model.device
-        found = [self.model(torch.tensor([row], device=device)).logits.item() for row in rows]
-        if not all(map(isfinite, found)):
+        scores = [self.model(torch.tensor([row], device=device)).logits.item() for row in rows]
+        if not all(map(isfinite, scores)):
             raise FloatingPointError(
-                f"the scores of a row are {found}, of a model in {self.model.dtype}; export it with --dtype float32"
+                f"the scores of a row are {scores}, of a model in {self.model.dtype}; export it with --dtype float32"
             )
-        return found
+        return scores
 
 
 def chat(trained: Trained) -> None:
     """Answer what is typed, line by line, until an empty one or the end of the input."""
     show = transformers.TextStreamer(trained.tokenizer, True, skip_special_tokens=True)
-    said: list[Message] = []
+    messages: list[Message] = []
     with suppress(EOFError):
         for line in iter(partial(input, "> "), ""):
-            said.append(Message("user", line))
-            answers = trained.answers(trained.tokens(Record(said, [])), streamer=show)
-            said.append(Message("assistant", *answers))
+            messages.append(Message("user", line))
+            answers = trained.answers(trained.tokens(Record(messages, [])), streamer=show)
+            messages.append(Message("assistant", *answers))
 
 
 def read(
     load: Callable[[], Trained], rows: str, kind: str, report: Report
 ) -> Iterator[tuple[Row, list[list[int]]]]:
-    """Yield the rows of a file, with the tokens of the prompt or of each answer; `report` counts what is left out.
+    """Yield the rows of a file with the tokens of the prompt, or of each answer; `report` counts rows left out.
 
-    The model is loaded once a row is found. Raises DataError: a missing or broken file or row.
+    The model is loaded when the first row is read. Raises DataError for a missing or broken file or row.
     """
     sources = parse_sources(rows)
     events: list[Event] = []
@@ -195,9 +198,9 @@ def read(
 
 
 def write(load: Callable[[], Trained], rows: str, out: Path, *, reward: bool) -> None:
-    """Write the rows with the responses that were generated, or with the scores of their answers.
+    """Write the rows with generated responses, or with the scores of their answers.
 
-    What fails before the first answers leaves no file.
+    A failure before the first of them leaves no file.
     """
     if out.exists():
         raise ValueError(f"{out.absolute()} exists already; name another file")
@@ -206,27 +209,27 @@ def write(load: Callable[[], Trained], rows: str, out: Path, *, reward: bool) ->
             f"there is no folder {out.parent.absolute()} for {out.name}; make it, or name another file"
         )
     report = Report()
-    found = read(load, rows, "scored" if reward else "prompt", report)
-    while batch := [*islice(found, BATCH)]:
-        kept, asked = zip(*batch)
+    tokenised = read(load, rows, "scored" if reward else "prompt", report)
+    while batch := [*islice(tokenised, BATCH)]:
+        read_rows, tokens = zip(*batch)
         if reward:
-            values = [load().scores(*answers) for answers in asked]
+            values = [load().scores(*answers) for answers in tokens]
         else:
-            values = load().answers(*chain(*asked))
+            values = load().answers(*chain(*tokens))
         with out.open("a" if report.kept else "x", encoding="utf-8") as file:
-            for row, value in zip(kept, values):
+            for row, value in zip(read_rows, values):
                 name = "scores" if reward else "response"
                 named = {f"new_{name}" if name in row else name: value}
                 line = json.dumps(row | named, ensure_ascii=False, default=str)
                 print(line, file=file)
                 report.kept += 1
-    load()  # a model of another kind is told without rows, too
+    load()  # a model of the wrong kind is refused even if there were no rows
     print(report)
 
 
-def whole_model(given: str, temporary: Path) -> Path:
-    """Return the folder of a whole model, which is written to `temporary` if there is none yet."""
-    folder = Path(given)
+def whole_model(name: str, temporary: Path) -> Path:
+    """Return the folder of a whole model, which is first written to `temporary` for adapters or a checkpoint."""
+    folder = Path(name)
     if (folder / "checkpoints").is_dir():
         folder = [folder / "export", *saved_checkpoints(folder / "checkpoints")][-1]
     if (folder / "run.json").exists():
@@ -271,9 +274,9 @@ def main(arguments: Sequence[str]) -> int:
                 try:
                     folder = whole_model(given.folder, Path(temporary, "export"))
                     return Trained(folder, reward, options)
-                except Exception as error:  # every layer below has its own classes
-                    said = " ".join(str(error).split()) or repr(error)
-                    raise ValueError(f"{given.folder} cannot be used: {said:.600}") from None
+                except Exception as error:  # every library below has its own classes
+                    reason = " ".join(str(error).split()) or repr(error)
+                    raise ValueError(f"{given.folder} cannot be used: {reason:.600}") from None
 
             if command == "chat":
                 chat(load())

@@ -1,4 +1,4 @@
-"""The command `ulysses`, for an installed engine: every part is imported only when its command asks for it.
+"""The command `ulysses` of an installed engine; a part is imported only when its command is called.
 
 ulysses train --config dpo.toml        in one process; torchrun --nproc_per_node 8 -m ulysses.train --config dpo.toml
 """
@@ -40,14 +40,14 @@ def main() -> int:
             import_module("ulysses.train").start([*given, *rest])
         case "report" | "export" | "migrate" | "chat" | "generate" | "score":
             announce_imports()
-            # an exception lets temporary folders go; nohup's SIGHUP stays ignored
+            # a signal raises SystemExit, so that temporary folders are deleted; under nohup SIGHUP stays ignored
             for number in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) == signal.SIG_DFL:
                     signal.signal(number, lambda number, _: sys.exit(128 + number))
             with interruptible():
                 with explained_imports():
                     import_module("ulysses.run")  # which refuses foreign packages
-                    quiet()  # a translation may be redirected into a file
+                    quiet()  # so that libraries write nothing between the output, which may go into a file
                     answers = command in ("chat", "generate", "score")
                     tool = import_module(f"ulysses.{'answers' if answers else command}")
                 return tool.main(sys.argv[1:] if answers else rest)
@@ -64,7 +64,10 @@ def main() -> int:
 
 
 def run_as(command: str, module: str) -> None:
-    """Let `python -m ulysses.COMMAND` do what `ulysses COMMAND` does, before the module imports what takes long."""
+    """Let `python -m ulysses.COMMAND` do what `ulysses COMMAND` does.
+
+    A module with slow imports calls it before them.
+    """
     if module == "__main__":
         sys.argv.insert(1, command)
         sys.exit(main())

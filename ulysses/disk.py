@@ -1,4 +1,4 @@
-"""What a run asks of disks: folders that one process holds, verified and written files, a sentence when a write fails.
+"""Files and folders: held by one process, verified, written whole, and one sentence when a write fails.
 
 RUN/.lock      locked as long as the run lasts        RUN/.holder    the run's id, its process and its machine
 """
@@ -20,18 +20,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_128
 
-# A holder of a lock on a network file system that shows no sign of life for so long counts as dead.
+# Who holds a lock on a network file system and does not renew it for so long counts as dead.
 LEASE_SECONDS = 60.0
-NATIVE_SECONDS = 3.0  # a process that was just killed may take so long to end
+NATIVE_SECONDS = (
+    3.0  # a process that was just killed may take so long to end and release its lock
+)
 NETWORK = ("nfs", "lustre", "beegfs", "gpfs", "ceph", "cifs", "smb", "9p", "glusterfs", "fuse.")
 HOLDER = ".holder"
-# Bytes that the processor's cache still holds when they are hashed after they were written.
+# Bytes that are written and then hashed while the processor's cache still holds them.
 CHUNK = 1 << 20
 SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 class DiskError(OSError):
-    """Raised for a file that cannot be written, or does not hold what was written: one sentence with its path."""
+    """A file cannot be written, or does not hold what was written; the text is one sentence with its path."""
 
 
 # ---------------------------------------------------------------- locks
@@ -40,8 +42,8 @@ class DiskError(OSError):
 def lock_file(path: Path) -> BaseFileLock:
     """Return a lock to be held in a `with` statement, by one process at a time; `path` is the lock file.
 
-    A local file system has native locks, which end with their process. On a network file system, where other machines
-    may not see these, the lock is a lease that its holder renews; all processes must agree on LEASE_SECONDS.
+    On a local file system it is a native lock, which ends with its process. Other machines may not see a native lock on
+    a network file system: there it is a lease that its holder renews, with one LEASE_SECONDS for all processes.
     """
     if file_system(path.parent).startswith(NETWORK):
         return SoftFileLease(path, lease_duration=LEASE_SECONDS)
@@ -49,7 +51,7 @@ def lock_file(path: Path) -> BaseFileLock:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system that holds `folder`, such as ext4 or nfs4; "" if nobody knows."""
+    """Return the type of the file system that holds `folder`, such as ext4 or nfs4; "" if it is unknown."""
     kinds = {
         mount.mountpoint: mount.fstype
         for mount in psutil.disk_partitions(all=True)
@@ -60,31 +62,31 @@ def file_system(folder: Path) -> str:
 
 @contextmanager
 def held(folder: Path, holder: str) -> Iterator[str]:
-    """Hold a folder for one run, and yield who held it before without giving it back; "" for nobody.
+    """Hold a folder for one run, and yield the holder before that did not give it back, or "".
 
     Args:
-        holder: who holds it now; other processes read it in FOLDER/.holder.
+        holder: who holds it now; other processes read this text in FOLDER/.holder.
 
     Raises DiskError if another process holds the folder.
     """
-    name = folder / HOLDER
+    file = folder / HOLDER
     with writing(folder):
-        os.makedirs(os.path.realpath(folder), exist_ok=True)  # where a link leads nowhere yet
+        os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead nowhere yet
         lock = lock_file(folder / ".lock")
         patience = 1.5 * LEASE_SECONDS if isinstance(lock, SoftFileLease) else NATIVE_SECONDS
         with suppress(Timeout):
             lock.acquire(timeout=patience)
-        before = name.read_text() if name.exists() else ""
+        before = file.read_text() if file.exists() else ""
         if not lock.is_locked:
             raise DiskError(
                 f"{folder.absolute()} is in use by {before}; stop that run or choose another folder"
             )
-        name.write_text(holder)
+        file.write_text(holder)
     try:
         yield before
     finally:
-        with suppress(OSError):  # whatever kept the run from writing there is told, not this
-            name.unlink()
+        with suppress(OSError):  # the run's own error tells what is wrong with the folder
+            file.unlink()
         lock.release()
 
 
@@ -95,7 +97,7 @@ def write_digested(path: Path, parts: Iterable[Any], size: int = 0) -> str:
     """Write buffers of at least one byte end to end, and return the file's digest.
 
     Args:
-        size: bytes of the whole file, for which the disk must have room before the first one is written.
+        size: bytes of the whole file; if given, the disk must have room for all of them before one is written.
     """
     digest = xxh3_128()
     with path.open("wb") as file:
@@ -110,11 +112,11 @@ def write_digested(path: Path, parts: Iterable[Any], size: int = 0) -> str:
 
 
 def flush_to_disk(paths: Iterable[Path]) -> None:
-    """Wait until files or folders have left the system's memory."""
+    """Wait until files or folders are on the disk, and no longer in the system's memory alone."""
     for path in paths:
-        number = os.open(path, os.O_RDONLY)
-        os.fsync(number)
-        os.close(number)
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def digest_of(path: Path) -> str:
@@ -158,16 +160,16 @@ def whole_folder(folder: Path, when: str = "", *, replaces: bool = False) -> Ite
     One process at a time writes it, and others wait.
 
     Args:
-        when: says in a DiskError at what time the folder was written.
-        replaces: what has the name now is the caller's own, and is deleted then. Otherwise the name is free, or an
-            empty folder's.
+        when: tells in a DiskError at what time the folder was written, such as " at step 8".
+        replaces: a folder that has the name already is the caller's own, and is deleted at the end. Otherwise there is
+            none, or an empty one.
     """
     folder = Path(os.path.realpath(folder))
     new, old, lock = (
         folder.with_name(f".{folder.name}.{end}") for end in ("new.tmp", "old.tmp", "lock")
     )
     with writing(folder, when), lock_file(lock):
-        if old.exists() and not folder.exists():  # a kill came between two renames
+        if old.exists() and not folder.exists():  # a process was killed between the two renames
             old.rename(folder)
         for leftover in (new, old):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -176,7 +178,7 @@ def whole_folder(folder: Path, when: str = "", *, replaces: bool = False) -> Ite
             yield new
             if replaces and folder.exists():
                 folder.rename(old)
-            new.rename(folder)  # which the system refuses where a folder holds something
+            new.rename(folder)  # the system refuses this if the folder holds anything
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -184,18 +186,21 @@ def whole_folder(folder: Path, when: str = "", *, replaces: bool = False) -> Ite
 
 
 def check_empty(folder: Path, what: str) -> None:
-    """Raise ValueError for a folder that holds something, or a file in its place; `what` is what would be written."""
-    held = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] * folder.exists()
-    if held:
-        more = f" and {len(held) - 3} more" if len(held) > 3 else ""
+    """Raise ValueError for a folder that holds something, or a file in its place; `what` would be written there."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] * folder.exists()
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(
-            f"{folder.absolute()} holds {', '.join(held[:3])}{more}, but {what} needs a new or empty folder; choose "
+            f"{folder.absolute()} holds {', '.join(names[:3])}{more}, but {what} needs a new or empty folder; choose "
             "another one, or delete it"
         )
 
 
 def check_apart(key: str, out: Path, read: Iterable[tuple[str, Path]]) -> None:
-    """Raise ValueError if a folder to be written is, holds or lies in one of the places that settings read."""
+    """Raise ValueError if the folder `out`, of the setting `key`, is, holds or lies in a place that is read.
+
+    `read` has those places with the settings that name them.
+    """
     for setting, place in read:
         inside, around = lies_in(out, place), lies_in(place, out)
         if inside or around:
@@ -206,7 +211,7 @@ def check_apart(key: str, out: Path, read: Iterable[tuple[str, Path]]) -> None:
 
 
 def lies_in(inner: Path, outer: Path) -> bool:
-    """Return whether a place is another one, or lies in it, whatever links lead there."""
+    """Return whether `inner` is `outer` or lies in it, whatever links lead there."""
     inner, outer = (Path(os.path.realpath(place)) for place in (inner, outer))
     return any(
         p == outer or (p.exists() and outer.exists() and p.samefile(outer))
@@ -225,8 +230,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
         save_file(tensors, path, metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from None
-    path.chmod(mode)  # save_file moves a file there that only its owner may read
-    with path.open("r+b") as file:  # and it writes the metadata in any order
+    path.chmod(mode)  # save_file puts a file there that only its owner may read
+    # save_file writes the metadata in any order; one order makes equal files equal to the byte
+    with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
         header["__metadata__"] = metadata
@@ -240,7 +246,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file that takes its place whole; a file elsewhere that the old one was a link to stays as it is."""
+    """Write a file that takes its place whole; if the old one was a link, the file that it led to stays."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
@@ -251,16 +257,16 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(path: Path, when: str = "", advice: str = "use another disk") -> Iterator[None]:
-    """Turn the failure to write a file or folder into one DiskError with its path and the space that is left."""
+    """Turn a failure to write a file or folder into one DiskError with its path and, if it is full, the free space."""
     try:
         yield
     except DiskError:
         raise
     except OSError as error:
-        # of two files that are copied or renamed the second is written
+        # an error with two names comes from a copy or a rename, which writes the second
         name = os.fsdecode(error.filename2 or error.filename or path.absolute())
         what = f"{name} cannot be written{when}: {error.strerror or error}"
-        # safetensors says in words alone what happened
+        # safetensors raises errors without a number, which may mean a full disk
         if error.errno in (None, ENOSPC, EDQUOT, EFBIG):
             place = next(p for p in (path, *path.absolute().parents) if p.exists())
             free = f"{shutil.disk_usage(place).free / 2**30:.1f} GiB"

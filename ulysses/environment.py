@@ -1,6 +1,6 @@
-"""What launchers and users say through environment variables, and what libraries are told.
+"""Environment variables: those that launchers and users set, and those that we set for libraries.
 
-No other file uses them, but for parallel/kernels, which works without us and tells flash-attn one thing itself.
+No other file uses any, except parallel/kernels, which must work alone and sets one for flash-attn.
 """
 
 import os
@@ -33,9 +33,9 @@ def local_world_size(default: int = 1) -> int:
 
 
 def complete() -> None:
-    """Add what a launcher would have said: deepspeed's does not say all, and one process may have none.
+    """Set the variables that the launcher has not set: deepspeed's sets only some, and one process may have none.
 
-    Raises RuntimeError for one of several processes that does not know which it is.
+    Raises RuntimeError for one of several processes that does not know its rank.
     """
     if world_size() > 1 and "RANK" not in os.environ:
         raise RuntimeError(
@@ -45,7 +45,7 @@ def complete() -> None:
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
-        # torchrun sets it; deepspeed's launcher says LOCAL_SIZE
+        # torchrun sets it; deepspeed's launcher sets LOCAL_SIZE
         "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_SIZE", str(world_size())),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
@@ -54,14 +54,14 @@ def complete() -> None:
 
 
 def preset(variables: Mapping[str, str]) -> None:
-    """Set variables for libraries and for processes that this one starts; what the user has set stays."""
+    """Set variables for libraries and child processes; those that the user has set stay as they are."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Let torch.compile leave functions as they are: to prepare it takes seconds, also where nothing is compiled."""
+    """Make torch.compile return functions as they are: its preparation takes seconds even if nothing is compiled."""
     name = "TORCHDYNAMO_DISABLE"
     before = os.environ.get(name, "")
     os.environ[name] = "1"
@@ -72,7 +72,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def silence_tokenizers() -> None:
-    """Keep tokenizers from threads of their own, which do not survive a fork, whatever the user has set."""
+    """Keep tokenizers from starting threads, which do not survive a fork, whatever the user has set."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -82,14 +82,14 @@ def ignores_warnings() -> bool:
 
 
 def launchers() -> int:
-    """Return how many processes of a launcher stand above this one: torchrun's, or deepspeed's and one before it."""
+    """Return how many processes of a launcher are above this one: one of torchrun, or two of deepspeed."""
     if "CROSS_SIZE" in os.environ:
         return 2
     return int("TORCHELASTIC_RUN_ID" in os.environ)
 
 
 def agent_holds_store() -> bool:
-    """Return whether torchrun holds the store, its usual way since torch 2.4, and not rank 0."""
+    """Return whether torchrun holds the processes' store, as it usually does since torch 2.4, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -99,7 +99,7 @@ def store_address() -> str:
 
 
 def may_restart() -> bool:
-    """Return whether torchrun starts all processes again after a failure."""
+    """Return whether torchrun may start all processes again after a failure."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
@@ -109,16 +109,16 @@ def error_file() -> str | None:
 
 
 def grace_seconds() -> float:
-    """Return the seconds from SIGTERM to SIGKILL; infinite if nobody kills the processes."""
+    """Return the seconds from SIGTERM to SIGKILL; infinite without a launcher that kills the processes."""
     if not launchers() and "SLURM_JOB_ID" not in os.environ:
         return inf
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", GRACE_SECONDS))
 
 
 def api_headers() -> dict[str, str]:
-    """Return the header that gives the servers of rewards and samplers the user's key, if there is one.
+    """Return the header with the user's key for the servers of rewards and samplers, or none if there is no key.
 
-    Raises ValueError, without the key, if it can stand in no header.
+    Raises ValueError, which does not show the key, if a header cannot hold it.
     """
     key = os.environ.get("ULYSSES_API_KEY", "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -129,5 +129,5 @@ def api_headers() -> dict[str, str]:
 
 
 def wants_debug(arguments: list[str]) -> bool:
-    """Return whether `--debug` or ULYSSES_DEBUG asks for everything, before the command line is parsed."""
+    """Return whether `--debug` or ULYSSES_DEBUG is given; for use before the command line is parsed."""
     return "--debug" in arguments or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")

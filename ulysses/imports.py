@@ -1,6 +1,6 @@
-"""The start of every command: libraries are imported quietly, and one sentence says why that fails.
+"""The start of every command: libraries are imported quietly, and one sentence tells why an import fails.
 
-Imports nothing heavy, because some libraries speak while they are imported.
+This file imports nothing heavy, because some libraries print while they are imported.
 """
 
 import gc
@@ -17,7 +17,7 @@ from typing import NoReturn
 from ulysses import environment
 from ulysses.environment import rank
 
-# They warn about themselves (deprecations, untested combinations, fallbacks), not about what the user set.
+# Libraries that warn about themselves (deprecations, untested combinations, fallbacks), not about the user's settings.
 LOGGERS = (
     "absl", "bitsandbytes", "datasets", "filelock", "fsspec", "huggingface_hub", "matplotlib", "tensorboard",
     "tensorflow", "torch", "transformers",
@@ -32,16 +32,16 @@ VARIABLES = {
 
 
 def announce_imports() -> None:
-    """Say at once that a command has begun: PyTorch may take long to load."""
+    """Say at once that a command has begun, because PyTorch may take long to load."""
     if rank() == 0:
         print("loading the libraries ...", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def explained_imports() -> Iterator[None]:
-    """End the process if a package is not installed, or if a foreign one has the name of one of the engine's own.
+    """End the process with a sentence if a package is absent, or if a foreign one has the name of one of ours.
 
-    The collector of garbage waits: it would look through all modules again and again while they are made.
+    Garbage is not collected meanwhile: the collector would look through all modules again and again.
     """
     gc.disable()
     try:
@@ -58,9 +58,9 @@ def explained_imports() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """End the process in one line if Ctrl-C comes before a run takes care of it, as it does once it trains.
+    """End the process with one line if Ctrl-C comes before a run handles it, which it does once it trains.
 
-    While modules are imported it ends at once: libraries swallow a KeyboardInterrupt there, and break later.
+    During an import the process ends at once: libraries swallow a KeyboardInterrupt there, and break later.
     """
 
     def leave() -> NoReturn:
@@ -75,7 +75,7 @@ def interruptible() -> Iterator[None]:
             leave()
         raise KeyboardInterrupt
 
-    # in the background it is ignored, and stays so
+    # a process in the background ignores SIGINT, and must go on doing so
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, stop)
     try:
@@ -85,14 +85,14 @@ def interruptible() -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Silence what libraries say below the level of an error; call it before they are imported.
+    """Silence whatever libraries print below the level of an error; call it before they are imported.
 
-    What the user asked for through PYTHONWARNINGS, `python -W` or one of the variables stays as it is.
+    What the user has set through PYTHONWARNINGS, `python -W` or one of the VARIABLES stays as it is.
     """
     environment.preset(VARIABLES)
     if environment.ignores_warnings():
         warnings.simplefilter("ignore")
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    # DeepSpeed sets its logger's level when it is imported, so only a filter stays.
+    # DeepSpeed sets its logger's level when it is imported, but leaves filters.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)

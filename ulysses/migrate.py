@@ -2,8 +2,8 @@
 
     YAML, JSON or a shell command  ->  {their name: value}  ->  {our key: value} with comments  ->  TOML
 
-The rules are data: ulysses/config/foreign_names.toml, which is applied here. What does not change what is trained, and
-has no counterpart, is listed below the settings, with what to do. A file that would train something else here is
+The rules are data: ulysses/config/foreign_names.toml, whose head explains them. A setting without a counterpart that
+does not change what is trained is listed below ours, with what to do. A file that would train something else here is
 refused with the line that says so, and so is every setting that the rules do not know.
 """
 
@@ -20,14 +20,15 @@ from typing import Any
 import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
 from ulysses.cli import run_as
 from ulysses.config.command_line import check, contradictions, known_keys, put
-from ulysses.config.foreign_files import found_at, read_settings, read_yaml
+from ulysses.config.foreign_files import existing_path, read_settings, read_yaml
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.section import SECRETS, ConfigError, Values, existing, flat, refuse
 from ulysses.config.stage_sections import LEARNING_RATES
 
-NOTHING = (None, "", "auto", -1, [], {})
+NOTHING = (None, "", "auto", -1, [], {})  # values with which a setting asks for nothing
 PROCESSES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[= ](\d+)")
 NAMES = foreign_names()
+Refusal = tuple[str, object, str]  # the name of a setting, its value and the reason
 UNKNOWN = "this setting is not known here; take it out if it does not change what is trained"
 
 
@@ -52,41 +53,40 @@ def main(arguments: list[str] | None = None) -> int:
     )
     asked = parser.parse_args(arguments)
     try:
-        given = read_settings(Path(expanduser(asked.file)))
+        theirs = read_settings(Path(expanduser(asked.file)))
         if asked.stage:
-            given["stage"] = asked.stage
-        print(SECRETS.sub("***", translate(given, asked.file, asked.gpus)))
+            theirs["stage"] = asked.stage
+        print(SECRETS.sub("***", translate(theirs, asked.file, asked.gpus)))
     except Exception as error:  # a value of a wrong kind may fail anywhere
-        said = str(error)
+        reason = str(error)
         if not isinstance(error, ConfigError):
-            said = (
-                f"it cannot be read, or holds a value of a wrong kind: {' '.join(said.split())}"
-            )
-        print(f"error: {asked.file}: {said}", file=sys.stderr)
+            reason = f"it cannot be read, or holds a value of a wrong kind: {' '.join(reason.split())}"
+        print(f"error: {asked.file}: {reason}", file=sys.stderr)
         return 2
     return 0
 
 
-def translate(given: Values, path: Path, gpus: int | None) -> str:
-    """Return our settings as TOML with comments, and what is left to do.
+def translate(theirs: Values, path: Path, gpus: int | None) -> str:
+    """Return our settings as TOML, with comments and a list of what is left to do.
 
     Args:
-        given: their settings.
-        path: their file; what it names is looked for in its folder and in the current one.
+        theirs: their settings.
+        path: their file; the files that it names are looked for in the current folder and in its own.
 
     Raises ConfigError if no stage is named, or if the settings would train something else here.
     """
-    system = _system(given)
-    given, method, written, left_out = _complete(given, system, path.parent)
-    kinds = _kinds(given, path.parent)
+    system = _system(theirs)
+    theirs, method, written, left_out = _complete(theirs, system, path.parent)
+    kinds = _kinds(theirs, path.parent)
+    # the prefixes that a rule may have, the one that says most first
     owners = [*(f"{kind}:{system}" for kind in kinds), *kinds, system, method]
     settings: Values = {}
     comments: dict[str, str] = {}
     remarks: list[str] = []
-    refused: list[tuple[str, object, str]] = []  # name, value and reason
-    # other rules depend on the stage
-    for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
-        for value in [given[name]] if name in NAMES["ours"] else _entries(given[name]):
+    refused: list[Refusal] = []
+    # the stage first, because other rules depend on it
+    for name in sorted(theirs, key=lambda name: name not in ("stage", "rl")):
+        for value in [theirs[name]] if name in NAMES["ours"] else _entries(theirs[name]):
             stage = settings.get("stage", "")
             kind, rule = _rule(name, value, owners, stage)
             if kind == "ours":
@@ -95,9 +95,7 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
                     for entry in _entries(value):
                         if isinstance(entry, dict) and (unknown := entry.pop("unknown", "")):
                             remarks.append(f"{name} = {entry['path']}: {unknown}")
-                        source, wrong = _source(entry, stage)
-                        sources.append(source)
-                        refused += wrong
+                        sources.append(_source(entry, stage, refused))
                     value = sources[0] if len(sources) == 1 else sources
                 kind, rule, new = _ours(value, rule, stage)
                 settings |= new
@@ -115,8 +113,8 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
     if gpus is None:
         gpus = int(max(PROCESSES.findall(text), default="1", key=int))
     groups = max(1, gpus // settings.get("parallel.sequence_parallel_size", 1))
-    answers = given["num_generations"] if "ppo.answers_per_prompt" in settings else 0
-    settings |= _batch(given, groups, answers, comments)
+    answers = theirs["num_generations"] if "ppo.answers_per_prompt" in settings else 0
+    settings |= _batch(theirs, groups, answers, comments)
     refuse([_refusal(*each, text) for each in refused])
     if not system:
         raise ConfigError(
@@ -132,9 +130,9 @@ def translate(given: Values, path: Path, gpus: int | None) -> str:
 def _toml(
     settings: Values, comments: dict[str, str], left_out: dict[str, str], remarks: list[str]
 ) -> str:
-    """Write settings with their comments; below them what is left out, what is left to do, and what contradicts itself.
+    """Write settings with their comments, and below them what is left out, left to do, or contradicts itself.
 
-    Raises ConfigError for a value that is none of ours.
+    Raises ConfigError for a value that our setting cannot have.
     """
     lines = [
         "# What every setting means: ulysses train --help. Settings that are not needed here are left out."
@@ -162,25 +160,24 @@ def _toml(
 
 
 def _rule(name: str, value: object, owners: list[str], stage: str) -> tuple[str, Any]:
-    """Return the rule that says most about a setting, and the table that it stands in."""
-    rules, said, table = NAMES["rules"], f"{name}={value}".lower(), name.partition(".")[0]
-    places = [f"{owner}:{each}" for owner in owners for each in (said, name)]
-    places += [f"{stage}.{said}", f"{stage}.{name}", said, name, table]
-    place = next((place for place in places if place in rules), said)
-    kind, rule = rules.get(place, ("not_supported", UNKNOWN))
+    """Return the table that the rule which says most about a setting stands in, and the rule."""
+    rules, choice, table = NAMES["rules"], f"{name}={value}".lower(), name.partition(".")[0]
+    patterns = [f"{owner}:{each}" for owner in owners for each in (choice, name)]
+    patterns += [f"{stage}.{choice}", f"{stage}.{name}", choice, name, table]
+    pattern = next((pattern for pattern in patterns if pattern in rules), choice)
+    kind, rule = rules.get(pattern, ("not_supported", UNKNOWN))
     if kind == "ours":
         key = rule["key"].replace("STAGE", stage)
-        return kind, rule | {"key": key + name[len(table) :] if place == table else key}
-    # what is off asks for nothing
-    return kind if value or "=" in place else "not_needed", rule
+        return kind, rule | {"key": key + name[len(table) :] if pattern == table else key}
+    # a setting that is off asks for nothing, unless the rule is about this very value
+    return kind if value or "=" in pattern else "not_needed", rule
 
 
 def _ours(value: object, rule: Values, stage: str) -> tuple[str, str, Values]:
-    """Apply a rule of `ours`: return which table's the setting is after all, a comment, and our settings."""
+    """Apply a rule of `ours`: return the table that the value belongs to, a comment or reason, and our settings."""
     key, choices, keys = rule["key"], rule.get("values"), (f"{key}." for key in known_keys())
-    if not f"{key}.".startswith(tuple(keys)) or key.split(".")[0] in {*LEARNING_RATES} - {
-        stage
-    }:
+    other_stages = {*LEARNING_RATES} - {stage}
+    if not f"{key}.".startswith(tuple(keys)) or key.split(".")[0] in other_stages:
         return "by_hand", "a run of this stage has no such setting; leave it out", {}
     note = rule.get("note", "") if value or choices else ""
     if rule.get("list"):
@@ -190,41 +187,41 @@ def _ours(value: object, rule: Values, stage: str) -> tuple[str, str, Values]:
     if key.endswith("_every") and isinstance(value, float) and value % 1:
         return "by_hand", f"a share of all steps there; set {key} in steps", {}
     if choices:
-        # a chat template may be its own text
-        own = value if "{%" in str(value) or "{{" in str(value) else None
-        chosen = [choices.get(str(each).lower(), own) for each in _entries(value)]
-        said = [choice for choice in chosen if choice != ""] or [""]
-        value = said[0] if len(said) == 1 else None
+        # the text of a chat template may stand in place of its name
+        template = value if "{%" in str(value) or "{{" in str(value) else None
+        chosen = [choices.get(str(each).lower(), template) for each in _entries(value)]
+        chosen = [choice for choice in chosen if choice != ""] or [""]
+        value = chosen[0] if len(chosen) == 1 else None
     if value is None:
-        kind, stands = "not_supported", ""
+        kind, default = "not_supported", ""
         if key.startswith(tuple(NAMES["free_choice"])):
-            kind, stands = "by_hand", ", so its default stands"
+            kind, default = "by_hand", ", so its default stands"
         todo = rule.get("else", "see ulysses train --help")
-        return kind, f"{key} has no such choice{stands}; {todo}", {}
+        return kind, f"{key} has no such choice{default}; {todo}", {}
     new = value if choices and isinstance(value, dict) else {key: value}
     return "ours", note, new if value != "" else {}
 
 
 def _batch(
-    given: Values, groups: int, answers: int, comments: dict[str, str]
+    theirs: Values, groups: int, answers: int, comments: dict[str, str]
 ) -> dict[str, int]:
     """Return the examples of an optimizer step, or the prompts of a rollout.
 
     Args:
-        groups: GPUs that do not share sequences.
-        answers: to each prompt, which TRL's batch sizes count; 0 is any other method.
+        groups: of GPUs that share sequences.
+        answers: to each prompt, which TRL's batch sizes count; 0 for a method that samples none.
     """
-    factors = {name: int(given[name]) for name in NAMES["batch_factors"] if name in given}
+    factors = {name: int(theirs[name]) for name in NAMES["batch_factors"] if name in theirs}
     examples = math.prod(factors.values()) * groups
     product = " x ".join(f"{name} {value}" for name, value in factors.items())
     comment = f"  # {product} x {groups} GPUs (those that share a sequence count once)"
-    if "global_batch_size" in given:
-        examples, comment = int(given["global_batch_size"]), "  # global_batch_size"
+    if "global_batch_size" in theirs:
+        examples, comment = int(theirs["global_batch_size"]), "  # global_batch_size"
     settings = {"batch.examples": examples}
     if answers:
         parts = factors.get("gradient_accumulation_steps", 1)
-        rollout = examples // parts * given.get("steps_per_generation", parts)
-        rollout = given.get("generation_batch_size", rollout)
+        rollout = examples // parts * theirs.get("steps_per_generation", parts)
+        rollout = theirs.get("generation_batch_size", rollout)
         if rollout % examples or rollout % answers:
             raise ConfigError(
                 f"a rollout of {rollout} answers must be whole optimizer steps of {examples} and whole prompts of "
@@ -242,180 +239,206 @@ def _batch(
 def _refusal(name: str, value: object, reason: str, text: str) -> str:
     """Say what cannot be translated, and on which line of their file it stands."""
     last = re.escape(name.rpartition(".")[2])
-    found = re.search(rf"^[^#\n]*(--{last}\b|\b{last}[\"']? *:)", text, re.M)
-    line = f"line {text.count(chr(10), 0, found.end()) + 1}: " if found else ""
+    match = re.search(rf"^[^#\n]*(--{last}\b|\b{last}[\"']? *:)", text, re.M)
+    line = f"line {text.count(chr(10), 0, match.end()) + 1}: " if match else ""
     return f"{line}{name} = {' '.join(str(value).split())} has no counterpart here; {reason}"
 
 
-def _system(given: Values) -> str:
+def _system(theirs: Values) -> str:
     """Tell whose settings these are, "" if nothing says it; ConfigError for those that are not translated."""
     for name, marks in NAMES["not_translated"].items():
-        if found := sorted(given.keys() & marks):
+        if marked := sorted(theirs.keys() & marks):
             raise ConfigError(
-                f"{found[0]} is a setting of {name}, whose files are not translated; start from configs/"
+                f"{marked[0]} is a setting of {name}, whose files are not translated; start from configs/"
             )
-    return next((name for name, marks in NAMES["marks"].items() if given.keys() & marks), "")
+    return next((name for name, marks in NAMES["marks"].items() if theirs.keys() & marks), "")
 
 
 def _complete(
-    given: Values, system: str, folder: Path
+    theirs: Values, system: str, folder: Path
 ) -> tuple[Values, str, set[str], dict[str, str]]:
-    """Add what their trainer takes where the file says nothing and what other files say; remove what is void.
+    """Add what other files say and what their trainer takes where the file says nothing; remove what is void.
 
-    Returns the settings, the method, which says more than our stage, the names in the file, and those that are void.
+    Returns the settings, the method, which says more than our stage, the names in the file, and those that are void,
+    with the reason.
     """
-    found = found_at(str(given.get("deepspeed")), folder)
-    if found.is_file():
-        given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
-    # the older mixture of alignment-handbook, whose splits tell by their names what they are for
-    mixer = given.get("dataset_mixer")
-    held_out: object = []
-    splits = _entries(given.get("dataset_splits", ["train", "test"]))
-    if isinstance(mixer, dict) and all(re.search("train|test", split) for split in splits):
-        given.pop("dataset_splits", None)
-        given["dataset_mixer"] = [
-            {"path": path, "split": split, "weight": weight}
-            for path, weight in mixer.items()
-            for split in splits
-            if "train" in split
-        ]
-        held_out = [{"path": p, "split": s} for p in mixer for s in splits if "train" not in s]
-    # axolotl's table for GRPO holds TRL's names; keys of TOML have these letters only
-    plain = re.compile(r"^trl\.|[^\w.-]", re.A)
-    renamed = ((NAMES["older"].get(name, name), value) for name, value in flat(given).items())
-    named = {plain.sub("", name): _plain(value) for name, value in renamed}
+    deepspeed = existing_path(str(theirs.get("deepspeed")), folder)
+    if deepspeed.is_file():
+        theirs |= {"deepspeed": None, "deepspeed_json": json.loads(deepspeed.read_text())}
+    held_out = _split_mixture(theirs)
     system = system or "trl"
-    named |= {
-        name: meant
-        for name, meant in NAMES["null"].get(system, {}).items()
-        if named.get(name, 0) is None
-    }
-    # "none" is a choice of scale_rewards
-    given = {n: v for n, v in named.items() if v not in NOTHING or n == "scale_rewards"}
-    defaults = NAMES["defaults"]
+    theirs = _flat(theirs, system)
     for name, stage in NAMES["implied"].items():
-        if given.get(name):
-            given.setdefault("stage", stage)
-    written, void = {*given}, {}
-    # SimPO's own trainer
-    if "gamma_beta_ratio" in given and given.get("loss_type", "sigmoid") == "sigmoid":
-        gamma = given.pop("gamma_beta_ratio") * given.setdefault("beta", 2.0)
-        given |= {"simpo_gamma": gamma, "loss_type": "simpo"}
-    method = str(given.get("rl", given.get("stage", defaults[system].get("stage", ""))))
+        if theirs.get(name):
+            theirs.setdefault("stage", stage)
+    written, void = {*theirs}, {}
+    # the settings of SimPO's own trainer
+    if "gamma_beta_ratio" in theirs and theirs.get("loss_type", "sigmoid") == "sigmoid":
+        gamma = theirs.pop("gamma_beta_ratio") * theirs.setdefault("beta", 2.0)
+        theirs |= {"simpo_gamma": gamma, "loss_type": "simpo"}
+    defaults = NAMES["defaults"]
+    method = str(theirs.get("rl", theirs.get("stage", defaults[system].get("stage", ""))))
     for table in (f"{system}_{method}", method, system):
-        given = defaults.get(table, {}) | given
-    if "reward_funcs" in given:
-        rewards = [
-            re.sub(r"\.(\w+)$", r":\1", name) for name in _entries(given["reward_funcs"])
-        ]
-        if own := [name for name in rewards if ":" not in name]:
-            raise ConfigError(
-                f"reward_funcs = {own[0]} has no counterpart here; it is TRL's own function, so write module.function "
-                "of yours"
-            )
-        rewards = _entries(given.pop("reward_model_name_or_path", [])) + rewards
-        weights = _entries(given.pop("reward_weights", [1.0] * len(rewards)))
-        given["reward_funcs"] = dict(zip(rewards, weights, strict=True))
+        theirs = defaults.get(table, {}) | theirs
+    if "reward_funcs" in theirs:
+        theirs["reward_funcs"] = _weighted_rewards(theirs)
     if system != "llamafactory_v1":
-        given.setdefault("lora_alpha", 2 * given.get("lora_rank", 8))
+        theirs.setdefault("lora_alpha", 2 * theirs.get("lora_rank", 8))
     for rule in NAMES["replaces"]:
-        value = str(given.get(rule["name"], 0)).lower()
+        value = str(theirs.get(rule["name"], 0)).lower()
         if value in rule["when"] if "when" in rule else value not in rule["unless"]:
             why = f"it does nothing beside {rule['name']}"
             void |= dict.fromkeys(written & {*rule["names"]}, why)
-            given = {name: given[name] for name in given if name not in rule["names"]}
-    given["adam_beta1"] = [given["adam_beta1"], given.pop("adam_beta2")]
-    trained, tested = (given.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
-    if path := given.pop("dataset_name", None):
-        source = {"path": path, "subset": given.pop("dataset_config", None)}
-        given["datasets"], held_out = source | {"split": trained}, source | {"split": tested}
-    if held_out and given.get("eval_strategy"):
-        given["test_datasets"] = held_out
-    named = {
-        name: [{"path": t} if isinstance(t, str) else t for t in _entries(given[name])]
-        for name in given.keys() & {"datasets", "test_datasets"}
+            theirs = {name: theirs[name] for name in theirs if name not in rule["names"]}
+    theirs["adam_beta1"] = [theirs["adam_beta1"], theirs.pop("adam_beta2")]
+    _gather_data(theirs, held_out)
+    _describe_data(theirs, folder)
+    return theirs, method, written, void
+
+
+def _split_mixture(theirs: Values) -> object:
+    """Write alignment-handbook's older mixture as a list of data sets, and return the held-out ones.
+
+    Its splits tell by their names what they are for.
+    """
+    mixture, splits = (
+        theirs.get("dataset_mixer"),
+        theirs.get("dataset_splits", ["train", "test"]),
+    )
+    splits = _entries(splits)
+    if not isinstance(mixture, dict) or not all(re.search("train|test", s) for s in splits):
+        return []
+    theirs.pop("dataset_splits", None)
+    theirs["dataset_mixer"] = [
+        {"path": path, "split": split, "weight": weight}
+        for path, weight in mixture.items()
+        for split in splits
+        if "train" in split
+    ]
+    return [{"path": p, "split": s} for p in mixture for s in splits if "train" not in s]
+
+
+def _flat(theirs: Values, system: str) -> Values:
+    """Return the settings under their dotted names of today, without those that ask for nothing."""
+    # axolotl's table for GRPO holds TRL's names; keys of TOML have these letters only
+    dropped = re.compile(r"^trl\.|[^\w.-]", re.A)
+    settings = {}
+    for name, value in flat(theirs).items():
+        settings[dropped.sub("", NAMES["older"].get(name, name))] = _plain(value)
+    for name, meant in NAMES["null"].get(system, {}).items():
+        if settings.get(name, 0) is None:
+            settings[name] = meant
+    # "none", which is read as nothing, is a choice of scale_rewards
+    return {n: v for n, v in settings.items() if v not in NOTHING or n == "scale_rewards"}
+
+
+def _weighted_rewards(theirs: Values) -> Values:
+    """Take the settings of rewards out, and return the weight of each reward model and reward function."""
+    names = _entries(theirs["reward_funcs"])
+    functions = [re.sub(r"\.(\w+)$", r":\1", name) for name in names]
+    if of_trl := [name for name in functions if ":" not in name]:
+        raise ConfigError(
+            f"reward_funcs = {of_trl[0]} has no counterpart here; it is TRL's own function, so write module.function "
+            "of yours"
+        )
+    rewards = _entries(theirs.pop("reward_model_name_or_path", [])) + functions
+    weights = _entries(theirs.pop("reward_weights", [1.0] * len(rewards)))
+    return dict(zip(rewards, weights, strict=True))
+
+
+def _gather_data(theirs: Values, held_out: object) -> None:
+    """Write TRL's one data set as a list too; what all data sets say alike becomes a setting."""
+    trained, tested = (theirs.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
+    if path := theirs.pop("dataset_name", None):
+        source = {"path": path, "subset": theirs.pop("dataset_config", None)}
+        theirs["datasets"], held_out = source | {"split": trained}, source | {"split": tested}
+    if held_out and theirs.get("eval_strategy"):
+        theirs["test_datasets"] = held_out
+    tables = {
+        name: [{"path": t} if isinstance(t, str) else t for t in _entries(theirs[name])]
+        for name in theirs.keys() & {"datasets", "test_datasets"}
     }
-    said = [{k: t.get(k) for k in NAMES["of_all"]} for tables in named.values() for t in tables]
-    if said and said.count(said[0]) == len(said):
-        given |= {key: value for key, value in said[0].items() if value}
-        given |= {
-            name: [t | dict.fromkeys(said[0]) for t in tables] for name, tables in named.items()
+    common = [{k: t.get(k) for k in NAMES["of_all"]} for ts in tables.values() for t in ts]
+    if common and common.count(common[0]) == len(common):
+        theirs |= {key: value for key, value in common[0].items() if value}
+        theirs |= {
+            name: [t | dict.fromkeys(common[0]) for t in ts] for name, ts in tables.items()
         }
-    # LLaMA-Factory describes data sets by their names in a file of this folder
-    if "dataset_dir" in given:
-        info = found_at(f"{given['dataset_dir']}/dataset_info.json", folder)
+
+
+def _describe_data(theirs: Values, folder: Path) -> None:
+    """Put in place of LLaMA-Factory's names of data sets what its files say about them."""
+    # they are described in dataset_info.json of this folder
+    if "dataset_dir" in theirs:
+        info = existing_path(f"{theirs['dataset_dir']}/dataset_info.json", folder)
         described = json.loads(info.read_text(encoding="utf-8")) if info.exists() else {}
-        most = {"max_samples": given.pop("max_samples", None)}
+        most = {"max_samples": theirs.pop("max_samples", None)}
         unknown = {"unknown": "dataset_info.json does not describe it, so write its path"}
         for each in described.values():
             if "file_name" in each:
                 each["file_name"] = str(info.parent / each["file_name"])
-        for name in given.keys() & {"dataset", "eval_dataset"}:
-            given[name] = [
+        for name in theirs.keys() & {"dataset", "eval_dataset"}:
+            theirs[name] = [
                 most | described.get(each, {"path": each} | unknown)
-                for each in _listed(given[name])
+                for each in _listed(theirs[name])
             ]
-        if shares := given.get("interleave_probs"):
-            pairs = zip(given["dataset"], map(float, _listed(shares)), strict=True)
-            given["dataset"] = [source | {"probability": share} for source, share in pairs]
-            given["interleave_probs"] = given.pop("mix_strategy", "concat")
-    # v1 describes them in a file of their own
-    for name in given.keys() & {"train_dataset", "eval_dataset"}:
-        file = found_at(str(given[name]), folder)
+        if shares := theirs.get("interleave_probs"):
+            pairs = zip(theirs["dataset"], map(float, _listed(shares)), strict=True)
+            theirs["dataset"] = [source | {"probability": share} for source, share in pairs]
+            theirs["interleave_probs"] = theirs.pop("mix_strategy", "concat")
+    # version 1 has a file of its own for each list of data sets
+    for name in theirs.keys() & {"train_dataset", "eval_dataset"}:
+        file = existing_path(str(theirs[name]), folder)
         if file.suffix in (".yaml", ".yml"):
             described = read_yaml(file.read_text(encoding="utf-8"))
-            given[name] = [each | {"path": str(each["path"])} for each in described.values()]
-    return given, method, written, void
+            theirs[name] = [each | {"path": str(each["path"])} for each in described.values()]
 
 
-def _kinds(given: Values, folder: Path) -> list[str]:
-    """Return what rules may ask for: the chat template, and what the model is by its config.json, else by its name."""
-    model = next((str(given[name]) for name in NAMES["models"] if name in given), "")
-    if (file := found_at(f"{model}/config.json", folder)).is_file():
+def _kinds(theirs: Values, folder: Path) -> list[str]:
+    """Return the kinds that rules may ask for: the chat template, and what the model is by its config.json or name."""
+    model = next((str(theirs[name]) for name in NAMES["models"] if name in theirs), "")
+    if (file := existing_path(f"{model}/config.json", folder)).is_file():
         model = str(json.loads(file.read_text()).get("model_type"))
     kinds = [
         name for name, pattern in NAMES["kinds"].items() if re.search(pattern, model, re.I)
     ]
-    return [str(given.get("chat_template")), *kinds]
+    return [str(theirs.get("chat_template")), *kinds]
 
 
-def _source(
-    entry: Values | str, stage: str
-) -> tuple[Values | str, list[tuple[str, object, str]]]:
-    """Turn one of their data sets, a path or a description, into ours; name what would change its rows."""
+def _source(entry: Values | str, stage: str, refused: list[Refusal]) -> Values | str:
+    """Turn one of their data sets, a path or a description, into ours; refuse what would change its rows."""
     source: Values = {}
-    wrong, reasons = [], NAMES["row_reasons"]
+    reasons = NAMES["row_reasons"]
     for name, value in flat({"path": entry} if isinstance(entry, str) else entry).items():
         name = name.removeprefix("columns.")
         key, allowed = (
             NAMES[table].get(f"{stage}.{name}", NAMES[table].get(name))
             for table in ("sources", "rows")
         )
-        for pattern, means in NAMES["row_settings"].items():
-            for place, meant in (
-                flat(means).items() if re.fullmatch(pattern, f"{key or name}={value}") else ()
-            ):
-                put(source, place, meant)
-        said = (f"{name}={entry}" for entry in _entries(value))
-        wrong += [(name, value, reasons[each]) for each in said if each in reasons]
+        for pattern, settings in NAMES["row_settings"].items():
+            if re.fullmatch(pattern, f"{key or name}={value}"):
+                for our_key, our_value in flat(settings).items():
+                    put(source, our_key, our_value)
+        choices = (f"{name}={each}" for each in _entries(value))
+        refused += [(name, value, reasons[choice]) for choice in choices if choice in reasons]
         if value in NOTHING or key == f"columns.{value}" or allowed == []:
             continue
         if key == "split" and "[" in str(value):
-            wrong.append((name, value, "write max_examples for a part of a split"))
+            refused.append((name, value, "write max_examples for a part of a split"))
         elif key:
             put(source, key, value)
         elif allowed is None or _plain(value) not in allowed:
-            wrong.append((name, value, reasons.get(name, UNKNOWN)))
-    return source["path"] if source.keys() == {"path"} else source, wrong
+            refused.append((name, value, reasons.get(name, UNKNOWN)))
+    return source["path"] if source.keys() == {"path"} else source
 
 
 def _entries(value: object) -> list:
-    """Return a list of their values as it is, and one value alone as a list."""
+    """Return a list as it is, and a single value as a list."""
     return value if isinstance(value, list) else [value]
 
 
 def _listed(value: object) -> list:
-    """Return a list of their values, which may be a text with commas."""
+    """Return a list; a text is one whose entries commas separate."""
     return (
         [each.strip() for each in value.split(",")]
         if isinstance(value, str)
@@ -424,7 +447,7 @@ def _listed(value: object) -> list:
 
 
 def _plain(value: Any) -> Any:
-    """Read the numbers and switches that YAML and a shell leave as text, such as 1e-5; one value alone is no list."""
+    """Read the numbers and switches that YAML and shells leave as text, such as 1e-5; a list of one is that value."""
     if isinstance(value, list):
         return _plain(value[0]) if len(value) == 1 else [*map(_plain, value)]
     try:

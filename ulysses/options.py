@@ -1,6 +1,7 @@
-"""The doors of the engine's options: the one import by which each is entered, under the name that a setting gives it.
+"""The doors of the engine's options: the one import by which each is entered, by the name that a setting has for it.
 
-An option's files can be deleted (CONTRIBUTING lists them). What is deleted is refused by its name before any work.
+An option's files can be deleted (CONTRIBUTING lists them). A setting that asks for a deleted one is refused by name,
+before any work.
 """
 
 from collections.abc import Callable, Iterator
@@ -93,7 +94,7 @@ def _swanlab() -> type[Tracker]:
     return Swanlab
 
 
-# run.trackers; the package that each needs has its name
+# The names in run.trackers, each of which is also the name of the package that it needs.
 TRACKERS: dict[str, Callable[[], type[Tracker]]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
@@ -104,7 +105,7 @@ TRACKERS: dict[str, Callable[[], type[Tracker]]] = {
 
 
 def enter(doors: dict[str, Callable[[], Any]], name: str, setting: str) -> Any:
-    """Open a door; ConfigError, one sentence, if its files have been taken away."""
+    """Return what is behind a door; ConfigError, one sentence, if the option's files have been taken away."""
     try:
         return doors[name]()
     except ModuleNotFoundError as error:
@@ -116,9 +117,9 @@ def _absent(what: str, module: str | None) -> str:
 
 
 def check_parts(config: Config, shape: ModelConfig | None = None) -> Iterator[str]:
-    """Yield what settings, or the layers of a model, ask for that is not part of this installation."""
+    """Yield sentences about options that settings or a model's layers need and this installation lacks."""
     model = config.model
-    for what, asked, module in (
+    for what, is_wanted, module in (
         ("model.lora.rank", model.lora.rank, "models.lora"),
         ("model.quantize", model.quantize != "none", "models.quantized"),
         ("optimizer.moments", config.optimizer.moments == "8bit", "ulysses.zero.eight_bit"),
@@ -131,7 +132,7 @@ def check_parts(config: Config, shape: ModelConfig | None = None) -> Iterator[st
         ("a model with experts", shape and shape.moe, "models.moe"),
         ("a model with linear attention", shape and shape.delta, "models.delta"),
     ):
-        if asked and find_spec(module) is None:
+        if is_wanted and find_spec(module) is None:
             yield _absent(what, module)
 
 

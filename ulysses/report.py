@@ -40,16 +40,16 @@ TITLES = {
 }
 MARKERS = "os^Dv*PX"
 BY_POSITION = "Held-out nll by position (dotted: first evaluation, line: last)"
-# panels of the first screen, of those that a run has: between loss and speed what its stage is judged by
-OWN = "divergence accuracy margin rewards/accuracies rewards/margins objective/scores objective/kl"
-FIRST = ["loss", BY_POSITION, *OWN.split(), "lr", "grad_norm", "tokens_per_second"]
+# The panels of the first screen, as far as a run has them; in the middle those by which its stage is judged.
+OF_STAGES = "divergence accuracy margin rewards/accuracies rewards/margins objective/scores objective/kl"
+FIRST = ["loss", BY_POSITION, *OF_STAGES.split(), "lr", "grad_norm", "tokens_per_second"]
 OCTAVE = re.compile(r"nll(_se)?/\d.*")  # see stages/sft.py
 
 
 def read_run(folder: Path) -> pd.DataFrame:
-    """Return the numbers that a run folder's metrics hold, a column each, by step; ValueError if there is no line.
+    """Return a run's metrics by step, a column for each that is a number; ValueError if there is no line.
 
-    No step is repeated: a run that continues from an earlier checkpoint first drops the lines of later steps.
+    No step is repeated, because a run that continues a checkpoint first drops the lines of later steps.
     """
     lines = pd.DataFrame(complete_lines(existing(folder) / "metrics.jsonl"))
     if lines.empty:
@@ -65,23 +65,23 @@ def complete_lines(path: Path) -> list[dict[str, Any]]:
 
     Incomplete lines, such as the last one of a killed run, are left out.
     """
-    found = []
+    objects = []
     text = path.read_text(errors="replace") if path.is_file() else ""
     for line in re.findall(r'^\{"step": \d{1,15}\b.*\}$', text, re.MULTILINE):
         try:
-            found.append(json.loads(line, parse_int=float))
+            objects.append(json.loads(line, parse_int=float))
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} holds a line that is not JSON ({error}): {line:.80}"
             ) from None
-    return found
+    return objects
 
 
 def samples_tables(folder: str) -> str:
-    """Return a run's answers (run.samples) as HTML: a table for each prompt, with a row for each who answered it."""
+    """Return a run's answers (run.samples) as HTML: a table for each prompt, with a row for each answer."""
     lines = complete_lines(Path(folder) / "samples.jsonl")
     rows = pd.DataFrame(lines, columns=["prompt", "by", "answer"]).fillna("").astype(str)
-    # str: pandas itself writes the ends of lines out
+    # str, because pandas' own formatter escapes line breaks
     style = {"index": False, "header": False, "formatters": [str, str], "border": 0}
     return "".join(
         f"<h4>{escape(prompt)}</h4>{answers[['by', 'answer']].to_html(**style)}"
@@ -107,7 +107,7 @@ def draw_panel(
             window = 1 if marker or metric == "lr" else max(1, len(curve) // 30)
             style["ls"] = ":" if marker else "-"
             axis.plot(curve, alpha=0.3, **style)
-            # matplotlib drops labels that begin with _
+            # with a space before it, because matplotlib drops labels that begin with _
             label = f" {name} {prefix}".rstrip(" /")
             axis.plot(curve.rolling(window).mean(), label=label, **style)
             axis.locator_params("x", integer=True)
@@ -128,7 +128,7 @@ def draw_figures(runs: Runs) -> list[Figure]:
         values = seen.setdefault(re.sub(prefixes, "", name, count=1), set())
         values.update(run.get(name, pd.Series(dtype=float)).dropna())
     of_octaves = [metric for metric in seen if OCTAVE.fullmatch(metric)]
-    # as they were logged, from the first to the last
+    # they were logged from the first position to the last
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
     first = [m for m in FIRST if m in seen or (m == BY_POSITION and len(octaves) > 1)]
     rest = sorted(m for m in seen if len(seen[m]) > 1 and m not in first + of_octaves)
@@ -141,8 +141,8 @@ def draw_figures(runs: Runs) -> list[Figure]:
             draw_panel(figure.add_subplot(rows, COLUMNS, place), runs, panel, sets, octaves)
         figures.append(figure)
     entries = figures[0].axes[0].get_legend_handles_labels()
-    said = "pale: each step; line: running mean; dots: held out"
-    figures[0].legend(*entries, title=said, loc="outside upper left", ncols=4)
+    legend = "pale: each step; line: running mean; dots: held out"
+    figures[0].legend(*entries, title=legend, loc="outside upper left", ncols=4)
     return figures
 
 

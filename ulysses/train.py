@@ -16,13 +16,12 @@ from ulysses.imports import announce_imports, explained_imports, interruptible, 
 def main(arguments: list[str]) -> int:
     """Train, or inspect or plan a run, as the arguments ask; return the exit code after printing any error."""
     debug = wants_debug(arguments)
-    with explained_imports():  # none of them imports torch: a wrong command is told at once
-        from ulysses.config.command_line import parse_command_line
+    # none of these imports torch, so that a wrong command is told at once
+    with explained_imports():
+        from ulysses.config.command_line import help_text, parse_command_line
         from ulysses.config.section import ConfigError
         from ulysses.watch.failure import report_config_error
     if {"-h", "--help"} & set(arguments):
-        from ulysses.config.help_text import help_text
-
         print(help_text())
         return 0
     try:
@@ -34,7 +33,7 @@ def main(arguments: list[str]) -> int:
 
 
 def perform(config: Any, options: Any, *, debug: bool) -> int:
-    """Do what a checked command line asks; return the exit code, 1 after printing an error.
+    """Train, plan or inspect a run, as the options say; return the exit code, 1 after printing an error.
 
     Raises ConfigError for a setting that cannot be honoured.
     """
@@ -50,28 +49,27 @@ def perform(config: Any, options: Any, *, debug: bool) -> int:
         from ulysses.config.section import ConfigError
 
         if not debug:
-            quiet()  # before the imports below: libraries speak while they are imported
+            quiet()  # before the imports below, during which libraries print
         from ulysses.run.training_run import TrainingRun
         from ulysses.watch.failure import report_failure
 
         if only_looks:
             from ulysses.run.dry_run import dry_run, inspect
-    gc.freeze()  # modules stay: no later collection need look through them
+    gc.freeze()  # modules stay, so that no later collection need look through them
     imports = time() - Process().create_time()
     try:
         if only_looks:
-            return (
-                dry_run(config, options)
-                if options.dry_run
-                else inspect(config, options.inspect)
-            )
+            if options.dry_run:
+                return dry_run(config, options)
+            return inspect(config, options.inspect)
         verify = options.verify_weights
         with TrainingRun(config, debug=debug, verify_weights=verify, imports=imports) as run:
             run.train()
         return 0
     except ConfigError:
         raise
-    # code of the user's, such as a reward, may raise anything; an interrupt before the first step is Ctrl-C
+    # The user's code, such as a reward, may raise anything. An interrupt without a note of the loop is Ctrl-C before
+    # the first step, for `interruptible`.
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not hasattr(error, "__notes__"):
             raise

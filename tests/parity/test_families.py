@@ -21,7 +21,7 @@ from ulysses.memory.levels import LEVELS
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.layer_cost import Setting, layer_costs
+from ulysses.plan.layer_cost import LayerSetup, layer_costs
 
 LENGTHS = (5, 40, 1, 23)
 # of a norm, in float32
@@ -126,7 +126,7 @@ def test_linear_attention_in_bfloat16_is_as_near_to_float64_as_transformers(name
 @families
 def test_each_level_keeps_what_it_says(name: str) -> None:
     config = ModelConfig.from_hf(FAMILIES[name])
-    layers = layer_costs(config, Setting(size=4))
+    layers = layer_costs(config, LayerSetup(size=4))
     for level in ("keep_attention", "block"):
         each = [26 * layer.kept_bytes(level, 4) for layer in layers]
         assert kept_on_the_host(level, config) == pytest.approx(sum(each))

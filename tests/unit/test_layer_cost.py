@@ -23,7 +23,7 @@ from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.layer_cost import Setting, layer_costs
+from ulysses.plan.layer_cost import LayerSetup, layer_costs
 
 LENGTHS = 9, 1, 26  # 36 rows, of which every degree takes an equal share
 
@@ -55,7 +55,7 @@ def build(config, degree, rank, level, offloader=None):
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.data.normal_(0, 0.1)
     given = [Sequence(torch.arange(n) % 67, torch.ones(n)) for n in LENGTHS]
-    setting = Setting(degree, mesh.head_parallel_size, rank > 0, rank, 4)
+    setting = LayerSetup(degree, mesh.head_parallel_size, rank > 0, rank, 4)
     return model, pack_shard(given, mesh), setting
 
 

@@ -36,7 +36,9 @@ def measured(row):
     if adapters := row.get("adapters"):
         base, total = row["quantize"], model.parameters + adapters
         unmet = row.get("unmet", 0)
-        model = model._replace(parameters=total, trained=adapters, unmet=unmet, quantize=base)
+        model = model._replace(
+            parameters=total, trained=adapters, idle_adapters=unmet, quantize=base
+        )
         model = model._replace(rank=row.get("rank", 0))
     levels = ()
     for part in row["recompute"].split("+"):

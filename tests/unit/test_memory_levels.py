@@ -25,7 +25,7 @@ from ulysses.config.schema import LoraSection as Adapters
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import Offloader
 from ulysses.memory.tiling import TILE_ROWS
-from ulysses.plan.layer_cost import Setting, layer_costs
+from ulysses.plan.layer_cost import LayerSetup, layer_costs
 
 MIXED = [["block", "none", "keep_attention"]]  # a level for each of the three layers
 FAMILIES = pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_each_level_computes_again_what_it_says(level, config):
         found = counter.get_flop_counts()["Global"]
         return found.pop(attend), sum(found.values())
 
-    products, mixes = layer_costs(config, Setting())[0].computed_again(level, True)
+    products, mixes = layer_costs(config, LayerSetup())[0].computed_again(level, True)
     (calls, flops), (plain_calls, plain_flops) = counted(level), counted("none")
     assert calls == plain_calls * (1 + mixes)
     assert flops - plain_flops == pytest.approx(2 * 26 * 4 * products)

@@ -44,7 +44,7 @@ def test_equals_what_torch_counts(config, rank):
         planned = planned._replace(
             parameters=planned.parameters + adapters,
             trained=adapters,
-            unmet=rank * unmet,
+            idle_adapters=rank * unmet,
         )
     if (
         config is MOE

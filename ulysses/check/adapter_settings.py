@@ -1,4 +1,4 @@
-"""Settings of adapters, once the model's shape is known: what is wrong with them, and default targets."""
+"""Settings of adapters that the model's shape decides: what is wrong with them, and which defaults they take."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from ulysses.stages.base import Stage
 
 
 def check_adapters(lora: LoraSection, shape: ModelConfig, config: Config) -> Iterator[str]:
-    """Yield why adapters cannot be trained as asked, or their base cannot be quantised."""
+    """Yield why adapters cannot be trained as the settings say, or why their base cannot be quantised."""
     if lora.rank > shape.hidden_size:
         yield (
             f"model.lora.rank: is {lora.rank} but the model's matrices are {shape.hidden_size} wide; set a "
@@ -30,31 +30,27 @@ def check_adapters(lora: LoraSection, shape: ModelConfig, config: Config) -> Ite
 
 
 def _missing_targets(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:
-    """Yield which of the adapters' targets among the projections of linear attention the model does not have."""
-    own = rule_targets(shape)
-    lacking = sorted({*lora.targets} & {*RULE_TARGETS} - {*own})
+    """Yield which targets name projections of linear attention that the model does not have."""
+    possible = rule_targets(shape)
+    lacking = sorted({*lora.targets} & {*RULE_TARGETS} - {*possible})
     if lacking:
-        has = (
-            f"of linear attention it has {', '.join(sorted(own))}"
-            if own
-            else "it has no linear attention"
-        )
+        has = "it has no linear attention"
+        if possible:
+            has = f"of linear attention it has {', '.join(sorted(possible))}"
         yield (
             f"model.lora.targets has {', '.join(lacking)}, which this model lacks: {has}; correct the list"
         )
 
 
 def _errors_of_experts(lora: LoraSection, shape: ModelConfig) -> Iterator[str]:
-    """Yield why adapters of experts cannot be trained as asked, or not be exported for PEFT."""
+    """Yield why adapters of experts cannot be trained as the settings say, or not be exported for PEFT."""
     of_mlp = sorted({*lora.targets} & {*MLP_TARGETS})
-    if not of_mlp:
-        return
     if ("gate_proj" in of_mlp) != ("up_proj" in of_mlp):
         yield (
             f"model.lora.targets has {' and '.join(of_mlp)}, but experts hold gate_proj and up_proj in one matrix; "
             "name both or none"
         )
-    if lora.dropout:
+    if of_mlp and lora.dropout:
         yield (
             f"model.lora.dropout is {lora.dropout:g} but adapters of experts have none; set it to 0, or take "
             f"{', '.join(of_mlp)} out of model.lora.targets"
@@ -71,11 +67,11 @@ def choose_targets(config: Config, lora: LoraSection, shape: ModelConfig) -> Con
 
 
 def choose_base(config: Config, stage: Stage, folder: Path) -> Config:
-    """Name the base of the adapters if there is an adapter in the model's folder.
+    """Decide what becomes of an adapter in the model's folder, if there is one: it is continued, or merged.
 
-    One with the settings of the run is continued: its base is the run's, and its A and B are the start. Another one is
-    merged, into a base that lies in no folder, so that exports are whole models. It is merged too where the stage
-    compares with the model that training starts from, which is the base without the run's adapters.
+    An adapter with the settings of the run is continued: the run has its base, and starts from its A and B. Any other
+    one is merged. Since no folder holds such a base, exports are whole models then. An adapter is merged too if the
+    stage compares with the model that training starts from, because the base without adapters stands for that model.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         return config
@@ -84,11 +80,12 @@ def choose_base(config: Config, stage: Stage, folder: Path) -> Config:
     lasts = [str(name).removesuffix(".weight").rpartition(".")[2] for name in named]
     targets = {*" ".join(lasts).replace("gate_up_proj", "gate_proj up_proj").split()}
     whole = "embed_tokens" in (raw.get("modules_to_save") or ())
-    given = raw["r"], raw.get("lora_alpha") or 8, bool(raw.get("use_rslora")), targets, whole
-    own = lora.rank, lora.alpha, lora.rslora, {*lora.targets}, bool(lora.train)
-    is_plain = not (base_folder(folder, need_weights=False) / ADAPTER_CONFIG).is_file()
+    theirs = raw["r"], raw.get("lora_alpha") or 8, bool(raw.get("use_rslora")), targets, whole
+    ours = lora.rank, lora.alpha, lora.rslora, {*lora.targets}, bool(lora.train)
+    has_whole_base = not (base_folder(folder, need_weights=False) / ADAPTER_CONFIG).is_file()
+    compares = not all(model.path for model in stage.requirements.models)
     model: Values = {"lora": lora.model_copy(update={"merge": True})}
-    if given == own and is_plain and all(x.path for x in stage.requirements.models):
+    if theirs == ours and has_whole_base and not compares:
         model = dict(zip(("path", "revision"), name_of_base(folder)))
     return config.model_copy(update={"model": config.model.model_copy(update=model)})
 

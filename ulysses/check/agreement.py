@@ -1,24 +1,38 @@
-"""What several processes must have in common before a run begins: settings, data, source and weights."""
+"""What must be the same: in all processes of a run, and in a run and the checkpoint that it continues."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from ulysses.check.inputs import RunInputs
-from ulysses.config.section import ConfigError, flat
+from models.arch import ModelConfig
+from models.folders import ADAPTER_CONFIG
+from ulysses.check.input_files import RunInputs
+from ulysses.check.run_folder import HELD_OUT, read_run_state
+from ulysses.config.schema import Config
+from ulysses.config.section import ConfigError, error_context, flat
 from ulysses.data.read.tokenizer import tokenizer_digest
 from ulysses.disk import digest_of, sampled_digest
 from ulysses.environment import NODE, local_rank
+from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import gather
 
 PACKAGES = Path(__file__).parents[2]
+# What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
+ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
+# What may differ between the model's config.json of a checkpoint and that of the run that continues it.
+FREE_KEYS = (
+    "initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- all processes
 
 
 def facts_of(inputs: RunInputs, digests: Mapping[str, str], verify: bool) -> dict[str, object]:
-    """Return what must be equal on all ranks, by the words that name it; files are read by one process of a node.
+    """Return what must be equal on all ranks, by the words that name it; one process of each node reads the files.
 
     Args:
-        digests: of the inputs (run_folder.py).
+        digests: of the run's inputs (run_folder.py).
         verify: compare whole weight files, and not only 64 blocks of each.
     """
     facts = flat(inputs.config.model_dump(mode="json"))
@@ -39,12 +53,66 @@ def facts_of(inputs: RunInputs, digests: Mapping[str, str], verify: bool) -> dic
 
 def agree(facts: Mapping[str, object]) -> None:
     """Raise ConfigError on every rank if a rank has other facts than rank 0, naming the first and both nodes."""
-    known = gather((NODE, facts))
-    home, first = known[0]
-    for rank, (node, theirs) in enumerate(known):
+    of_ranks = gather((NODE, facts))
+    home, first = of_ranks[0]
+    for rank, (node, theirs) in enumerate(of_ranks):
         for what, value in theirs.items():
             if value != first.get(what):
                 raise ConfigError(
                     f"{what} is {value!r} on {node} (rank {rank}) but {first.get(what)!r} on {home} (rank 0); "
                     "start all processes with the same settings, files and library versions"
                 )
+
+
+# ---------------------------------------------------------------- a checkpoint and its continuation
+
+
+def check_same_run(config: Config, shape: ModelConfig, checkpoint: Path) -> None:
+    """Refuse a checkpoint of a run with another stage, model or chain of gradient policies; nothing is loaded yet."""
+    state = read_run_state(checkpoint)
+    ours = {**flat(config.model_dump(mode="json")), **shape.to_hf()}
+    theirs = {
+        "model.lora.train": [],
+        **flat(state["config"]),
+        **ModelConfig.from_hf(state["shape"]).to_hf(),
+    }
+    fixed = [key for key in shape.to_hf() if key not in FREE_KEYS]
+    adapted = ["model.quantize", "model.lora.rank"]
+    if config.model.lora.rank:
+        adapted += ["model.lora.targets", "model.lora.train"]
+        if (Path(str(theirs["model.path"])) / ADAPTER_CONFIG).exists():
+            adapted.append("model.path")  # an adapter that was merged into its base
+    for name in (*ALLOWED_ANYWAY, *fixed, *adapted):
+        anyway = name in ALLOWED_ANYWAY
+        if ours[name] != theirs.get(name) and not (anyway and config.run.resume_anyway):
+            more = ", or run.resume_anyway = true" if anyway else ""
+            raise ConfigError(
+                f"the run that wrote {checkpoint} had {name} {theirs.get(name)!r} but this run has {ours[name]!r}; "
+                f"set the same, or another run.output{more}",
+                "run.resume",
+            )
+    with error_context("run.resume"):
+        gradient_policies(config.gradients).load_state_dict(state["policies"])
+
+
+def changes(config: Config, checkpoint: Path, inputs: dict[str, str]) -> list[str]:
+    """Return what has changed since the checkpoint that the run continues, in words.
+
+    `inputs` are digests. Raises ConfigError if the training data are others than those that the run began with, or the
+    weights of a frozen model.
+    """
+    state = read_run_state(checkpoint)
+    old = state["inputs"]
+    changed = [key for key in inputs if key != HELD_OUT and old.get(key) != inputs[key]]
+    if changed and not config.run.resume_anyway:
+        raise ConfigError(
+            f"{' and '.join(changed)} have changed since {checkpoint} was written; restore them, or set "
+            "run.resume_anyway = true or another run.output",
+            "run.resume",
+        )
+    before = flat(state["config"]) | old
+    return [
+        f"{key} was {before.get(key)!r} and is {value!r}"
+        for key, value in (flat(config.model_dump(mode="json")) | inputs).items()
+        if value != before.get(key) and not key.startswith("run.resume")
+    ]

@@ -1,7 +1,10 @@
-"""What a run reads besides the rows of its data: the model's shape and weights, and the tokenizer."""
+"""What a run reads besides the rows of its data: the model's shape and weights, and the tokenizer.
+
+RunInputs is what the checks hand to the run.
+"""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -27,19 +30,40 @@ from ulysses.data.read.sources import missing_sources, parse_sources
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import check_fits
+from ulysses.parallel.kernels.choice import KernelChoice
 from ulysses.stages.base import Stage
 
 ROUTERS = {"router_aux_loss_coefficient", "freeze_router"}  # settings of experts
-# A folder that holds none of these has no tokenizer, whatever else describes one.
+# Files that hold a tokenizer's vocabulary: a folder without any has no tokenizer, whatever else describes one.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
 MOST_EXAMPLES = 2**28  # of an epoch, whose order is in memory
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run starts from, as the checks found it; after a dry run with findings some of it is None."""
+
+    config: Config
+    stage: Stage
+    shape: ModelConfig
+    folder: Path | None  # of the model; None for a shape given by name or keys
+    tokenizer: PreTrainedTokenizerFast
+    place: Path  # the folder, or the tokenizer.json, that the tokenizer was read from
+    template: ChatTemplate | None  # None for plain text
+    weights: InitialWeights
+    # of the stage's other models, by the settings that name them
+    others: dict[str, InitialWeights]
+    attention: str  # the name by which the layers choose their kernel
+    kernel: KernelChoice
+    resume_from: Path | None
+    disk_warning: str
 
 
 # ---------------------------------------------------------------- data
 
 
 def check_sources(config: Config) -> None:
-    """Refuse data that are not there, before anything opens them."""
+    """Refuse data that do not exist, before anything opens them."""
     data = config.data
     if missing := missing_sources(parse_sources(data.train) + parse_sources(data.eval)):
         with error_context("data"):
@@ -53,7 +77,7 @@ def check_sources(config: Config) -> None:
 def check_examples(
     config: Config, stage: Stage, train: TokenizedDataset, held_out: TokenizedDataset | None
 ) -> None:
-    """Refuse open data of which nothing is trained on, or an example that is longer than a micro-batch."""
+    """Refuse opened data with a source of which nothing is trained on, or an example longer than a micro-batch."""
     counts = np.bincount(train.sources, minlength=len(train.source_weights))
     taken = np.floor(counts * train.source_weights + 0.5)  # as StepLoader counts them
     if taken.sum() > max(MOST_EXAMPLES, len(train)):
@@ -61,8 +85,8 @@ def check_examples(
             f"by the weights or probabilities of its sources an epoch of data.train has {taken.sum():,.0f} examples, "
             f"but can have {MOST_EXAMPLES:,}; give less uneven ones"
         )
-    for path, count, own in zip(train.source_paths, counts, taken):
-        if count and not own:
+    for path, count, of_source in zip(train.source_paths, counts, taken):
+        if count and not of_source:
             raise ConfigError(
                 f"the weights or probabilities of data.train leave no example of {path} in an epoch, which has "
                 f"{count}; raise its own, or remove it"
@@ -91,21 +115,23 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
     with error_context("model"):
         if folder is not None:
             shape = read_config(folder, **rope)
-            if model.init == "random":  # which belongs to nothing around it
+            # random weights are no part of a larger model, such as one with vision
+            if model.init == "random":
                 shape = replace(shape, around="")
             raw = shape.to_hf()
         elif model.arch:
             raw = architecture(model.arch).to_hf()
         if model.config or folder is None:
-            raw.pop("rope_parameters", None)  # model.config may have either style
-            for name in model.config:  # which may say in other words what `raw` says
+            raw.pop("rope_parameters", None)  # model.config may have either style of them
+            for name in model.config:  # under another name `raw` may say the same
                 raw.pop(name, None)
                 raw.pop(LISTS.get(name, ""), None)
             shape = ModelConfig.from_hf({**raw, **model.config}, **rope)
     family = shape.family
-    known = {*shape.to_hf(), *KINDS, *NEUTRAL, *family.defaults, *family.fixed, *family.aliases}
-    for name in sorted(model.config.keys() - known):
-        near = f", did you mean {x[0]}" if (x := get_close_matches(name, known, 1)) else ""
+    fields = {*shape.to_hf(), *KINDS, *NEUTRAL}
+    fields |= {*family.defaults, *family.fixed, *family.aliases}
+    for name in sorted(model.config.keys() - fields):
+        near = f", did you mean {x[0]}" if (x := get_close_matches(name, fields, 1)) else ""
         raise ConfigError(
             f"{name} is no field of a {shape.model_type} model here{near}; correct or remove it",
             "model.config",
@@ -136,16 +162,16 @@ def fit_window(
 ) -> ModelConfig:
     """Return the shape with a window that holds the run's longest sequence.
 
-    Only random weights, and a model that is to extrapolate, learn a longer window than they have; for others
-    ConfigError refuses such a sequence. `setting` names the model's, or another model.
+    Random weights, and a model that is to extrapolate, may learn a longer window than they have. For all others
+    ConfigError refuses such a sequence. `setting` names a frozen model, if the shape is not the trained one's.
     """
     longest = stage.requirements.longest_example
     window, scaling = shape.max_position_embeddings, shape.rope_scaling
-    is_own = setting == "data.max_length"
-    learns = is_own and config.model.init == "random"
+    is_trained = setting == "data.max_length"
+    learns = is_trained and config.model.init == "random"
     if longest > window and not learns and not config.model.rope.extrapolate:
         original = scaling.original_max_position_embeddings if scaling else window
-        table = "model.rope" if is_own else "rope_scaling"
+        table = "model.rope" if is_trained else "rope_scaling"
         sampled = " or ppo.max_new_tokens" if longest > config.data.max_length else ""
         raise ConfigError(
             f"sequences may have {longest} tokens but the window of the model has {window}; set {table}.type = "
@@ -200,24 +226,24 @@ def initial_weights(
     shape = stage.exported_config(shape, tokenizer)
     if template and not stage.reward:
         # config.json names every token that ends a turn: the template's, EOS and those that the model has learnt
-        known = shape.eos_token_id if pretrained else ()
-        ends = {template.end_of_turn, template.encoder.eos, *known}
+        learnt = shape.eos_token_id if pretrained else ()
+        ends = {template.end_of_turn, template.encoder.eos, *learnt}
         shape = replace(shape, eos_token_id=tuple(sorted(ends)))
-    found, rows = folder if pretrained else None, {}
+    source, rows = folder if pretrained else None, {}
     continues = False
-    if found and (found / ADAPTER_CONFIG).is_file():
-        continues = name_of_base(found)[0] == config.model.path
+    if source and (source / ADAPTER_CONFIG).is_file():
+        continues = name_of_base(source)[0] == config.model.path
     if added := config.model.add_tokens:
         before = load_tokenizer(place, **config.model.special_tokens)
         pieces = [before.encode(text, add_special_tokens=False) for text in added]
-        # rows that only fill the vocabulary up are made like the last token's
+        # rows that only fill the vocabulary up (model.pad_vocabulary) are made like the last token's
         numbers = [
             *tokenizer.convert_tokens_to_ids(added),
             *range(len(tokenizer), shape.vocab_size),
         ]
         rows = dict(zip_longest(numbers, pieces, fillvalue=pieces[-1]))
-    given = config.run.seed, found, config.model.quantize
-    return shape, InitialWeights(shape, *given, new_rows=rows, continues=continues)
+    origin = config.run.seed, source, config.model.quantize
+    return shape, InitialWeights(shape, *origin, new_rows=rows, continues=continues)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -228,13 +254,12 @@ def read_tokenizer(
 ) -> tuple[ModelConfig, PreTrainedTokenizerFast | None, Path | None, ChatTemplate | None]:
     """Return the shape with model.add_tokens, the tokenizer, where it was read and, for chats, its template.
 
-    All but the shape is None if it is absent with the model.
+    All but the shape is None if the tokenizer should come with the model, and that is absent.
     """
-    given = config.model.tokenizer
-    if given:
-        place = Path(given)
+    if name := config.model.tokenizer:
+        place = Path(name)
         if not place.exists():
-            place = resolve_model(given, need_weights=False, key="model.tokenizer")
+            place = resolve_model(name, need_weights=False, key="model.tokenizer")
     elif folder:
         place = folder_with(folder, "tokenizer*")
     elif config.model.path:
@@ -270,8 +295,9 @@ def read_tokenizer(
     template = None
     if stage.dataset_type != "text":
         with error_context("data.chat_template"):
-            given = config.data.chat_template, config.data.chat_template_kwargs
-            template = ChatTemplate(tokenizer, *given)
+            template = ChatTemplate(
+                tokenizer, config.data.chat_template, config.data.chat_template_kwargs
+            )
         samples, window = config.run.samples, shape.max_position_embeddings
         with error_context("run.samples"):
             for text in samples if isinstance(samples, list) else ():

@@ -19,41 +19,40 @@ from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.stages.base import Stage
 
-# Tokens of sequences up to which torch's attention is as fast as flash4, whose import takes seconds.
+# Tokens of a sequence up to which torch's attention is as fast as flash4, whose import takes seconds.
 SHORT = 1024
 
 
 def choose_kernel(
     config: Config, stage: Stage, shape: ModelConfig, strict: bool
 ) -> tuple[str, KernelChoice | None]:
-    """Return what the layers are told of the kernel, and the one that computes whole attention here.
+    """Return the kernel's name for the layers, and the kernel that computes attention without a window here.
 
-    A dry run, which is not `strict`, may plan for another machine and chooses none.
+    A dry run, which is not `strict`, may plan for another machine and chooses no kernel.
 
     Raises ConfigError for a kernel that cannot run here; ValueError if the kernels of linear attention are absent.
     """
     model = config.model
     if not strict:
         return model.attention, None
-    told, device = model.attention, "cuda" if torch.cuda.is_available() else "cpu"
+    name, device = model.attention, "cuda" if torch.cuda.is_available() else "cpu"
     is_short = stage.requirements.longest_example <= SHORT
-    if told == "auto" and device == "cuda" and model.dtype == "bfloat16" and is_short:
-        told = "torch"
+    if name == "auto" and device == "cuda" and model.dtype == "bfloat16" and is_short:
+        name = "torch"
     case = device, getattr(torch, model.dtype), shape.head_dim
     with error_context("model.attention"):
-        for window in (*shape.windows, None):  # the whole attention's is the one to report
-            found = resolve_kernel(told, *case, window=window)
-    if _needs_rule(config, shape, told, device):
+        for window in (*shape.windows, None):  # the last one, without a window, is reported
+            kernel = resolve_kernel(name, *case, window=window)
+    if shape.delta and _needs_delta_kernels(config, name, device):
         from models.ops.delta_kernels import load
 
         load()
-    return told, found
+    return name, kernel
 
 
-def _needs_rule(config: Config, shape: ModelConfig, kernel: str, device: str) -> bool:
-    """Tell whether layers of linear attention run the kernels of other packages."""
-    is_half = device == "cuda" and config.model.dtype == "bfloat16"
-    return shape.delta is not None and is_half and kernel != "reference"
+def _needs_delta_kernels(config: Config, kernel: str, device: str) -> bool:
+    """Return whether layers of linear attention run the kernels of other packages."""
+    return device == "cuda" and config.model.dtype == "bfloat16" and kernel != "reference"
 
 
 def check_kernel(
@@ -79,12 +78,12 @@ def check_kernel(
         stage.requirements.longest_example,
         shape.windows or (None,),
     )
-    if shape.delta and _needs_rule(config, shape, kernel, device.type):
+    if shape.delta and _needs_delta_kernels(config, kernel, device.type):
         from models.ops.delta_kernels import prove_rule
 
         keys, values, *widths = astuple(shape.delta)
-        own = head_layout(values, keys, math.gcd(mesh.sequence_parallel_size, values))
-        case = "gated delta rule", device, own.key, own.query, *widths
+        heads = head_layout(values, keys, math.gcd(mesh.sequence_parallel_size, values))
+        case = "gated delta rule", device, heads.key, heads.query, *widths
         prove_once(Path(config.data.cache), *case, prove=prove_rule)
 
 
@@ -95,13 +94,13 @@ def prove_once(
     *case: object,
     prove: Callable[..., None] = prove_kernel,
 ) -> None:
-    """Call prove(kernel, device, *case), unless `cache` holds that this was done with the same of everything.
+    """Call prove(kernel, device, *case), unless a file in `cache` says that the same was proved before.
 
-    Raises FloatingPointError for a kernel that is wrong; nothing is kept then.
+    Raises FloatingPointError for a kernel that is wrong; no file is written then.
     """
     facts = [kernel, *map(str, case), torch.__version__, torch.get_deterministic_debug_mode()]
     names = "ulysses-engine", "flash-attn-4", "triton", "fla-core", "flash-qla", "tilelang"
-    for name in names:  # some are not installed
+    for name in names:  # a package that is not installed adds its name alone
         facts += [name, *(package.version for package in distributions(name=name))]
     if device.type == "cuda":
         facts += [str(torch.cuda.get_device_properties(device)), torch.backends.cudnn.version()]

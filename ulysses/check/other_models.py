@@ -1,4 +1,4 @@
-"""What a run reads besides the trained model: frozen models and rewards; imported where a stage has them."""
+"""The checks of what a run reads besides the trained model: frozen models and rewards."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ def read_others(
     need_weights: bool,
     others: dict[str, InitialWeights],
 ) -> list[object]:
-    """Fill `others` with the weights of the run's other models, by their settings; return what is wrong with them."""
+    """Put the weights of frozen models into `others`, by the settings that name them; return what is wrong."""
     errors: list[object] = []
     for other in filter(lambda model: model.path, stage.requirements.models):
         with error_context(errors=errors):
@@ -32,7 +32,7 @@ def read_others(
 
 
 def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWeights:
-    """Return the weights of a model that the run reads besides the trained one."""
+    """Return the weights of one frozen model; ConfigError if they are not what they must be."""
     folder = resolve_model(other.path, need_weights=need_weights, key=other.setting)
     with error_context(other.setting):
         weights = InitialWeights(read_config(folder), 0, folder)
@@ -52,26 +52,29 @@ def check_vocabularies(
     models: list[AuxiliaryModel],
     others: dict[str, InitialWeights],
 ) -> Iterator[str]:
-    """Yield which models do not read the trained one's tokens, and what the stage objects to in its tokenizer."""
-    # a policy that is sampled may say any token of its vocabulary
+    """Yield which frozen models lack tokens of the trained one, and what the stage objects to in its tokenizer."""
+    # a policy that is sampled may write any token of its vocabulary, whether its tokenizer knows it or not
     needed = shape.vocab_size if stage.dataset_type == "prompt" else len(tokenizer)
     for model in models:
-        own = others[model.setting].shape.vocab_size
-        if model.is_reward and own != needed:
+        tokens = others[model.setting].shape.vocab_size
+        if model.is_reward and tokens != needed:
             yield (
-                f"{model.setting} {model.path} has {own} tokens and the policy {needed}, but it must read the "
+                f"{model.setting} {model.path} has {tokens} tokens and the policy {needed}, but it must read the "
                 "policy's tokens; train the reward model from the same base model"
             )
-        elif own < needed:
+        elif tokens < needed:
             yield (
-                f"{model.setting} {model.path} has {own} tokens but the policy {needed}; use a model with the "
+                f"{model.setting} {model.path} has {tokens} tokens but the policy {needed}; use a model with the "
                 "policy's tokenizer"
             )
     yield from stage.check_tokenizer(tokenizer)
 
 
 def check_rewards(rewards: Iterable[str], strict: bool) -> list[object]:
-    """Return errors for reward functions that are not there; only a run that starts imports them: user's code runs."""
+    """Return errors for reward functions that do not exist.
+
+    Only a run that starts (`strict`) imports them, because that runs the user's code.
+    """
     errors: list[object] = []
     for reward in filter(is_function, rewards):
         with error_context(errors=errors):

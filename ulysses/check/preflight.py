@@ -1,12 +1,12 @@
-"""What is checked before a run takes memory, from the first check to the last, and what the checks find.
+"""All checks before a run takes memory, from the first to the last, and what they find.
 
-`prepare` makes the checks of one process by itself. Those that come later are called where they fall due:
+`prepare` makes the checks that a process can make alone. The others are called later (run/training_run.py):
 
     data         check_examples, once the data are open (run/build.py)
     resuming     changes, before a checkpoint is continued
     processes    agree, once the processes have met
-    folder       hold_output, after they agree; nothing is written there yet but who holds it
-    plan         check_kernel and choose_memory, before the run takes memory (run/training_run.py)
+    folder       hold_output, after they agree; until then nothing is written into the run's folder
+    plan         check_kernel and choose_memory, before the run takes memory
 
 Each error is one sentence: what was given, what is required and what to change.
 """
@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ulysses.check.agreement import check_same_run
 from ulysses.check.input_files import (
+    RunInputs,
     check_model,
     check_routers,
     check_sources,
@@ -24,9 +26,7 @@ from ulysses.check.input_files import (
     read_shape,
     read_tokenizer,
 )
-from ulysses.check.inputs import RunInputs
 from ulysses.check.kernel_proof import choose_kernel
-from ulysses.check.resuming import check_same_run
 from ulysses.check.run_folder import check_disk, check_folders, resume_point
 from ulysses.check.setting_checks import (
     check_packages,
@@ -42,14 +42,17 @@ from ulysses.options import check_parts, stage_of
 from ulysses.plan.planner import published_shape
 from ulysses.stages.base import Stage
 
-# Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
+# The least share of a vocabulary that a model's own tokenizer knows; the rest is padding.
 LEAST_KNOWN = 0.9
 
 
 def check_settings(
     config: Config, world_size: int = 0, findings: list[str] | None = None
 ) -> Stage:
-    """Refuse settings by themselves, before any file is opened, and return the stage; the arguments are `prepare`'s."""
+    """Refuse what the settings alone show to be wrong, before any file is opened, and return the stage.
+
+    The arguments are those of `prepare`.
+    """
     stage, errors = stage_of(config), list[object]()
     errors += check_processes(config, world_size)
     errors += contradictions(config, stage)
@@ -66,12 +69,12 @@ def prepare(
     """Check a configuration against the machine and the files, and read what they say about the model.
 
     Nothing is written, and no data are opened. With `run.deterministic`, torch's switches are set here. What a check
-    could not read stays None, and the checks that need it are left out: that it is absent or wrong has been told.
+    could not read stays None, and the checks that need it are left out, since its own error is told.
 
     Args:
         world_size: number of processes; 0 asks the launcher.
-        findings: collects, for a dry run, what is merely absent: weights, data, tokenizer, hub, disk space. Without it
-            absence refuses the run like everything else. A dry run downloads no weights and checks no kernel.
+        findings: of a dry run: collects what is merely absent: weights, data, tokenizer, hub, disk space. No weights
+            are downloaded then, and no kernel is checked. Without findings absence refuses the run like other errors.
 
     Raises ConfigError: all errors about settings or, if there are none, about what they name.
     """
@@ -120,7 +123,7 @@ def prepare(
         errors += read_others(config, stage, strict, other_weights)
     if config.ppo.reward:
         errors += check_rewards(config.ppo.reward, strict)
-    # a dry run that continues no checkpoint says itself that the folder is taken
+    # a dry run that continues no checkpoint looks at the run's folder later, for its verdict
     if strict or config.run.resume != "never":
         with error_context(errors=errors):
             resume_from = resume_point(config.run)
@@ -129,7 +132,7 @@ def prepare(
             check_same_run(config, shape, resume_from)
     refuse(errors, findings)
 
-    # ---------------------------------------------------------------- all of them, if nothing was absent
+    # ---------------------------------------------------------------- all of them together, if nothing was absent
     if not findings:
         if others:
             errors += check_vocabularies(stage, shape, tokenizer, others, other_weights)
@@ -161,7 +164,7 @@ def prepare(
 
 
 def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
-    """Yield the lines about a run's settings and the steps that it takes."""
+    """Yield lines about settings that are right and may still not be meant."""
     if inputs.disk_warning:
         yield inputs.disk_warning
     config, total = inputs.config, inputs.stage.total_steps(loader)

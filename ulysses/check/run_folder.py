@@ -1,7 +1,7 @@
 """A run's folder: whether a run may write there, what its checkpoints are, and which one it continues.
 
-RUN/checkpoints/step-12/run.json holds the run's id and settings, the digest of every other file, and its own. Data, the
-base of adapters and frozen models are told by digests of their content in it.
+RUN/checkpoints/step-12/run.json holds the run's id and settings, the digest of every other file, and its own. What a
+run reads and its checkpoints do not hold (data, the base of adapters, frozen models) stands there by digests.
 """
 
 import json
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from ulysses import environment
-from ulysses.check.inputs import RunInputs
+from ulysses.check.input_files import RunInputs
 from ulysses.config.schema import Config, RunSection
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.config.stage_sections import is_function
@@ -46,8 +46,8 @@ FORMAT = 6
 FIELDS = {"step", "files", "config", "shape", "policies", "inputs"}  # of run.json, at least
 CHECKPOINT = re.compile("step-(0|[1-9][0-9]*)")
 TRAINED_ON, HELD_OUT = "the training data or how they are tokenised", "the held-out data"
-OWN = "model.path"  # the setting of the trained model
-FIRST = {".lock", HOLDER, "checkpoints"}  # what a run makes before its config.json
+TRAINED_MODEL = "model.path"  # the setting that names it
+BEFORE_CONFIG = {".lock", HOLDER, "checkpoints"}  # what a run makes before its config.json
 BEGINNING = re.compile(rb'\{\s*"stage": ')  # of a run's config.json
 
 
@@ -62,7 +62,7 @@ def check_folders(
     others: Mapping[str, InitialWeights],
     resume_from: Path | None,
 ) -> None:
-    """Refuse an output folder that is neither new, empty nor a run's own, or that belongs to what the run reads.
+    """Refuse an output folder that is neither new, empty nor a run's own, or that overlaps with what the run reads.
 
     Args:
         folder: of the trained model.
@@ -74,11 +74,11 @@ def check_folders(
         read += [(setting, s.place) for s in parse_sources(given) if not s.is_on_hub]
     read.append(("data.cache", Path(data.cache)))
     if folder:
-        read.append(("model.path", folder))
+        read.append((TRAINED_MODEL, folder))
     if config.model.tokenizer and place:
         read.append(("model.tokenizer", place))
-    for setting, found in {"model.path": weights, **others}.items():
-        read += [(setting, place) for place in {path.parent for path in found.paths}]
+    for setting, model in {TRAINED_MODEL: weights, **others}.items():
+        read += [(setting, place) for place in {path.parent for path in model.paths}]
     parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
     for place in (output, *parts):
         check_apart("run.output", place, read)
@@ -87,7 +87,7 @@ def check_folders(
         check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
         if not lies_in(config.sampler_folder, output):
             check_empty(config.sampler_folder, "ppo.sampler_folder")
-    has_begun = output.is_dir() and {*os.listdir(output)} <= FIRST
+    has_begun = output.is_dir() and {*os.listdir(output)} <= BEFORE_CONFIG
     if not has_begun and not is_run_folder(output):
         check_empty(output, "run.output")
     if config.run.export and resume_from is None:
@@ -109,8 +109,8 @@ def is_run_folder(folder: Path) -> bool:
 def check_disk(config: Config, shape: ModelConfig, resume_from: Path | None) -> str:
     """Refuse a disk that cannot hold the export and the checkpoints that are saved by step.
 
-    Return a warning if it cannot hold those of run.save_minutes, which a short run never saves. What the run folder
-    holds already counts as free: those are checkpoints that are kept or go.
+    Return a warning if it cannot hold the checkpoints of run.save_minutes, which a short run never saves. What the run
+    folder holds already counts as free, because new checkpoints take its place.
     """
     run, output = config.run, config.output
     place = next(folder for folder in (output, *output.parents) if folder.exists())
@@ -126,7 +126,7 @@ def check_disk(config: Config, shape: ModelConfig, resume_from: Path | None) -> 
     export = trained * getattr(torch, config.export_dtype).itemsize if run.export else 0
 
     def lacking(setting: str, count: int) -> str:
-        """Return a sentence if there is no room for so many checkpoints, which a setting asks for, and the export."""
+        """Return a sentence if there is no room for the export and this number of checkpoints of a setting."""
         need = 12 * trained * count + export
         if need <= free:
             return ""
@@ -167,10 +167,10 @@ def _size(count: float) -> str:
 
 
 def hold_output(config: Config, resources: ExitStack) -> tuple[str, str]:
-    """Let rank 0 hold the run folder until `resources` are closed, and see that all nodes share it.
+    """Let rank 0 hold the run folder until `resources` are closed, and check that all nodes share it.
 
-    Return the run's id and who held the folder before without giving it back. Raises ConfigError on every rank if
-    another run holds the folder, or a node does not see what rank 0 writes there.
+    Return the run's id, and the run that held the folder before and ended without giving it back, or "". Raises
+    ConfigError on every rank if another run holds the folder, or if a node does not see what rank 0 writes there.
     """
     output, run_id, before, complaint = config.output, token_hex(4), "", ""
     holder = f"run {run_id}, process {os.getpid()} on {NODE}"
@@ -180,13 +180,13 @@ def hold_output(config: Config, resources: ExitStack) -> tuple[str, str]:
         except DiskError as error:
             complaint = str(error)
     run_id, before, holder = gather((run_id, before, holder))[0]
-    place = output / HOLDER
-    if not complaint and not (place.exists() and place.read_text() == holder):
+    file = output / HOLDER
+    if not complaint and not (file.exists() and file.read_text() == holder):
         complaint = (
             f"{output} on {NODE} is not the folder that rank 0 writes to; set it to a folder on a file system "
             "that all nodes share"
         )
-    for refusal in filter(None, gather(complaint)):  # all raise the first one
+    for refusal in filter(None, gather(complaint)):  # every rank raises the first one
         raise ConfigError(refusal, "run.output")
     return run_id, before
 
@@ -199,7 +199,7 @@ class RunState(TypedDict):
 
     run: str
     step: int
-    best: list[float] | None  # its step and its loss
+    best: list[float] | None  # step and loss of the best evaluation
     config: dict[str, object]
     shape: dict[str, object]
     inputs: dict[str, str]
@@ -216,13 +216,13 @@ def is_checkpoint(folder: Path) -> bool:
 
 def saved_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in RUN/checkpoints, oldest first."""
-    found = (CHECKPOINT.fullmatch(f.parent.name) for f in folder.glob("step-*/run.json"))
-    steps = sorted(int(name[1]) for name in found if name)
+    names = (CHECKPOINT.fullmatch(f.parent.name) for f in folder.glob("step-*/run.json"))
+    steps = sorted(int(name[1]) for name in names if name)
     return [folder / f"step-{step}" for step in steps]
 
 
 def read_run_state(path: Path) -> RunState:
-    """Read a checkpoint's run.json, and see that it is what was written there, of the files next to it.
+    """Read a checkpoint's run.json, and check that it was not changed and names the files next to it.
 
     Raises ValueError if the folder is not a complete checkpoint, has another format, or disagrees with itself.
     """
@@ -252,20 +252,20 @@ def read_run_state(path: Path) -> RunState:
 
 def write_run_state(path: Path, state: dict[str, object]) -> None:
     """Write a checkpoint's run.json, with a digest of all that it says."""
-    state = json.loads(json.dumps({"format": FORMAT, **state}))  # as it will be read
+    state = json.loads(json.dumps({"format": FORMAT, **state}))  # as it will be read back
     write_json(path / "run.json", state | {"digest": digest_of_value(state)})
 
 
 def restarts(run: RunSection) -> bool:
-    """Return whether torchrun may restart the run, which continues its newest checkpoint then."""
+    """Return whether torchrun may restart the run, which then continues its newest checkpoint."""
     return run.resume == "never" and environment.may_restart()
 
 
 def resume_point(run: RunSection) -> Path | None:
-    """Return the checkpoint that a run continues; None starts afresh.
+    """Return the checkpoint that a run continues, or None if it begins anew.
 
     Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
-    later be mistaken for this run's own.
+    later be taken for this run's own.
     """
     folder, chosen = Path(run.output) / "checkpoints", None
     saved = saved_checkpoints(folder)
@@ -280,8 +280,9 @@ def resume_point(run: RunSection) -> Path | None:
         chosen = Path(run.resume)
         with error_context("run.resume"):
             read_run_state(chosen)
-    known = [n for n, path in enumerate(saved, 1) if chosen and path.samefile(chosen)]
-    if later := saved[max(known, default=0) :]:
+    # how many of them the run continues: the chosen one, which may be named by a link, and those before it
+    continued = [n for n, path in enumerate(saved, 1) if chosen and path.samefile(chosen)]
+    if later := saved[max(continued, default=0) :]:
         names = ", ".join(path.name for path in later)
         raise ValueError(
             f'run.output {run.output} already holds checkpoints; set run.resume = "auto" to continue the '
@@ -295,22 +296,22 @@ def digests_of_inputs(
 ) -> dict[str, str]:
     """Return digests of what a run's numbers depend on and its checkpoints do not hold, by words that name it.
 
-    Weights are told by whole files: a part would not show an edited layer, or a row of an embedding. What config.json
-    says of the trained model is compared key by key, and is not in its digest; weights drawn at random have none. The
-    code of a reward function is its module's file; the checks have imported it.
+    Whole files of weights are digested: a part would not show an edited layer, or a row of an embedding. The trained
+    model's config.json is compared key by key elsewhere; weights drawn at random have no digest. The code of a reward
+    function is its module's file, which the checks have imported.
     """
-    found = {TRAINED_ON: train.folder.name, HELD_OUT: str(held_out and held_out.folder.name)}
+    digests = {TRAINED_ON: train.folder.name, HELD_OUT: str(held_out and held_out.folder.name)}
     config, frozen = inputs.config, inputs.others
-    # adapters and a stage that compares with the initial policy need what the run began with
+    # adapters, and a stage that compares with the initial policy, need the weights that the run began with
     if config.model.lora.rank or not all(m.path for m in inputs.stage.requirements.models):
-        frozen = {OWN: inputs.weights, **frozen}
+        frozen = {TRAINED_MODEL: inputs.weights, **frozen}
     for setting, weights in frozen.items():
         if weights.paths:
-            shape = "" if setting == OWN else str(weights.shape)
+            shape = "" if setting == TRAINED_MODEL else str(weights.shape)
             content = content_digest(weights.paths, Path(config.data.cache))
-            found[f"the weights of {setting}"] = digest_of_value([shape, content])
+            digests[f"the weights of {setting}"] = digest_of_value([shape, content])
     for reward in filter(is_function, config.ppo.reward):
         module = sys.modules.get(reward.partition(":")[0])
         if "//" not in reward and (file := getattr(module, "__file__", None)):
-            found[f"the lines of {reward}"] = digest_of(Path(file))
-    return found
+            digests[f"the lines of {reward}"] = digest_of(Path(file))
+    return digests

@@ -20,8 +20,8 @@ TESTED = "0.19.8"  # of DeepSpeed, as pyproject.toml pins it
 
 
 def check_processes(config: Config, world_size: int) -> Iterator[str]:
-    """Yield why so many processes cannot share sequences; 0 asks the launcher for their number."""
-    if config.run.deterministic:  # before anything starts CUDA
+    """Yield why this number of processes (0 asks the launcher for it) cannot share sequences as the settings say."""
+    if config.run.deterministic:  # set here, before anything starts CUDA
         require_determinism()
     world_size = world_size or environment.world_size()
     degree = config.parallel.sequence_parallel_size
@@ -35,22 +35,20 @@ def check_processes(config: Config, world_size: int) -> Iterator[str]:
 def check_packages(config: Config, looks: bool = False) -> Iterator[str]:
     """Yield which settings need a package that is not installed, or a class that cannot be imported.
 
-    A command that only looks at a run starts no trackers, and needs neither.
+    A command that only `looks` at a run starts no trackers, whose packages it does not need.
     """
-    for key, wanted, package in (
-        ("model.quantize", config.model.quantize == "nf4", "bitsandbytes"),
-        ("optimizer.moments", config.optimizer.moments == "8bit", "bitsandbytes"),
-    ):
-        if wanted:
-            yield from _absent(key, package)
+    if config.model.quantize == "nf4":
+        yield from _absent("model.quantize", "bitsandbytes")
+    if config.optimizer.moments == "8bit":
+        yield from _absent("optimizer.moments", "bitsandbytes")
     yield from check_parts(config)
     if not looks:
         yield from check_trackers(config)
     if importlib.util.find_spec("deepspeed") is None:
         yield f"the package deepspeed is not installed; install deepspeed {TESTED}"
-    elif (found := version("deepspeed")) != TESTED:
+    elif (installed := version("deepspeed")) != TESTED:
         yield (
-            f"deepspeed {found} is installed, whose gradients and updates this engine was not tested with; install "
+            f"deepspeed {installed} is installed, whose gradients and updates this engine was not tested with; install "
             f"deepspeed {TESTED}"
         )
 
@@ -78,18 +76,18 @@ def _absent(key: str, package: str) -> Iterator[str]:
 
 
 def check_tables(config: Config) -> None:
-    """Refuse what the tables of DeepSpeed and of the gradient policies hold; ValueError names the key."""
+    """Refuse wrong keys in the tables of DeepSpeed and of the gradient policies; ValueError names the key."""
     if raw := config.deepspeed.zero_optimization:
         check_raw(raw)
     gradient_policies(config.gradients)
 
 
 def require_determinism() -> None:
-    """Make this process choose deterministic kernels only; it must be called before CUDA starts.
+    """Make this process choose deterministic kernels only; call it before CUDA starts, when cuBLAS reads its setting.
 
     torch's operations then raise where they have no deterministic kernel, resolve_kernel refuses attention kernels that
-    have none, and our own Triton kernels use no atomics. cuBLAS reads its workspace setting once, when CUDA starts;
-    torch refuses one that is not deterministic.
+    are not deterministic, and our own Triton kernels use no atomics. torch refuses a setting of cuBLAS that is not
+    deterministic.
     """
     environment.preset({CUBLAS: ":4096:8"})
     torch.use_deterministic_algorithms(True)

@@ -1,6 +1,8 @@
 """From the command line to a checked configuration: a TOML file, with settings written `--key value` laid over it.
 
 --config dpo.toml --optimizer.lr 1e-6   ->   {"optimizer": {"lr": "1e-6", ...}, ...}   ->   Config
+
+Here too are the sentences that refuse a wrong configuration, and what --help prints.
 """
 
 import json
@@ -16,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from ulysses.config.explanations import sentences
+from ulysses.config.foreign_names import explain_unknown
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import (
     CREDENTIALS,
@@ -30,7 +32,7 @@ from ulysses.config.section import (
 from ulysses.config.stage_sections import LEARNING_RATES
 
 MOST_LR = 10.0
-# a path with parameters, or a field that holds a secret, in what a server is sent
+# In ppo.sampler_reload, the JSON that a server is sent: a path with parameters, or a field that holds a secret.
 SECRET_FIELDS = re.compile(
     r'"/[^"]*[?#;@&=]|"[^"]*(key|token|secret|passw(or)?d|pwd|auth(orization)?|bearer|credentials?|cookie)":',
     re.I,
@@ -51,8 +53,8 @@ def parse_command_line(arguments: list[str], **overrides: object) -> CommandLine
     Raises ConfigError for anything that is not a valid configuration, all at once.
     """
     given = _read_arguments(arguments)
-    asked = {name: given.pop(name) for name in Options.model_fields if name in given}
-    options = check(asked, Options)
+    of_command = {name: given.pop(name) for name in Options.model_fields if name in given}
+    options = check(of_command, Options)
     if (options.gpus or options.gpu_memory or options.host_memory) and not options.dry_run:
         raise ConfigError(
             "--gpus, --gpu-memory and --host-memory describe a machine to plan for; add --dry-run or leave them out"
@@ -61,9 +63,9 @@ def parse_command_line(arguments: list[str], **overrides: object) -> CommandLine
     for key, value in (given | overrides).items():
         put(values, key, value)
     if not values:
-        found = f"{options.config} is empty" if options.config else "there is no configuration"
+        fault = f"{options.config} is empty" if options.config else "there is no configuration"
         raise ConfigError(
-            f"{found}; give one with --config FILE.toml (configs/ has one for every stage), or read "
+            f"{fault}; give one with --config FILE.toml (configs/ has one for every stage), or read "
             "ulysses train --help"
         )
     put(values, "optimizer.lr", check(values).optimizer.lr * options.adjust_lr)
@@ -79,20 +81,43 @@ def check(values: dict[str, object], table: type[Table] = Config) -> Table:
         try:
             return table.model_validate(values)
         except ValidationError as error:
-            errors = sentences(error, known_keys(table))
+            errors = _sentences(error, known_keys(table))
     except RecursionError:
         errors = ["the settings are nested too deeply; write tables of one or two levels"]
     refuse(errors)
 
 
+def _sentences(error: ValidationError, keys: dict[str, FieldInfo]) -> list[str]:
+    """Put each of pydantic's errors into one sentence, those about unknown keys before all others."""
+    unknown: list[str] = []
+    # by key, because each type that a setting may have refuses its value with an error of its own
+    wrong: dict[str, str] = {}
+    for problem in error.errors():
+        message, given = problem["msg"], repr(problem["input"])
+        key = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "extra_forbidden":
+            names = flat({key: problem["input"]})
+            unknown += [explain_unknown(name, list(keys)) for name in names]
+            continue
+        if problem["type"] == "missing":  # a setting, or an entry of a list
+            given = "missing" if key in keys else f"{given}, too short"
+        while key not in keys and "." in key:  # a position in a list, or a member of a union
+            key = key.rpartition(".")[0]
+        start = f"{wrong[key]}, or " if key in wrong else f"{key} is {given}: "
+        wrong[key] = start + message[0].lower() + message[1:]
+    about = {key: info.description.rstrip(".").replace("\n", " ") for key, info in keys.items()}
+    hints = (f"{text} ({about.get(key, 'a table of settings')})" for key, text in wrong.items())
+    return [*unknown, *hints]
+
+
 def still_known(values: Values) -> Values:
-    """Return those of a checkpoint's settings that this version has; an earlier one may have had others."""
-    found: Values = {}
+    """Return those of a checkpoint's settings that this version has; the version that wrote it may have had others."""
+    kept: Values = {}
     for key, value in flat(values).items():
-        # a table of names that the user chose is one setting
+        # a table whose keys the user chose is one setting
         if any(known == key or key.startswith(f"{known}.") for known in known_keys()):
-            put(found, key, value)
-    return found
+            put(kept, key, value)
+    return kept
 
 
 def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, FieldInfo]:
@@ -108,7 +133,7 @@ def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, F
 
 def _read_arguments(arguments: list[str]) -> Values:
     """Read `--key value`, `--key=value` and bare switches; a list that is given several times collects its values."""
-    takes_of = {key: forms(info.annotation) for key, info in everything().items()}
+    forms_of = {key: forms(info.annotation) for key, info in everything().items()}
     given, rest = {}, list(arguments)
     while rest:
         argument, equals, value = rest.pop(0).partition("=")
@@ -120,19 +145,19 @@ def _read_arguments(arguments: list[str]) -> Values:
             )
         if "." not in key:
             key = key.replace("-", "_")
-        # an unknown key is refused with all others, when the settings are checked
-        takes = takes_of.get(key, [])
+        # an unknown key, which has no forms, is refused with all other errors, when the settings are checked
+        allowed = forms_of.get(key, [])
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
-            elif key == "adjust_lr" or "bool" in takes or not takes:
+            elif key == "adjust_lr" or "bool" in allowed or not allowed:
                 value = "1"
             else:
                 raise ConfigError(f"--{key} needs a value")
-        # what the text of a number or a word means, the schema decides; a template may begin like a table
-        if not takes or (takes != ["str"] and value.startswith(("[", "{"))):
+        # the schema decides what the text of a number or a word means; a chat template may begin like a table
+        if not allowed or (allowed != ["str"] and value.startswith(("[", "{"))):
             value = _read_value(key, value)
-        if "list" in takes and "int" not in takes:
+        if "list" in allowed and "int" not in allowed:
             value = given.get(key, []) + (value if isinstance(value, list) else [value])
         given[key] = value
     return given
@@ -186,29 +211,38 @@ def everything() -> dict[str, FieldInfo]:
     return known_keys(Options) | known_keys()
 
 
+def help_text() -> str:
+    """Return what --help prints: every option and setting with its forms, its explanation and its default."""
+    text = """Train a language model on long sequences: ulysses train --config FILE.toml [--key value ...]
+
+On several GPUs: torchrun --nproc_per_node 8 -m ulysses.train --config FILE.toml [--key value ...]
+
+Options, and settings, which are also the keys of the TOML file:"""
+    for key, info in everything().items():
+        has_default = not info.is_required() and info.default is not None
+        default = f" (default {info.default!r})" if has_default else ""
+        shown = key if "." in key else key.replace("_", "-")
+        text += f"\n  --{shown} {'|'.join(forms(info.annotation))}\n        {info.description}{default}"
+    return text
+
+
 def forms(annotation: object) -> list[str]:
     """Return the forms that a setting may have, such as ["int", "auto"]."""
     if get_origin(annotation) in (UnionType, Union, Literal):
         members = (forms(member) for member in get_args(annotation))
-        return [form for found in members for form in found if form != "NoneType"]
+        return [form for of_member in members for form in of_member if form != "NoneType"]
     if isinstance(annotation, str):
         return [annotation]
     return [getattr(annotation, "__origin__", annotation).__name__]
 
 
-def contradictions(config: Config, built: Any = None) -> Iterator[str]:
-    """Yield what is wrong with settings of which each is right by itself.
+def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
+    """Yield what is wrong with a combination of settings, each of which is right by itself.
 
     Args:
-        built: the Stage, which `ulysses migrate` does without; its own checks come last.
+        stage: the configuration's; its own checks come last. `ulysses migrate` has none.
     """
-    stage, model, data, run, memory = (
-        config.stage,
-        config.model,
-        config.data,
-        config.run,
-        config.memory,
-    )
+    model, data, run, memory = config.model, config.data, config.run, config.memory
     if model.path and model.arch:
         yield "model.path and model.arch are both set; set only one of them"
     elif not model.path and (model.init == "pretrained" or not (model.arch or model.config)):
@@ -260,15 +294,15 @@ def contradictions(config: Config, built: Any = None) -> Iterator[str]:
             "0; set the one that you mean"
         )
     unread = {
-        name: f"stage {stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
-        for name in {*LEARNING_RATES} - {stage}
+        name: f"stage {config.stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
+        for name in {*LEARNING_RATES} - {config.stage}
     }
     if not model.lora.rank:
         unread["model.lora"] = (
             "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
         )
     for table, reason in unread.items():
-        # the defaults of a configuration that a run has written out are nobody's wish
+        # defaults are no wish of the user's: the config.json of a run has them all
         if given := attrgetter(table)(config).model_dump(exclude_defaults=True):
             yield f"{', '.join(f'{table}.{key}' for key in sorted(given))}: {reason}"
     if data.eval and data.eval_fraction:
@@ -289,10 +323,14 @@ def contradictions(config: Config, built: Any = None) -> Iterator[str]:
             f'data.turns is "separate" but data.train_on is {data.train_on!r}, which trains each conversation as '
             'one sequence; set data.train_on = "assistant"'
         )
-    if built and run.samples and built.dataset_type in ("text", "ranked"):
-        yield f"run.samples is {run.samples} but stage {stage!r} answers no prompts; set it to 0"
-    given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
-    for key in given if built and built.dataset_type != "sequence" else ():
-        yield f"data.{key} is {given[key]!r} but stage {stage!r} trains the last answer only; remove it"
-    if built:
-        yield from built.check()
+    if not stage:
+        return
+    if run.samples and stage.dataset_type in ("text", "ranked"):
+        yield f"run.samples is {run.samples} but stage {config.stage!r} answers no prompts; set it to 0"
+    if stage.dataset_type != "sequence":
+        given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
+        for key, value in given.items():
+            yield (
+                f"data.{key} is {value!r} but stage {config.stage!r} trains the last answer only; remove it"
+            )
+    yield from stage.check()

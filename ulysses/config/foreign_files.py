@@ -12,10 +12,10 @@ import yaml
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.section import ConfigError, Values, existing
 
-# What the shell would not pass on as it stands: variables anywhere, the rest outside of quotes.
+# What a shell would not pass on as it stands: variables anywhere; pipes, redirections and comments outside of quotes.
 NOT_PLAIN = r"""[$`]|^(?:[^'"]|'[^']*'|"[^"]*")*?(?:[;|&<>()]|\s#)"""
 NAMES = foreign_names()
-MOST_REPEATED = 10  # times its length that YAML may be with its aliases written out
+MOST_REPEATED = 10  # how many times longer YAML may be with its aliases written out
 
 
 def read_settings(path: Path) -> Values:
@@ -31,22 +31,22 @@ def read_settings(path: Path) -> Values:
             )
         return {str(name): value for name, value in values.items()}
     method, arguments = _command(text)
-    # llamafactory-cli train FILE
-    name, given = "config", {"stage": [method]} if method else {}
-    # the shell leaves a quoted ~, and one after =, as it is, which here would be a home
+    # a word before the first option is the file of `llamafactory-cli train FILE`
+    name, words_of = "config", {"stage": [method]} if method else {}
+    # a shell leaves a ~ in quotes or after = as it is; without ./ before it, it would become the home folder here
     for word in shlex.split(re.sub(r"""(["'=])(?=~)""", r"\1./", arguments)):
         if word.startswith("--"):
             name, _, word = word[2:].partition("=")
             name = name.replace("-", "_")
-        given.setdefault(name, []).append(word)
-    values = {name: [word for word in words if word] or True for name, words in given.items()}
+        words_of.setdefault(name, []).append(word)
+    values = {name: [*filter(None, words)] or True for name, words in words_of.items()}
     for file in values.pop("config", []):
-        values = read_settings(found_at(file, path.parent)) | values
+        values = read_settings(existing_path(file, path.parent)) | values
     return values
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML; ConfigError if its aliases make much more of it than stands there."""
+    """Read YAML; ConfigError if its aliases would make it much longer than its text."""
     root = yaml.compose(text, yaml.SafeLoader)
     if root and _size(root) > MOST_REPEATED * (len(text) + 1):
         raise ConfigError(
@@ -57,7 +57,7 @@ def read_yaml(text: str) -> Any:
 
 @cache
 def _size(part: Any) -> int:
-    """Return how much a part of YAML is with its aliases written out; RecursionError if it holds itself."""
+    """Return the length of a part of YAML with its aliases written out; RecursionError if it holds itself."""
     if isinstance(part, str):
         return len(part)
     if isinstance(part, tuple):
@@ -66,23 +66,22 @@ def _size(part: Any) -> int:
 
 
 def _command(text: str) -> tuple[str, str]:
-    """Return the method that a shell text's only command trains by ("" if its file says it), and its arguments."""
+    """Return what a shell text's only command trains ("" if its file says it), and the command's arguments."""
     commands, scripts = NAMES["commands"], NAMES["scripts"]
     starts, programs = ("|".join(map(re.escape, table)) for table in (commands, scripts))
     lines = text.replace("\\\n", " ").splitlines()
     lines = [line for line in lines if not re.match(r"\s*(#|export\s|set\s|$)", line)]
-    # a launcher's own options lie before the first script or module
+    # a launcher's own options stand before the first script or module
     launched = rf"(?:{'|'.join(NAMES['launchers'])})\s+(?:(?!\S*\.py\s|-m\s)\S+\s+)*?(?:-m\s+)?(?:\S*/)?({programs})"
-    found = re.match(
+    command = re.match(
         rf"\s*(?:\w+=\S*\s+)*(?:({starts})|{launched})(?:\s+(.*)|$)", "\n".join(lines)
     )
-    if not found:
+    if not command:
         raise ConfigError(
             f"no command here starts a trainer; what can be read is one command {', '.join(commands)}, or one of "
             f"{', '.join(NAMES['launchers'])} with one of {', '.join(scripts)}"
         )
-    start, script, arguments = found.groups(default="")
-    # the shell would change them, or start something else besides
+    start, script, arguments = command.groups(default="")
     if len(lines) > 1 or re.search(NOT_PLAIN, arguments):
         raise ConfigError(
             "leave one command alone in this file, without variables, pipes or comments behind it"
@@ -90,7 +89,7 @@ def _command(text: str) -> tuple[str, str]:
     return (commands | scripts)[start or script], arguments
 
 
-def found_at(path: str, folder: Path) -> Path:
-    """Return a path as it is, or as seen from `folder` or one above it, wherever the file exists."""
+def existing_path(path: str, folder: Path) -> Path:
+    """Return a path as it is, or as seen from `folder` or a folder above it, wherever the file exists first."""
     path, places = expanduser(path), (Path(), folder, *folder.absolute().parents)
     return next((place / path for place in places if (place / path).exists()), Path(path))

@@ -1,6 +1,6 @@
-"""What a setting that we do not know may mean: another trainer's name for ours, or a misspelling.
+"""What an unknown setting may mean: another trainer's name for one of ours, or a misspelling.
 
-The table is foreign_names.toml, which the migration (ulysses/migrate.py) reads too.
+The names are in foreign_names.toml, which the migration (ulysses/migrate.py) reads too.
 """
 
 import difflib
@@ -28,7 +28,7 @@ def explain_unknown(key: str, keys: list[str]) -> str:
     """Return one sentence about an unknown setting: what it is called here, or why it is not there.
 
     Args:
-        keys: our settings.
+        keys: all of our settings.
     """
     names, last = foreign_names(), key.rpartition(".")[2]
     for name in (key, last):
@@ -36,13 +36,13 @@ def explain_unknown(key: str, keys: list[str]) -> str:
         if kind == "ours":
             note = f" ({rule['note']})" if "note" in rule else ""
             end = rule["key"].removeprefix("STAGE")
-            ours = " or ".join(known for known in keys if known.endswith(end))
+            ours = " or ".join(ours for ours in keys if ours.endswith(end))
             return f"{key}: unknown; here it is {ours}{note}"
         if kind == "not_needed":
             return f"{key}: not needed here ({rule}); leave it out"
         if kind:
             return f"{key}: not supported; {rule}"
-    same_name = [known for known in keys if known.endswith(f".{last}")]
+    same_name = [ours for ours in keys if ours.endswith(f".{last}")]
     if near := same_name or difflib.get_close_matches(key, keys, 1, 0.8):
         return f"{key}: unknown; did you mean {' or '.join(near)}?"
     return f"{key}: unknown; ulysses train --help lists the settings"

@@ -12,10 +12,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from ulysses.config import stage_sections as stages
 from ulysses.config.section import (
@@ -31,7 +29,7 @@ from ulysses.config.section import (
 )
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# of linear attention
+# The projections of linear attention, in one form or another: models have separate or fused ones.
 RULE_TARGETS = (
     "in_proj_qkv",
     "in_proj_z",
@@ -52,7 +50,7 @@ class LoraSection(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps updates of one size at every rank (rsLoRA, 2312.03732)."""
     dropout: Share = 0.0
-    """Probability of dropping an input of an adapter during training; those of the same rows drop the same ones."""
+    """Probability of dropping an input of an adapter during training; adapters of one input drop the same of it."""
     targets: list[Literal[LORA_TARGETS + RULE_TARGETS]] = Field(
         list(LORA_TARGETS), min_length=1
     )
@@ -219,15 +217,6 @@ class GradientsSection(Section):
     policies: list[Values] = []
     """The chain written out, as tables {policy = name, ...settings}; it replaces preset and max_norm."""
 
-    @field_validator("preset", mode="before")
-    @classmethod
-    def _steady_has_gone(cls, value: object) -> object:
-        if value == "steady":
-            raise PydanticCustomError(
-                "gone", 'it has gone, because it trained no better than clipping; use "default"'
-            )
-        return value
-
 
 class MemorySection(Section):
     recompute: Literal["auto", "none", "keep_attention", "block"] = "auto"
@@ -243,16 +232,6 @@ class MemorySection(Section):
     """Keep each process's share of the weights in host memory."""
     host_memory: NonNegativeFloat = 0.0
     """Host memory of each node in GiB, for machines that report too little of it; 0 takes what the system reports."""
-
-    @field_validator("recompute", mode="before")
-    @classmethod
-    def _pair_has_gone(cls, value: object) -> object:
-        if value == "pair":
-            raise PydanticCustomError(
-                "gone",
-                'it has gone, because host memory reaches further; use "block" with memory.offload = "auto"',
-            )
-        return value
 
 
 class RunSection(Section):

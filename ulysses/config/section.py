@@ -18,25 +18,35 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-# What an address, also one without http://, has beside host, port and path (a revision in a path of the hub is none),
-# and keys of known forms
+# What an address has beside host, port and path, with or without http:// before it (the revision in hf://...@main is
+# none of this), and keys of well-known services, by their forms.
 CREDENTIALS = re.compile(
     r"""(?<!hf)://[^\s"'?#;@&=]*[?#;@&=][^\s"']+|[?#;&]\w*(key|token|secret|passw\w*|sig\w*)=[^\s"']+|"""
     r"""\b\w+:[^\s:/@"',]+@\w[^\s"']*|\b(hf_|sk-(\w+-)*|gh[opsu]_|github_pat_|glpat-|xai-|gsk_|nvapi-|AKIA|AIza|eyJ)"""
     r"[A-Za-z0-9]{16,}[\w.-]*",
     re.I,
 )
-# What no output shows besides: the keys of Weights & Biases (but not a revision of the hub), and what follows "Bearer"
+# What no output shows: all of these, what follows "Bearer", and keys of Weights & Biases. The older ones have 40
+# hexadecimal digits, as many as the revision of a model, which is shown.
 SECRETS = re.compile(
     CREDENTIALS.pattern
     + r"""|\bBearer\s+[^\s"']+|\bwandb_v\d+_\w+|\blocal-[0-9a-f]{40}"""
     + r"""|(?<![\w/-])(?<!revision )(?<!revision = ")[0-9a-f]{40}(?![\w/-])""",
     re.I,
 )
-# by their names, as TOML, YAML or JSON have them; whoever reads them checks them
-Values = dict[str, Any]
-SURROGATE = re.compile("[\ud800-\udfff]")  # which is no character by itself
-LARGEST = 2**53  # up to which every whole number is a float too
+Values = dict[str, Any]  # unchecked settings by their names, as TOML, YAML or JSON hold them
+# half of a pair of UTF-16, which is no character by itself
+SURROGATE = re.compile("[\ud800-\udfff]")
+# Values that settings had once, by the setting's last name, and what to use instead.
+GONE = {
+    ("preset", "steady"): (
+        'it has gone, because it trained no better than clipping; use "default"'
+    ),
+    ("recompute", "pair"): (
+        'it has gone, because host memory reaches further; use "block" with memory.offload = "auto"'
+    ),
+}
+LARGEST = 2**53  # up to here every whole number has its own float
 
 
 class ConfigError(ValueError):
@@ -65,7 +75,7 @@ def visible(text: str, *, lines: bool = False) -> str:
 
 
 class UserCodeError(ValueError):
-    """Raised when a function or server of the user's fails. Its sentence says all: no stack trace is printed."""
+    """A function or server of the user's has failed. Its sentence says all, so no stack trace is printed."""
 
 
 class AbsentError(ConfigError):
@@ -83,7 +93,7 @@ def refuse(errors: list[object], findings: list[str] | None = None) -> None:
     """Raise one ConfigError for all errors, which are exceptions or sentences, if there are any.
 
     Args:
-        findings: of a dry run, which takes the sentences about what is absent and is not refused for them.
+        findings: of a dry run: collects the sentences about what is absent, which then refuse nothing.
     """
     texts = {str(error): error for error in errors}
     # what two checks have met is told once, by the one that names the setting
@@ -106,14 +116,14 @@ def refuse(errors: list[object], findings: list[str] | None = None) -> None:
 
 
 def absolute(path: str) -> str:
-    """Return a path that stays right wherever the process goes, and means the same on every command line."""
+    """Return the absolute path, which stays right in whatever folder a process is; refuse an address."""
     if "://" in path:
         raise ConfigError(f"{path} is an address, but a path on this machine is needed")
     return os.path.abspath(os.path.expanduser(path))
 
 
 def _local(value: object) -> object:
-    """Make the path of what exists on this machine absolute; other texts are names, such as hub ids or words."""
+    """Make each path that exists on this machine absolute; other texts are names, such as hub ids, and stay."""
     if isinstance(value, list):
         return [_local(each) for each in value]
     if isinstance(value, dict):
@@ -124,14 +134,14 @@ def _local(value: object) -> object:
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-# Values that are no paths, even where files of these names lie.
+# Values that mean no path, even where there is a file of this name.
 WORDS = ("", "never", "auto", "cached", "live")
 Place = Annotated[str, AfterValidator(absolute)]
 PlaceOrWord = Annotated[str, AfterValidator(lambda x: x if x in WORDS else absolute(x))]
 LOCAL = AfterValidator(_local)
 PlaceOrName = Annotated[str, LOCAL]
 TemplateName = Annotated[
-    # a template's own text is no path
+    # a path has a / or ends with .jinja; a template's own text has {{ or {%
     str,
     AfterValidator(
         lambda x: absolute(x) if re.search(r"^(?!.*\{[{%]).*(/|\.jinja$)", x, re.S) else x
@@ -140,7 +150,7 @@ TemplateName = Annotated[
 
 
 class Section(BaseModel):
-    """One table of the TOML file. Unknown keys are refused, and values do not change after they were checked."""
+    """One table of the TOML file. Unknown keys are refused, and values do not change once they are checked."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -155,10 +165,13 @@ class Section(BaseModel):
     def _is_meant(
         cls, value: object, check: Callable[[object], object], info: ValidationInfo
     ) -> object:
+        """Refuse what pydantic would take although it cannot be meant."""
         annotation = cls.model_fields[info.field_name or ""].annotation
-        kinds = str(annotation)
-        if isinstance(value, bool) and "bool" not in kinds and "Any" not in kinds:
+        types = str(annotation)
+        if isinstance(value, bool) and "bool" not in types and "Any" not in types:
             raise PydanticCustomError("switch", "this is a number or a text, not true or false")
+        if isinstance(value, str) and (instead := GONE.get((info.field_name, value))):
+            raise PydanticCustomError("gone", instead)
         if isinstance(value, str) and "\0" in value:
             raise PydanticCustomError(
                 "nul", "this holds a NUL character, which no path or name has"
@@ -169,19 +182,19 @@ class Section(BaseModel):
                 "surrogate",
                 "this holds an unpaired surrogate or bytes that are not UTF-8; write it as Unicode",
             )
-        found = check(value)
-        if isinstance(found, int | float) and abs(found) > LARGEST:
+        checked = check(value)
+        if isinstance(checked, int | float) and abs(checked) > LARGEST:
             raise PydanticCustomError("size", "no number can be meant that is beyond 2^53")
-        return found
+        return checked
 
 
 def flat(tables: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested tables as one table whose keys are dotted; an empty table is a value."""
-    found: dict[str, object] = {}
+    table: dict[str, object] = {}
     for key, value in tables.items():
         nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return found
+        table |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return table
 
 
 @contextmanager
@@ -191,8 +204,8 @@ def error_context(
     """Turn an error about a value or a file into a ConfigError about the setting `key`.
 
     Args:
-        errors: takes the error, which is raised otherwise.
-        absent: any error means that something is absent, not only a file that does not exist.
+        errors: a list that collects the error; without one it is raised.
+        absent: take every error for an AbsentError, and not only that of a file which does not exist.
     """
     try:
         yield

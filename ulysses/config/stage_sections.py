@@ -31,7 +31,7 @@ LEARNING_RATES = {
     "ppo": (1e-6, "the policy must stay close to the one that made the rollout"),
 }
 
-# credentials behind the path are refused with all others
+# A server's address. Credentials behind its path match too: they are refused with those of all settings.
 ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?([?#;].*)?$"
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 WEIGHED = BeforeValidator(

@@ -31,14 +31,14 @@ NODE_LINK = 50e9  # of two nodes
 
 
 class Machine(NamedTuple):
-    """GPUs, their memory in bytes, which is infinite for a CPU in their place, their peak in FLOP/s, and bytes/s."""
+    """GPUs, their nodes and what each of them can do; where processes run on CPUs, these stand for the GPUs."""
 
     gpus: int
-    gpu_bytes: float
+    gpu_bytes: float  # of memory, infinite for a CPU
     host_bytes: float = 0.0  # per node, free for training; 0 if unknown
     gpus_per_node: int = 8
     peak_flops: float = PEAKS["H200"][0]
-    memory_rate: float = PEAKS["H200"][1]
+    memory_rate: float = PEAKS["H200"][1]  # bytes/s
 
     @property
     def is_gpu(self) -> bool:
@@ -64,21 +64,23 @@ def cpu_machine(processes: int) -> Machine:
 
 
 def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
-    """Return the slowest and smallest GPU and host memory of all ranks and the largest node, so that they decide alike.
+    """Return the machine of all ranks: the least memory and speed of any, and the largest node; all decide by it.
 
-    On CPU there is no limit. `host_gib` is a node's host memory (memory.host_memory), 0 what its kernel reports. All
-    ranks call it together, before they allocate.
+    All ranks call it together, before they allocate.
+
+    Args:
+        host_gib: memory of a node (memory.host_memory); 0 takes what its kernel reports.
     """
-    own = cpu_machine(1)
+    ours = cpu_machine(1)
     if device.type == "cuda":
-        # of what this process may take: all, unless the program set a smaller share
+        # the program may have set a smaller share than all of it
         memory = int(
             torch.cuda.get_device_properties(device).total_memory
             * torch.cuda.get_per_process_memory_fraction(device)
         )
         host, peaks = host_gib * GIB or free_host_bytes(), device_peaks() or PEAKS["H200"]
-        own = Machine(1, memory, host, local_world_size(), *peaks)
-    gpus, memories, hosts, nodes, flops, rates = zip(*gather(own))
+        ours = Machine(1, memory, host, local_world_size(), *peaks)
+    gpus, memories, hosts, nodes, flops, rates = zip(*gather(ours))
     return Machine(sum(gpus), min(memories), min(hosts), max(nodes), min(flops), min(rates))
 
 
@@ -102,7 +104,7 @@ def device_peaks() -> tuple[float, float] | None:
 
 
 def cpu_flops(dtype: str) -> float:
-    """Measure the FLOP/s of this process's cores in a product of matrices: 512 wide, the fastest of three."""
+    """Measure this process's FLOP/s in products of matrices, 512 wide; the fastest of three counts."""
     matrix, seconds = torch.rand(512, 512).to(getattr(torch, dtype)), []
     for _ in range(3):
         begun = time.perf_counter()
@@ -112,7 +114,7 @@ def cpu_flops(dtype: str) -> float:
 
 
 def slow_products(dtype: str) -> str:
-    """Return a sentence if this CPU multiplies matrices of the dtype much more slowly than float32's, or ""."""
+    """Return a sentence if this CPU multiplies matrices of the dtype much more slowly than those of float32, or ""."""
     if dtype == "float32" or (factor := cpu_flops("float32") / cpu_flops(dtype)) < 2:
         return ""
     return (
@@ -122,9 +124,9 @@ def slow_products(dtype: str) -> str:
 
 
 def free_host_bytes() -> int:
-    """Return the memory of this node that processes may still take, container limits considered.
+    """Return the memory of this node that processes may still take, within the limits of a container.
 
-    A machine that is given memory on demand reports less than there will be; memory.host_memory is for it.
+    A machine that gets memory on demand reports less than it can have: memory.host_memory says the right number.
     """
     free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # there is no control group, or its limit is "max"

@@ -1,6 +1,6 @@
-"""What a layer takes, by formulas: what it keeps for the backward pass, holds in it, sends and computes.
+"""What a layer takes, by formulas: what it keeps for the backward pass, holds during it, sends and computes.
 
-tests/unit/test_layer_cost.py runs a real layer of every family and compares, so that a changed layer changes these.
+tests/unit/test_layer_cost.py compares them with a real layer of every family: a layer that changes needs them changed.
 
 Letters: D width, H query heads and K kv heads of width E, F a feed-forward's width, N experts, k of them for each row.
 """
@@ -16,11 +16,12 @@ from ulysses.memory.tiling import EXPERT_TILES, TILE_ROWS, tile_rows
 from ulysses.parallel.layout import head_layout
 
 
-class Setting(NamedTuple):
+class LayerSetup(NamedTuple):
     """What a layer's cost depends on besides the model's shape.
 
-    ranks: of a sequence-parallel group; `head_ranks` of them split the heads, and sets of those the rows.
-    adapted: adapters are trained in place of the matrices; rank: theirs. size: bytes of an element.
+    ranks: of a sequence-parallel group; `head_ranks` of them split the heads, and sets of so many the rows.
+    adapted: adapters of this `rank` are trained in place of the matrices.
+    size: bytes of an element.
     """
 
     ranks: int = 1
@@ -31,21 +32,22 @@ class Setting(NamedTuple):
 
 
 class LayerCost(NamedTuple):
-    """What a layer has, and what each of its rows takes on a rank.
+    """What a layer has, and what each of its rows takes on a rank. "The mix" is attention, softmax or linear.
 
-    width: of its input. mixer, feed_forward: parameters of its two parts; met: those that a row meets.
-    kept: bytes that level "none" keeps, and `results` those of the mix's results, which "keep_attention" keeps beside
-    the layer's input.
-    out: width of the mix's output. mix_work: elements that the mix's backward holds at its fullest moment.
-    sent: elements that travel to other ranks, forward.
-    pair_flops, row_flops: FLOPs of the mix forward, for each unit of parallel.layout.squares and for each row.
-    inner, copied: width between the feed-forward's products, and of a row's copies, one for each of its experts.
+    width: of the layer's input.
+    mixer, feed_forward: parameters of its two parts; active: those that a row is multiplied with.
+    kept: bytes that level "none" keeps; results: bytes of the mix's results, which "keep_attention" keeps beside the
+    layer's input.
+    out: width of the mix's output; mix_work: elements that the mix's backward holds at its fullest moment.
+    sent: elements that travel to other ranks in the forward pass.
+    pair_flops, row_flops: forward FLOPs of the mix, for each unit of parallel.layout.squares and for each row.
+    inner: width between the feed-forward's products; copied: width of a row's copies, one for each of its experts.
     """
 
     width: float = 0
     mixer: float = 0
     feed_forward: float = 0
-    met: float = 0
+    active: float = 0
     kept: float = 0
     results: float = 0
     out: float = 0
@@ -62,127 +64,132 @@ class LayerCost(NamedTuple):
 
     def kept_bytes(self, level: str, size: int) -> float:
         """Return the bytes that the layer keeps of a row at a level, its input among them."""
-        own = size * self.width
-        return {"none": self.kept, "keep_attention": own + self.results}.get(level, own)
+        input_bytes = size * self.width
+        kept = {"none": self.kept, "keep_attention": input_bytes + self.results}
+        return kept.get(level, input_bytes)
 
     def computed_again(self, level: str, is_full: bool) -> tuple[float, int]:
-        """Return what backward repeats at a level: parameters that each row meets once more, and passes of the mix."""
+        """Return what backward repeats at a level: active parameters of one more product, and passes of the mix."""
         if level == "none":
             return 0.0, 0
-        # the last product of the feed-forward is repeated for adapters only
-        return self.met - is_full * (self.met - self.mixer) / 3, int(level == "block")
+        # the feed-forward's last product, a third of it, is repeated for adapters only
+        return self.active - is_full * (self.active - self.mixer) / 3, int(level == "block")
 
-    def backward_bytes(self, level: str, rows: int, setting: Setting) -> float:
+    def backward_bytes(self, level: str, rows: int, setup: LayerSetup) -> float:
         """Return the bytes that a level's backward holds, the layer's own gradients among them."""
         D, tile = self.width, rows
         if level != "none":
             tile = tile_rows(rows, TILE_ROWS * (EXPERT_TILES if self.copied else 1))
-        # gate and up with their gradients; of experts these twice, and two kinds of copies
+        # gate and up with their gradients; experts hold these twice, and the copies of rows and their gradients
         feed_forward = 4 * self.inner + bool(self.copied) * 2 * (self.inner + self.copied)
         # gradients of the residual and of the mix, and the output
         mixing = 2 * D + self.mix_work + self.out * (level == "block")
-        held = setting.size * max(4 * D * rows + feed_forward * tile, mixing * rows)
-        if setting.adapted:
+        held = setup.size * max(4 * D * rows + feed_forward * tile, mixing * rows)
+        if setup.adapted:
             return held
-        # and float32 sums of those of tiles
-        return held + setting.size * self.parameters + 4 * self.feed_forward * (tile < rows)
+        # the gradients and, where the feed-forward runs in tiles, their float32 sums
+        return held + setup.size * self.parameters + 4 * self.feed_forward * (tile < rows)
 
 
 @cache
-def layer_costs(shape: ModelConfig, setting: Setting) -> list[LayerCost]:
+def layer_costs(shape: ModelConfig, setup: LayerSetup) -> list[LayerCost]:
     """Return what each of a model's layers takes, the first layer's first."""
-    kinds = {kind: _layer_cost(shape, kind, setting) for kind in shape.layers}
+    kinds = {kind: _layer_cost(shape, kind, setup) for kind in shape.layers}
     return [kinds[kind] for kind in shape.layers]
 
 
-def _layer_cost(shape: ModelConfig, kind: LayerKind, setting: Setting) -> LayerCost:
+def _layer_cost(shape: ModelConfig, kind: LayerKind, setup: LayerSetup) -> LayerCost:
     mixer = _linear_attention if kind.mixer == "linear_attention" else _attention
     feed_forward = _experts if kind.feed_forward == "experts" else _mlp
     D, norms_after = shape.hidden_size, sum(map(bool, shape.family.norms[1::2]))
-    # its input, what is between its halves, and what the norms behind them read
-    common = LayerCost(width=D, kept=setting.size * D * (2 + norms_after))
-    parts = common, mixer(shape, setting), feed_forward(shape, setting)
+    # the layer's input, what lies between its halves, and what the norms after each half read
+    common = LayerCost(width=D, kept=setup.size * D * (2 + norms_after))
+    parts = common, mixer(shape, setup), feed_forward(shape, setup)
     return LayerCost(*map(sum, zip(*parts)))
 
 
-def _attention(shape: ModelConfig, setting: Setting) -> LayerCost:
-    """Keys that are copied to several ranks count on each."""
+def _attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
+    """Return what attention takes. Keys that are copied to several ranks count on each of them."""
     D, E, family = shape.hidden_size, shape.head_dim, shape.family
     H, K = shape.num_attention_heads, shape.num_key_value_heads
-    ranks, head_ranks, _, rank, size = setting
+    ranks, head_ranks, _, rank, size = setup
     keys = head_layout(H, K, head_ranks).key
+    # widths of all queries, of all keys, and of the keys that the ranks hold together
     query, key, held = H * E, K * E, keys * ranks * E
     gate = query * family.output_gate
     parameters = D * (2 * (query + key) + gate)
-    # queries, keys and values, the output twice if it is exchanged
+    # queries, keys and values, and the output, twice if it is exchanged
     kept = query * (2 + (ranks > 1)) + 2 * held
-    if (
-        family.qk_norm != "none"
-    ):  # before their norms; where adapters are, values lie beside them
+    if family.qk_norm != "none":
+        # queries and keys before their norms; with adapters the values lie beside the keys
         kept += query + key * (1 + (rank > 0 and ranks > 1))
-    # normalised rows for a gate, its sigmoid, and what it lets through; adapters' own rows
+    # normalised rows for a gate, the gate's sigmoid and its product; the inner rows of adapters
     kept += (D + 2 * gate) * bool(gate) + rank * (4 + bool(gate))
-    results = size * query + 4 * H  # with the log-sum-exp
+    results = size * query + 4 * H  # the output and its log-sum-exp
     return LayerCost(
         mixer=parameters,
-        met=parameters,
+        active=parameters,
         kept=size * kept + 4 * H,
         results=results,
         out=query,
-        # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these
+        # q, k and v, their gradients and the output's, and the kernel's float32 sums
         mix_work=5 * query + 8 * held,
         sent=E * (2 * H // head_ranks * (head_ranks - 1) + 2 * keys * (ranks - 1)),
         pair_flops=2 * query,
     )
 
 
-def _linear_attention(shape: ModelConfig, setting: Setting) -> LayerCost:
-    """A rank's heads count for all rows, those of several ranks on each."""
+def _linear_attention(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
+    """Return what linear attention takes. A rank holds all rows of its heads; heads on several ranks count on each."""
     assert shape.delta is not None
     K, H, E, V, taps = astuple(shape.delta)
     D, columns, out = shape.hidden_size, sum(shape.delta.widths), H * V
-    ranks, size = math.gcd(setting.ranks, H), setting.size
+    ranks, size = math.gcd(setup.ranks, H), setup.size
     layout = head_layout(H, K, ranks)
-    own = 2 * layout.key * E + layout.query * (V + 2)  # q | k | v, b and a
+    # width of a rank's heads: q | k | v, b and a
+    shard = 2 * layout.key * E + layout.query * (V + 2)
     parameters = D * (columns + 2 * H + 2 * out)
     # normalised rows for the projections and for the gate; the shards; the rule's output, the gate, the normalised
-    # output, and their product
-    kept = 2 * D + setting.ranks * own + 4 * out
-    kept += setting.rank * (4 if shape.family.fused_projections else 5)
-    if shape.family.fused_projections and setting.ranks == 1:
-        kept += 2 * H * setting.adapted  # b and a, in one tensor with q | k | v
+    # output, and the product of these two
+    kept = 2 * D + setup.ranks * shard + 4 * out
+    kept += setup.rank * (4 if shape.family.fused_projections else 5)
+    if shape.family.fused_projections and setup.ranks == 1:
+        kept += 2 * H * setup.adapted  # b and a, in one tensor with q | k | v
     return LayerCost(
         mixer=parameters,
-        met=parameters,
+        active=parameters,
         kept=size * kept,
-        results=size * setting.ranks * layout.query * V,
+        results=size * setup.ranks * layout.query * V,
         out=out,
-        # the shards, behind the convolution and at unit length, the gradients of these, the output's
-        mix_work=6 * setting.ranks * own + 2 * out,
-        sent=own * (setting.ranks - 1) + out * (ranks - 1) / ranks,
-        # a token of a head reads a state twice and writes to it
+        # the shards, before and after the convolution and at unit length, the gradients of all three, the output's
+        mix_work=6 * setup.ranks * shard + 2 * out,
+        sent=shard * (setup.ranks - 1) + out * (ranks - 1) / ranks,
+        # for each token a head reads its state twice and writes to it once
         row_flops=6 * H * E * V + 2 * taps * columns,
     )
 
 
-def _mlp(shape: ModelConfig, setting: Setting) -> LayerCost:
+def _mlp(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     F = shape.intermediate_size
-    parameters, kept = 3 * shape.hidden_size * F, 2 * F + 3 * setting.rank
-    return LayerCost(feed_forward=parameters, met=parameters, kept=setting.size * kept, inner=F)
+    parameters, kept = 3 * shape.hidden_size * F, 2 * F + 3 * setup.rank
+    return LayerCost(
+        feed_forward=parameters, active=parameters, kept=setup.size * kept, inner=F
+    )
 
 
-def _experts(shape: ModelConfig, setting: Setting) -> LayerCost:
+def _experts(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     assert shape.moe is not None
     D, N, k = shape.hidden_size, shape.moe.num_experts, shape.moe.num_experts_per_tok
     F, shared = (
         shape.moe.moe_intermediate_size,
         shape.moe.shared_expert_intermediate_size or 0,
     )
+    # parameters of the shared expert and its gate
     for_all = (3 * shared + 1) * D * bool(shared)
     return LayerCost(
         feed_forward=N * (3 * F + 1) * D + for_all,
-        met=(3 * k * F + N) * D + for_all,
-        kept=setting.size * 2 * k * F,
+        active=(3 * k * F + N) * D + for_all,
+        kept=setup.size * 2 * k * F,  # gate and up of the chosen experts
         inner=k * F + shared,
         copied=k * D,
     )
@@ -191,10 +198,11 @@ def _experts(shape: ModelConfig, setting: Setting) -> LayerCost:
 # ---------------------------------------------------------------- models
 
 
-class Model(NamedTuple):
-    """A model's shape, how many parameters it has and how many of them are trained, and how its matrices are kept.
+class PlannedModel(NamedTuple):
+    """What the planner knows of a model: its shape, its parameters, how many are trained, and how they are kept.
 
-    unmet: of the trained ones, adapters of experts that a token does not go through. rank: of adapters.
+    idle_adapters: trained parameters that a token does not meet: those of adapters of experts that it does not choose.
+    rank: of adapters.
     """
 
     shape: ModelConfig
@@ -202,7 +210,7 @@ class Model(NamedTuple):
     trained: int
     has_head: bool = True  # False: a score per token instead of the vocabulary
     quantize: str = "none"  # how the layers' matrices are kept (models/quantized.py)
-    unmet: int = 0
+    idle_adapters: int = 0
     rank: int = 0
 
     @property
@@ -216,8 +224,8 @@ class Model(NamedTuple):
 
     @property
     def layers(self) -> list[LayerCost]:
-        """What each layer has and computes, whatever the ranks."""
-        return layer_costs(self.shape, Setting())
+        """What each layer has and computes on one rank."""
+        return layer_costs(self.shape, LayerSetup())
 
     @property
     def layer_parameters(self) -> float:
@@ -226,7 +234,7 @@ class Model(NamedTuple):
     @property
     def forward_parameters(self) -> float:
         """The matrices that a forward pass multiplies each token with."""
-        return sum(x.met for x in self.layers) + self.vocabulary_parameters * self.has_head
+        return sum(x.active for x in self.layers) + self.vocabulary_parameters * self.has_head
 
     def matrix_bytes(self, parameters: float, element_size: int) -> float:
         """Return the bytes of so many parameters of layers' matrices."""
@@ -243,13 +251,15 @@ class Model(NamedTuple):
         return others + self.matrix_bytes(matrices, element_size)
 
 
-def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
+def plain_model(shape: ModelConfig, *, reward: bool = False) -> PlannedModel:
     """Return the planner's view of a model that trains all its weights."""
     parameters = count_parameters(shape, reward=reward)
-    return Model(shape, parameters, trained=parameters, has_head=not reward)
+    return PlannedModel(shape, parameters, trained=parameters, has_head=not reward)
 
 
-def model_flops(model: Model, tokens: float, squared_lengths: float, projected: float) -> float:
+def model_flops(
+    model: PlannedModel, tokens: float, squared_lengths: float, projected: float
+) -> float:
     """Return the FLOPs of one forward and backward pass, the numerator of MFU: 6 N T + 6 L (H E) sum(length^2).
 
     6 = 2 forward + 2 for the gradient of the activations + 2 for that of the weights. Frozen weights have no
@@ -261,10 +271,12 @@ def model_flops(model: Model, tokens: float, squared_lengths: float, projected: 
     """
     layers, head = model.layers, model.vocabulary_parameters * model.has_head
     adapters = 0 if model.is_full else model.trained
-    # of its layers' experts a token meets a few
-    met = model.parameters - adapters - sum(x.parameters - x.met for x in layers)
-    weights = (met - head) * tokens + head * projected
-    linear = (6.0 if model.is_full else 4.0) * weights + 6.0 * (adapters - model.unmet) * tokens
+    # a token meets only a few of a layer's experts
+    active = model.parameters - adapters - sum(x.parameters - x.active for x in layers)
+    weights = (active - head) * tokens + head * projected
+    linear = (6.0 if model.is_full else 4.0) * weights + 6.0 * (
+        adapters - model.idle_adapters
+    ) * tokens
     mix = sum(x.pair_flops for x in layers) * squared_lengths
     mix += sum(x.row_flops for x in layers) * tokens
     return linear + 3.0 * mix

@@ -4,9 +4,9 @@ All ranks ask the same question, and choose the fastest plan that fits.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,12 +25,13 @@ from ulysses.options import stage_of
 from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors
 from ulysses.plan.hardware import GIB, Machine, free_host_bytes
-from ulysses.plan.layer_cost import Model, plain_model
+from ulysses.plan.layer_cost import PlannedModel, plain_model
 from ulysses.plan.step_cost import Plan, Question, fits, predict, states, step_seconds
 from ulysses.stages.base import AuxiliaryModel, PlannedRollout
 
-MOMENT_BYTES = {"32bit": 8.0, "8bit": 2 * (1 + 4 / 256)}  # and absmax of every block
-# parameters of a layer times tokens, which take a CPU so long that its overhead for the layer is a hundredth
+# Bytes of AdamW's two moments of a parameter; those in 8 bits have a scale for every block.
+MOMENT_BYTES = {"32bit": 8.0, "8bit": 2 * (1 + 4 / 256)}
+# Parameters of a layer times tokens that take a CPU so long that its overhead for a layer is a hundredth of the time.
 CPU_WORK = 5e9
 
 
@@ -38,7 +39,7 @@ CPU_WORK = 5e9
 
 
 def published_shape(config: Config, absent: str) -> ModelConfig | None:
-    """Return the shape that a model's id, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None.
+    """Return the published shape that a hub id, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None.
 
     A dry run plans with it if the model is not on this machine.
     """
@@ -47,8 +48,9 @@ def published_shape(config: Config, absent: str) -> ModelConfig | None:
 
 
 class PlannedStep(NamedTuple):
-    """What a step trains: of each example its tokens, and twice the pairs of a query and a key that it sees.
+    """What a step trains.
 
+    tokens, squares: of each example its tokens, and twice its pairs of a query and a key.
     shares: sequences share their prompts.
     """
 
@@ -57,7 +59,7 @@ class PlannedStep(NamedTuple):
     shares: bool = False
 
 
-def planner_model(config: Config, shape: ModelConfig) -> Model:
+def planner_model(config: Config, shape: ModelConfig) -> PlannedModel:
     """Return the planner's view of the trained model, adapters and the score head of PPO's value included."""
     stage, lora = stage_of(config), config.model.lora
     model = plain_model(shape, reward=stage.reward)
@@ -67,8 +69,8 @@ def planner_model(config: Config, shape: ModelConfig) -> Model:
         from models.expert_files import adapter_parameters
 
         added = adapter_parameters(empty_model(shape), lora.targets)
-        adapters, unmet = (lora.rank * count for count in added)
-        model = model._replace(unmet=unmet, rank=lora.rank)
+        adapters, idle_adapters = (lora.rank * count for count in added)
+        model = model._replace(idle_adapters=idle_adapters, rank=lora.rank)
         parameters += adapters
         trained = adapters + (score or shape.hidden_size * stage.reward)
         if lora.train:
@@ -84,11 +86,11 @@ def planner_question(
 ) -> Question:
     """Return the question of a run: one micro-batch of `tokens`, full of longest sequences.
 
-    The degree "auto" is the smallest whose plan fits, or all processes if none does, with as many answers decoded at a
-    time as then fit.
+    The degree "auto" becomes the smallest whose plan fits, or all processes if none does. Where the answers that are
+    decoded at a time do not fit, their number is halved.
     """
     stage, degree, ppo = stage_of(config), config.parallel.sequence_parallel_size, config.ppo
-    facts, wanted = stage.requirements, config.run.samples
+    facts, samples = stage.requirements, config.run.samples
     question = Question(
         planner_model(config, shape),
         machine,
@@ -106,13 +108,13 @@ def planner_question(
         prompts = -(-facts.examples_per_load // machine.gpus)
         rollout = facts.rollout._replace(answers=prompts * facts.rollout.answers)
         question = question._replace(rollout=rollout)
-    if wanted:  # every process answers all of them
-        count = wanted if isinstance(wanted, int) else len(wanted)
+    if samples:  # every process answers all of them
+        count = samples if isinstance(samples, int) else len(samples)
         lengths = ppo.planned_batch, config.data.max_length, ppo.max_new_tokens
-        samples = PlannedRollout(count, *lengths, merged=config.model.lora.rank > 0)
-        question = question._replace(samples=samples)
+        answers = PlannedRollout(count, *lengths, merged=config.model.lora.rank > 0)
+        question = question._replace(samples=answers)
     halvings = 1
-    if (facts.rollout or wanted) and ppo.generation_batch == "auto":
+    if (facts.rollout or samples) and ppo.generation_batch == "auto":
         halvings = ppo.planned_batch.bit_length()
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]
     *others, last = (
@@ -122,16 +124,16 @@ def planner_question(
 
 
 def _with_models(question: Question, models: Sequence[AuxiliaryModel]) -> Question:
-    """Return the question with these models, and with their passes, each of which costs what its own size says."""
-    shape = question.model.shape
-    own, forwards, others = plain_model(shape).forward_parameters, question.forwards, []
+    """Return the question with these frozen models, and with their passes in units of the trained model's."""
+    trained, forwards, others = question.model.shape, question.forwards, []
+    unit = plain_model(trained).forward_parameters
     for model in models:
-        found = shape  # of the initial policy, and as large as the policy is what is not here
+        shape = trained  # of the initial policy; a model that is absent is taken to be as large
         with suppress(ValueError, OSError):
             if model.path:
-                found = read_config(resolve_model(model.path, need_weights=False))
-        frozen = plain_model(found, reward=model.is_reward)
-        forwards += model.passes * frozen.forward_parameters / own
+                shape = read_config(resolve_model(model.path, need_weights=False))
+        frozen = plain_model(shape, reward=model.is_reward)
+        forwards += model.passes * frozen.forward_parameters / unit
         if not model.shares_weights:
             others.append(frozen)
         if model.role == "teacher":
@@ -142,19 +144,19 @@ def _with_models(question: Question, models: Sequence[AuxiliaryModel]) -> Questi
 def run_question(
     config: Config, shape: ModelConfig, machine: Machine, train: TokenizedDataset | None
 ) -> Question:
-    """Return the question of a run and of the micro-batches of its typical step.
+    """Return the question of a run, with the micro-batches of its typical step.
 
     Prompts are shared unless layers that run as CUDA graphs, which take whole sequences, are faster.
 
     Args:
         train: the training data; None plans with examples of the greatest length that the settings allow.
     """
-    stage, given = stage_of(config), config.batch.tokens_per_microbatch
-    facts, sides, auto = stage.requirements, stage.sequences_per_example, given == "auto"
-    # no fewer are chosen than the longest example has or, if that is not known, may have
+    stage, budget = stage_of(config), config.batch.tokens_per_microbatch
+    facts, sides, auto = stage.requirements, stage.sequences_per_example, budget == "auto"
+    # a micro-batch must hold the longest example or, if that is unknown, the longest that there may be
     longest = sides * facts.longest_example
     if train is None:
-        tokens = longest if auto else given
+        tokens = longest if auto else budget
         question = planner_question(config, shape, machine, tokens)
         whole = min(longest, tokens)
         pairs = sides * squares(whole / sides, windows=shape.windows)
@@ -166,34 +168,35 @@ def run_question(
     )
     typical, largest = loader.planned_steps()
 
-    def asked(data: TokenizedDataset) -> Question:
-        tokens = given
+    def question_of(data: TokenizedDataset) -> Question:
+        tokens = budget
         if auto:
             tokens = longest if data.kind == "prompt" else int(data.lengths.max())
         question = planner_question(config, shape, machine, tokens)
         steps = (planned_step(config, shape, data, each) for each in (typical, largest))
         return cut_steps(question, *steps, auto)
 
-    question, whole = asked(train), train.apart
-    if machine.is_gpu and (auto or whole.lengths.max() <= given):
-        shared, alone = choose(question), choose(asked(whole))
-        if alone.graphs and step_seconds(alone) <= step_seconds(shared):
-            return alone.question
+    question, unshared = question_of(train), train.apart
+    if machine.is_gpu and (auto or unshared.lengths.max() <= budget):
+        shared, whole = choose(question), choose(question_of(unshared))
+        if whole.graphs and step_seconds(whole) <= step_seconds(shared):
+            return whole.question
     return question
 
 
 def planned_step(
     config: Config, shape: ModelConfig, data: TokenizedDataset, indices: list[int]
 ) -> PlannedStep:
-    """Return what an optimizer step trains of these examples of the data loader's step, as far as that is known.
+    """Return what an optimizer step trains of the examples with these indices.
 
-    Answers of a rollout are as long as they may be; a prompt counts once, and its last token with every answer.
+    The answers of a rollout count with their greatest length. A shared prompt counts once, and its last token with
+    every answer.
     """
     facts = stage_of(config).requirements
     lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
     if facts.rollout:
-        count, wanted = facts.rollout.answers, slice(facts.examples_per_step)
-        prompts = lengths.repeat(count, axis=0)[wanted]
+        count = facts.rollout.answers
+        prompts = lengths.repeat(count, axis=0)[: facts.examples_per_step]
         prefixes = (prompts - 1) * (1 - 1 / count) * data.share_prompts
         lengths = prompts + facts.rollout.new_tokens - prefixes
     shares = bool(data.prefix_lengths.any() or prefixes.any())
@@ -206,10 +209,10 @@ def planned_step(
 
 
 def candidates(question: Question, resident: bool) -> Iterator[Plan]:
-    """Yield what the layers may keep, and where: the fastest plan first, copies to the host aside, the smallest last.
+    """Yield plans that differ in what the layers keep and where: the fastest first, copies to the host aside.
 
-    Every level is tried with the next faster one on as many of the last layers as possible, on fewer, and on none;
-    then with the activations of more and more of the first layers on the host.
+    The last one takes the least memory. Each level comes with the next faster one on as many of the last layers as
+    possible, on fewer, and on none; then with the activations of more and more of the first layers on the host.
     """
     count, offload = question.model.shape.num_hidden_layers, question.offload
     for faster, level in pairwise((None, *question.levels)):
@@ -225,35 +228,38 @@ def candidates(question: Question, resident: bool) -> Iterator[Plan]:
             yield plan._replace(offloaded_layers=away)
 
 
-def places(question: Question) -> list[bool]:
-    """Return whether the weights are resident, the faster place first if both are allowed."""
+def resident_choices(question: Question) -> list[bool]:
+    """Return which values of Plan.resident are allowed, the faster one first."""
     if question.offload_parameters or question.machine.gpus == 1:
         return [not question.offload_parameters]
     return {"resident": [True], "sharded": [False]}.get(question.weights, [True, False])
 
 
 def choose(question: Question) -> Plan:
-    """Return the fastest plan that fits, with resident or sharded weights, or the one that comes nearest.
+    """Return the fastest plan that fits or, if none does, the one that takes the least memory.
 
-    Processes without GPUs recompute nothing unless they are told to.
+    Without GPUs the answer is given at once: nothing is recomputed unless the settings say so.
     """
     q = question
     if not q.machine.is_gpu:
         level, count = q.levels[0], q.model.shape.num_hidden_layers
         away = count * (q.offload == "checkpoints" and level != "none")
-        return Plan(q, (level,) * count, away, places(q)[0])
-    # to move what a level keeps may take longer than to compute it again at the next one
-    asked = [q] if q.offload == "none" else [q, *(q._replace(recompute=x) for x in q.levels)]
-    tried = [candidates(x, resident) for resident in places(q) for x in asked]
+        return Plan(q, (level,) * count, away, resident_choices(q)[0])
+    # each level by itself too: moving what it keeps may take longer than recomputing it at the next level
+    questions = [q]
+    if q.offload != "none":
+        questions += [q._replace(recompute=level) for level in q.levels]
+    tried = [candidates(x, resident) for resident in resident_choices(q) for x in questions]
     fitting = [plan for plans in tried if (plan := next(filter(fits, plans), None))]
-    nearest = [*candidates(q, places(q)[-1])][-1]
+    nearest = [*candidates(q, resident_choices(q)[-1])][-1]
     return min(fitting, key=step_seconds, default=nearest)._replace(question=q)
 
 
 def choose_memory(question: Question) -> Plan:
-    """Return the plan of a question, as a run takes it.
+    """Return the plan that a run takes.
 
-    Settings made by hand are honoured while the GPU's whole memory might do.
+    One that leaves no reserve is allowed, because settings made by hand are honoured as long as the GPU's whole memory
+    might suffice.
 
     Raises:
         ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change.
@@ -304,7 +310,8 @@ def cut_steps(
 ) -> Question:
     """Return the question with the micro-batches that a typical step of the data is cut into.
 
-    With `auto` these are the fewest for which nothing more is recomputed or moved than for the longest example alone.
+    With `auto` these are the fewest that need no more recomputation or offload than the longest example alone; on a CPU
+    they are no larger than CPU_WORK says.
     """
     longest, groups = question.tokens_per_microbatch, question.machine.gpus // question.sp
     widths = ATTENTION_WIDTHS * question.model.shape.hidden_size
@@ -323,9 +330,21 @@ def cut_steps(
         )
 
     if auto:
-        most = _most_tokens(sized, longest, -(-sum(largest.tokens) // groups))
-        parts = [(x, part) for x in (typical, largest) for own in pack(x, most) for part in own]
-        tokens = max(longest, *(sum(x.tokens[i] for i in part) for x, part in parts))
+        most = -(-sum(largest.tokens) // groups)  # all that a group has in the largest step
+        if question.machine.is_gpu:
+            plan, sizes = choose(sized(longest)), range(most + 1)
+
+            def is_too_large(tokens: int) -> bool:
+                return not fits(plan._replace(question=sized(tokens)))
+
+            most = bisect_left(sizes, True, longest + 1, key=is_too_large) - 1
+        else:
+            largest_layer = max(layer.parameters for layer in question.model.layers)
+            most = min(most, int(CPU_WORK / largest_layer))
+        most = max(longest, most)
+        for step in (typical, largest):
+            for micro_batch in chain.from_iterable(pack(step, most)):  # of all groups
+                tokens = max(tokens, sum(step.tokens[i] for i in micro_batch))
     count = len(pack(typical, tokens)[0])
     question = sized(tokens)
     return question._replace(
@@ -336,29 +355,16 @@ def cut_steps(
     )
 
 
-def _most_tokens(sized: Callable[[int], Question], least: int, most: int) -> int:
-    """Return how large a micro-batch may be, up to `most`, to take per token what one of `least` tokens takes."""
-    plan = choose(sized(least))
-    if not plan.question.machine.is_gpu:
-        enough = CPU_WORK / max(layer.parameters for layer in plan.question.model.layers)
-        return max(least, min(most, int(enough)))
-
-    def is_too_large(tokens: int) -> bool:
-        return not fits(plan._replace(question=sized(tokens)))
-
-    return max(least, bisect_left(range(most + 1), True, least + 1, key=is_too_large) - 1)
-
-
 def longest_sequence(question: Question) -> int:
-    """Return the most tokens per document, a multiple of 1024, that some allowed level fits; 0 if not even 1024 do.
+    """Return the most tokens per document, a multiple of 1024, that fit at some allowed level; 0 if not even 1024 do.
 
-    The question says how many equal documents are in the micro-batch and how many ranks share it.
+    The question says how many equal documents are in the micro-batch, and how many ranks share it.
     """
 
     def holds(blocks: int) -> bool:
         tokens = 1024 * blocks * question.documents
-        asked = question._replace(tokens_per_microbatch=tokens)
-        return fits([*candidates(asked, places(asked)[-1])][-1])
+        sized = question._replace(tokens_per_microbatch=tokens)
+        return fits([*candidates(sized, resident_choices(sized)[-1])][-1])
 
     # From some length on the MLP runs in tiles, so a longer sequence can need less memory: try all powers of two.
     low = max((1 << i for i in range(18) if holds(1 << i)), default=0)
@@ -369,7 +375,7 @@ def longest_sequence(question: Question) -> int:
 
 
 def check_host(config: Config, plan: Plan) -> None:
-    """Refuse a run on CPUs whose weights, optimizer and gradients alone are more than their machine's memory."""
+    """Refuse a run on CPUs whose weights, optimizer and gradients alone exceed their machine's free memory."""
     free = config.memory.host_memory * GIB or free_host_bytes()
     needed = sum(states(plan)) * local_world_size()
     if needed > free and not plan.question.machine.is_gpu:
@@ -381,7 +387,7 @@ def check_host(config: Config, plan: Plan) -> None:
 
 
 def memory_line(plan: Plan) -> str:
-    """Return a line that says what was chosen and why, and whether the reserve is gone."""
+    """Return the line that says what was chosen and why, and whether it leaves less than the usual reserve."""
     q, machine = plan.question, plan.question.machine
     auto = q.recompute == "auto"
     if not machine.is_gpu:
@@ -401,7 +407,7 @@ def memory_line(plan: Plan) -> str:
 
 
 def micro_batch_line(question: Question, auto: bool) -> str:
-    """Return a line that says what a step is cut into."""
+    """Return the line that says what a step is cut into."""
     return (
         f"micro-batches: {question.micro_batches} in a typical step, each of at most "
         f"{question.tokens_per_microbatch:,} tokens{' (auto)' * auto}"

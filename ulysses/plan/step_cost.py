@@ -1,18 +1,20 @@
-"""The planner's question, a step of a model on a machine, its answer, a plan, and the memory and seconds this takes.
+"""What the planner is asked and what it answers, and the memory and the seconds that a step of its answer takes.
 
     what lives on a GPU      bytes
-    states                   weights, those of frozen models too: 2 N, over all ranks if they are sharded; of each
-                             trained parameter 4 (master) + 8 (moments; 2 in 8 bits) + 4 (summed gradient), over all
+    states                   weights, those of frozen models too: 2 N, divided by all ranks if they are sharded; of each
+                             trained parameter 4 (master) + 8 (moments; 2 in 8 bits) + 4 (summed gradient), divided by
+                             all ranks
     kept                     what every layer keeps at its level
-    working                  the fuller of two moments: the vocabulary's loss, or one layer's backward, and two gathered
-                             layers (CUDA graphs hold both, and every layer's gradients, in memory of their own)
+    working                  the fuller of two moments: the vocabulary's loss, or one layer's backward, each with two
+                             gathered layers (CUDA graphs hold both, and every layer's gradients, in their own memory)
 
-Before a step, nothing is kept, and passes without gradient or sampling may hold more than that. Everything is times
-SLACK, and CUDA and NCCL come on top. Measured steps judge all this (benchmarks/measured.jsonl): memory within 5%,
-seconds within 15%. Elements are of bfloat16 here; in float32 weights have a separate master too.
+Before a step nothing is kept, and sampling or passes without gradient may then hold more than a step. The sum is
+multiplied by SLACK, and CUDA and NCCL come on top. The formulas are compared with measured steps
+(benchmarks/measured.jsonl): memory within 5%, seconds within 15%. The bytes above are those of bfloat16; weights in
+float32 have a separate master too.
 
 The planner counts the FLOPs that are executed: recomputation, passes without gradient, every product of the logits. MFU
-counts what the model asks for.
+counts those that the model asks for (model_flops in layer_cost.py).
 
 Letters: S local tokens, D width, V vocabulary, W processes.
 """
@@ -27,7 +29,7 @@ from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
 from ulysses.memory.levels import LEVELS
 from ulysses.parallel.layout import squares
 from ulysses.plan.hardware import Machine
-from ulysses.plan.layer_cost import LayerCost, Model, Setting, layer_costs
+from ulysses.plan.layer_cost import LayerCost, LayerSetup, PlannedModel, layer_costs
 from ulysses.stages.base import PlannedRollout
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
@@ -39,26 +41,27 @@ COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
 # Rates measured on H200, as shares of the peaks: of products, of memory, and of links that transfers share.
 PRODUCTS, MEMORY_RATE, LINKS = 0.64, 0.68, 0.36
 WIDE_HEADS = 1.28  # the time of attention with heads wider than 128
-# of computation's and of transfers' time is added to the other's: they share the memory and the multiprocessors
+# The share of computation's time by which transfers take longer, and of transfers' time by which computation does:
+# both use the memory and the multiprocessors.
 CONTENTION = 0.4
 HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at once
-# bytes that a layer's elementwise kernels move, for each token and unit of D + the feed-forward's width
+# Bytes that are moved: by a layer's elementwise kernels, for each token and unit of D + the feed-forward's width;
 ELEMENTWISE = 33
-# ... and that eight products with adapters of experts, and their additions, move of each input and output
+# by the eight products of experts' adapters and their additions, for each input and output;
 ADAPTED_EXPERTS = 14
-# ... and that a pass without gradient moves of every logit: written, and read twice
+# by a pass without gradient, for each logit, which is written and read twice.
 LOGIT_BYTES = 12
-# Seconds in which the host launches one layer, forward and backward, with weights that are gathered and that stay;
-# CUDA graphs need none. They pay where a layer takes the GPU less than GRAPH_SECONDS.
+# Seconds in which the host launches one layer, forward and backward: with gathered weights, and with resident ones.
+# CUDA graphs spare them. They pay where a layer takes the GPU less than GRAPH_SECONDS.
 LAUNCH, LAUNCH_RESIDENT = 7e-3, 3e-3
 GRAPH_SECONDS = 5e-3
-# in which the host lays out, packs and takes in an answer of a rollout, while the GPU waits
+# Seconds in which the host lays out, packs and takes in one answer of a rollout, while the GPU waits.
 ANSWER_SECONDS = 8e-4
 STEP_SECONDS = 0.007  # per micro-batch: metadata, the first gather, the last reduction, metrics
-# read and written per trained parameter: by norm and zero/update.py, 8 of them the float32 gradient's, and where a
-# micro-batch adds its gradient
+# Bytes read and written per trained parameter: by the norm and the update (zero/update.py), 8 of them for the float32
+# gradient; and by a micro-batch that adds its gradient to the sum.
 UPDATE_BYTES, ADDITION_BYTES = 34, 10
-# of a layer that is gathered and whose experts have adapters, as measured on NF4 bases
+# Seconds more for a gathered layer whose experts have adapters, as measured on NF4 bases.
 GATHERED_EXPERTS = 6e-3
 
 
@@ -68,28 +71,29 @@ GATHERED_EXPERTS = 6e-3
 class Question(NamedTuple):
     """What the planner is asked: a model's step on a machine, and the memory settings.
 
-    tokens_per_microbatch: of the fullest one, which `sp` ranks share, in `documents` of equal length (2 for one pair).
+    tokens_per_microbatch: of the fullest micro-batch, which `sp` ranks share, in `documents` of equal length (2 for one
+        pair).
     fill: how full micro-batches are on average.
-    squares: twice the pairs of a query and a key that an average micro-batch sees, shared prompts included; 0: those of
-        equal documents.
-    shares: sequences share their prompts, which CUDA graphs do not know.
-    whole_steps: no step has more than one micro-batch for each group.
+    squares: twice the pairs of a query and a key in an average micro-batch, with shared prompts counted once; 0 is
+        those of equal documents.
+    shares: sequences share their prompts, which CUDA graphs cannot do.
+    whole_steps: no step has more than one micro-batch for each data-parallel group.
     forwards: passes without gradient over the same tokens (live reference, KTO's baseline), counted in passes of the
         trained model.
     logit_bytes: see ulysses.stages.base.Requirements.
-    rollout: with the answers that this process decodes before it trains on them.
-    samples: those of run.samples, which every language model of the run gives.
+    rollout: what this process decodes before it trains on it.
+    samples: the answers of run.samples, which every language model of the run gives.
     halvings: how often the number of answers decoded at a time is halved, so that they fit.
     recompute: the level that is asked for, or "auto".
     weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.
-    offload: "none"; "auto" for the fewest layers with which the GPU suffices, or if it never does as many as the host
-        holds; "checkpoints" for as many as the host holds.
+    offload: "none"; "auto" moves the fewest layers with which the GPU suffices or, if it never does, as many as the
+        host holds; "checkpoints" moves as many as the host holds.
     moment_bytes: of AdamW's two moments of a trained parameter.
-    others: frozen models that the run holds as well; teacher: the one of them whose logits are compared with the
-        trained model's.
+    others: frozen models that the run holds as well.
+    teacher: the one of `others` whose logits are compared with the trained model's.
     """
 
-    model: Model
+    model: PlannedModel
     machine: Machine
     tokens_per_microbatch: int
     sp: int = 1
@@ -111,8 +115,8 @@ class Question(NamedTuple):
     moment_bytes: float = 8.0
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    others: tuple[Model, ...] = ()
-    teacher: Model | None = None
+    others: tuple[PlannedModel, ...] = ()
+    teacher: PlannedModel | None = None
 
     @property
     def rows(self) -> int:
@@ -131,23 +135,23 @@ class Question(NamedTuple):
         """The common divisor of the heads of all models that share the mesh."""
         return gcd(*(m.shape.num_attention_heads for m in (self.model, *self.others)))
 
-    def setting(self, model: Model) -> Setting:
-        """Return what the costs of one of the models' layers depend on."""
+    def setup(self, model: PlannedModel) -> LayerSetup:
+        """Return what the costs of a model's layers depend on in this question."""
         ranks = self.sp, gcd(self.sp, self.common_heads)
-        return Setting(*ranks, not model.is_full, model.rank, self.element_size)
+        return LayerSetup(*ranks, not model.is_full, model.rank, self.element_size)
 
-    def layers(self, model: Model) -> list[LayerCost]:
-        """Return what each layer of one of the models takes."""
-        return layer_costs(model.shape, self.setting(model))
+    def layers(self, model: PlannedModel) -> list[LayerCost]:
+        """Return what each layer of a model takes in this question."""
+        return layer_costs(model.shape, self.setup(model))
 
 
 class Plan(NamedTuple):
     """What the planner answers.
 
-    levels: every layer's level, the first layer's first. There are at most two, and the last layers have the level that
-        keeps more: their backward comes first, so their memory is free before the other layers recompute.
+    levels: every layer's level, the first layer's first. There are at most two levels, and the last layers have the one
+        that keeps more: their backward comes first, so their memory is free before the other layers recompute.
     offloaded_layers: how many layers, counted from the first, keep their tensors in host memory.
-    resident: the weights stay whole on every rank, as on a single one they always do.
+    resident: the weights stay whole on every rank.
     """
 
     question: Question
@@ -182,7 +186,7 @@ class Plan(NamedTuple):
         q, layers = self.question, self.question.model.layers
         alone = self.resident and q.sp == 1 and {*self.levels} == {"none"} and not q.shares
         fits = q.machine.is_gpu and q.element_size == 2
-        # what experts and linear attention launch depends on the rows
+        # the launches of experts and of linear attention depend on the rows, which no graph can follow
         if not (alone and fits) or any(x.copied or x.row_flops for x in layers):
             return False
         of_layer = 6 * q.rows * max(layer.parameters for layer in layers)
@@ -202,10 +206,12 @@ class Plan(NamedTuple):
 class Prediction(NamedTuple):
     """Bytes of one rank.
 
-    gpu: all that the GPU must hold. states, kept, working: parts of the allocator's peak; beside: what sampling or the
-    passes of frozen models take above these. host: the host's; moved: what the settings moved there; fits_host: whether
-    the node has room for that. One of unknown memory has, and where nothing is moved, what seems free decides nothing:
-    some kernels report memory that grows on demand.
+    gpu: all that the GPU must hold.
+    states, kept, working: parts of the allocator's peak.
+    beside: what sampling or passes of frozen models take above these.
+    host: all that the process takes of host memory; moved: the part of it that the settings moved there.
+    fits_host: whether the node has room. It has if its memory is unknown, and if nothing is moved: some kernels report
+        too little, because memory grows on demand, and that shall refuse no run that moves nothing.
     """
 
     gpu: float
@@ -224,7 +230,7 @@ class Prediction(NamedTuple):
 
 
 def states(plan: Plan) -> tuple[float, float]:
-    """Return the bytes of weights and of trained parameters' other states, wherever they are."""
+    """Return a rank's bytes of weights, and of master weights, moments and gradients, on the GPU or the host."""
     q, model, W = plan.question, plan.question.model, plan.question.machine.gpus
     weights = sum(m.weight_bytes(q.element_size) for m in (model, *q.others))
     each = 4 + 4 * (not plan.keeps_gradients) + q.moment_bytes
@@ -236,27 +242,30 @@ def predict(plan: Plan) -> Prediction:
     q, model, W = plan.question, plan.question.model, plan.question.machine.gpus
     weights, trained = states(plan)
     on_gpu = weights * (not q.offload_parameters) + trained * (not q.offload_optimizer)
-    away, each = plan.offloaded_layers, plan.kept
-    # of the layers that are moved one is in use and one is being copied
-    kept = sum(each[away:]) + sum(each[: min(away, 2)])
-    head, layer = _moments(plan, model, plan.levels)
-    working, of_graphs = max(head, layer), 0.0
-    words = q.element_size * model.vocabulary_parameters
+    away, of_layers = plan.offloaded_layers, plan.kept
+    # of the layers whose activations are moved, one is in use and one is being copied
+    kept = sum(of_layers[away:]) + sum(of_layers[: min(away, 2)])
+    loss, layer = _working_bytes(plan, model, plan.levels)
+    working, of_graphs = max(loss, layer), 0.0
+    vocabulary = q.element_size * model.vocabulary_parameters
     if plan.graphs:
         of_graphs = q.element_size * model.layer_parameters
-        working = head + layer + of_graphs
-    if plan.keeps_gradients:  # the head's comes first
-        kept = max(kept + words * model.is_full, q.element_size * model.trained - of_graphs)
-    passes = [max(_moments(plan, m._replace(trained=0), repeat("block"))) for m in q.others]
+        working = loss + layer + of_graphs
+    # gradients take the place of activations; the vocabulary's gradient comes first
+    if plan.keeps_gradients:
+        gradients = q.element_size * model.trained - of_graphs
+        kept = max(kept + vocabulary * model.is_full, gradients)
+    frozen = [m._replace(trained=0) for m in q.others]
+    passes = [max(_working_bytes(plan, m, repeat("block"))) for m in frozen]
     sampled = [(model, q.rollout), *((m, q.samples) for m in (model, *q.others) if m.has_head)]
     passes += [_sampling_bytes(plan, m, rollout) for m, rollout in sampled if rollout]
     beside = max([kept + working, *passes]) - kept - working
     allocated = on_gpu + kept + working + beside
     # each of gloo's two threads copies the tensor that it gathers
-    buffers = COMMUNICATOR_BYTES if q.machine.is_gpu else 2 * words
+    buffers = COMMUNICATOR_BYTES if q.machine.is_gpu else 2 * vocabulary
     gpu = allocated * SLACK + CONTEXT_BYTES + buffers * (W > 1)
-    moved = weights + trained - on_gpu + sum(each[:away])
-    # a checkpoint passes through, one kind of the state at a time
+    moved = weights + trained - on_gpu + sum(of_layers[:away])
+    # a checkpoint passes through host memory, one kind of state at a time
     host = moved + 4 * model.trained / W + PROCESS_BYTES
     room = not moved or not q.machine.host_bytes or host <= q.machine.host_budget
     return Prediction(gpu, on_gpu, kept, working, beside, host, moved, room)
@@ -268,37 +277,39 @@ def fits(plan: Plan) -> bool:
     return p.gpu <= FILL * plan.question.machine.gpu_bytes and p.fits_host
 
 
-def _moments(plan: Plan, model: Model, levels: Iterable[str]) -> tuple[float, float]:
-    """Return the bytes of the vocabulary's loss, and of the fullest layer's backward, of one of the models."""
+def _working_bytes(
+    plan: Plan, model: PlannedModel, levels: Iterable[str]
+) -> tuple[float, float]:
+    """Return the bytes that a model holds in the vocabulary's loss, and in its fullest layer's backward."""
     q, W, V = plan.question, plan.question.machine.gpus, model.shape.vocab_size
     S, size, layers, tiles = q.rows, q.element_size, q.layers(model), 1
-    words = model.vocabulary_parameters
-    rows, trained = size * model.shape.hidden_size * S, words * model.is_full
-    # two layers are gathered, and the vocabulary for its loss
+    vocabulary = model.vocabulary_parameters
+    rows, trained = size * model.shape.hidden_size * S, vocabulary * model.is_full
+    # of sharded weights two layers are gathered at a time, and the vocabulary for its loss
     gathered = 2 * model.matrix_bytes(max(x.parameters for x in layers), size)
-    head = 3 * rows
-    if q.teacher and model is q.model:  # the teacher's rows and its whole matrix beside
-        tiles, words = LOSS_TILES, words + q.teacher.vocabulary_parameters
-        head += size * q.teacher.shape.hidden_size * S
+    loss = 3 * rows
+    if q.teacher and model is q.model:  # the teacher's rows and its vocabulary lie beside
+        tiles, vocabulary = LOSS_TILES, vocabulary + q.teacher.vocabulary_parameters
+        loss += size * q.teacher.shape.hidden_size * S
     if model.has_head:
         # float32 tiles of logits and one in the weights' dtype; or float32 sums of the gradient, its cast, the buffer
         # it travels in and the float32 sum over the ranks
         tile = equal_tiles(S, 4 * V * tiles, CUDA_TILE_BYTES) * V * (4 * tiles + size)
-        head += 4 * trained + max(tile, (2 * size + 4 / W) * trained * (W > 1))
+        loss += 4 * trained + max(tile, (2 * size + 4 / W) * trained * (W > 1))
     else:  # the embedding's gradient, whole, and its reduction
-        head += 2 * size * trained
-    layer = max(x.backward_bytes(y, S, q.setting(model)) for y, x in {*zip(levels, layers)})
-    if model.quantize != "none":  # gate and up of experts
+        loss += 2 * size * trained
+    layer = max(x.backward_bytes(y, S, q.setup(model)) for y, x in {*zip(levels, layers)})
+    if model.quantize != "none":  # experts' gate and up are unpacked
         layer += max(2 / 3 * size * x.feed_forward * bool(x.copied) for x in layers)
-    # as measured the vocabulary's gradient on its way elsewhere, too, and one more output
+    # as measured, the vocabulary's gradient is still on its way to other ranks or the host, and one more output lives
     if W > 1 or q.offload_optimizer:
         layer += size * trained + rows * model.is_full
     shared = not plan.resident
-    return head + (gathered + size * words) * shared, layer + gathered * shared
+    return loss + (gathered + size * vocabulary) * shared, layer + gathered * shared
 
 
-def _sampling_bytes(plan: Plan, model: Model, rollout: PlannedRollout) -> float:
-    """Return the bytes of one of the models, gathered, and of what a sampler takes; nothing if servers answer."""
+def _sampling_bytes(plan: Plan, model: PlannedModel, rollout: PlannedRollout) -> float:
+    """Return the bytes of a gathered model and of its sampler's cache and work; 0 if servers answer."""
     from ulysses.rl.sampler import sampling_bytes
 
     size, answers = plan.question.element_size, rollout.batch >> plan.question.halvings
@@ -324,15 +335,15 @@ def step_flops(plan: Plan) -> tuple[float, float]:
     products, mixed = q.forwards * model.forward_parameters, 0.0
     for level, layer in plan.layers:
         more, again = layer.computed_again(level, model.is_full)
-        products += directions * layer.met + more
+        products += directions * layer.active + more
         again += 1 + q.forwards
-        # the backward of linear attention runs forward once more
+        # backward takes 2.5 times forward's FLOPs, and 3.8 times in linear attention, which runs forward once more
         mixed += layer.pair_flops * pairs * (2.5 + again) + layer.row_flops * tokens * (
             3.8 + again
         )
-    # most losses take the logits once more, nll alone does without
+    # most losses compute the logits once more; only nll does not, so half a product more is counted
     products += (directions + 0.5) * model.vocabulary_parameters * model.has_head
-    products += 3 * (model.trained - model.unmet) * (not model.is_full)
+    products += 3 * (model.trained - model.idle_adapters) * (not model.is_full)
     return 2 * tokens / q.sp * products, mixed / q.sp
 
 
@@ -344,24 +355,24 @@ def step_seconds(plan: Plan) -> float:
     products, attention = step_flops(plan)
     slow = WIDE_HEADS if model.shape.head_dim > 128 else 1
     seconds = (products + attention * slow) / (PRODUCTS * machine.peak_flops)
-    # bytes of elementwise kernels, of those for adapters of experts, and of logits
+    # bytes per row of elementwise kernels, of experts' adapters, and of logits
     moved = (
         ELEMENTWISE * sum(x.width + x.copied + x.inner for x in layers) * (1 + q.forwards / 3)
     )
-    if model.unmet:
+    if model.idle_adapters:
         moved += ADAPTED_EXPERTS * sum(2 * x.copied + 3 * x.inner for x in layers)
     logits = q.logit_bytes + LOGIT_BYTES * q.forwards
     moved += logits * model.shape.vocab_size * model.has_head
     seconds += rows * moved / rate
-    # exchanges: forward, backward and again
+    # exchanges between ranks: forward, recomputed and backward
     seconds += 3 * size * rows * sum(x.sent for x in layers) / (LINKS * machine.link(q.sp))
-    # many small kernels where layers are gathered
-    seconds += GATHERED_EXPERTS * L * (model.unmet > 0 and not plan.resident)
-    # a shared prompt has launches of its own, and no graph spares the host those of passes
+    # many small kernels where layers with experts' adapters are gathered
+    seconds += GATHERED_EXPERTS * L * (model.idle_adapters > 0 and not plan.resident)
+    # shared prompts are launched by themselves; the launches of passes without gradient are in no graph
     launch = LAUNCH_RESIDENT if plan.resident else LAUNCH
     later = launch * L * q.forwards / 3
     launches = (launch + LAUNCH_RESIDENT * q.shares) * L * (not plan.graphs) + later
-    # during the computation: weights are gathered twice and gradients reduced; copies to and from the host
+    # during the computation weights are gathered twice, gradients are reduced, and copies go to and from the host
     gathers = 1 / q.micro_batches if plan.resident else 2 + q.forwards
     traffic = gathers * model.weight_bytes(size) + size * model.trained
     traffic *= (W - 1) / W / (LINKS * machine.link(W))

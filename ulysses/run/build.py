@@ -1,4 +1,4 @@
-"""From the inputs of a run to its parts: open data, loaders of steps, and a partitioned model on every rank."""
+"""From the inputs of a run to its parts: opened data, loaders of steps, and the partitioned models."""
 
 from functools import partial
 
@@ -9,8 +9,7 @@ from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from models.kinds import model_class
 from models.layers import DecoderLayer
-from ulysses.check.input_files import check_examples
-from ulysses.check.inputs import RunInputs
+from ulysses.check.input_files import RunInputs, check_examples
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context
 from ulysses.data.read.sources import parse_sources
@@ -20,7 +19,7 @@ from ulysses.data.serve.tokenise import open_dataset
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.layer_cost import Setting, layer_costs
+from ulysses.plan.layer_cost import LayerSetup, layer_costs
 from ulysses.plan.step_cost import Plan
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.stages.base import Stage
@@ -30,14 +29,14 @@ from ulysses.zero.settings import ZeroSettings, derive
 
 
 def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | None]:
-    """Open the training and held-out data, tokenising it once per node if needed.
+    """Open the training and held-out data, tokenising them once per node if needed.
 
-    Raises ConfigError for data that is missing or broken, or that the run cannot train on.
+    Raises ConfigError for data that are missing or broken, or that the run cannot train on.
     """
     config, data = inputs.config, inputs.config.data
 
-    def opened(given: object, held_out: bool = False) -> TokenizedDataset:
-        sources = parse_sources(given)
+    def opened(setting: object, held_out: bool = False) -> TokenizedDataset:
+        sources = parse_sources(setting)
         with error_context("data", absent=any(source.is_on_hub for source in sources)):
             return open_dataset(
                 sources,
@@ -70,7 +69,8 @@ def step_loader(
 ) -> StepLoader:
     """Serve a dataset's steps, in micro-batches of so many tokens, to one of several data-parallel groups."""
     config, shape = inputs.config, inputs.shape
-    if config.batch.tokens_per_microbatch == "auto":  # which was chosen by the training data
+    # "auto" was chosen by the training data; other data may have longer examples
+    if config.batch.tokens_per_microbatch == "auto":
         tokens_per_microbatch = max(tokens_per_microbatch, int(dataset.lengths.max()))
     return StepLoader(
         dataset,
@@ -103,7 +103,7 @@ def trained_engine(
         from models.lora import add_adapters
 
     def create() -> nn.Module:
-        made = kind(
+        module = kind(
             weights.shape,
             mesh,
             quantize=model.quantize,
@@ -113,9 +113,9 @@ def trained_engine(
         if model.freeze_router:
             from models.moe import Router
 
-            for module in filter(lambda m: isinstance(m, Router), made.modules()):
-                module.requires_grad_(False)
-        return add_adapters(made, model.lora) if model.lora.rank else made
+            for router in filter(lambda m: isinstance(m, Router), module.modules()):
+                router.requires_grad_(False)
+        return add_adapters(module, model.lora) if model.lora.rank else module
 
     settings = _zero_settings(config, weights.shape)
     resident = plan.resident
@@ -140,8 +140,8 @@ def trained_engine(
 def layer_memory(plan: Plan) -> LayerMemory:
     """Return what the layers of the trained model keep, and where.
 
-    The first layers' activations wait longest for their backward, so they leave the GPU first. Without a GPU they
-    have nowhere else to go.
+    The first layers' activations wait longest for their backward pass, so they leave the GPU first. Without a GPU they
+    are in host memory already.
     """
     away, offloader = plan.offloaded_layers, None
     if away and plan.question.machine.is_gpu:
@@ -168,7 +168,7 @@ def frozen_engine(
 
 
 def _zero_settings(config: Config, shape: ModelConfig) -> ZeroSettings:
-    largest = max(layer.parameters for layer in layer_costs(shape, Setting()))
+    largest = max(layer.parameters for layer in layer_costs(shape, LayerSetup()))
     return derive(
         dtype=getattr(torch, config.model.dtype),
         offload_parameters=config.memory.offload_parameters,

@@ -72,7 +72,7 @@ def save_checkpoint(
 
 
 def _delete(checkpoint: Path) -> None:
-    """Delete a checkpoint of the run's own, which is gone in one rename; of a link the link alone."""
+    """Delete one of the run's checkpoints: it is gone with one rename. Of a link only the link is deleted."""
     if checkpoint.is_symlink():
         checkpoint.unlink()
     else:

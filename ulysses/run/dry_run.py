@@ -1,11 +1,11 @@
 """--dry-run and --inspect: what can be known of a run without training.
 
-A dry run needs no weights, no data and no GPU: it reports what is absent as findings and plans the rest.
+A dry run needs no weights, no data and no GPU: it lists what is absent as findings, and plans with the rest.
 """
 
 import torch
 
-from ulysses.check.inputs import RunInputs
+from ulysses.check.input_files import RunInputs
 from ulysses.check.preflight import prepare, remarks
 from ulysses.check.run_folder import resume_point
 from ulysses.check.setting_checks import check_trackers
@@ -35,8 +35,7 @@ from ulysses.plan.planner import (
 from ulysses.plan.step_cost import Question, fits, predict, step_flops, step_seconds
 from ulysses.run.build import open_data, step_loader
 
-# exit code of a right configuration that names something which is not on this machine
-ABSENT = 3
+ABSENT = 3  # exit code for right settings that name something which is not on this machine
 
 
 def dry_run(config: Config, options: Options) -> int:
@@ -81,12 +80,12 @@ def dry_run(config: Config, options: Options) -> int:
 
 
 def counted(count: int, thing: str, ending: str = "s") -> str:
-    """Write how many there are of a thing."""
+    """Write a number with its noun, such as "2 GPUs"."""
     return f"{count} {thing}{ending if count > 1 else ''}"
 
 
 def _open(inputs: RunInputs, findings: list[str]) -> TokenizedDataset | None:
-    """Return the training data, or None if anything is absent."""
+    """Return the opened training data, or None if anything is absent."""
     if not findings:
         try:
             return open_data(inputs)[0]
@@ -173,7 +172,7 @@ def _time(seconds: float) -> str:
 
 
 def _plan_cpu(inputs: RunInputs, machine: Machine, train: TokenizedDataset | None) -> None:
-    """Print how long a step takes on this machine's CPU, which recomputes nothing."""
+    """Print how long a step takes on this machine's CPU, and how much memory."""
     config = inputs.config
     dtype = config.model.dtype
     plan = choose(run_question(config, inputs.shape, cpu_machine(machine.gpus), train))
@@ -189,7 +188,7 @@ def _plan_cpu(inputs: RunInputs, machine: Machine, train: TokenizedDataset | Non
 
 def inspect(config: Config, samples: int) -> int:
     """Print training samples as the loss sees them; return the exit code."""
-    # neither the number of processes nor the weights, the disk or the folder's checkpoints matter here
+    # as for a dry run, whose findings (absent weights, disk space) do not matter here
     findings: list[str] = []
     degree = config.parallel.sequence_parallel_size
     inputs = prepare(config, 1 if degree == "auto" else degree, findings)

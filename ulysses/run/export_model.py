@@ -35,7 +35,7 @@ from models.writing import (
     whole_weights,
     write_weights,
 )
-from ulysses.check.inputs import RunInputs
+from ulysses.check.input_files import RunInputs
 from ulysses.config.schema import Config
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import SPECIAL_NAMES

@@ -1,4 +1,4 @@
-"""What changes the weights: AdamW and its parameter groups, gradient policies, and the learning rate of each step."""
+"""AdamW, its parameter groups, and the learning rate of each step."""
 
 import math
 from collections import defaultdict
@@ -17,11 +17,11 @@ def parameter_groups(
     *,
     eight_bit: bool = False,
 ) -> list[ParameterGroup]:
-    """Split the trainable parameters: matrices decay, norms and biases do not; those of a group have one dtype.
+    """Split the trainable parameters into groups: matrices decay, norms and biases do not. A group has one dtype.
 
     Args:
-        scopes: submodules with factors of their learning rates, which are split by themselves; the first one has all
-            that is in no other. None is all as one.
+        scopes: submodules with a factor for their learning rate; each has groups of its own, and the first one takes
+            all parameters that are in no other. None is one scope for all.
         eight_bit: quantise the moments.
     """
     rates = scopes or {"default": 1.0}
@@ -30,10 +30,10 @@ def parameter_groups(
         if p.requires_grad:
             first = name.partition(".")[0]
             scope = first if first in rates else next(iter(rates))
-            shape = getattr(
-                p, "shard", p
-            ).shape  # a sharded one is empty itself between its uses
-            decays = len(shape) > 1 and "_bias" not in name  # those of experts
+            # a sharded parameter is itself empty between its uses
+            shape = getattr(p, "shard", p).shape
+            # the biases of experts have two dimensions
+            decays = len(shape) > 1 and "_bias" not in name
             members[scope, decays, p.dtype].append(p)
     return [
         ParameterGroup(parameters, weight_decay * decays, scope, rates[scope], eight_bit)
@@ -42,9 +42,9 @@ def parameter_groups(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW without its precautions for torch's compiler, whose import alone takes seconds.
+    """torch's AdamW without its wrappers for torch's compiler, whose import alone takes seconds.
 
-    One of them was to switch gradients off in `step`: its caller does that.
+    The wrapper of `step` also switched gradients off: its caller does that.
     """
 
     add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__
@@ -67,10 +67,10 @@ def learning_rate(step: int, total: int, config: OptimizerSection) -> float:
         return config.lr * (step + 1) / warmup
     progress = (step - warmup) / (total - warmup)
     decay = max(1, round(config.decay_fraction * total))
-    gone = {  # of the way from the peak to the floor
+    decayed = {  # the share of the way from the peak to the floor
         "constant": 0.0,
         "linear": progress,
         "cosine": 0.5 - 0.5 * math.cos(math.pi * progress),
         "wsd": max(0.0, (step - (total - decay)) / decay),
     }
-    return config.lr * (1 - (1 - config.min_lr) * gone[config.schedule])
+    return config.lr * (1 - (1 - config.min_lr) * decayed[config.schedule])

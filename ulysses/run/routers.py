@@ -1,10 +1,11 @@
-"""What a step's routers choose: metrics of every layer with experts, and the balance loss over the whole step.
+"""What the routers of experts choose in a step: metrics of every layer, and the balance loss over the whole step.
 
     balance loss   N * sum_n f_n P_n     f_n: choices of expert n per row, P_n: mean probability; over all layers' rows
 
-Its gradient is f's constant times that of P, a sum over rows: an ordinary term of the step. f must be known before the
-first backward pass. With one micro-batch it is, once that has run forward; with more, all run forward once more before.
-The same as transformers' load_balancing_loss_func (Fedus et al. 2021, 2101.03961) of one batch that holds the step.
+This is transformers' load_balancing_loss_func (Fedus et al. 2021, 2101.03961) of one batch that holds the whole step.
+f is a constant for the gradient, so that only P, a sum over rows, is differentiated: an ordinary term of the step. But
+f must be known before the first backward pass. One micro-batch tells it when it has run forward; several run forward
+once more before the step.
 """
 
 import torch
@@ -26,10 +27,10 @@ class Routers:
     def __init__(self, engine: ZeroEngine, coefficient: float) -> None:
         self.engine, self.coefficient = engine, coefficient
         self.record, self.config = engine.module.model.record, engine.module.config
-        self.shares: Tensor | None = None  # f, and what it is a mean over
+        self.shares: Tensor | None = None  # N f_n, divided by the number of rows
 
     def begin(self, batches: list[ShardedBatch]) -> None:
-        """Forget the step before; for the balance loss, find how often the coming step's rows choose each expert."""
+        """Forget the last step; for the balance loss, count how often the coming step's rows choose each expert."""
         record = self.record
         record.restart(with_probabilities=bool(self.coefficient))
         if self.coefficient and len(batches) == 1:
@@ -44,7 +45,7 @@ class Routers:
             record.restart(with_probabilities=True, balance=record.balance)
 
     def _balance(self) -> None:
-        """Let backward add the balance loss, by the experts that were chosen so far on all ranks."""
+        """Let backward add the balance loss, with the experts that all ranks have chosen so far."""
         record, moe = self.record, self.config.moe
         counts = record.counts.double()
         dist.all_reduce(counts)
@@ -60,9 +61,9 @@ class Routers:
         busiest = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
         idle = (counts == 0).sum(1)
         first = dist.get_rank() == 0
-        kinds = enumerate(kind.feed_forward for kind in self.config.layers)
-        sparse = [number for number, kind in kinds if kind == "experts"]
-        for place, number in enumerate(sparse):
+        layers = enumerate(self.config.layers)
+        numbers = [number for number, kind in layers if kind.feed_forward == "experts"]
+        for place, number in enumerate(numbers):
             metrics.add(f"experts/busiest/{number}", busiest[place] * first)
             metrics.add(f"experts/idle/{number}", idle[place] * first)
         if self.shares is not None and self.coefficient:

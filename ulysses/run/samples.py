@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from ulysses.check.inputs import RunInputs
+from ulysses.check.input_files import RunInputs
 from ulysses.data.read.messages import Message
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.disk import writing

@@ -1,4 +1,4 @@
-"""Who keeps others waiting: a rank that is slower than the others waits less in collectives, and a host its GPU."""
+"""What keeps a run waiting, told in a line: a rank that is slower than the others, or a host slower than its GPU."""
 
 from collections import Counter, deque
 from time import time_ns
@@ -8,32 +8,36 @@ from ulysses.parallel.mesh import HOST_WAITS, ParallelMesh, gather
 from ulysses.stages.base import Metrics, MetricSums
 from ulysses.zero.construct import flight_record
 
-STEPS = 50
-SLOWER = 1.3
+STEPS = 50  # between two comparisons of the ranks
+SLOWER = 1.3  # times the others' step, from which on a rank is named
 LOOK_AT = (
-    8  # the step at which a host is told of: kernels are compiled and graphs recorded by then
+    8  # the step at which a host is judged: kernels are compiled and graphs recorded by then
 )
-LEAST_WAIT = 0.05  # share of a step
+LEAST_WAIT = 0.05  # share of a step that a host waits for a GPU which has enough to do
 
 
 class Stragglers:
-    """Compare every 50 steps for what share of the time each rank waited; all ranks call the methods together."""
+    """Compare, every 50 steps, for what share of the time each rank waited in collectives: a slow rank waits least.
+
+    All ranks call the methods together.
+    """
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.mesh, self.named = mesh, set[int]()
-        self._last = 0, 0.0  # the time, and how long the host had waited
+        # when `_share` was last called, and how long the host had waited by then
+        self._last = 0, 0.0
 
     def add(self, step: int, metrics: MetricSums) -> None:
-        """Add what `note` takes out again to the sums that are reduced anyway."""
+        """Add this rank's wait to the sums that are reduced anyway; `note` takes it out again."""
         if step % STEPS and self._last[0]:
             return
-        share = self._share()  # the first step takes longer than others, and does not count
+        share = self._share()  # begins after the first step, which takes longer than others
         if step % STEPS == 0:
             for rank in range(self.mesh.world_size):
                 metrics.add(f"waits/{rank}", share * (rank == self.mesh.rank))
 
     def _share(self) -> float:
-        """Return for what share of the time since the last call this rank's GPU or, on a CPU, its host waited."""
+        """Return for what share of the time since the last call this rank's GPU or, without one, its host waited."""
         since, before = self._last
         self._last = now, waited = time_ns(), HOST_WAITS.seconds
         entries, sums = flight_record(active=False), Counter[int]()
@@ -43,18 +47,18 @@ class Stragglers:
         for entry in entries:
             if entry["time_created_ns"] >= since:
                 sums[entry["pg_id"]] += entry.get("duration_ms", 0.0)
-        # a group's collectives run one after the other, those of two groups at the same time
+        # collectives of one group run one after the other, and those of two groups at the same time
         return 1e6 * max(sums.values(), default=0.0) / (now - since)
 
     def note(self, step: int, values: Metrics) -> str:
-        """Return a line if a rank is slower than the others by 30%, once for each rank."""
+        """Return a line if a rank is slower than the others by 30%, once for each rank, or ""."""
         of_ranks = [f"waits/{rank}" for rank in range(self.mesh.world_size)]
         if of_ranks[0] not in values:
             return ""
         waits = [*map(values.pop, of_ranks)]
         least = min(waits)
         rank = waits.index(least)
-        # what the others wait for beyond that is time that they would not have taken
+        # what the others wait longer than the slowest rank does is time that they lose to it
         lost = min(0.99, (sum(waits) - least) / (len(waits) - 1) - least)
         slower = 1 / (1 - lost)
         if rank in self.named or slower < SLOWER:
@@ -68,10 +72,10 @@ class Stragglers:
 
 
 class HostTime:
-    """Follow for what share of its steps a host waits for its GPU, and tell after a few what "auto" could not choose.
+    """Follow for what share of its steps a host waits for its GPU; one that hardly waits is too slow for it.
 
     Args:
-        tokens: batch.tokens_per_microbatch; "auto" cuts a step if larger micro-batches gain nothing, or do not fit.
+        tokens: batch.tokens_per_microbatch; "auto" cuts a step only if larger micro-batches gain nothing or do not fit.
         processes: of the run.
     """
 
@@ -79,11 +83,11 @@ class HostTime:
         self.auto, self.processes = tokens == "auto", processes
         self.shares: deque[float] = deque(maxlen=LOOK_AT // 2)
 
-    def note(self, step: int, share: float, cuts: int) -> str:
-        """Take in a step of so many micro-batches; return what to set if the GPU has nothing to do, or "" if it has."""
+    def note(self, step: int, share: float, micro_batches: int) -> str:
+        """Take in a step's share; return at step LOOK_AT what to set if the GPU lacks work, or ""."""
         self.shares.append(share)
         mean = sum(self.shares) / len(self.shares)
-        if step != LOOK_AT or mean > LEAST_WAIT or (self.auto and cuts > 1):
+        if step != LOOK_AT or mean > LEAST_WAIT or (self.auto and micro_batches > 1):
             return ""
         advice = "more batch.examples" if self.auto else 'batch.tokens_per_microbatch = "auto"'
         fewer = ", or use fewer GPUs" if self.processes > 1 else ""

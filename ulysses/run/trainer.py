@@ -1,4 +1,4 @@
-"""The loop: step, evaluate, keep the best, save, stop. What an algorithm decides is asked of the stage.
+"""The loop: step, evaluate, keep the best, save, stop. The stage decides what depends on the algorithm.
 
 One optimizer step on every rank:
 
@@ -45,10 +45,10 @@ class Trainer:
         policies: gradient policies, which act on the reduced gradient once per step.
         flops: (tokens, sum of squared lengths, tokens whose target is trained) -> model FLOPs of a forward and backward
             pass, for MFU.
-        predicted_gib: what the planner says that tensors take of a GPU, which is told beside what the first step took.
+        predicted_gib: the planner's prediction of a GPU's tensors, printed beside what the first step took.
         description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
         say: prints a line.
-        watch: is told of every phase, and knows whether this process was asked to stop.
+        watch: takes note of every phase, and knows whether this process was asked to stop.
     """
 
     stage: Stage
@@ -66,20 +66,20 @@ class Trainer:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
         self.run, self.peak_flops = self.stage.config.run, (device_peaks() or (0.0,))[0]
         self.step = 0
-        self.best: list[float] | None = None  # step, eval loss
+        self.best: list[float] | None = None  # step and eval/loss of the best evaluation
         self.metrics: Metrics = {}
         # agreed on by all ranks at a step's boundary
         self.stop_requested = self.save_due = False
-        self._saved = time.monotonic()
-        self._next: StepBatches | None = None  # of the coming step, if they are read already
+        self._saved_at = time.monotonic()
+        # the coming step's batches, if they are read already
+        self._next: StepBatches | None = None
         config = self.stage.config
-        # of a model with experts, which take part in every step
         self.routers = None
         if self.engine.module.config.moe:
             from ulysses.run.routers import Routers
 
             self.routers = Routers(self.engine, config.model.router_aux_loss_coefficient)
-        self.host: HostTime | None = None  # of a GPU, which may wait for it
+        self.host: HostTime | None = None  # for a GPU, which may have to wait for its host
         if self.engine.device.type == "cuda":
             self.host = HostTime(config.batch.tokens_per_microbatch, self.mesh.world_size)
         self.stragglers = Stragglers(self.mesh) if self.mesh.world_size > 1 else None
@@ -109,7 +109,7 @@ class Trainer:
                         self.say(
                             f"memory: predicted {self.predicted_gib:.1f} GiB, measured {measured:.1f} GiB"
                         )
-                # the first step takes longer than others
+                # judged by the second step: the first takes longer than others
                 if current == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)
                 if self.finished or self._is_due(run.eval_every):
@@ -122,14 +122,14 @@ class Trainer:
                     log.report(self.step, values, self.finished or self._is_due(run.log_every))
                     if log.failure is not None:
                         self.watch.ask_to_stop()  # after the coming step, with a checkpoint, which all ranks write
-                asked = self.save_due or self.stop_requested or self._is_due(run.save_every)
+                is_due = self.save_due or self.stop_requested or self._is_due(run.save_every)
                 is_best = improved and (run.save_every or run.patience)
-                if asked or is_best or (self.finished and run.save_last):
+                if is_due or is_best or (self.finished and run.save_last):
                     self.save()
         except BaseException as error:
             error.add_note(f"step {current}")
             raise
-        if self.best and self.finished and self.step < self.total_steps:
+        if self.best and self.finished and self.step < self.total_steps:  # by run.patience
             self.say(
                 f"stopped at step {self.step}: eval/loss was not below that of step {self.best[0]} in {run.patience} "
                 "evaluations; ulysses export writes that step's checkpoint as a model"
@@ -146,14 +146,15 @@ class Trainer:
     def _keep_best(self, values: Metrics) -> bool:
         """Remember the step if it has the lowest eval/loss so far, and return whether it has."""
         loss = values.get("eval/loss", math.nan)
+        # false for a loss that is not finite
         improved = -math.inf < loss < (self.best[1] if self.best else math.inf)
-        if improved:  # never if it is not finite
+        if improved:
             self.best = [self.step, loss]
         return improved
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is taken, or the best evaluation lies `run.patience` evaluations back."""
+        """Whether the last step is taken, or the best evaluation lies `run.patience` evaluations in the past."""
         patience = self.run.patience * self.run.eval_every
         stale = self.best is not None and 0 < patience <= self.step - self.best[0]
         return stale or self.step >= self.total_steps
@@ -170,20 +171,20 @@ class Trainer:
         torch.manual_seed(seed_of(self.run.seed, step, self.mesh.rank))
         self.watch.phase("data", step + 1)
         read = self._next or self.stage.read(self.loader, step)
-        of_step = self.stage.before_step(read)
+        inputs_of_loss = self.stage.before_step(read)
         normalisers = self._normalisers(read.batches)
         metrics = MetricSums(self.engine.device)
         if self.routers:
             self.routers.begin(read.batches)
-        for batch, known in zip(read.batches, of_step, strict=True):
+        for batch, inputs in zip(read.batches, inputs_of_loss, strict=True):
             self.watch.phase("forward")
-            terms = self.stage.losses(batch, metrics, *known)
+            terms = self.stage.losses(batch, metrics, *inputs)
             loss = self._loss(terms, normalisers, metrics)
             self._count(batch, metrics)
             self.watch.phase("backward")
             only = len(read.batches) == 1
             self.engine.backward(loss * float(self.mesh.world_size), only_microbatch=only)
-        # Host work while the device still computes.
+        # The host reads the next batches while the device still computes.
         ahead = step + 1 < self.total_steps and self.stage.may_prepare(step + 1)
         self._next = self.stage.read(self.loader, step + 1) if ahead else None
         self.watch.phase("optimizer step")
@@ -191,7 +192,7 @@ class Trainer:
             self.routers.add(metrics)
         gradients = self.engine.gradients()
         launched = time.perf_counter()
-        values = self._agree(metrics)
+        values = self._reduce(metrics)
         waited = time.perf_counter() - launched
         if step == 0:
             self.stage.check_first_step(values)
@@ -206,19 +207,19 @@ class Trainer:
         return values
 
     def _normalisers(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
-        """Sum them over all micro-batches and ranks, before the first backward. One collective."""
-        found = MetricSums(self.engine.device)
+        """Sum the stage's normalisers over all micro-batches and ranks, before the first backward. One collective."""
+        sums = MetricSums(self.engine.device)
         for batch in batches:
             for name, value in self.stage.normalisers(batch).items():
-                found.add(name, value)
-        totals = found.totals()
-        # nothing to train on: zero loss, zero gradient
-        return dict(zip(found.sums, totals.masked_fill(totals == 0, 1).float(), strict=True))
+                sums.add(name, value)
+        totals = sums.totals()
+        # with nothing to train on, loss and gradient are zero, and not a division by zero
+        return dict(zip(sums.sums, totals.masked_fill(totals == 0, 1).float(), strict=True))
 
     def _loss(
         self, terms: list[Term], normalisers: dict[str, Tensor], metrics: MetricSums
     ) -> Tensor:
-        """Return a micro-batch's part of the step's mean, by which its gradient is scaled, and add it as `loss`."""
+        """Return a micro-batch's part of the step's mean loss, which is back-propagated, and add it to the metrics."""
         parts = []
         for term in terms:
             scaled = term._replace(weight=term.weight / normalisers[term.normaliser])
@@ -227,19 +228,19 @@ class Trainer:
         return sum(parts[1:], parts[0])
 
     def _count(self, batch: ShardedBatch, metrics: MetricSums) -> None:
-        """Add what the micro-batch lets this rank compute."""
+        """Add the counts of a micro-batch from which speed is computed (`_measure`)."""
         metrics.add("projected", float(batch.num_valid))
         for name in ("tokens", "tokens_shared", "squares"):
             metrics.add(name, self.stage.on_first_rank(float(getattr(batch, f"num_{name}"))))
 
-    def _agree(self, metrics: MetricSums) -> Metrics:
-        """Return the step's global metrics. One collective, and the host waits for it.
+    def _reduce(self, metrics: MetricSums) -> Metrics:
+        """Return the step's metrics over all ranks. One collective, and the host waits for it.
 
-        All ranks learn with them whether a stop or a checkpoint is asked for.
+        With the metrics all ranks learn whether a stop or a checkpoint is asked for.
         """
         metrics.add("stop", float(self.watch.stop_wanted))
-        late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0
-        metrics.add("save", float(late and self.mesh.is_main))  # one clock decides
+        late = time.monotonic() - self._saved_at > 60 * self.run.save_minutes > 0
+        metrics.add("save", float(late and self.mesh.is_main))  # rank 0's clock decides
         if self.stragglers:
             self.stragglers.add(self.step + 1, metrics)
         values = metrics.reduce()
@@ -249,7 +250,7 @@ class Trainer:
         return self.stage.finalise_metrics(values)
 
     def _update(self, gradients: Gradients, values: Metrics) -> Metrics:
-        """Let the gradient policies act, update the weights, and return what is reported of both."""
+        """Let the gradient policies act, update the weights, and return the metrics of both."""
         context = StepContext(
             step=self.step,
             total_steps=self.total_steps,
@@ -274,7 +275,7 @@ class Trainer:
         return report | {"lr": lr}
 
     def _measure(self, values: Metrics, seconds: float) -> None:
-        """Put the metrics of speed and memory in place of the counts that they are made of."""
+        """Put the metrics of speed and memory in place of the counts that they are computed from."""
         work = values["tokens"], values.pop("squares"), values.pop("projected")
         values |= {"tokens_per_second": values["tokens"] / seconds, "seconds": seconds}
         if self.peak_flops:
@@ -284,7 +285,7 @@ class Trainer:
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
 
     def evaluate(self) -> Metrics:
-        """Return `eval/...` metrics over all held-out data with the training's own weighting, and of each named set."""
+        """Return `eval/...` metrics of all held-out data, weighted as in training, and of each named set."""
         if self.eval_loader is None:
             return {}
         self.watch.phase("evaluation")
@@ -299,7 +300,7 @@ class Trainer:
         policies, folder = self.policies.state_dict(), Path(self.run.output) / "checkpoints"
         state = {"step": self.step, "best": self.best, "policies": policies, **self.description}
         save_checkpoint(folder, self.engine, state, self.stage.save, keep=self.run.keep)
-        self._saved = time.monotonic()
+        self._saved_at = time.monotonic()
 
     def resume(self, checkpoint: Path) -> None:
         """Restore weights, optimizer, gradient policies, stage and position from a checkpoint."""

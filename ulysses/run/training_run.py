@@ -15,10 +15,9 @@ from torch import Tensor
 
 from models.decoder import VALUE
 from ulysses import environment
-from ulysses.check.agreement import agree, facts_of
+from ulysses.check.agreement import agree, changes, facts_of
 from ulysses.check.kernel_proof import check_kernel
 from ulysses.check.preflight import prepare, remarks
-from ulysses.check.resuming import changes
 from ulysses.check.run_folder import digests_of_inputs, hold_output, restarts
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
@@ -324,7 +323,7 @@ class TrainingRun:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Release files, engines and the process group, which after an error still has to tell the other processes."""
         if error is not None:
-            self.watch.report_failure(error)  # while the signals of a launcher are still caught
+            self.watch.name_lost_rank(error)  # while the signals of a launcher are still caught
             if self.log is not None:
                 self.log.fail()
         try:

@@ -2,10 +2,10 @@
 
     a configuration error    every process finds the same one; the first process of each node prints it, before torch is
                              imported if it can: exit code 2
-    any other error          the process that is the first to fail prints it and tells the others (watch.py);
-                             the watch (watch.py) ends them, also out of a collective that would never end: exit code 1
+    any other error          the first process that fails prints it and writes it into the store; the watch (watch.py)
+                             ends the others, also out of a collective that would never end: exit code 1
 
-A launcher ends all its processes as soon as one has left. So nobody leaves before the error is printed.
+A launcher ends all its processes as soon as one of them has left. So no process leaves before the error is printed.
 """
 
 import json
@@ -25,27 +25,27 @@ from ulysses.config.section import SECRETS, UserCodeError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-REASON = "ulysses/reason"  # in the store (watch.py)
-BEAT_SECONDS = 1.0  # between two looks at the store
-# So long without a beat, while others wait for a process, means that it is gone or stopped.
+REASON = "ulysses/reason"  # the key in the store under which stands why the run ends
+BEAT_SECONDS = 1.0  # between two beats
+# A process that gives no beat for so long, while others wait for it, is gone or stopped.
 SILENT_SECONDS = 6.0
-PATIENCE = 10.0  # seconds, with a question to it
+STORE_SECONDS = 10.0  # for an answer of the store
 LAUNCHER_SECONDS = 60.0  # by which one process may start later than another
 ADVICE = "--run.resume auto continues the run"
 
 
 def in_background(work: Callable[[], Any]) -> "Future[Any]":
-    """Begin work that may never end, such as a question to a store that is gone; it keeps no process from its end."""
-    found: Future[Any] = Future()
+    """Begin work that may never end, such as a question to a store that is gone, in a thread that holds up no exit."""
+    result: Future[Any] = Future()
 
     def run() -> None:
         try:
-            found.set_result(work())
+            result.set_result(work())
         except Exception as error:
-            found.set_exception(error)
+            result.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    return found
+    return result
 
 
 def say(reason: str) -> None:
@@ -60,28 +60,28 @@ def say_below(sentence: str) -> None:
 
 
 def record(reason: str) -> None:
-    """Write why this process ends where torchrun reads it: its report, which fills the screen, then ends with it."""
+    """Write why this process ends into torchrun's error file: its report, which fills the screen, ends with that."""
     if file := environment.error_file():
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": reason, "timestamp": int(time())}))
 
 
 def tell(store: "Store | None", reason: str, *, alone: bool) -> None:
-    """Print why the run ends unless another process does, and let all processes end.
+    """Print why the run ends, unless another process has printed its reason, and let all processes end.
 
     Args:
         store: of all processes; None if it does not answer.
-        alone: this process prints it where the store does not answer.
+        alone: this process prints the reason where the store does not answer.
     """
-    own, told = f"{environment.rank()} {reason}", ""
+    ours, first = f"{environment.rank()} {reason}", ""
     with suppress(Exception):
-        asked = in_background(lambda: store.compare_set(REASON, "", own))
-        told = asked.result(PATIENCE).decode()
-    if told not in ("", own):
-        record(told.partition(" ")[2])
-    elif told or alone:
+        answer = in_background(lambda: store.compare_set(REASON, "", ours))
+        first = answer.result(STORE_SECONDS).decode()
+    if first not in ("", ours):
+        record(first.partition(" ")[2])
+    elif first or alone:
         say(reason)
-        # the others leave before their connections to this process break noisily
+        # so that the others leave before their connections to this process break noisily
         sleep(2.5 * BEAT_SECONDS)
 
 
@@ -94,15 +94,15 @@ def report_config_error(error: Exception, *, debug: bool) -> None:
         node = f" (node of rank {rank})" if rank else ""
         say(f"error{node}: {error}")
     elif environment.launchers():
-        # which ends this process as soon as the one that prints has left
+        # the launcher ends this process as soon as the one that prints the error has left
         sleep(LAUNCHER_SECONDS)
 
 
 def report_failure(error: BaseException, *, debug: bool) -> None:
     """Print an error with its rank and its notes on stderr, unless another process of the run was the first to fail.
 
-    A stack trace comes with it for every error but non-finite numbers and failures of a disk or of the user's code
-    and servers, which are no programming errors of ours; on request every process prints its own.
+    A stack trace comes with errors that may be our own: not with non-finite numbers, a disk's failures, or those of the
+    user's code and servers. With `debug` every process prints its own trace.
     """
     from ulysses.disk import DiskError
     from ulysses.zero.construct import common_store
@@ -113,7 +113,7 @@ def report_failure(error: BaseException, *, debug: bool) -> None:
         traceback.print_exception(error)
     if not isinstance(error, FloatingPointError | DiskError | UserCodeError):
         reason = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, reason])
-        # what no code expects may come from outside, and not again
+        # an exception such as KeyboardInterrupt comes from outside, and need not come again
         reason += f"; {ADVICE}" * (not isinstance(error, Exception))
         trace = "" if debug else "".join([*traceback.format_exception(error), "\n"])
     reason = SECRETS.sub("***", f"{trace}error: rank {environment.rank()}, {reason}")
@@ -121,7 +121,8 @@ def report_failure(error: BaseException, *, debug: bool) -> None:
     if store is None:
         say(reason)
     else:
-        # without an answer nobody may have told anything, but who cannot reach another process is not the first to fail
+        # If the store does not answer, perhaps no process has told why the run ends. One that only cannot reach another
+        # process keeps silent all the same: it is not the first to fail.
         tell(store, reason, alone=not breaks_off(error))
 
 
@@ -134,7 +135,7 @@ def breaks_off(error: BaseException) -> bool:
 
 
 def grace_note(seconds: float) -> str:
-    """Return how to raise the launcher's patience if a step of so many seconds may outlast it, or an empty text."""
+    """Return how to give a run more time to save, if a step takes so long that its launcher may kill it; else ""."""
     grace = environment.grace_seconds()
     if seconds < grace / 2:
         return ""

@@ -4,18 +4,18 @@
     heartbeat thread    meets the other processes; once a second it exchanges beats with them, warns after
                         run.stall_warning, ends the process after run.timeout, and hears signals even if the main thread
                         is stuck
-    watchdog            a process of its own beside rank 0 (watchdog.py), for what no thread can tell: code that holds
-                        the interpreter, and an end without a word
+    watchdog            a process beside rank 0 (watchdog.py) for the two faults that no thread can report: code that
+                        holds the interpreter, and a process that ends without a word
 
-The beats lie in the store through which the processes have met; one process has none.
+Processes exchange their beats through the store in which they have met; a single process has no store.
 
     ulysses/alive/RANK    each process writes once a second what it does and how far it has come
-    ulysses/reason        the first process that finds a reason for the run to end writes it here, with its rank, and
-                          prints it; whoever reads it ends
+    ulysses/reason        the first process that finds a reason for the run to end prints it, and writes it here with
+                          its rank; every process that reads a reason here ends
 
-Progress is a phase, a collective or a model's pass that begins, an answer, or bytes of files. A run has stopped when
-nobody makes progress, which rank 0 sees; the others see to rank 0. The victim is the rank whose beats stop, or else the
-rank with the fewest phases and collectives.
+Progress is a phase, a collective or a model's pass that begins, an answer, or bytes of files. Rank 0 ends a run in
+which no process makes progress; the other ranks watch rank 0. The victim, which is named, is the rank whose beats have
+stopped or, if all ranks still beat, the one with the fewest phases and collectives.
 """
 
 import faulthandler
@@ -46,16 +46,18 @@ from ulysses.watch import failure
 from ulysses.watch.failure import ADVICE, BEAT_SECONDS, SILENT_SECONDS, in_background
 from ulysses.zero.construct import collectives_begun
 
-# They ask a run to stop.
-STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # the signals that ask a run to stop
 PARTS = {"tokenising": "data", "building the model": "weights"}  # in the account of the start
-ONE_SIGNAL = 0.5  # seconds within which a terminal and a launcher send the same one
-BYTES_OF_PROGRESS = 1 << 14  # in a beat: more than log lines, and than the watch itself reads
+ONE_INTERRUPT = (
+    0.5  # seconds within which a terminal and a launcher pass on one and the same Ctrl-C
+)
+# Bytes between two beats that count as progress: more than log lines, and than the watch itself reads.
+BYTES_OF_PROGRESS = 1 << 14
 GONE = "its process is gone, stopped or cut off, or code holds its interpreter"
 
 
 class Beat(NamedTuple):
-    """What a process last wrote about itself, and when this process first read it."""
+    """What a process last wrote about itself, and when (`read`) this process first read it."""
 
     phases: int
     collectives: int
@@ -67,23 +69,23 @@ class Beat(NamedTuple):
 
     @property
     def moved(self) -> float:
-        """When it last made progress, by this process's clock."""
+        """When that process last made progress, by this process's clock."""
         return self.read - self.idle
 
 
 @dataclass(eq=False)
 class Watch:
-    """Watch this process and its peers; an instance that was never started only takes notes.
+    """Watch this process and the others of the run; a watch that was never started only takes notes.
 
     Args:
         warning: seconds without progress after which a line names the victim; 0 says nothing.
         timeout: seconds without progress after which the process ends.
-        imports: seconds from the start of the process, for the account of the run's.
+        imports: seconds that the process has spent so far, mostly on imports, for `start_line`.
 
     Attributes:
         stop_wanted: this process was asked to stop, by a signal or because its launcher is gone.
-        place, phases, moved: what it does, how many phases have begun, and when it last made progress.
-        stopped: is set when nobody need watch any more.
+        place, phases, moved: what this process does, how many phases have begun, and when it last made progress.
+        stopped: is set when the heartbeat is to end.
     """
 
     warning: float = 60.0
@@ -94,21 +96,25 @@ class Watch:
         self.stop_wanted, self.stopped = False, threading.Event()
         self.place, self.phases, self.moved = "start", 0, monotonic()
         self._step, self._part, self._began = 0, "start", self.moved
-        self._spent = defaultdict(float, imports=self.imports)  # in each part of the start
-        self._hurried = inf  # seconds of silence that count, if they are fewer than the timeout
+        # seconds in each part of the start
+        self._spent = defaultdict(float, imports=self.imports)
+        # seconds of silence after which the run ends, once an error or a signal calls for less patience
+        self._hurried = inf
         self._interrupted = inf  # when the first SIGINT came
         self._met, self._store = Future[dist.Store | None](), None
-        self._watchdog: IO[bytes] | None = None  # its input, once all processes have met
-        # of other processes, by their text; when the store last answered; whether the connection is broken
-        self._beats, self._answered, self._broken = dict[str, Beat](), inf, False
-        self._begun = self._size = 0  # collectives; bytes
-        self._warned, self._beaten = -1, self.moved  # the phase; when
+        # the watchdog's standard input, once all processes have met
+        self._watchdog: IO[bytes] | None = None
+        self._beats = dict[str, Beat]()  # of other processes, by the text that they wrote
+        # when the store last answered, and whether its connection is broken now
+        self._answered, self._broken = inf, False
+        self._collectives = self._bytes = 0  # begun, and read or written, up to the last beat
+        self._warned_phase, self._beat_at = -1, self.moved
 
     # ---------------------------------------------------------------- the main thread
 
     def start(self, meet: Callable[[], dist.Store | None]) -> None:
-        """Start the heartbeat; `meet`, which returns the store, waits in its thread for the other processes."""
-        faulthandler.enable(2, all_threads=False)  # code that crashes shows its line
+        """Start the heartbeat; in its thread `meet` waits for the other processes, and returns the store."""
+        faulthandler.enable(2, all_threads=False)  # a crash shows its line of Python
         self._signals, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         threading.Thread(target=self._live, args=(meet,), daemon=True, name="heartbeat").start()
@@ -118,7 +124,7 @@ class Watch:
         return self._met.result()
 
     def stop(self) -> None:
-        """End the heartbeat; a process calls it before it ends in good order, or tells why it does not."""
+        """End the heartbeat; called before the process ends in good order, or once it has told why it fails."""
         self.stopped.set()
         self._tell_watchdog("told")
 
@@ -127,7 +133,7 @@ class Watch:
         self._step = self._step if step is None else step
         self.place = f"step {self._step}, {name}" if self._step else name
         self.phases += 1
-        self._tell_watchdog(self.place)  # at once: code that crashes gives no time
+        self._tell_watchdog(self.place)  # at once: a crash leaves no time for it
         self._account("first step" if self._step else PARTS.get(name, name))
 
     def _account(self, following: str) -> None:
@@ -136,42 +142,43 @@ class Watch:
         self._part, self._began = following, self.moved
 
     def start_line(self) -> str:
-        """Return a line of what the start took, from the command to the end of the first step."""
+        """Return a line with the seconds of each part of the start, from the command to the end of the first step."""
         self._account("")
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._spent.items())
         return f"start: {sum(self._spent.values()):.1f} s to the end of the first step: {parts}"
 
     def pause(self) -> None:
-        """Watch nothing until the next phase: what this process does now belongs to no run."""
+        """Watch nothing until the next phase: what this process does now is no part of the run."""
         self.place, self.moved = "", inf
         self._tell_watchdog("")
 
     def renew(self) -> None:
         """Note progress within a phase."""
-        self.moved = max(self.moved, monotonic())
+        self.moved = max(self.moved, monotonic())  # infinite while the watch is paused
 
-    def report_failure(self, error: BaseException) -> None:
-        """End the process in the name of the rank that is gone, if that explains an error of communication."""
+    def name_lost_rank(self, error: BaseException) -> None:
+        """Let the heartbeat name the rank that is gone and end the process, if that explains a failed collective."""
         if failure.breaks_off(error) and self._store:
             self._hurried = SILENT_SECONDS
-            sleep(3 * SILENT_SECONDS)  # the heartbeat may end the process meanwhile
+            # if a rank is gone, the heartbeat ends this process meanwhile
+            sleep(3 * SILENT_SECONDS)
 
     def ask_to_stop(self, *_: object) -> None:
-        """Have all ranks finish the running step, save and stop; a handler of the signals that ask for it."""
+        """Have all ranks finish the running step, save and stop; this is also the handler of the STOPPING signals."""
         self.stop_wanted = True
         for number in (1, 2):
             try:
                 os.write(number, b"")
             except OSError:
-                # the terminal is gone, and the next line would end the run before it has saved
+                # the terminal is gone: the next line printed there would end the run before it has saved
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Let SIGTERM, SIGINT and SIGHUP ask the run to stop; a second SIGINT ends the process, even a stuck one.
 
-        Their numbers go into a pipe too, which the heartbeat reads while the main thread, in which handlers run, is
-        stuck in a collective. nohup's SIGHUP stays ignored.
+        Handlers run in the main thread, which may be stuck in a collective. So the signals' numbers also go into a pipe
+        that the heartbeat reads. Under nohup SIGHUP stays ignored.
         """
         handler, masks = self.ask_to_stop, list[set[int]]()
         before = {
@@ -190,7 +197,8 @@ class Watch:
         def release() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
 
-        # A reward function's own processes end when told to, from their first moment on, and this one is not told.
+        # A child process, such as a reward function's, has the usual handlers from its first moment on, and its signals
+        # do not reach our pipe: until the handlers are given back, its signals are blocked.
         os.register_at_fork(
             before=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)),
             after_in_parent=release,
@@ -208,26 +216,26 @@ class Watch:
         try:
             store = meet()
         except Exception as error:
-            # meanwhile this process may end for a reason of its own, as the others may have done
+            # this process may meanwhile tell a reason of its own, for which the others may have ended too
             while not self.stopped.wait(SILENT_SECONDS):
                 if self.moved < inf:
-                    # the first one of a node may be who has not come
+                    # two processes of a node say it, because the first may be the one that has not come
                     if environment.local_rank() < 2:
                         failure.say(f"error: {error}")
                     self._leave(1)
             return
         if store:
-            # a connection of its own: the common one may be blocked in a wait
+            # the heartbeat has its own connection: the common one may be blocked in a wait
             self._store, self._answered = store.clone(), monotonic()
         self._met.set_result(store)
         if environment.rank() == 0:
             self._start_watchdog()
-        launchers, asked = _launchers(), None
+        launchers, exchange = _launchers(), None
         while not self.stopped.is_set():
             beat = self._beat()
-            # a store that is gone never answers
-            if store and (asked is None or asked.done()):
-                asked = in_background(partial(self._exchange, beat))
+            # in the background, because a store that is gone never answers
+            if store and (exchange is None or exchange.done()):
+                exchange = in_background(partial(self._exchange, beat))
             self._judge(beat)
             self._tell_watchdog(self.place)
             if launchers != _launchers():
@@ -239,39 +247,41 @@ class Watch:
 
     def _beat(self) -> Beat:
         """Find out how far this process has come."""
-        begun, enough, beaten = self._begun, self._size + BYTES_OF_PROGRESS, self._beaten
-        self._beaten = now = monotonic()
+        before, last = (self._collectives, self._bytes), self._beat_at
+        self._beat_at = now = monotonic()
         with suppress(RuntimeError):
-            self._begun = collectives_begun()
-        with suppress(psutil.Error, OSError):  # also through memory maps
+            self._collectives = collectives_begun()
+        with suppress(psutil.Error, OSError):
             io = psutil.Process().io_counters()
-            self._size = io.read_chars + io.write_chars + io.read_bytes
-        # one that was itself frozen first hears how the others are
-        frozen = now - beaten > SILENT_SECONDS
-        if frozen or self._begun != begun or self._size > enough:
+            # read_bytes counts what is read through memory maps
+            self._bytes = io.read_chars + io.write_chars + io.read_bytes
+        # a process that was frozen itself must first hear from the others again before it judges them
+        frozen = now - last > SILENT_SECONDS
+        moved = self._collectives != before[0] or self._bytes > before[1] + BYTES_OF_PROGRESS
+        if frozen or moved:
             self.renew()
         idle, rank = now - self.moved, environment.rank()
-        return Beat(self.phases, self._begun, idle, rank, NODE, self.place, now)
+        return Beat(self.phases, self._collectives, idle, rank, NODE, self.place, now)
 
-    def _exchange(self, own: Beat) -> None:
+    def _exchange(self, own_beat: Beat) -> None:
         """Write a beat, read those of other ranks, and end this process if one has told why the run ends."""
         hurried, store = self._hurried < inf, self._store
-        # rank 0 listens to all, and the others to rank 0 as long as nothing has happened
-        others = range(environment.world_size() if hurried or own.rank == 0 else 1)
+        # rank 0 listens to all ranks, the others to rank 0 alone until an error or a signal hurries them
+        others = range(environment.world_size() if hurried or own_beat.rank == 0 else 1)
 
         def read(key: str, default: str = "") -> str:
             return store.get(key).decode() if store.check([key]) else default
 
         try:
-            store.set(f"ulysses/alive/{own.rank}", json.dumps(own[:-1]))
-            # one that has met the others may not have begun
+            store.set(f"ulysses/alive/{own_beat.rank}", json.dumps(own_beat[:-1]))
+            # a rank may have met the others and not have beaten yet
             texts = [
                 read(f"ulysses/alive/{r}", json.dumps([-1, 0, 0.0, r, "its node", "its start"]))
-                for r in (others if hurried or own.idle > 2 * BEAT_SECONDS else ())
+                for r in (others if hurried or own_beat.idle > 2 * BEAT_SECONDS else ())
             ]
-            # what was there before keeps the time at which it was read
-            known, now = self._beats, monotonic()
-            self._beats = {x: known.get(x) or Beat(*json.loads(x), now) for x in texts}
+            # a beat that was there before keeps the time at which it was first read
+            before, now = self._beats, monotonic()
+            self._beats = {x: before.get(x) or Beat(*json.loads(x), now) for x in texts}
             _, _, reason = read(failure.REASON).partition(" ")
             self._answered, self._broken = monotonic(), False
         except Exception:
@@ -279,43 +289,45 @@ class Watch:
             return
         if reason:
             failure.record(reason)
-            sleep(BEAT_SECONDS)  # until the others have read it too
+            sleep(BEAT_SECONDS)  # until the other processes have read the reason too
             self._leave(1)
 
-    def _judge(self, own: Beat) -> None:
+    def _judge(self, own_beat: Beat) -> None:
         """Warn of a run that does not move, and end it.
 
-        It ends if rank 0 knows of nobody who moves, or if this process does not move and no longer hears another one.
+        Rank 0 ends it if it knows of no process that moves. Any process ends it if it does not move itself and no
+        longer hears another one.
         """
         now, beats, agent = monotonic(), self._beats.values(), environment.agent_holds_store()
         idle = now - max([self.moved, *(beat.moved for beat in beats)])
-        # without the store nobody's beats come
+        # without the store no beats come
         silence = now - min([self._answered, *(beat.read for beat in beats)])
         patience = min(self.timeout, self._hurried)
         if self._broken and not agent:
             patience = SILENT_SECONDS
-        all_wait = own.rank == 0 and idle > self.timeout
+        all_wait = own_beat.rank == 0 and idle > self.timeout
         if all_wait or min(now - self.moved, silence) > patience:
             store = self._store if now - self._answered < SILENT_SECONDS else None
-            # where nobody can be asked the first process of a node speaks; rank 0 may be the one that is gone
-            beside = self._answered < inf and own.rank == environment.local_rank() and not agent
-            alone = environment.local_rank() == int(beside)
-            failure.tell(store, f"error: {self._sentence(own)}; {ADVICE}", alone=alone)
+            # Without the store one process of each node speaks: the first or, on the node where rank 0 holds the store
+            # and is the one that is gone, the second.
+            beside_store = self._answered < inf and own_beat.rank == environment.local_rank()
+            alone = environment.local_rank() == int(beside_store and not agent)
+            failure.tell(store, f"error: {self._sentence(own_beat)}; {ADVICE}", alone=alone)
             self._leave(1)
-        if idle > self.warning > 0 and self._warned != self.phases and own.rank == 0:
-            self._warned = self.phases
-            failure.say_below(f"warning: {self._sentence(own)}")
+        if idle > self.warning > 0 and self._warned_phase != self.phases and own_beat.rank == 0:
+            self._warned_phase = self.phases
+            failure.say_below(f"warning: {self._sentence(own_beat)}")
 
-    def _sentence(self, own: Beat) -> str:
-        """Name the victim, its node, where it was and how long ago."""
+    def _sentence(self, own_beat: Beat) -> str:
+        """Name the victim, its node, where it was and how long ago, and where this process is."""
         now, unheard = monotonic(), monotonic() - self._answered
-        # a beat may be a second older than the end of its process
-        beside = f"; rank {own.rank} on {NODE} was at {self.place}"
+        # told too because the victim's last beat may be a second older than its end
+        beside = f"; rank {own_beat.rank} on {NODE} was at {self.place}"
         if unheard > SILENT_SECONDS:
             holder = "torchrun" if environment.agent_holds_store() else "rank 0"
             state = "is gone" if self._broken else "or its network does not answer"
             return f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago{beside}"
-        beats = [*self._beats.values()] or [own]
+        beats = [*self._beats.values()] or [own_beat]
         silent = [beat for beat in beats if now - beat.read > SILENT_SECONDS]
         victim = min(silent or beats, key=lambda b: (b.phases, b.collectives, b.moved))
         alive = "its process is alive, and " + (
@@ -323,14 +335,14 @@ class Watch:
         )
         return (
             f"rank {victim.rank} on {victim.node} has not moved since {victim.place}, {now - victim.moved:.0f} s ago: "
-            f"{GONE if silent else alive}{beside * (victim.rank != own.rank)}"
+            f"{GONE if silent else alive}{beside * (victim.rank != own_beat.rank)}"
         )
 
     def _start_watchdog(self) -> None:
-        """Start a process (watchdog.py) that tells what rank 0 cannot."""
+        """Start the process (watchdog.py) that tells what rank 0 cannot."""
         world, patience = environment.world_size(), max(self.timeout, SILENT_SECONDS)
         launcher = os.getppid() if world > 1 or environment.launchers() else os.getpid()
-        # the other processes, unless they are held too, tell it first
+        # where there are other processes, they tell it first, unless their interpreters are held too
         patience += 2 * SILENT_SECONDS * (world > 1)
         watchdog = subprocess.Popen(
             [sys.executable, "-P", Path(__file__).with_name("watchdog.py"),
@@ -339,7 +351,7 @@ class Watch:
             stdin=subprocess.PIPE,
             start_new_session=True,  # a launcher ends the sessions of its processes
         )  # fmt: skip
-        os.set_blocking(watchdog.stdin.fileno(), False)  # nobody waits for it
+        os.set_blocking(watchdog.stdin.fileno(), False)  # the run never waits for its watchdog
         self._watchdog = watchdog.stdin
 
     def _tell_watchdog(self, line: str) -> None:
@@ -348,11 +360,11 @@ class Watch:
                 self._watchdog.write(f"{line}\n".encode())
 
     def _hear(self, numbers: bytes) -> None:
-        """Act on signals; a second SIGINT comes later than the same one from a terminal and from a launcher."""
+        """Act on the signals with these numbers: stop after the step, or leave at the second SIGINT."""
         if not {*STOPPING} & {*numbers}:
-            return  # of those that others listen to: SIGCHLD, once torch's DataLoader has had workers
+            return  # others come too, such as SIGCHLD, once torch's DataLoader has had workers
         if signal.SIGINT in numbers:
-            if monotonic() - self._interrupted > ONE_SIGNAL:
+            if monotonic() - self._interrupted > ONE_INTERRUPT:
                 self._leave(128 + signal.SIGINT)
             self._interrupted = min(self._interrupted, monotonic())
         self.ask_to_stop()  # the main thread may be stuck
@@ -367,8 +379,8 @@ class Watch:
 
 
 def _launchers() -> tuple[int, ...]:
-    """Return the process that started this one, if it is a launcher; deepspeed's has another one in front of it."""
-    with suppress(psutil.Error):  # it ends at this moment
-        found = os.getppid(), psutil.Process(os.getppid()).ppid()
-        return found[: environment.launchers()]
+    """Return the launcher's processes above this one: none, torchrun's one, or deepspeed's two."""
+    with suppress(psutil.Error):  # the launcher ends at this moment
+        above = os.getppid(), psutil.Process(os.getppid()).ppid()
+        return above[: environment.launchers()]
     return ()

@@ -1,13 +1,14 @@
 """Tell what the first process cannot: `python watchdog.py LAUNCHER SECONDS PROCESSES NAME`, started by watch.py.
 
-Standard input has a line a second: where that process is, nothing while it belongs to no run, or "told" at its end.
+Every second that process writes a line to our standard input: where it is, an empty line while it belongs to no run, or
+"told" at its end.
 
-    no line for SECONDS     its interpreter is held: it is aborted, so that its own handler shows the line of Python;
-                            told here unless other processes have told it and ended
-    it ends without "told"  unless another process of the launcher lives, which tells it, the sentence stands below the
-                            launcher's report
+    no line for SECONDS     its interpreter is held. It is aborted, so that its own handler shows the line of Python,
+                            and we tell it, unless other processes have told it and ended
+    it ends without "told"  unless another process of the launcher is left, which tells it, we do, below the launcher's
+                            report
 
-Imports nothing heavy: it lasts as long as the run.
+The watchdog imports nothing heavy, because it lasts as long as the run.
 """
 
 import os
@@ -18,18 +19,18 @@ from select import select
 
 import psutil
 
-GRACE = 5.0  # seconds; the other processes need longer to notice an end
+GRACE = 5.0  # seconds for a launcher or a process to end; other processes need longer to notice an end
 
 
 def status(pid: int) -> str:
-    """Return what the system says of it; one that has ended is a zombie until its parent notices."""
+    """Return the system's word for a process's state; one that has ended is a zombie, or gone."""
     with suppress(psutil.Error):
         return psutil.Process(pid).status()
     return psutil.STATUS_ZOMBIE
 
 
 def others_live(launcher: int, process: int) -> bool:
-    """Whether the launcher has other processes; those that have told why the run ends are gone."""
+    """Return whether the launcher has other processes; those that have told why the run ends are gone."""
     others = {child.pid for child in psutil.Process(launcher).children()} - {process}
     return not {*map(status, others)} <= {psutil.STATUS_ZOMBIE}
 
@@ -43,7 +44,8 @@ def main(launcher: int, seconds: float, processes: int, name: str) -> None:
             place = lines[-1]
             if "told" in lines:
                 return
-        elif ready or status(process) != psutil.STATUS_STOPPED:  # by Ctrl-Z
+        # a process that Ctrl-Z has stopped has no fault
+        elif ready or status(process) != psutil.STATUS_STOPPED:
             break
     if not place:
         return
@@ -69,7 +71,6 @@ def main(launcher: int, seconds: float, processes: int, name: str) -> None:
 
 if __name__ == "__main__":
     launcher, seconds, processes, name = sys.argv[1:]
-    with suppress(
-        OSError, AttributeError, psutil.Error
-    ):  # an old kernel; the launcher ends at this moment
+    # an old kernel has no pidfd, and the launcher may end at this moment
+    with suppress(OSError, AttributeError, psutil.Error):
         main(int(launcher), float(seconds), int(processes), name)

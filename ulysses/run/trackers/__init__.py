@@ -1,8 +1,8 @@
-"""What a tracker is: a service or a file that is given the metrics of a run. Every tracker is one file in this folder.
+"""What a tracker is: a service or a file that takes the metrics of a run. Every tracker is one file in this folder.
 
-`run.trackers` names them, as ulysses/options.py does or as module:Class of one's own. They live on rank 0 alone. A
-tracker raises DiskError for a file that cannot be written: the run then ends after a checkpoint. Any other error takes
-the tracker out of the run, which goes on.
+`run.trackers` names them, by the names in ulysses/options.py or as module:Class for the user's own. Only rank 0 has
+trackers. A tracker raises DiskError for a file that cannot be written: the run then ends after a checkpoint. After any
+other error the run goes on without that tracker.
 """
 
 from pathlib import Path
@@ -14,8 +14,10 @@ Values = dict[str, float | None]  # metrics by name; those that are not finite a
 class TrackedRun(NamedTuple):
     """What a tracker is told of the run that it follows.
 
-    folder: of the run; its name is the run's. project: under which the services file it.
-    run_id: stands in the checkpoints too. step: the last one whose metrics stay; a resumed run logs later ones again.
+    folder: of the run, which is named after it.
+    project: under which services file the run.
+    run_id: the id that the checkpoints have too.
+    step: the last step whose metrics stay; a resumed run logs the later ones again.
     settings: the whole configuration as plain JSON, with `run_id`. It holds no secret: the checks refuse credentials in
         it, and environment variables are no part of it.
     """
@@ -33,7 +35,7 @@ def finite(values: Values) -> dict[str, float]:
 
 
 class Tracker:
-    """The four calls that a tracker answers; it is made without arguments, and need not be derived from this."""
+    """The four methods of a tracker. It is constructed without arguments, and need not be derived from this class."""
 
     def start(self, run: TrackedRun) -> None:
         """Open what the metrics go to; an error refuses the run."""
@@ -42,7 +44,7 @@ class Tracker:
         """Take the metrics of a step."""
 
     def fail(self) -> None:
-        """Note that an error ends the run; `close` follows."""
+        """Note that an error ends the run; `close` is called next."""
 
     def close(self) -> None:
         """Send what is left, and end."""

@@ -19,8 +19,8 @@ class Mlflow(Tracker):
 
     def log(self, step: int, values: Values) -> None:
         # names of rewards may hold characters that MLflow refuses
-        known = {re.sub(r"[^\w./ -]|(?<=/)/", "_", k): v for k, v in finite(values).items()}
-        mlflow.log_metrics(known, step=step)
+        named = {re.sub(r"[^\w./ -]|(?<=/)/", "_", k): v for k, v in finite(values).items()}
+        mlflow.log_metrics(named, step=step)
 
     def fail(self) -> None:
         self.status = "FAILED"

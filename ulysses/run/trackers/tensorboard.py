@@ -18,7 +18,7 @@ class TensorBoard(Tracker):
 
     def log(self, step: int, values: Values) -> None:
         with writing(self.folder, f" at step {step}"):
-            self.folder.stat()  # where it is gone, the writer's thread would print its own error
+            self.folder.stat()  # if the folder is gone, tell it here: the writer's thread only prints an error
             for name, value in finite(values).items():
                 self.writer.add_scalar(name, value, step)
 
