@@ -126,7 +126,7 @@ class Trained:
         answers = [len(messages) - 1] if answer else []
         given = messages, record.tools, answers
         texts = self.template.render(*given, variables=record.variables)
-        found = self.template.encoder.encode_batch(texts)[0][0]
+        found = self.template.encoder.encode(texts)[0][0]
         if len(found) + (not answer) > self.window:
             raise DropRowError(
                 f"the model's window of {self.window:,} tokens is too short for it"
