@@ -35,10 +35,11 @@ from ulysses.options import gradient_policies
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh, gather
-from ulysses.plan.case import GIB, Plan, device_peaks, this_machine
-from ulysses.plan.costs import model_flops, step_flops
-from ulysses.plan.memory_choice import choose_memory, layer_memory, planner_case
-from ulysses.run.build import trained_engine
+from ulysses.plan.hardware import GIB, device_peaks, this_machine
+from ulysses.plan.layer_cost import model_flops
+from ulysses.plan.planner import choose_memory, planner_question
+from ulysses.plan.step_cost import Plan, step_flops
+from ulysses.run.build import layer_memory, trained_engine
 from ulysses.zero.engine import ZeroEngine
 
 FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped
@@ -135,8 +136,8 @@ def planned(
     """Return the planner's choice for steps of such packs; all ranks call it together."""
     config = changed(config, "data", max_length=max(8, tokens // documents))
     machine = this_machine(device, config.memory.host_memory)
-    case = planner_case(config, shape, machine, tokens)
-    return choose_memory(case._replace(whole_steps=micro_batches == 1))
+    question = planner_question(config, shape, machine, tokens)
+    return choose_memory(question._replace(whole_steps=micro_batches == 1))
 
 
 def remember(bench: Bench, tokens: int, documents: int = 1, micro_batches: int = 1) -> Plan:
@@ -224,7 +225,7 @@ def measure(
         name = torch.cuda.get_device_name()
     own = float(loss), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, *peaks
     losses, hosts, allocated, reserved = zip(*gather(own))
-    model = choice.case.model
+    model = choice.question.model
     adapters = 0 if model.is_full else model.trained
     flops = model_flops(model, tokens, batch.num_squares, tokens)
     # of each GPU: packs per second

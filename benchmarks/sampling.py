@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from common import add_options, plain_parser, say
 
-from models.arch import ModelConfig
+from models.arch import ModelConfig, architecture
 from models.kinds import empty_model
-from models.published import architecture
 from ulysses.rl.sampler import Sampler, SamplingOptions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

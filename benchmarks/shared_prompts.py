@@ -28,7 +28,7 @@ from common import (
 )
 
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.plan.case import GIB
+from ulysses.plan.hardware import GIB
 from ulysses.zero.construct import initialize_distributed
 
 FORMS = ("whole", "shared", "sft")

@@ -11,7 +11,7 @@ from typing import Any
 
 from common import add_options, launch, plain_parser, table
 
-from models.published import ARCHITECTURES
+from models.arch import ARCHITECTURES
 
 # SmolLM2-135M's shape; of Qwen2.5's the published ones
 SMOLLM2 = {

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from ulysses.config.section import ConfigError
 from ulysses.parallel.attention import UlyssesAttention
-from ulysses.plan.case import GIB
+from ulysses.plan.hardware import GIB
 from ulysses.watch.watch import Watch
 from ulysses.zero.construct import common_store, initialize_distributed
 
@@ -162,15 +162,14 @@ def cost_of_watch(bench: Bench, seq: int, documents: int, a: Any) -> str:
     times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(2 * a.watch):
         watched = turn % 4 in (1, 2)  # without, with, with, without
-        watch = Watch(store=common_store()) if watched else Watch()
+        watch = Watch()
         if watched:
-            watch.start()
+            watch.start(common_store)
         wait(device)
         began = time.perf_counter()
         for step in range(a.steps):
             watch.phase("forward", step)
             take_step(bench, batch, count)
-            watch.step_done()
         wait(device)
         times[watched].append(time.perf_counter() - began)
         watch.stop()

@@ -3,9 +3,13 @@
 The decoder reads ModelConfig, its family's row (families.py) and the kinds of its layers, and knows no family by name.
 """
 
+import difflib
+import re
+import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from itertools import cycle, islice
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain, cycle, islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 from models.families import (
@@ -31,7 +35,7 @@ _ROPE_TYPES: Mapping[str, list[str]] = TABLES["rope_types"]
 MOST: Mapping[str, float] = TABLES["most"]
 # What fields that are no plain numbers must be, each with an example.
 KINDS: Mapping[str, tuple[str, object]] = TABLES["kinds"]
-# Lists with an entry for every layer, by the fields that stand for them where they are absent.
+# What a file may say besides in other words: lists with an entry for every layer, and fields of two names.
 LISTS: Mapping[str, str] = TABLES["lists"]
 
 T = TypeVar("T", int, float, str)  # of a field
@@ -152,24 +156,19 @@ class ModelConfig:
             others = {"rope_local_base_freq": "rope_theta", "local_rope_type": "rope_type"}
             table = full | {name: local.get(key) for name, key in others.items()}
         scaling = raw.get("rope_scaling") or {}
-        if "type" in scaling:  # the older name, also beside a newer table
-            scaling = {"rope_type": scaling["type"], **scaling}
-        table = {**table, **scaling} or family.rope_scaling
-        kind = table.get("rope_type", table.get("type"))
+        # "type" is the older name, also beside a newer table
+        table = told_once({"type": "rope_type"}, table, scaling) or family.rope_scaling
+        told_once({}, {"rope_theta": raw.get("rope_theta")}, table)
+        kind = table.get("rope_type")
         if (scaling or "factor" in table) and not isinstance(kind, str):
             raise ValueError(
                 f"config.json has rotary scaling {table!r:.60} without a rope_type; name it, or remove the scaling"
             )
         check_kinds(table)
-        named = {family.aliases.get(k, k): v for k, v in raw.items()}
+        named = told_once(family.aliases, raw)
         if "rope_local_base_freq" not in family.defaults:  # nor has the class
             named.pop("rope_local_base_freq", None)
         stated = {**family.defaults, **named, **table}
-        if (theta := raw.get("rope_theta")) not in (None, stated["rope_theta"]):
-            raise ValueError(
-                f"config.json has rope_theta = {theta!r:.60} and {stated['rope_theta']!r:.60} in rope_parameters or "
-                "rope_scaling; correct one of them"
-            )
         fixed = {**NEUTRAL, "hidden_act": family.activation, **family.fixed}
         for name, value in fixed.items():
             is_neutral = name in NEUTRAL and name in family.defaults  # the family computes it
@@ -322,6 +321,21 @@ _INNER = (
 # ---------------------------------------------------------------- fields of config.json
 
 
+def told_once(aliases: Mapping[str, str], *tables: Fields) -> Fields:
+    """Join tables, with one name for each field; ValueError if they give a field two values, of which null is none."""
+    joined: dict[str, Any] = {}
+    for name, value in chain.from_iterable(table.items() for table in tables):
+        name = aliases.get(name, name)
+        before = joined.get(name)
+        if before not in (None, "default") and value not in (None, before):
+            raise ValueError(
+                f"config.json has {name} = {before!r:.60} and, in another place or under another name, {value!r:.60}; "
+                "correct one of them"
+            )
+        joined[name] = before if value is None else value
+    return joined
+
+
 def check_kinds(given: Fields) -> None:
     """Raise ValueError for a field of KINDS that holds something of another kind."""
     for name, (wanted, example) in KINDS.items():
@@ -424,7 +438,7 @@ def read_scaling(known: Fields, changes: Fields) -> RopeScaling | None:
     window = number(known, "max_position_embeddings", int)
     known.setdefault("original_max_position_embeddings", window)
     known |= changes
-    kind = str(known.get("rope_type", known.get("type", "default")))
+    kind = str(known.get("rope_type", "default"))
     if kind not in _ROPE_TYPES:
         raise ValueError(
             f"config.json has rope type {kind!r} but only {', '.join(_ROPE_TYPES)} are computed; set model.rope.type "
@@ -449,3 +463,34 @@ def read_scaling(known: Fields, changes: Fields) -> RopeScaling | None:
             window = max(window, int(scaling.factor * scaling.original_max_position_embeddings))
     known["max_position_embeddings"] = window
     return scaling
+
+
+# ---------------------------------------------------------------- published shapes
+
+_PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text())
+ARCHITECTURES: Mapping[str, ModelConfig] = {
+    name: ModelConfig.from_hf(shared | dict(zip(_PUBLISHED["order"], sizes)))
+    for shared in _PUBLISHED["series"]
+    for name, sizes in shared["sizes"].items()
+}
+
+
+def architecture(name: str) -> ModelConfig:
+    """Return the published shape of that name, such as "llama3-8b"; refuses an unknown one naming the nearest."""
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    near = difflib.get_close_matches(name.lower(), ARCHITECTURES, n=1, cutoff=0.0)
+    raise ValueError(
+        f"model.arch is {name!r} but must be one of {', '.join(ARCHITECTURES)}; nearest: {near[0]}"
+    )
+
+
+def recognised(name: str) -> ModelConfig | None:
+    """Return the shape that a model's own name, such as "Meta-Llama-3-8B-Instruct", contains the name of, or None."""
+    name = name.lower()
+    names = name + " " + re.sub(r"^([a-z-]+)-(\d)", r"\1\2", name)
+    shape = next((shape for key, shape in ARCHITECTURES.items() if key in names), None)
+    for variant in _PUBLISHED["variants"]:
+        if shape and all(word in name for word in variant["words"]):
+            shape = replace(shape, **variant["changes"])
+    return shape

@@ -28,7 +28,6 @@ from ulysses.parallel.random_keys import keyed_generator
 if TYPE_CHECKING:
     from models.moe import RouterRecord
     from ulysses.memory.graphs import LayerGraphs
-    from ulysses.memory.layer_node import Pair
 
 VALUE = (
     "value."  # begins the names of what a PolicyValue (models/scored.py) has besides the policy
@@ -87,17 +86,8 @@ class Decoder(nn.Module):
                 return done
         if self.record is not None:
             self.record.open(batch)
-        pair: Pair | None = None  # what two neighbours share
         for layer in self.layers:
-            if layer.recompute != "pair":
-                pair = None
-            elif pair is None:
-                from ulysses.memory import layer_node
-
-                pair = layer_node.Pair(layer)
-            hidden = layer(hidden, ropes[layer.kind.rotary], batch.attention_plan, pair)
-            if pair is not None and pair.first is not layer:
-                pair = None  # complete
+            hidden = layer(hidden, ropes[layer.kind.rotary], batch.attention_plan)
         if self.record is not None:
             self.record.close()
         return hidden

@@ -8,9 +8,7 @@ keeps it.
 Shapes: S local tokens, T packed tokens, D width, K key heads of width E, H value heads of width V.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import astuple
 from types import ModuleType
 
 import torch
@@ -24,9 +22,8 @@ from models.ops.gated_mlp import ActivateNode
 from models.ops.linear import Matrix, linear
 from models.ops.norm import NormNode, NormRule
 from ulysses.memory.levels import Rope
-from ulysses.memory.size import MixerSize, Setting
 from ulysses.parallel.attention import UlyssesAttention
-from ulysses.parallel.layout import AttentionPlan, Context, Tensors, head_layout
+from ulysses.parallel.layout import AttentionPlan, Context, Tensors
 from ulysses.parallel.whole_rows import RowHeads
 
 
@@ -174,36 +171,6 @@ class GatedDelta(nn.Module):
             project = self.in_proj_qkv, self.in_proj_b, self.in_proj_a
             gate = self.in_proj_z
         return project, mix, (gate, self.norm, self.out_proj)
-
-    @staticmethod
-    def size(config: ModelConfig, setting: Setting) -> MixerSize:
-        """Return what linear attention takes; a rank's heads count for all rows, those of several ranks on each."""
-        assert config.delta is not None
-        K, H, E, V, taps = astuple(config.delta)
-        width, columns, out = config.hidden_size, sum(config.delta.widths), H * V
-        ranks = math.gcd(setting.ranks, H)
-        layout = head_layout(H, K, ranks)
-        own = 2 * layout.key * E + layout.query * (V + 2)  # q | k | v, b and a
-        return MixerSize(
-            parameters=width * (columns + 2 * H + 2 * out),
-            out=out,
-            results=out,
-            exact=0,
-            tensors=1,
-            # normalised rows for the projections and for the gate; the shards; the gate, the normalised output, and
-            # their product
-            kept=2 * width + setting.ranks * own + 3 * out,
-            restored=width,
-            # the shards, behind the convolution and at unit length, the gradients of these, the output's
-            work=6 * setting.ranks * own + 2 * out,
-            packed=3 * (columns + 2 * H),
-            sent=own * (setting.ranks - 1) + out * (ranks - 1) / ranks,
-            # a token of a head reads a state twice and writes to it
-            row_flops=6 * H * E * V + 2 * taps * columns,
-            backward=3.8,  # which runs forward once more
-            state=(taps - 1) * columns + H * E * V * 4 / setting.element_size,
-            captured=0,
-        )
 
 
 MixContext = Context[tuple[GatedDelta, AttentionPlan]]

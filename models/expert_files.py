@@ -217,19 +217,3 @@ def adapted_name(stem: str, parameters: Iterable[str]) -> str:
     named = {name.rpartition(".")[2] for name in parameters}  # some have `experts.` before
     names = [name for name in EXPERT_PARTS if name in named]
     return f"{inner}.{names[0 if inner != stem else -1]}"
-
-
-def expert_updates(
-    shape: torch.Size, a: Tensor, b: Tensor, start: int, stop: int, transposed: bool
-) -> tuple[Tensor, int]:
-    """Return what PEFT's adapters add to those of the matrices [N, O, K] that hold the flat elements [start, stop).
-
-    Also where the first of these elements is in it. `transposed` matrices are [N, K, O].
-    """
-    number, *sides = shape
-    outputs, inputs = sides[::-1] if transposed else sides
-    size = outputs * inputs
-    own = slice(start // size, -(-stop // size))
-    a, b = a.view(number, -1, inputs)[own], b.view(outputs, -1, number)[..., own]
-    how = "orn,nri->nio" if transposed else "orn,nri->noi"
-    return torch.einsum(how, b, a), start - own.start * size

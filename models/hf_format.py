@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,9 +26,6 @@ from models.folders import (
     read_json,
 )
 from models.multimodal import CARRIED, inside
-
-if TYPE_CHECKING:
-    from models.expert_files import BlockTensor, JoinedTensor
 
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
@@ -154,6 +151,34 @@ def lora_scale(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
+def low_rank(a: Tensor, b: Tensor, scale: float, transposed: bool) -> Tensor:
+    """Return what an adapter adds to a matrix, or to those of experts: scale * B A in float32, perhaps transposed."""
+    update = scale * (b.float() @ a.float())
+    return update.mT if transposed else update
+
+
+class StoredAdapter(NamedTuple):
+    """A and B of a matrix [outputs, inputs], or of those of N experts, as PEFT's files hold them.
+
+    a: [r, inputs], or [N * r, inputs]. b: [outputs, r], or [outputs, r * N], the expert's number last.
+    transposed: the matrices are [inputs, outputs].
+    """
+
+    a: StoredTensor
+    b: StoredTensor
+    scale: float
+    experts: int
+    transposed: bool
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return A [r, inputs] and B [outputs, r], or [N, r, inputs] and [N, outputs, r]."""
+        a, b = self.a.whole(), self.b.whole()
+        if not self.experts:
+            return a, b
+        a, b = a.unflatten(0, (self.experts, -1)), b.unflatten(1, (-1, self.experts))
+        return a, b.permute(2, 0, 1)
+
+
 class NamedTensors(dict[str, Any]):
     """The tensors of a folder by name; a second one of a name, however files hold it, is refused with ValueError."""
 
@@ -170,16 +195,14 @@ class NamedTensors(dict[str, Any]):
         super().__setitem__(name, tensor)
 
 
-Stored: TypeAlias = "StoredTensor | JoinedTensor | BlockTensor"
-
-
 class WeightFiles:
     """Read the weights of a model folder by name, as flat slices, touching only the bytes asked for.
 
     The folder of a LoRA adapter is read together with its base model: a slice of an adapted matrix is the base's slice
     plus scale * B A, added in float32. A score head in the adapter's file replaces the base's.
 
-    tensors: all that is stored, by name; an adapted matrix has its base's dtype, although it is read in float32.
+    tensors: all that is stored, by name: StoredTensors, or what models/expert_files.py makes of several. An adapted
+        matrix has its base's dtype, although it is read in float32.
     adapter: adapter_config.json of an adapter's folder.
     dtype: of the adapters, which is the precision that they were trained in; None without them.
     quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
@@ -189,13 +212,13 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, Stored] = NamedTensors(folder)
+        self.tensors: dict[str, Any] = NamedTensors(folder)
         self.carried: dict[str, StoredTensor] = NamedTensors(folder)
         self.adapter: Fields | None = None
         self.dtype: torch.dtype | None = None
         self.quantize = "none"
         # what adapters add to a matrix: scale * B A
-        self._updates: dict[str, list[tuple[StoredTensor, StoredTensor, float]]] = {}
+        self._updates: dict[str, list[StoredAdapter]] = {}
         if (self.folder / ADAPTER_CONFIG).is_file():
             self._read_adapter()
         else:
@@ -268,20 +291,18 @@ class WeightFiles:
             adapted = self.tensors.get(name)
             shapes = {kind: list(tensor.shape) for kind, tensor in pair.items()}
             shape = adapted.shape if adapted else ()
-            *count, outputs, inputs = shape if len(shape) > 1 else (0, 0)
-            if self._is_transposed(name):
+            experts, outputs, inputs = {2: (0, *shape), 3: shape}.get(len(shape), (0, 0, 0))
+            transposed = f"{name}_bias" in self.tensors  # such experts have biases
+            if transposed:
                 outputs, inputs = inputs, outputs
-            rows = rank * math.prod(count)  # of all experts
+            rows = rank * (experts or 1)
             if shapes != {"A": [rows, inputs], "B": [outputs, rows]}:
                 raise ValueError(
                     f"{path.absolute()} adapts {name} by matrices of shapes {shapes}, which the base model "
                     f"{base.folder.absolute()} does not fit; correct base_model_name_or_path"
                 )
-            self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
-
-    def _is_transposed(self, name: str) -> bool:
-        """Return whether a tensor has experts' matrices [inputs, outputs], which have biases."""
-        return f"{name}_bias" in self.tensors
+            adapter = StoredAdapter(pair["A"], pair["B"], scale, experts, transposed)
+            self._updates.setdefault(name, []).append(adapter)
 
     def read(
         self,
@@ -306,24 +327,19 @@ class WeightFiles:
 
             data = pack(flat.view(stored.shape))
             flat = unpack(data, stored.shape, torch.float32).view(-1)
-        for stored_a, stored_b, scale in updates:
-            a, b = (x.whole().float() for x in (stored_a, stored_b))
-            if len(stored.shape) == 3:
-                from models.expert_files import expert_updates
-
-                transposed = self._is_transposed(name)
-                update, begin = expert_updates(stored.shape, a, b, start, stop, transposed)
-            else:
-                width = a.shape[1]
-                # the rows that these elements lie in
-                first, last = start // width, -(-stop // width)
-                update, begin = b[first:last] @ a, start - first * width
-            flat = flat.float() + (scale * update).flatten()[begin : begin + len(flat)]
+        # the rows, or the experts, that these elements lie in
+        size = stored.shape[1:].numel()
+        first, last = start // size, -(-stop // size)
+        for adapter in updates:
+            a, b = adapter.read()
+            a = a[first:last] if adapter.experts else a
+            update = low_rank(a, b[first:last], adapter.scale, adapter.transposed)
+            flat = flat.float() + update.flatten()[start - first * size :][: len(flat)]
         return flat
 
-    def take_adapter(self) -> dict[str, tuple[StoredTensor, StoredTensor]]:
-        """Take the topmost adapter out of the weights; return its A and B by the names of what they adapt."""
-        return {name: updates.pop()[:2] for name, updates in self._updates.items()}
+    def take_adapter(self) -> dict[str, StoredAdapter]:
+        """Take the topmost adapter out of the weights; return what it consists of by the names of what it adapts."""
+        return {name: updates.pop() for name, updates in self._updates.items()}
 
     def base(self, name: str) -> Tensor:
         """Return all elements of a tensor without what adapters add to it."""

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch import Tensor
 from models.arch import ModelConfig
 from models.decoder import VALUE, init_parameter
 from models.folders import VOCABULARY
-from models.hf_format import Stored, WeightFiles
-from models.kinds import empty_model
+from models.hf_format import WeightFiles
+from models.kinds import parameter_shapes
 from ulysses.parallel.random_keys import keyed_generator
 
 
@@ -43,7 +43,7 @@ class InitialWeights:
         self.shape, self.quantize, self.new_rows = shape, quantize, new_rows
         self.seed = seed
         self.files, self.started = None, {}
-        self.stored: Mapping[str, Stored] = {}
+        self.stored: Mapping[str, Any] = {}
         self.paths: list[Path] = []
         if folder:
             self.files = WeightFiles(folder)
@@ -67,11 +67,7 @@ class InitialWeights:
             last = kind.rpartition(".")[2] if len(shape) == 3 else "weight"
             whole = torch.zeros(shape, device=device)
             if stored := self.started.get(f"{owner}.{last}"):
-                whole = stored[kind[0] == "B"].whole()
-                if (
-                    len(shape) == 3 and kind[0] == "B"
-                ):  # the expert's number is last in the file
-                    whole = whole.view(*shape[1:], shape[0]).permute(2, 0, 1)
+                whole = stored.read()[kind[0] == "B"]
             elif ".lora_A" in name:
                 bound = 1 / math.sqrt(shape[-1])
                 # PEFT's name of a module's first adapter, by which values have always been drawn
@@ -100,13 +96,9 @@ class InitialWeights:
 
         stored = self.stored.get(name)
         if stored and stored.state:
-            return stored.read_packed()  # type: ignore[union-attr]  # StoredTensors alone have one
-        shape = self._shapes[name]
+            return stored.read_packed()
+        shape = parameter_shapes(self.shape)[name]
         dtype = stored.dtype if stored else torch.float32
         matrix = torch.empty(shape, dtype=dtype, device=device)
         InitialWeights.fill(self, name, shape, 0, matrix.view(-1))
         return pack(matrix)
-
-    @cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
-        return {name: p.shape for name, p in empty_model(self.shape).named_parameters()}

@@ -4,6 +4,7 @@ A kind is imported when it is asked for.
 """
 
 import functools
+from collections.abc import Mapping
 
 import torch
 
@@ -29,6 +30,12 @@ def empty_model(
 
 
 @functools.cache
+def parameter_shapes(config: ModelConfig, *, reward: bool = False) -> Mapping[str, torch.Size]:
+    """Return the shapes of a model's parameters by their names, in the model's order."""
+    return {name: p.shape for name, p in empty_model(config, reward=reward).named_parameters()}
+
+
+@functools.cache
 def count_parameters(config: ModelConfig, *, reward: bool = False) -> int:
     """Count a model's parameters, tied embeddings once."""
-    return sum(p.numel() for p in empty_model(config, reward=reward).parameters())
+    return sum(x.numel() for x in parameter_shapes(config, reward=reward).values())

@@ -9,9 +9,7 @@ layer's calls, but not those of what is inside it.
 Shapes: S local tokens, D width.
 """
 
-from collections.abc import Callable, Iterable
-from functools import cache
-from statistics import fmean
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,15 +21,14 @@ from models.ops.gated_mlp import GatedMLP
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.levels import Rope
-from ulysses.memory.size import LayerSize, Setting
-from ulysses.memory.tiling import add_by_tiles, tile_rows
+from ulysses.memory.tiling import tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.layout import AttentionPlan
 
 if TYPE_CHECKING:
     from models.moe import MoE, RouterRecord
     from models.ops.experts import SparseMLP
-    from ulysses.memory.layer_node import Mixer, Pair
+    from ulysses.memory.layer_node import Mixer
     from ulysses.memory.offload import Offloader
 
 
@@ -39,8 +36,7 @@ class DecoderLayer(nn.Module):
     """One layer on this rank's tokens; ZeRO-3 gathers it as a whole.
 
     forward(hidden [S, D], the tables (cos, sin) of its kind, plan) -> hidden [S, D]; `plan` is the batch's attention
-    plan, `pair` what this layer shares with its neighbour at level "pair". `set_memory` says what its graph keeps,
-    before the first forward.
+    plan. `set_memory` says what its graph keeps, before the first forward.
     """
 
     def __init__(
@@ -83,15 +79,13 @@ class DecoderLayer(nn.Module):
         """The norms before and after the mixer and before and after the feed-forward."""
         return [getattr(self, name) if name else NO_NORM for name in self.norm_names]
 
-    def forward(
-        self, hidden: Tensor, rope: Rope, plan: AttentionPlan, pair: "Pair | None" = None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor:
         learns = torch.is_grad_enabled()
         if learns and self.recompute != "none":
             from ulysses.memory.layer_node import LayerNode
 
             parameters = [p for stage in self.stage_parameters() for p in stage]
-            return LayerNode.apply(self, rope, plan, pair, hidden, *parameters)
+            return LayerNode.apply(self, rope, plan, hidden, *parameters)
         *heads, hidden = self.project(hidden, rope)
         middle = self.output(hidden, self.mixer.mix(*heads, plan=plan))
         return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
@@ -116,37 +110,21 @@ class DecoderLayer(nn.Module):
         """Add the feed-forward of the rows; each row is independent, so it can run in tiles."""
         if isinstance(fused := self._fused(), GatedMLP):
             return fused.add(hidden)
-        return self._add(hidden, self._fed(hidden), self.norms[3])
-
-    def _fed(self, rows: Tensor) -> Tensor:
-        return self.mlp(self.norms[2](rows))
+        return hidden + self.mlp(self.norms[2](hidden))
 
     def feed_forward_tiles(self, rows: Tensor) -> Tensor:
         """Run `feed_forward` in tiles, without a graph."""
-        fused, tile = self._fused(), self._tile(rows)
-        if fused:
-            return fused.add_tiles(rows, tile)
-
-        def product(part: slice) -> Tensor:
-            out = self.norms[3](self._fed(rows[part]))
-            return out if self.multiplier == 1 else self.multiplier * out
-
-        return add_by_tiles(product, rows, tile)
+        return self._fused().add_tiles(rows, self._tile(rows))
 
     def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run forward and backward of each tile; return the gradients of `rows` and of `stage_parameters()[3]`."""
-        fused, tile = self._fused(), self._tile(rows)
-        if fused:
-            return fused.gradients(rows, grad, tile)
-        from ulysses.memory.layer_node import tile_gradients
-
-        return tile_gradients(self.feed_forward, rows, grad, self.stage_parameters()[3], tile)
+        return self._fused().gradients(rows, grad, self._tile(rows))
 
     def _tile(self, rows: Tensor) -> int:
         return tile_rows(len(rows), self.mlp_tile * self.mlp.tile_factor)
 
-    def _fused(self) -> "GatedMLP | SparseMLP | None":
-        """Return the operation that may stand in for the second half's modules, if one may."""
+    def _fused(self) -> "GatedMLP | SparseMLP":
+        """Return the operation that does what the second half's modules do."""
         *_, before, after = self.norms
         return self.mlp.fused(before, after, self.rule, self.multiplier)
 
@@ -187,17 +165,3 @@ def _classes(kind: LayerKind) -> tuple[Any, Any]:
 
 def _parameters(part: nn.Module | nn.Parameter) -> Iterable[nn.Parameter]:
     return part.parameters() if isinstance(part, nn.Module) else [part]
-
-
-@cache
-def layer_sizes(config: ModelConfig, setting: Setting) -> tuple[LayerSize, LayerSize]:
-    """Return the mean of a model's layers, and a layer that is as large as the largest in everything."""
-    each = ([part.size(config, setting) for part in _classes(x)] for x in config.layers)
-    parts = [*zip(*each)]
-    norms_after = sum(map(bool, config.family.norms[1::2]))
-
-    def over_layers(function: Callable[[Iterable[float]], float]) -> LayerSize:
-        sizes = (type(part[0])._make(map(function, zip(*part))) for part in parts)
-        return LayerSize(config.hidden_size, norms_after, *sizes)
-
-    return over_layers(fmean), over_layers(max)

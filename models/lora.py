@@ -6,7 +6,7 @@ The base with its adapters switched off is the reference of DPO and KTO, so that
 Source: Hu et al. 2021 (2106.09685). The exported files have PEFT's format.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import expanduser
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.arch import ModelConfig
 from models.expert_files import MLP_TARGETS, adapted_experts, is_of_experts, peft_tensor
 from models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, VOCABULARY
 from models.hf_format import lora_scale
@@ -101,32 +100,6 @@ def is_adapter(name: str, whole: Sequence[str] = ()) -> bool:
     )
 
 
-def merged(
-    weights: Iterable[tuple[str, Tensor]],
-    adapters: Mapping[str, Tensor],
-    config: Any,
-    shape: ModelConfig,
-    rounded: Callable[[Tensor, Tensor], Tensor] = lambda exact, base: exact.to(base.dtype),
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the base model's weights with the scaled B A added, in float32, where it belongs.
-
-    The adapters among `weights` are left out; the adapted matrices are copies, `rounded` then, by default to their own
-    dtype.
-    """
-    scale = lora_scale(config.rank, config.alpha, config.rslora)
-    for name, weight in weights:
-        if ".lora_" in name:
-            continue
-        owner, _, last = name.rpartition(".")
-        end = "" if last == "weight" else f".{last}"  # of a matrix of every expert
-        if f"{owner}.lora_A{end}" in adapters:
-            a, b = (adapters[f"{owner}.lora_{k}{end}"].float() for k in "AB")
-            update = (b @ a).mT if end and shape.family.clamped_experts else b @ a
-            flat = (weight.float() + scale * update).view(-1)
-            weight = rounded(flat, weight.view(-1)).view_as(weight)
-        yield name, weight
-
-
 @dataclass
 class BasePolicy:
     """The engine with its adapters switched off: a reference without a second model. It owns nothing."""
@@ -193,7 +166,7 @@ def save_adapters(
         "exclude_modules": r"model\.(?!language_model\.).*" if is_whole else None,
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "init_lora_weights": True,
+        "init_lora_weights": True,  # B of what a file lacks is zero
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "modules_to_save": [*modules] or None,

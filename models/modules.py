@@ -12,7 +12,6 @@ from models.arch import ModelConfig
 from models.ops.gated_mlp import ActivateNode, GatedMLP
 from models.ops.linear import Matrix, Products, linear
 from models.ops.norm import NormNode, NormRule
-from ulysses.memory.size import FeedForwardSize, Setting
 
 
 class Exact(nn.Parameter):
@@ -104,9 +103,3 @@ class MLP(nn.Module):
         pair = Products(self.gate_proj.operands(), self.up_proj.operands())
         down = Products(self.down_proj.operands())
         return GatedMLP(norm.weight, pair, down, after.weight, rule, self.activation, factor)
-
-    @staticmethod
-    def size(config: ModelConfig, setting: Setting) -> FeedForwardSize:
-        """Return what an MLP takes."""
-        D, F = config.hidden_size, config.intermediate_size
-        return FeedForwardSize(3 * D * F, 3 * D * F, F, 0, 2 * F, 0, work=4 * F)

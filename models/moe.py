@@ -22,8 +22,8 @@ from models.ops.experts import (
     is_grouped,
     route,
 )
+from models.ops.linear import Adapter
 from models.ops.norm import NormRule
-from ulysses.memory.size import FeedForwardSize, Setting
 from ulysses.memory.tiling import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch
 
@@ -169,13 +169,13 @@ class ExpertMatrices(nn.Module):
         self.adapted = enabled
 
     def _stack(self, name: str) -> Stack:
-        adapters = None
+        adapter = None
         if self.adapted and hasattr(self.lora_A, name):
-            adapters = getattr(self.lora_A, name), getattr(self.lora_B, name)
+            own = getattr(self.lora_A, name), getattr(self.lora_B, name)
+            adapter = Adapter(*own, self.scale)
         bias = getattr(self, f"{name}_bias")
-        return Stack(
-            getattr(self, name), self.packed.get(name), adapters, self.scale, bias, self.clamped
-        )
+        packed = self.packed.get(name)
+        return Stack(getattr(self, name), packed, adapter, bias, self.clamped)
 
     @property
     def stacks(self) -> ExpertStacks:
@@ -238,11 +238,10 @@ class MoE(nn.Module):
         )
         return is_grouped(matrices, matrices.mT.contiguous())
 
-    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP | None:
-        """Return the operation that may stand in for the norm and this module, if one may."""
+    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP:
+        """Return the operation that does the norm and this module; no family has a norm after it, or a factor."""
+        assert after is NO_NORM and factor == 1
         router = self.chooser
-        if after is not NO_NORM or factor != 1:
-            return None
         beside: tuple = ()
         if self.shared_expert is not None:
             parts = self.shared_expert, self.shared_expert_gate
@@ -258,30 +257,4 @@ class MoE(nn.Module):
             self.place,
             router.bias,
             *beside,
-        )
-
-    @staticmethod
-    def size(config: ModelConfig, setting: Setting) -> FeedForwardSize:
-        """Return what experts take, with their router."""
-        assert config.moe is not None
-        D, N, k = config.hidden_size, config.moe.num_experts, config.moe.num_experts_per_tok
-        each = 3 * config.moe.moe_intermediate_size * D
-        shared = config.moe.shared_expert_intermediate_size or 0
-        for_all = (3 * shared + 1) * D if shared else 0
-        inner, copied = k * config.moe.moe_intermediate_size, k * D
-        # a router that is trained keeps its rows in float32 too
-        rows = D * (setting.is_full and setting.element_size < 4)
-        return FeedForwardSize(
-            parameters=N * (each + D) + for_all,
-            met=k * each + N * D + for_all,
-            inner=inner + shared,
-            copied=copied,
-            # of the shared expert its gate, up and their product, its output and the sigmoid
-            kept=2 * inner + D + (3 * shared + D + 1 if shared else 0),
-            exact=N + 4 * k + rows,  # probabilities, and of the choice its weights and numbers
-            # two kinds of copies, and gate and up with their gradients, both twice as wide
-            work=6 * inner + 2 * copied + 4 * shared,
-            unpacked=2 * N * (each + D) // 3,  # gate and up
-            tile_factor=EXPERT_TILES,
-            captured=0,
         )

@@ -9,8 +9,7 @@ Shapes: S rows, D inputs, F outputs, n = F * D.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,27 +110,3 @@ class QuantizedLinear(Linear):
         weight = empty_packed(self.packed.shape)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", nn.Parameter(torch.empty(outputs)) if bias else None)
-
-
-def dense(
-    model: nn.Module, weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's weights, or None in their place, with quantised ones as matrices of the other weights' dtype."""
-    dtype = next(model.parameters()).dtype
-    for name, weight in weights:
-        if weight is not None and weight.dtype == torch.uint8:
-            owner, _, last = name.rpartition(".")
-            module: Any = model.get_submodule(owner)
-            packed = module.packed if last == "weight" else module.packed[last]
-            weight = packed.unpack(weight, dtype)
-        yield name, weight
-
-
-def originals(
-    weights: Iterable[tuple[str, Tensor]], files: Any
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's weights, or None in their place, with quantised ones as the matrices that WeightFiles hold."""
-    for name, weight in weights:
-        if weight is not None and weight.dtype == torch.uint8:
-            weight = files.read(name).view(files.tensors[name].shape)
-        yield name, weight

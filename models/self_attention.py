@@ -14,10 +14,9 @@ from models.ops.linear import Matrix, Products, linear
 from models.ops.norm import NormRule
 from models.ops.rotary import Projection, RotateNode
 from ulysses.memory.levels import Rope
-from ulysses.memory.size import MixerSize, Setting
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.kernels.choice import VARLEN, resolve_kernel
-from ulysses.parallel.layout import AttentionPlan, Tensors, head_layout
+from ulysses.parallel.layout import AttentionPlan, Tensors
 
 
 class SelfAttention(nn.Module):
@@ -118,34 +117,3 @@ class SelfAttention(nn.Module):
         project = self.q_proj, self.k_proj, self.v_proj, *self.norms
         mix = [] if self.sinks is None else [self.sinks]
         return project, mix, (*gate, self.o_proj)
-
-    @staticmethod
-    def size(config: ModelConfig, setting: Setting) -> MixerSize:
-        """Return what softmax attention takes; keys that are copied to several ranks count on each."""
-        E, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        ranks, head_ranks = setting.ranks, setting.head_ranks
-        keys = head_layout(H, K, head_ranks).key
-        query, key, held = H * E, K * E, keys * ranks * E
-        normalised = (query + key) * (config.family.qk_norm != "none")
-        gate = query * config.family.output_gate
-        return MixerSize(
-            parameters=config.hidden_size * (2 * (query + key) + gate),
-            out=query,
-            results=query,
-            exact=H,  # the log-sum-exp
-            tensors=2,
-            # queries, keys and values, and the output if it is exchanged
-            kept=query * (1 + (ranks > 1))
-            + 2 * held
-            + normalised
-            # normalised rows for q, k and v and for the gate, its sigmoid, and what it lets through
-            + (2 * (config.hidden_size + query) if gate else 0),
-            restored=normalised,
-            # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these
-            work=5 * query + 8 * held,
-            packed=3 * (query + 2 * key * (ranks // head_ranks)),  # every row set has all keys
-            sent=E * (2 * H // head_ranks * (head_ranks - 1) + 2 * keys * (ranks - 1)),
-            pair_flops=2 * query,
-            # a sink takes one more step of kernels
-            cached=2 * K * (E + 8 * config.family.sinks),
-        )

@@ -103,10 +103,13 @@ class Trained:
         """Return how answers are drawn, and say in a line what generation_config.json asks for."""
         given = read_json(path) if path.exists() else {}
         ends = given.get("eos_token_id", self.shape.eos_token_id)
-        if {*map(type, ends if isinstance(ends, list) else [ends])} - {int, type(None)}:
-            raise ValueError(
-                f"eos_token_id in {path.name} is {ends!r}, but must be a number, or a list of numbers; correct it"
-            )
+        size = self.shape.vocab_size
+        for end in ends if isinstance(ends, list) else [ends]:
+            if end is not None and (type(end) is not int or not 0 <= end < size):
+                raise ValueError(
+                    f"eos_token_id in {path.name} is {ends!r}, but must be a number, or a list of numbers, below the "
+                    f"vocab_size {size}; correct it"
+                )
         used = {key: given[key] for key in DRAWING if isinstance(given.get(key), int | float)}
         used |= self.options
         if any(key not in UNTOLD and given[key] not in (None, 0, 1) for key in given):

@@ -24,13 +24,11 @@ with explained_imports():
     from models.arch import ModelConfig
     from models.folders import ADAPTER_CONFIG, CONFIG, folder_with, read_config, resolve_model
     from models.hf_format import WeightFiles
-    from models.kinds import empty_model
-    from models.modules import Exact
+    from models.kinds import empty_model, parameter_shapes
     from models.writing import (
         GENERATION,
         SHARD_GIB,
         Rounding,
-        copy_side_files,
         write_weights,
     )
     from ulysses.check.run_folder import read_run_state
@@ -40,11 +38,9 @@ with explained_imports():
         check_apart,
         check_empty,
         check_files,
-        whole_folder,
-        write_json,
     )
     from ulysses.options import stage_of
-    from ulysses.run.export_model import CARD, export_model
+    from ulysses.run.export_model import export_folder, export_model
     from ulysses.zero.saved_slices import SavedSlices
 
 
@@ -111,7 +107,7 @@ def export_checkpoint(
     state = read_run_state(checkpoint)
     check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})
     lora = state["config"]["model"]["lora"]
-    merge = lora["merge"] = lora["rank"] > 0 and (merge or lora["merge"])
+    merge, lora["merge"] = lora["rank"] > 0 and (merge or lora["merge"]), False
     export = state["config"].setdefault("export", {})
     export |= {key: value for key, value in asked.items() if value}
     state["config"]["run"]["output"] = str(checkpoint.parent.parent)
@@ -167,35 +163,23 @@ def merge_adapter(
     files, shape = WeightFiles(folder), read_config(folder)
     _check_out(out, [folder, *(path.parent for path in files.paths)])
     reward = files.adapter.get("task_type") == "SEQ_CLS"
-    parameters = dict(empty_model(shape, reward=reward).named_parameters())
-    sizes = {name: p.shape for name, p in parameters.items()}
+    sizes = parameter_shapes(shape, reward=reward)
     files.check(sizes)
     dtype = dtype or str(files.dtype).removeprefix("torch.")
-    rounded, kind = Rounding(getattr(torch, dtype)), files.quantize
+    rounded, kind = Rounding(dtype, shape), files.quantize
 
-    def weight(name: str) -> Tensor:
-        exact = files.read(name).float()
-        if isinstance(parameters[name], Exact):
-            return exact
-        trained = files.read(name, quantize=kind) if kind != "none" else None
-        return rounded(exact, files.base(name), trained).view(sizes[name])
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, size in sizes.items():
+            trained = files.read(name, quantize=kind) if kind != "none" else None
+            found = files.read(name).float(), files.base(name), trained
+            yield rounded(name, *(x if x is None else x.view(size) for x in found))
 
-    with whole_folder(out) as new:
-        write_weights(
-            new,
-            ((name, weight(name)) for name in sizes),
-            int(shard_gib * 2**30),
-            config=shape,
-            reward=reward,
-            carried={} if reward else files.carried,
-        )
-        write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
-        for pattern in (GENERATION, "tokenizer*"):
-            copy_side_files(folder_with(folder, pattern), new)
+    beside = [folder_with(folder, pattern) for pattern in (GENERATION, "tokenizer*")]
+
+    def card(note: str) -> str:
         base = files.adapter["base_model_name_or_path"]
         name = Path(base).name if Path(base).is_absolute() else base
-        note = rounded.note
-        card = f"""---
+        return f"""---
 base_model: {json.dumps(name)}
 tags: [ulysses-engine]
 ---
@@ -204,5 +188,9 @@ tags: [ulysses-engine]
 Adapters of rank {files.adapter["r"]} were added to its weights, which are written in {dtype}.
 No metrics were measured after that{": " if note else ""}{note}.
 """
-        (new / CARD).write_text(card, encoding="utf-8")
-    return note
+
+    carried = {} if reward else files.carried
+    with export_folder(out, shape, rounded, beside, card, reward) as new:
+        shard = int(shard_gib * 2**30)
+        write_weights(new, weights(), shard, config=shape, reward=reward, carried=carried)
+    return rounded.note

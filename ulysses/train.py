@@ -71,8 +71,10 @@ def perform(config: Any, options: Any, *, debug: bool) -> int:
         return 0
     except ConfigError:
         raise
-    # code of the user's, such as a reward, may end the process
-    except (Exception, SystemExit) as error:
+    # code of the user's, such as a reward, may raise anything; an interrupt before the first step is Ctrl-C
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not hasattr(error, "__notes__"):
+            raise
         report_failure(error, debug=debug)
         return 1
 

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
 from models.ops.gated_mlp import ACTIVATIONS, value_and_slope
+from models.ops.linear import Adapter
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.layer_node import sum_tiles, tile_gradients
 from ulysses.memory.tiling import add_by_tiles
@@ -32,27 +33,39 @@ def clamped(both: Tensor) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-def activate_weighted(both: Tensor, weights: Tensor, kind: str = "silu") -> Tensor:
+def activate_weighted(
+    both: Tensor, weights: Tensor, kind: str = "silu", room: int = 0
+) -> Tensor:
     """Return the activation times the weights [M] of rows [M, 2F], gate and up side by side, without a graph.
 
-    kind: of the activation, or "clamped".
+    kind: of the activation, or "clamped". room: so many columns more, to be written later.
     """
     if kind in ("silu", "clamped") and (kernels := triton_kernels(both)):
-        return kernels.weighted_swiglu(both, weights, clamped=kind == "clamped")[0]
+        how = {"clamped": kind == "clamped", "room": (room, 0)}
+        return kernels.weighted_swiglu(both, weights, **how)[0]
     wide = at_least_float32(both)
     if kind == "clamped":
-        return (clamped(wide) * weights[:, None]).to(both.dtype)
-    gate, up = wide.chunk(2, 1)
-    return (ACTIVATIONS[kind](gate) * up * weights[:, None]).to(both.dtype)
+        active = clamped(wide)
+    else:
+        gate, up = wide.chunk(2, 1)
+        active = ACTIVATIONS[kind](gate) * up
+    return F.pad((active * weights[:, None]).to(both.dtype), (0, room))
 
 
 def activate_weighted_backward(
-    grad: Tensor, both: Tensor, weights: Tensor, kind: str = "silu"
+    grad: Tensor,
+    both: Tensor,
+    weights: Tensor,
+    kind: str = "silu",
+    room: Sequence[int] = (0, 0),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted activation, and the gradients of `both` and of the weights; those in float32 or better."""
+    """Return the weighted activation, and the gradients of `both` and of the weights; those in float32 or better.
+
+    The first two have so many columns more, to be written later.
+    """
     if kind in ("silu", "clamped") and (kernels := triton_kernels(both)):
         given = both, weights, grad.contiguous()
-        return kernels.weighted_swiglu(*given, clamped=kind == "clamped")
+        return kernels.weighted_swiglu(*given, clamped=kind == "clamped", room=room)
     d = at_least_float32(grad)
     wide = d * weights[:, None]
     if kind == "clamped":
@@ -66,7 +79,8 @@ def activate_weighted_backward(
         value, slope = value_and_slope(gate, kind)
         active, to_both = value * up, torch.cat((wide * up * slope, wide * value), -1)
     to_weights = (d * active).sum(1)
-    return (active * weights[:, None]).to(both.dtype), to_both.to(both.dtype), to_weights
+    active = F.pad((active * weights[:, None]).to(both.dtype), (0, room[0]))
+    return active, F.pad(to_both.to(both.dtype), (0, room[1])), to_weights
 
 
 def route(
@@ -108,9 +122,12 @@ class Order(NamedTuple):
         ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
         return cls(numbers, source, places, ends, chosen.shape[1])
 
-    def copies(self, rows: Tensor) -> Tensor:
-        """Return rows [S, D] as sorted copies [M, D]."""
-        return rows.index_select(0, self.source // self.each)
+    def copies(self, rows: Tensor, room: int = 0) -> Tensor:
+        """Return rows [S, D] as sorted copies [M, D], with so many columns more, to be written later."""
+        width = rows.shape[1]
+        out = rows.new_empty(len(self.source), width + room)
+        torch.index_select(rows, 0, self.source // self.each, out=out[:, :width])
+        return out
 
     def shares(self, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
         """Return [M, N]: each copy's weight, or 1, at its expert and 0 elsewhere."""
@@ -162,70 +179,90 @@ Found = dict[Tensor | None, Tensor]
 
 
 class Stack(NamedTuple):
-    """A matrix [O, K] of every expert, all in one tensor [N, O, K], and perhaps biases [N, O] or adapters.
+    """A matrix [O, K] of every expert, all in one tensor [N, O, K], and perhaps biases [N, O] or an adapter.
 
-    packed: what bytes stand for (models/quantized.py). adapters: a [N, r, K] and b [N, O, r], which are trained;
-    scale * b a is added to each matrix. transposed: the tensor is [N, K, O]. Where copies have weights [M], the biases
-    are multiplied by them.
+    packed: what bytes stand for (models/quantized.py). adapter: a [N, r, K] and b [N, O, r], which are trained.
+    transposed: the tensor is [N, K, O]. Where copies have weights [M], the biases are multiplied by them.
+
+    With an adapter, rows and the gradients of results have `room` columns more, for scale * x a^T and scale * grad b.
+    Bytes, which are unpacked for every product, are unpacked beside b, or above a, so that one product does all.
     """
 
     matrices: Tensor
     packed: Any = None
-    adapters: tuple[Tensor, Tensor] | None = None
-    scale: float = 1.0
+    adapter: Adapter | None = None
     bias: Tensor | None = None
     transposed: bool = False
 
-    def _dense(self, dtype: torch.dtype) -> Tensor:
-        dense = self.packed.unpack(self.matrices, dtype) if self.packed else self.matrices
-        return dense.mT if self.transposed else dense
+    @property
+    def room(self) -> int:
+        """The adapter's rank, made one that a call for all groups can multiply."""
+        return 0 if self.adapter is None else -(-self.adapter.a.shape[1] // 8) * 8
 
-    def _padded(self) -> Sequence[Tensor] | None:
-        """Return the adapters, of a rank that one call for all groups can multiply."""
-        if self.adapters is None:
+    def _split(self, rows: Tensor) -> Sequence[Tensor]:
+        """Return the columns of rows, or of gradients, and those after them."""
+        return rows.split([rows.shape[1] - self.room, self.room], 1)
+
+    def narrow(self, rows: Tensor, ends: Tensor, *, back: bool = False) -> Tensor | None:
+        """Write the last columns of rows, or of a gradient if `back`; return what they are multiplied by."""
+        if self.adapter is None:
             return None
-        a, b = self.adapters
-        more = -a.shape[1] % 8
-        return F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+        a, b, scale, _ = self.adapter
+        more = self.room - a.shape[1]
+        a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+        first, last = (b, a) if back else (a.mT, b.mT)
+        own, narrow = self._split(rows)
+        torch.mul(grouped_product(own, first, ends), scale, out=narrow)
+        return last
+
+    def _through(self, rows: Tensor, ends: Tensor, *, back: bool) -> Tensor:
+        """Multiply rows by the matrices, or gradients by their transposes."""
+        last, is_turned = self.narrow(rows, ends, back=back), back == self.transposed
+        if self.packed is None:
+            matrices = self.matrices.mT if is_turned else self.matrices
+            if last is None:
+                return grouped_product(rows, matrices, ends)
+            own, narrow = self._split(rows)
+            return grouped_product(own, matrices, ends).add_(
+                grouped_product(narrow, last, ends)
+            )
+        size, axis = list(self.packed.shape), 2 if is_turned else 1
+        size[axis] += self.room
+        wide = torch.empty(size, dtype=rows.dtype, device=rows.device)
+        inside = wide.narrow(axis, 0, size[axis] - self.room)
+        self.packed.unpack(self.matrices, rows.dtype, inside)
+        matrices = wide.mT if is_turned else wide
+        if last is not None:
+            matrices[:, -self.room :] = last
+        return grouped_product(rows, matrices, ends)
 
     def product(self, rows: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
         """Return the product [M, O] of sorted rows [M, K]."""
-        ends = order.ends
-        out = grouped_product(rows, self._dense(rows.dtype).mT, ends)
+        out = self._through(rows, order.ends, back=False)
         if self.bias is not None:
             out.addmm_(order.shares(out.dtype, weights), self.bias)
-        if padded := self._padded():
-            a, b = padded
-            inner = grouped_product(rows, a.mT, ends)
-            out.add_(grouped_product(inner, b.mT, ends), alpha=self.scale)
         return out
 
     def back(self, grad: Tensor, ends: Tensor) -> Tensor:
         """Return the gradient of `product`'s rows."""
-        out = grouped_product(grad, self._dense(grad.dtype), ends)
-        if padded := self._padded():
-            a, b = padded
-            out.add_(grouped_product(grouped_product(grad, b, ends), a, ends), alpha=self.scale)
-        return out
+        return self._through(grad, ends, back=True)
 
     def gradients(
         self, grad: Tensor, rows: Tensor, order: Order, weights: Tensor | None = None
     ) -> Found:
-        """Return the gradients of what is trained."""
+        """Return the gradients of what is trained; `grad` went through `back`, and rows through `narrow`."""
         found: Found = {}
         ends = order.ends
+        if self.adapter is not None:
+            a, b = self.adapter[:2]
+            (grad, to_narrow), (rows, narrow) = self._split(grad), self._split(rows)
+            found[a] = grouped_outer(to_narrow, rows, ends)[:, : a.shape[1]]
+            found[b] = grouped_outer(grad, narrow, ends)[..., : b.shape[2]]
         if self.matrices.requires_grad:
             sides = (rows, grad) if self.transposed else (grad, rows)
             found[self.matrices] = grouped_outer(*sides, ends)
         if self.bias is not None and self.bias.requires_grad:
             found[self.bias] = order.shares(grad.dtype, weights).t() @ grad
-        if (padded := self._padded()) and self.adapters:
-            (a, b), (own_a, own_b) = padded, self.adapters
-            rank = own_a.shape[1]
-            of_a = grouped_outer(grouped_product(grad, b, ends), rows, ends)
-            of_b = grouped_outer(grad, grouped_product(rows, a.mT, ends), ends)
-            found[own_a] = of_a[:, :rank].mul(self.scale)
-            found[own_b] = of_b[..., :rank].mul(self.scale)
         return found
 
 
@@ -240,31 +277,39 @@ class ExpertStacks(NamedTuple):
 
     def forward(self, x: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
         """Return gate and up [M, 2F] of the sorted copies of x [S, D], and the experts' weighted sum [S, D]."""
-        both = self.gate_up.product(order.copies(x), order)
+        both = self.gate_up.product(order.copies(x, self.gate_up.room), order)
         weights = weights.flatten()[order.source]
-        active = activate_weighted(both, weights, self.activation)
+        active = activate_weighted(both, weights, self.activation, self.down.room)
         return both, order.sums(self.down.product(active, order, weights))
 
     def backward(
         self, grad: Tensor, x: Tensor, weights: Tensor, order: Order, both: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Found]:
         """Return the gradients of x, of the weights and of what is trained; `both` is gate and up if they were kept."""
-        copies, ends = order.copies(x), order.ends
+        copies, ends = order.copies(x, self.gate_up.room), order.ends
         if both is None:
             both = self.gate_up.product(copies, order)
-        to_out, sorted_weights = order.copies(grad), weights.flatten()[order.source]
+        else:
+            self.gate_up.narrow(copies, ends)
+        to_out, sorted_weights = (
+            order.copies(grad, self.down.room),
+            weights.flatten()[order.source],
+        )
+        room = self.down.room, self.gate_up.room
         active, to_both, to_weights = activate_weighted_backward(
-            self.down.back(to_out, ends), both, sorted_weights, self.activation
+            self.down.back(to_out, ends), both, sorted_weights, self.activation, room
         )
         del both
         if self.down.bias is not None:
-            to_weights += (to_out @ self.down.bias.t()).gather(1, order.numbers[:, None])[:, 0]
+            own = to_out[:, : x.shape[1]]
+            to_weights += (own @ self.down.bias.t()).gather(1, order.numbers[:, None])[:, 0]
+        self.down.narrow(active, ends)
         found = self.down.gradients(to_out, active, order, sorted_weights)
         del to_out, active
+        to_copies = self.gate_up.back(to_both, ends)
         found |= self.gate_up.gradients(to_both, copies, order)
-        del copies
-        to_x = order.sums(self.gate_up.back(to_both, ends))
-        return to_x, to_weights[order.places].view_as(weights), found
+        del copies, to_both
+        return order.sums(to_copies), to_weights[order.places].view_as(weights), found
 
 
 class ExpertsNode(torch.autograd.Function):

@@ -62,7 +62,8 @@ class ActivateNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context[str], gate: Tensor, up: Tensor, kind: str) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+        if gate.stride() != up.stride():
+            gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         ctx.rest = kind
         return activate(gate, up, kind)
@@ -91,10 +92,6 @@ class GatedMLP(NamedTuple):
         tensors = self.norm, *self.pair.trained, *self.down.trained, self.after
         return [t for t in tensors if t is not None and t.requires_grad]
 
-    def normalised(self, rows: Tensor) -> Tensor:
-        """Return what gate and up multiply."""
-        return rms_norm(rows, self.norm, self.rule)
-
     def parts(self, x: Tensor, with_product: bool = True) -> tuple[Tensor, Tensor, Any]:
         """Return gate and up of normalised rows [S, D], and their product with down."""
         gate, up = self.pair.forward(x)
@@ -112,7 +109,8 @@ class GatedMLP(NamedTuple):
         """Return rows + the finished product of the normalised rows, in tiles and without a graph."""
 
         def finished(part: slice) -> Tensor:
-            return self.finished(self.parts(self.normalised(rows[part]))[2])
+            x = rms_norm(rows[part], self.norm, self.rule)
+            return self.finished(self.parts(x)[2])
 
         return add_by_tiles(finished, rows, tile)
 
@@ -140,7 +138,7 @@ class GatedMLP(NamedTuple):
         return to_hidden, sums.of(self.trained)
 
     def _tile(self, rows: Tensor, grad: Tensor, kept: Any, sums: Sums) -> Tensor:
-        x = self.normalised(rows)
+        x = rms_norm(rows, self.norm, self.rule)
         gate, up, product = kept or self.parts(x, self.after is not None)
         to_product = grad if self.factor == 1 else grad * self.factor
         if self.after is not None:
@@ -166,14 +164,15 @@ class _GatedMLPNode(torch.autograd.Function):
     def forward(
         ctx: Context[GatedMLP], rows: Tensor, mlp: GatedMLP, *trained: Tensor
     ) -> Tensor:
-        gate, up, product = mlp.parts(mlp.normalised(rows))
-        ctx.save_for_backward(rows, gate, up, None if mlp.after is None else product)
+        gate, up, product = mlp.parts(rms_norm(rows, mlp.norm, mlp.rule))
+        kept = None if mlp.after is None else product
+        ctx.save_for_backward(rows, gate, up, kept, *mlp.pair.kept, *mlp.down.kept)
         ctx.rest = mlp
         return mlp.finished(product).add_(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[GatedMLP], grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *kept = ctx.saved_tensors
+        rows, *kept = ctx.saved_tensors[:4]
         to_rows, found = ctx.rest.gradients(rows, grad, len(rows), kept)
         return to_rows, None, *found

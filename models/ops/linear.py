@@ -9,7 +9,6 @@ Shapes: S local tokens, D width, N rows of a matrix, r an adapter's rank.
 """
 
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from losses.precision import has_wide_products, wide_product
 from ulysses.parallel.layout import Context
-
-LARGE = 4096  # rows
 
 
 class Adapter(NamedTuple):
@@ -56,7 +53,8 @@ class Matrix(NamedTuple):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the rows that are wanted."""
-        return self.part(self.packed.unpack(self.weight, dtype) if self.packed else self.weight)
+        weight = self.packed.unpack(self.weight, dtype) if self.packed else self.weight
+        return weight if self.chosen is None else weight[self.chosen]
 
     def part(self, tensor: Tensor) -> Tensor:
         """Return those of all rows that are wanted."""
@@ -109,7 +107,11 @@ class Products:
         self.mask: Tensor | None = None
         self.made: Any = None
         self.grads: Any = None  # scale * grad b of all adapters
-        self.of_b: list[Tensor | None] = []  # the gradients of b, where they came with that
+
+    @property
+    def kept(self) -> tuple[Tensor | None, Tensor | None]:
+        """What backward needs; nodes save it, so that it counts among what a graph holds."""
+        return self.made, self.mask
 
     def start(self, rows: Tensor) -> None:
         """Draw what adapters drop of such rows [S, D]; `forward` does it itself."""
@@ -119,13 +121,13 @@ class Products:
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the results [S, N]."""
-        self.start(x)
-        biases = [m.bias for m in self.matrices]
+        biases = [None if m.bias is None else m.part(m.bias) for m in self.matrices]
         if not self.adapters:
             return products(x, self._dense(x.dtype), biases)
+        self.start(x)
         self._make(x)
         out = x.new_empty(len(x), sum(self.widths))
-        results, parts = list(out.split(self.widths, 1)), self._parts(self.made)
+        results, parts = list(out.split(self.widths, 1)), self._parts()
         # the small products come first, and the large one adds to them as it writes
         for m, bias, result in zip(self.matrices, biases, results):
             if m.adapter is None:
@@ -141,19 +143,12 @@ class Products:
 
     def back(self, grad: Tensor) -> Tensor:
         """Return the gradient of x from that of the results."""
-        total, each = None, []
-        parts, self.of_b = self._parts(self.made), []
-        for m, own in zip(self.matrices, grad.split(self.widths, 1)):
-            if m.adapter is None:
-                continue
-            b, scale, of_b = m.part(m.adapter.b), m.adapter.scale, None
-            if self.made is not None and (kernels := one_pass(own)):
-                narrow, of_b = kernels.narrow_backward(own, b, next(parts), scale)
-            else:
-                narrow = _scaled(own, b, scale)
-            each.append(narrow.to(grad.dtype))
-            self.of_b.append(of_b)
-        if each:
+        total = None
+        if self.adapters:
+            own = zip(self.matrices, grad.split(self.widths, 1))
+            each = [
+                _scaled(g, m.part(m.adapter.b), m.adapter.scale) for m, g in own if m.adapter
+            ]
             self.grads = torch.cat(each, 1)
             total = self.grads @ self._a
             if self.mask is not None:
@@ -162,9 +157,6 @@ class Products:
 
     def gradients(self, grad: Tensor, x: Tensor, sums: Sums) -> None:
         """Add the gradients of what is trained; after `back`."""
-        if self.made is None:
-            self._make(x)
-        parts, of_b = self._parts(self.made), iter(self.of_b)
         whole = all(m.chosen is None for m in self.matrices)
         if whole:
             sums.add_product([m.weight for m in self.matrices], grad, x)
@@ -173,17 +165,15 @@ class Products:
                 _add_rows(sums, m, m.weight, own, x)
             if m.bias is not None and m.bias.requires_grad:
                 sums.add(m.bias, _placed(column_sums(own), m, m.bias))
-            if m.adapter is None:
-                continue
-            part, done = next(parts), next(of_b)
-            if done is None:
-                _add_rows(sums, m, m.adapter.b, own, part)
-            else:
-                sums.add(m.adapter.b, _placed(done, m, m.adapter.b))
-        if self.adapters:
-            sums.add_product(
-                [adapter.a for adapter in self.adapters], self.grads, self._kept(x)
-            )
+        if not self.adapters:
+            return
+        if self.made is None:
+            self._make(x)
+        parts = self._parts()
+        for m, own in zip(self.matrices, grad.split(self.widths, 1)):
+            if m.adapter is not None:
+                _add_rows(sums, m, m.adapter.b, own, next(parts))
+        sums.add_product([adapter.a for adapter in self.adapters], self.grads, self._kept(x))
 
     def _dense(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the matrices, those of bytes as neighbours in memory."""
@@ -205,21 +195,11 @@ class Products:
 
     def _make(self, x: Tensor) -> None:
         """Multiply by the a's, and scale before the result is rounded, so that b stays as it is."""
-        if self.adapters:
-            self.made = _scaled(self._kept(x), self._a.t(), self.adapters[0].scale)
+        self.made = _scaled(self._kept(x), self._a.t(), self.adapters[0].scale)
 
-    def _parts(self, of_all: Tensor) -> Iterator[Tensor]:
-        """Yield the columns of each adapter."""
-        yield from of_all.chunk(len(self.adapters), 1) if self.adapters else ()
-
-
-def one_pass(grad: Tensor) -> ModuleType | None:
-    """Return low_rank_triton.py if one pass over the gradient is worth more than two products with it, else None."""
-    if not grad.is_cuda or grad.dtype.itemsize > 2 or len(grad) < LARGE:
-        return None
-    from models.ops import low_rank_triton
-
-    return low_rank_triton
+    def _parts(self) -> Iterator[Tensor]:
+        """Return what each adapter made."""
+        return iter(self.made.chunk(len(self.adapters), 1))
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
@@ -286,9 +266,10 @@ class LinearNode(torch.autograd.Function):
     def forward(
         ctx: Context[Products], x: Tensor, own: Products, *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x if trained else None, *(m.chosen for m in own.matrices))
+        results, chosen = own.forward(x), (m.chosen for m in own.matrices)
+        ctx.save_for_backward(x if trained else None, *chosen, *own.kept)
         ctx.rest = own
-        return tuple(own.forward(x))
+        return tuple(results)
 
     @staticmethod
     @once_differentiable

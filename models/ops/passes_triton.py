@@ -169,6 +169,8 @@ if triton is not None:
         to_both,
         to_weights,
         rows,
+        out_row,
+        to_both_row,
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
         ROWS: tl.constexpr,
@@ -196,9 +198,10 @@ if triton is not None:
             sums = tl.sum(d * value * u, axis=1)[:, None]
             tl.store(to_weights + row, sums, mask=row < rows)
             d *= w
-            store(to_both + place, d * u * slope, mask)
-            store(to_both + place + between, d * value * inner, mask)
-        store(out + at, value * u * w, mask)
+            place = to_both + row * to_both_row + column * step
+            store(place, d * u * slope, mask)
+            store(place + between, d * value * inner, mask)
+        store(out + row * out_row + column, value * u * w, mask)
 
     @triton.jit
     def _sum_parts_kernel(
@@ -259,7 +262,17 @@ if triton is not None:
             store(partial + program * WIDTH + column, sums, column < WIDTH)
 
     @triton.jit
-    def _nf4_kernel(codes, sizes, numbers, levels, out, count, BLOCK: tl.constexpr):
+    def _nf4_kernel(
+        codes,
+        sizes,
+        numbers,
+        levels,
+        out,
+        count,
+        apart,
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         start = tl.program_id(0).to(tl.int64) * BLOCK
         at = start + tl.arange(0, BLOCK)
         mask = at < count
@@ -271,7 +284,7 @@ if triton is not None:
         high, low = tl.load(levels + (code >> 4)), tl.load(levels + (code & 15))
         both = tl.interleave(high * largest, low * largest)
         at = 2 * start + tl.arange(0, 2 * BLOCK)
-        tl.store(out + at, both.to(out.dtype.element_ty), mask=at < 2 * count)
+        store(out + at // WIDTH * apart + at % WIDTH, both, at < 2 * count)
 
 
 # what the codes of NF4 stand for, as bitsandbytes has them
@@ -288,14 +301,17 @@ def _nf4(device: torch.device) -> Tensor:
 
 
 def dequantize_nf4(codes: Tensor, sizes: Tensor, numbers: Tensor, out: Tensor) -> None:
-    """Write the matrix of models/quantized.py's codes into contiguous `out`.
+    """Write the matrices of models/quantized.py's codes into `out` [..., F, D], with gaps after rows or matrices.
 
     Every product and sum is rounded by itself, as in bitsandbytes.
     """
+    width, apart = out.shape[-1], out.stride(-2)
+    if width == apart:
+        width, apart = width * out.shape[-2], out.stride(0)
     count, levels = len(codes), _nf4(out.device)
-    given = codes, sizes, numbers, levels, out, count
+    given = codes, sizes, numbers, levels, out, count, apart, width, _BLOCK
     with torch.cuda.device(out.device):
-        _nf4_kernel[(triton.cdiv(count, _BLOCK),)](*given, BLOCK=_BLOCK, enable_fp_fusion=False)
+        _nf4_kernel[(triton.cdiv(count, _BLOCK),)](*given, enable_fp_fusion=False)
 
 
 def rotate(
@@ -353,16 +369,23 @@ def gated(
 
 
 def weighted_swiglu(
-    both: Tensor, weights: Tensor, grad: Tensor | None = None, *, clamped: bool = False
+    both: Tensor,
+    weights: Tensor,
+    grad: Tensor | None = None,
+    *,
+    clamped: bool = False,
+    room: Sequence[int] = (0, 0),
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return silu(gate) * up * weight of dense rows [M, 2F], and for a contiguous `grad` [M, F] the gradients.
 
-    weights [M] are float32, and so is their gradient. `clamped` is the activation of that name in activation.py.
+    weights [M] are float32, and so is their gradient. `clamped` is the activation of that name in activation.py. The
+    result and the gradient of `both` have so many columns more, which are not written.
     """
     rows, width = len(both), both.shape[1] // 2
-    out, to_both, to_weights = both.new_empty(rows, width), None, None
+    out, to_both, to_weights = both.new_empty(rows, width + room[0]), None, None
     if grad is not None:
-        to_both, to_weights = torch.empty_like(both), torch.empty_like(weights)
+        to_both = both.new_empty(rows, 2 * width + room[1])
+        to_weights = torch.empty_like(weights)
     block = triton.next_power_of_2(width)
     at_once = max(1, 4096 // block)
     with torch.cuda.device(both.device):
@@ -374,6 +397,8 @@ def weighted_swiglu(
             to_both,
             to_weights,
             rows,
+            width + room[0],
+            2 * width + room[1],
             WIDTH=width,
             BLOCK=block,
             ROWS=at_once,

@@ -11,6 +11,7 @@ Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,9 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
+from models.families import RopeScaling
 from models.ops.linear import Products, Sums
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
-from models.rope_scaling import scaled
 from ulysses.parallel.layout import Context, copy
 
 NO_NORM = NormRule(0.0)
@@ -53,6 +54,44 @@ def rope_parameters(
     if s is not None:
         frequencies, factor = scaled(periods, s, theta)
     return frequencies.to(device), factor
+
+
+def scaled(periods: Tensor, s: RopeScaling, theta: float) -> tuple[Tensor, float]:
+    """Scale rotary frequencies to windows longer than the original one, as transformers does.
+
+    Returns float32 inverse frequencies [E/2] for the periods of base `theta`, and the factor of cosine and sine.
+    """
+    dim, frequencies, factor = 2 * len(periods), 1.0 / periods, 1.0
+    # `stays` is 0 for long waves, whose frequency is divided by the factor, and 1 for short ones
+    if s.rope_type == "linear":
+        frequencies = frequencies / s.factor
+    elif s.rope_type == "llama3":
+        wavelengths = 2 * math.pi / frequencies
+        turns = s.original_max_position_embeddings / wavelengths
+        assert s.low_freq_factor is not None and s.high_freq_factor is not None
+        low, high = s.low_freq_factor, s.high_freq_factor
+        stays = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = (1 - stays) * frequencies / s.factor + stays * frequencies
+    else:  # yarn, 2309.00071: a ramp between the dimensions that turn beta_fast and beta_slow times
+        low, high = (
+            dim
+            * math.log(s.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+            for turns in (s.beta_fast or 32, s.beta_slow or 1)
+        )
+        if s.truncate is not False:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (
+            high - low or 0.001
+        )
+        stays = 1 - ramp.clamp(0, 1)
+        frequencies = (1 - stays) * (1.0 / (s.factor * periods)) + stays * frequencies
+        # attention over more keys stays as sharp as it was
+        above, below = (s.mscale, s.mscale_all_dim) if s.mscale and s.mscale_all_dim else (1, 0)
+        growth = 0.1 * math.log(s.factor)
+        factor = s.attention_factor or (above * growth + 1) / (below * growth + 1)
+    return frequencies, factor
 
 
 def rotary_table(
@@ -218,7 +257,8 @@ class _ProjectNode(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         results = own.matrices.forward(rms_norm(hidden, own.norm, own.rule))
         query, key, value = (result.unflatten(1, (-1, own.head_dim)) for result in results)
-        ctx.save_for_backward(hidden, cos, sin, *((query, key) if own.norms else ()))
+        kept = (query, key) if own.norms else ()
+        ctx.save_for_backward(hidden, cos, sin, *own.matrices.kept, *kept)
         ctx.rest = own
         out = None if own.norms else (query, key)
         return *rotate_pair(query, key, cos, sin, own.rule, *own.norms, out=out), value, hidden
@@ -226,7 +266,7 @@ class _ProjectNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[Projection], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden, cos, sin, *kept), own = ctx.saved_tensors, ctx.rest
+        (hidden, cos, sin, _, _, *kept), own = ctx.saved_tensors, ctx.rest
         matrices, sums = own.matrices, Sums(whole=True)
         flat = hidden.new_empty(len(hidden), sum(matrices.widths))
         parts = [

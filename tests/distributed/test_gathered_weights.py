@@ -90,18 +90,16 @@ def gathers(levels):
     return found
 
 
-@pytest.mark.parametrize("levels", [LEVELS[:-1], ("pair",)])
-def test_weights_are_gathered_once_per_direction(levels):
-    """Neither a recomputed layer nor the tiles of its MLP gather again; the first layer of a pair does.
+def test_weights_are_gathered_once_per_direction():
+    """Neither a recomputed layer nor the tiles of its MLP gather again.
 
     What ends the forward may stay for the backward. A pass without a backward half before each step changes nothing.
     """
     last = ("lm_head", "model.norm", f"model.layers.{LAYERS - 1}.")
-    firsts = tuple(f"model.layers.{i}." for i in range(0, LAYERS, 2) if "pair" in levels)
-    for found in run_distributed(gathers, 2, levels, cpu=True):
-        assert len(found) == 2 * len(levels)
+    for found in run_distributed(gathers, 2, LEVELS, cpu=True):
+        assert len(found) == 2 * len(LEVELS)
         for calls in found.values():
             assert len(calls) == 3 + 9 * LAYERS
             for name, count in calls.items():
                 kept = name.startswith(last) and count == 1
-                assert kept or count == (3 if name.startswith(firsts) else 2), (calls, name)
+                assert kept or count == 2, (calls, name)

@@ -63,7 +63,7 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
     check(stage, options, world, sp, budget, seed)
 
 
-@pytest.mark.parametrize("recompute", ["pair", "block", "keep_attention"])
+@pytest.mark.parametrize("recompute", ["block", "keep_attention"])
 def test_recompute_level_changes_nothing(recompute: str) -> None:
     compared(Case("sft", sp=2, recompute=recompute), 2)
 

@@ -37,7 +37,7 @@ TOPOLOGIES = {
     "4/2 1x3": (4, 2, 8, 3, 3),
     "6/2 3x1": (6, 2, 8, 3, 3),  # plain Ulysses whose blocks straddle kv groups
 }
-LEVELS = ("none", "pair", "block", "keep_attention")
+LEVELS = ("none", "block", "keep_attention")
 SAMPLED = [
     ("sft", "6/2 2x2", "none", "reference"),
     ("sft", "14/2 2x2", "block", "auto"),
@@ -50,7 +50,7 @@ SAMPLED = [
     ("dpo", "3/1 1x2", "none", "reference"),
     ("dpo", "3/1 1x4", "block", "auto"),
     ("dpo", "6/2 2x2 dim 64", "none", "reference"),
-    ("dpo", "4/2 1x3", "pair", "auto"),
+    ("dpo", "4/2 1x3", "block", "auto"),
     ("pt", "6/2 2x2 dim 64", "block", "reference"),
     ("rm", "14/2 2x2", "keep_attention", "reference"),
     ("kto", "6/2 2x2", "block", "auto"),
@@ -81,7 +81,7 @@ def test_degrees_that_do_not_divide_the_heads(
     [
         ("dpo", 4, 4, 2, "block"),
         ("sft", 4, 4, 4, "keep_attention"),
-        ("sft", 3, 4, 4, "pair"),
+        ("sft", 3, 4, 4, "block"),
         *full(("sft", 4, 1, 1, "none"), ("rm", 4, 2, 2, "none"), ("dpo", 3, 3, 3, "none")),
     ],
 )
@@ -105,7 +105,7 @@ def test_norms_of_heads_and_yarn(
         ("dpo", 2, 2, "keep_attention"),
         ("sft", 3, 3, "block"),
         ("kto", 4, 2, "none"),
-        ("sft", 4, 4, "pair"),
+        ("sft", 4, 4, "keep_attention"),
         ("rm", 2, 2, "block"),
         ("distill", 2, 2, "none"),
         *full(("pt", 2, 1, "keep_attention")),

@@ -50,7 +50,7 @@ def test_loss_metrics_and_gradients(stage, options, world, sp, budget, seed) -> 
 
 @pytest.mark.parametrize(
     "world, sp, recompute",
-    [(2, 2, "pair"), (4, 4, "block"), *full((1, 1, "none"), (4, 2, "none"))],
+    [(2, 2, "keep_attention"), (4, 4, "block"), *full((1, 1, "none"), (4, 2, "none"))],
 )
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_yarn(stage, world, sp, recompute) -> None:
@@ -135,10 +135,10 @@ def test_options(stage, options) -> None:
         ("dpo", 2, 2, "none", {"lora_train": WHOLE, "quantize": "nf4"}),
         *full(
             ("sft", 1, 1, "keep_attention", {}),
-            ("pt", 2, 2, "pair", {}),
+            ("pt", 2, 2, "block", {}),
             ("distill", 2, 2, "block", {}),
             ("rm", 2, 1, "none", {"lora_train": WHOLE}),
-            ("sft", 1, 1, "pair", {"lora_train": WHOLE, "shape": TIED}),
+            ("sft", 1, 1, "block", {"lora_train": WHOLE, "shape": TIED}),
         ),
     ],
 )

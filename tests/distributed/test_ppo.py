@@ -90,7 +90,7 @@ def fixed_rollout(config, budget=0):
                 }
             )
     by_length = config.loss_aggregation == "sequence"
-    rollout = Rollout.of(0, prompts, answers, budget=budget, by_length=by_length)
+    rollout = Rollout.of(0, prompts, answers, tokens_per_microbatch=budget, by_length=by_length)
     if config.mask_truncated:  # every third answer
         for end, answer in [*zip(rollout.ends.tolist(), answers)][::3]:
             rollout.columns["weights"][end - len(answer.tokens) : end] = 0
@@ -132,8 +132,8 @@ class PpoCase(Case):
             engine=engine,
             mesh=mesh,
             config=stage.table,
-            budget=self.budget,
-            shared_budget=self.budget,
+            tokens_per_microbatch=self.budget,
+            share_prompts=True,
             reference=reference,
             reward=reward,
         )

@@ -20,7 +20,7 @@ LINEAR = {
 CASES = [
     ("dpo", "nf4", 3, 3, "none", False, {}),
     ("kto", "nf4", 2, 1, "keep_attention", True, {}),
-    ("sft", "nf4", 4, 2, "pair", False, {}),
+    ("sft", "nf4", 4, 2, "block", False, {}),
     ("dpo", "nf4", 4, 2, "block", True, {}),
     # and of the projections of linear attention
     ("sft", "nf4", 2, 2, "keep_attention", False, LINEAR),

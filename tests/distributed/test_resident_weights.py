@@ -1,5 +1,6 @@
 """Weights that stay whole on every rank: the same numbers, one gather for each update, and no hooks on the way."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ from tests.engine_case import SHAPE, Case, build_trainer, trained, zero_engine
 from tests.harness import memory_of, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import compared
+from ulysses.run.checkpoint import save_checkpoint
 from ulysses.run.optim import parameter_groups
 from ulysses.zero.engine import full_parameters, gathered_weights
 from ulysses.zero.partition import shard_of
@@ -23,7 +25,7 @@ BIASED = replace(SHAPE, attention_bias=True)
     "stage, world, sp, more",
     [
         ("sft", 4, 2, {}),
-        ("dpo", 2, 2, {"recompute": "pair"}),
+        ("dpo", 2, 2, {"recompute": "keep_attention"}),
         ("sft", 3, 3, {"lora_rank": 2}),
         ("rm", 4, 1, {}),
     ],
@@ -123,3 +125,44 @@ def test_a_gather_takes_no_more_than_the_weights_on_the_cpu():
     for found in run_distributed(memory_of_a_gather, 2, cpu=True):
         assert found["worst"] > 1500 > 20 * found["weights"]
         assert found["asked"] < 256  # threads reserve some
+
+
+def corrupted_on_one_rank(folder, victim, flip):
+    """Save a good checkpoint, change a bit or two numbers on one rank, and try to save again."""
+    trainer, _ = build_trainer(Case("sft", lr=1e-3, engine=STAY))
+    said = []
+    for step in (1, 2):
+        trainer.train_step()
+        weight = dict(trainer.engine.module.named_parameters())[
+            "model.layers.0.mlp.up_proj.weight"
+        ]
+        trainer.engine.weights.wait([weight])
+        if step == 2 and torch.distributed.get_rank() == victim:
+            flip(weight.data.view(-1))
+        try:
+            save_checkpoint(folder, trainer.engine, {"step": step}, trainer.stage.save)
+        except FloatingPointError as error:
+            said.append(str(error))
+    trainer.engine.destroy()
+    return said
+
+
+def low_bit(flat):
+    flat[-1:].view(torch.int32).bitwise_xor_(1)
+
+
+def exchanged(flat):
+    flat[:2] = flat[:2].flip(0)
+
+
+@pytest.mark.parametrize(
+    "world, victim, flip", [(3, 1, low_bit), (3, 0, exchanged), (2, 1, torch.neg_)]
+)
+def test_a_copy_that_differs_is_refused_before_it_is_saved(tmp_path, world, victim, flip):
+    for said in run_distributed(corrupted_on_one_rank, world, tmp_path, victim, flip):
+        [sentence] = said
+        named = f"up_proj.weight of rank {victim} on "
+        if world == 2:  # nobody knows which of the two is right
+            named = r"up_proj.weight of rank [01] on "
+        assert re.match(f"model.layers.0.mlp.{named}\\S+ is not that of rank \\d on ", sentence)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]

@@ -50,17 +50,17 @@ CASES = [
     ("dpo", 2, 2, "keep_attention", {"lora_rank": 3}),
     ("dpo", 2, 2, "block", {"attention": "reference"}),
     ("rm", 2, 2, "block", {"packing_seed": 1}),
-    ("rm", 3, 3, "pair", {"shape": ODD}),
+    ("rm", 3, 3, "keep_attention", {"shape": ODD}),
     ("kto", 4, 2, "keep_attention", {"packing_seed": 1}),
     # answers start from the state that a prompt leaves; 6 heads of linear attention at degree 4 are two sets of ranks
     ("dpo", 4, 4, "keep_attention", {"shape": HYBRID, "packing_seed": 1}),
     ("kto", 4, 2, "block", {"shape": HYBRID, "budget": 1000}),
     # of each one above differs in the stage, the level or the degree alone
     *full(
-        ("dpo", 4, 2, "pair", {"packing_seed": 1}),
-        ("kto", 3, 3, "pair", {"shape": ODD, "budget": 1000}),
+        ("dpo", 4, 2, "keep_attention", {"packing_seed": 1}),
+        ("kto", 3, 3, "block", {"shape": ODD, "budget": 1000}),
         ("dpo", 2, 1, "none", {"shape": HYBRID}),
-        ("rm", 3, 3, "pair", {"shape": HYBRID}),
+        ("rm", 3, 3, "block", {"shape": HYBRID}),
     ),
 ]
 

@@ -27,10 +27,12 @@ sys.path.insert(0, str(ROOT))
 
 from tests import rows_of  # noqa: E402
 from tests.e2e import test_kill_resume as saves  # noqa: E402
+from tests.e2e import test_watch as faults  # noqa: E402
 from tests.e2e.launch import Ranks, command, environment, metrics, tiny, without_times  # noqa: E402
 from tests.harness import PATIENCE, free_port, until  # noqa: E402
 from ulysses.disk import digest_of  # noqa: E402
 
+FAULT = "ULYSSES_DRILLS_FAULT"
 INSIDE = "ULYSSES_DRILLS_INSIDE_NAMESPACES"
 # addresses 10.9.0.1 and 10.9.0.2 on a bridge in this process's own network namespace
 NODES = ("node-a", "node-b")
@@ -41,6 +43,21 @@ METRICS = "run/metrics.jsonl"
 def leave(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """A reward function that ends its process behind everybody's back."""
     os._exit(0)
+
+
+class Fault:
+    """A tracker, which runs on rank 0, in which something breaks at the third step of a first attempt."""
+
+    def start(self, run: Any) -> None: ...
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        name, attempt = os.environ[FAULT], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if step == 3 and attempt == "0":
+            faults.strike({"abort": os.abort}.get(name) or getattr(faults, name, 0))
+
+    def fail(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Run:
@@ -146,6 +163,19 @@ class Drills:
         with Run(self, launcher, "--ppo.reward tests.e2e.drills:leave", "ppo") as run:
             run.ends()
             return run.told("error: rank 0 on")
+
+    def fault(self, launcher: str, name: str) -> tuple[float, str]:
+        """Rank 0 breaks from inside; it is named, and started again by torchrun it continues."""
+        os.environ[FAULT] = name
+        typed = '--run.steps 20 --run.save_every 1 --run.trackers ["tests.e2e.drills:Fault"]'
+        again = launcher == "torchrun"
+        with Run(self, launcher, typed, restarts=int(again)) as run:
+            run.until(lambda: run.steps() > 2)
+            told = run.told("error: rank 0(?: on|,)", self.timeout + 10)
+            if again:
+                run.ends()
+                assert run.steps() == 20 and "resumed " in run.text(), run.text()[-3000:]
+            return told
 
     def tokenising(self) -> tuple[float, str]:
         """Rows without end keep the first process busy."""
@@ -288,6 +318,15 @@ stopped-rank-0-deepspeed => named deepspeed 0 SIGSTOP
 silent-end-torchrun => silent torchrun
 silent-end-deepspeed => silent deepspeed
 silent-end-python => silent python
+held-interpreter-python => fault python hold_interpreter
+held-interpreter-torchrun => fault torchrun hold_interpreter
+abort-python => fault python abort
+abort-torchrun => fault torchrun abort
+crash-python => fault python crash
+crash-torchrun => fault torchrun crash
+raised-from-outside-python => fault python raise_from_outside
+raised-from-outside-torchrun => fault torchrun raise_from_outside
+hanging-tracker-python => fault python sleep
 stopped-while-tokenising => tokenising
 cut-link => cut
 sigterm-torchrun => asked torchrun SIGTERM

@@ -54,8 +54,8 @@ class Outcome:
 
     @property
     def errors(self) -> list[str]:
-        """The sentences that tell what went wrong; a progress bar may stand before one."""
-        return re.findall(r"error: .*", self.stderr)
+        """The sentences that tell what went wrong, not the interpreter's; a progress bar may stand before one."""
+        return re.findall(r"(?<!Fatal Python )error: .*", self.stderr)
 
     def check(self, code: int = 0) -> "Outcome":
         texts = f"{self.stdout[-3000:]}\n{self.stderr[-3000:]}"

@@ -299,6 +299,7 @@ FOLDERS = {
     "word": {"generation": {"eos_token_id": "</s>"}},
     "words": {"generation": {"eos_token_id": [2, "2"]}},
     "tables": {"generation": {"eos_token_id": {"a": 1}}},
+    "beyond": {"generation": {"eos_token_id": [657, 704]}},
 }
 BROKEN = {
     "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
@@ -319,6 +320,7 @@ score tagger => it is a LlamaForTokenClassification; ulysses score takes
 generate word => eos_token_id in generation_config.json is '</s>', but must be a number, or a list of numbers
 generate words => is [2, '2'], but must be a number, or
 generate tables => is {'a': 1}, but must be a number
+generate beyond => is [657, 704], but must be a number, or a list of numbers, below the vocab_size 704; correct it
 generate cut => Error while deserializing header
 score cut-reward => Error while deserializing header
 generate nothing => Error while deserializing header

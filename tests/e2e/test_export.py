@@ -132,14 +132,22 @@ def test_export_complains_in_one_sentence(run, tmp_path, capsys, monkeypatch):
     for source, out, complaint in (
         (run, tmp_path / "out", "is not a complete checkpoint"),
         (checkpoint, run / "metrics.jsonl/out", "metrics.jsonl"),
-        (checkpoint, run / "checkpoints", "checkpoints holds step-2/"),
+        (
+            checkpoint,
+            run / "checkpoints",
+            "checkpoints holds step-2, but an export needs a new or empty folder",
+        ),
         (checkpoint, checkpoint, "step-2 holds rank-"),
         (checkpoint, checkpoint / "out", "which is read for it; give a folder apart"),
-        (checkpoint, run / "tokenizer", "which is read for it; give a folder apart"),
+        (checkpoint, run / "tokenizer", "tokenizer holds chat_template.jinja, "),
         (checkpoint, run, f"{run} holds "),
-        (checkpoint, f"{models}/", "models holds other/weights, which no run or export wrote"),
-        (checkpoint, ".", "models holds other/weights, which"),
-        (checkpoint, tmp_path / "link", "link holds other/weights, which"),
+        (
+            checkpoint,
+            f"{models}/",
+            "models holds other, but an export needs a new or empty folder",
+        ),
+        (checkpoint, ".", "models holds other, but"),
+        (checkpoint, tmp_path / "link", "link holds other, but"),
     ):
         assert main([str(source), str(out)]) == 2
         said = capsys.readouterr().err
@@ -159,6 +167,7 @@ def test_a_run_exports_the_precision_and_the_shards_of_its_settings(tmp_path):
     assert any(own.read(n).bfloat16().ne(own.read(n)).any() for n in own.tensors)
     assert main([checkpoint, str(out)]) == 0
     assert_same_folder(out, tmp_path / "run/export")
+    out = tmp_path / "rounded"
     assert main([checkpoint, str(out), "--dtype", "bfloat16", "--shard-gib", "1"]) == 0
     rounded = WeightFiles(out)
     assert all(torch.equal(own.read(n).bfloat16(), rounded.read(n)) for n in own.tensors)

@@ -27,7 +27,7 @@ from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
-from ulysses.plan.memory_choice import planner_model
+from ulysses.plan.planner import planner_model
 from ulysses.run.build import open_data
 from ulysses.run.training_run import TrainingRun
 from ulysses.zero.engine import full_parameters

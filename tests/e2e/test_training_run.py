@@ -1,6 +1,7 @@
 """TrainingRun from Python: settings in, metrics and exports out, nothing left behind by an error."""
 
 import gc
+import math
 import os
 import signal
 import threading
@@ -33,9 +34,7 @@ def face(place, port):
         run.train()
         found = {"step": run.trainer.step, "metrics": run.trainer.metrics}
         run.export(place / "elsewhere")
-    found["silent"] = until(
-        lambda: "failure watch" not in [t.name for t in threading.enumerate()]
-    )
+    found["silent"] = until(lambda: "heartbeat" not in [t.name for t in threading.enumerate()])
     os.environ["MASTER_PORT"] = str(port)
     initialize_distributed()  # for the harness
     return found
@@ -73,6 +72,7 @@ def one(place, fault="", typed=""):
     try:
         with run:
             run.train()
+            assert run.watch.moved == math.inf, "what else the program does takes any time"
             inside, loss = live_bytes(), run.trainer.metrics["loss"]
             if fault:
                 raise ArithmeticError(fault)

@@ -1,5 +1,6 @@
 """Who stops or dies is named, on time; who is asked to stop saves first; who is started again continues."""
 
+import ctypes
 import fcntl
 import json
 import multiprocessing
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from contextlib import suppress
 from types import SimpleNamespace
@@ -20,8 +22,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, tiny
-from tests.harness import PATIENCE, STUCK, Processes, until
+from tests.e2e.launch import (
+    LAUNCHER_KEYS,
+    ROOT,
+    Ranks,
+    command,
+    metrics,
+    plant_in_losses,
+    tiny,
+)
+from tests.harness import PATIENCE, STUCK, Processes, free_port, need_gpus, until
 from ulysses.watch.failure import grace_note, report_failure, tell
 from ulysses.watch.watch import Watch
 
@@ -30,7 +40,44 @@ IS_GONE = r"rank 1 on \S+ has not moved since {}, \d+ s ago: .* gone"
 ASLEEP = r"rank 1 on \S+ has not moved since {}, \d+ s ago: .* is alive"
 STORE_GONE = r"rank 0 at 127.0.0.1:\d+ is gone, \d+ s ago; rank 1 on \S+ was at step 3"
 THIRD = "step 3, forward"
+
+
+class InjectedError(BaseException):
+    """No error that anybody expects."""
+
+
+def hold_interpreter():
+    ctypes.PyDLL(None).sleep(STUCK)  # as a C extension that forgets to give the lock back
+
+
+def crash():
+    ctypes.string_at(0)
+
+
+def raise_from_outside(kind=InjectedError):
+    """Raise an exception in this thread, from another one."""
+    raised = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    own, kind = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(kind)
+    threading.Thread(target=raised, args=(own, kind)).start()
+    until(lambda: False)
+
+
+def interrupt_from_outside():
+    raise_from_outside(KeyboardInterrupt)
+
+
+RAISED = "rank {}, step 3: InjectedError: no reason is given"
 FAULTS = {
+    "aborts in the third step": (1, os.abort, THIRD, IS_GONE),
+    "crashes in the third step": (1, crash, THIRD, IS_GONE),
+    "holds the interpreter": (1, hold_interpreter, THIRD, IS_GONE + ".*holds its interpreter"),
+    "holds the interpreter of the first": (
+        0,
+        hold_interpreter,
+        THIRD,
+        IS_GONE.replace("1", "0", 1) + ".*holds its interpreter",
+    ),
+    "raised from outside": (1, raise_from_outside, THIRD, RAISED.format(1)),
     "killed in the third step": (1, signal.SIGKILL, THIRD, IS_GONE),
     "killed with the store": (0, signal.SIGKILL, THIRD, STORE_GONE),
     "stopped in the third step": (1, signal.SIGSTOP, THIRD, IS_GONE + ", stop"),
@@ -38,6 +85,13 @@ FAULTS = {
     "asleep in the first step": (1, 0, "step 1, forward", ASLEEP),
     "stopped in tokenising": (1, signal.SIGSTOP, "tokenising", IS_GONE + ", stop"),
 }
+
+
+def strike(fault):
+    """A fault is a function, a signal, or sleep."""
+    if callable(fault):
+        fault()
+    os.kill(os.getpid(), fault) if fault else time.sleep(STUCK)
 
 
 def plant(name, timeout=10):
@@ -56,7 +110,7 @@ def plant(name, timeout=10):
                 # it has shown that it is alive, and where
                 store = self.wait_for_store()
                 until(lambda: store.check([alive]) and place.encode() in store.get(alive))
-                os.kill(os.getpid(), number) if number else time.sleep(STUCK)
+                strike(number)
 
         Watch.phase = struck
 
@@ -90,6 +144,125 @@ def test_the_victim_is_named(name, drills):
     if number == 0:
         warnings = re.findall(r"warning: rank 1 .* since step .*", outcome.stderr)
         assert len(warnings) == 1, "the line comes once, before the end"
+
+
+ALONE = {
+    hold_interpreter: r"rank 0 on \S+ has not moved since step 3, forward, 10 s ago: .* holds its interpreter",
+    os.abort: r"rank 0 on \S+ has ended at step 3, forward, without a word: .* crashed",
+    crash: r"rank 0 on \S+ has ended at step 3, forward, without a word: .* crashed",
+    signal.SIGKILL: r"rank 0 on \S+ has ended at step 3, forward, without a word: .* killed",
+    0: r"rank 0 on \S+ has not moved since step 3, forward, \d+ s ago: .* alive, and waits",
+    raise_from_outside: RAISED.format(0),
+    interrupt_from_outside: RAISED.format(0).replace("InjectedError", "KeyboardInterrupt"),
+}
+
+
+def test_one_process_is_watched_and_continues(tmp_path):
+    """Whatever happens to it is told with its step and what to do, and its checkpoint is continued."""
+
+    def before(fault):
+        def planted(rank):
+            # the watchdog begins with it
+            Watch.__post_init__, begin = (
+                lambda self: (begin(self), setattr(self, "timeout", 10)),
+                Watch.__post_init__,
+            )
+
+            def struck(taken, compute):
+                if taken == 2:
+                    strike(fault)
+                return compute()
+
+            plant_in_losses(struck)
+
+        return planted
+
+    typed = "--run.save_every 1 --run.steps 4 --run.stall_warning 0"
+    runs = {}
+    for number, fault in enumerate(ALONE):
+        (tmp_path / f"{number}").mkdir()
+        runs[fault] = start(tmp_path / f"{number}", typed, before(fault), 1)
+    for number, (fault, sentence) in enumerate(ALONE.items()):
+        runs[fault].wait()
+        told = runs[fault].logs / "0.err"
+        # the watchdog tells it after the end
+        assert until(
+            lambda told=told, s=sentence: re.search(f"error: {s}.*", told.read_text())
+        ), told.read_text()
+        assert "--run.resume auto continues the run" in told.read_text().splitlines()[-1]
+        again = (
+            start(tmp_path / f"{number}", f"{typed} --run.resume auto", None, 1).wait().check()
+        )
+        assert "resumed " in again.stdout
+
+
+def test_a_slow_rank_is_named_once(tmp_path):
+    """However fast the machine is, one rank takes three times as long."""
+
+    def before(rank):
+        import ulysses.run.stragglers as stragglers
+
+        stragglers.STEPS = 6
+        ended = [time.monotonic()]
+
+        def slow(taken, compute):
+            if rank == 1:
+                time.sleep(2 * (time.monotonic() - ended[0]))
+            ended[0] = time.monotonic()
+            return compute()
+
+        plant_in_losses(slow)
+
+    outcome = start(tmp_path, "--run.steps 13", before).wait().check()
+    slow = r"rank 1 on \S+ was slower than the others by \d+% up to step 6: they wait for it in \d+% of the time"
+    assert len(re.findall(slow, outcome.stdout)) == 1 and "rank 0 on" not in outcome.stdout
+
+
+def on_gpus(folder, processes, fault, typed, *more):
+    """Train on GPUs through a real launcher; `fault` are lines of a function of the steps taken, on the last rank."""
+    need_gpus(processes)
+    script = folder / "script.py"
+    script.write_text(f"""
+import os, sys, torch
+import ulysses.run.stragglers as stragglers
+from tests.e2e.launch import plant_in_losses
+from ulysses.train import start
+
+def faulty(taken, compute):
+    if os.environ.get("RANK", "0") == "{processes - 1}" and "auto" not in sys.argv:
+        {fault}
+    return compute()
+
+stragglers.STEPS = 6
+plant_in_losses(faulty)
+start(sys.argv[1:])
+""")
+    launcher = command("torchrun" if processes > 1 else "python", processes, free_port())
+    line = [script, *tiny("sft", folder / "run", f"--run.export false {typed}"), *more]
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_KEYS}
+    env |= {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([*launcher, *line], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_kernel_that_never_ends_is_named(tmp_path, processes):
+    """The hosts run ahead and wait: only the GPU of the victim has not come to the collective of the others."""
+    typed = "--run.save_every 1 --run.keep 0 --run.steps 4 --run.timeout 30"
+    given = tmp_path, processes, "taken == 2 and torch.cuda._sleep(2**62)", typed
+    ended = on_gpus(*given)
+    victim = rf"error: rank {processes - 1} on \S+ has not moved since step 3, .* alive.*--run.resume auto"
+    assert ended.returncode and re.search(victim, ended.stderr), ended.stderr[-3000:]
+    again = on_gpus(*given, "--run.resume", "auto")
+    assert again.returncode == 0 and "resumed " in again.stdout, again.stderr[-3000:]
+
+
+@pytest.mark.gpu
+def test_a_slow_gpu_is_named_once(tmp_path):
+    """Its kernels take a second more in each step, and the others' hosts wait no longer than its own."""
+    done = on_gpus(tmp_path, 2, "torch.cuda._sleep(2 * 10**9)", "--run.steps 13")
+    slow = r"rank 1 on \S+ was slower than the others by \d+% up to step 6"
+    assert len(re.findall(slow, done.stdout)) == 1, done.stdout + done.stderr[-3000:]
 
 
 def start(folder, typed="", before=None, processes=2):
@@ -326,21 +499,24 @@ def test_a_reward_that_ends_all_processes_is_told_of(tmp_path):
 @pytest.mark.parametrize(
     "word, launcher, says",
     [
-        ("", "true", True),
-        ("told", "true", False),
-        ("", "exec sleep 3", True),  # a slow one
-        ("", f"sleep {STUCK} & wait", False),
+        ("step 3", "true", True),
+        ("step 3\ntold", "true", False),
+        ("step 3\n", "true", False),  # it belongs to no run
+        ("step 3", "exec sleep 3", True),  # a slow one
+        ("step 3", f"sleep {STUCK} & wait", False),
     ],
 )
-def test_the_witness_speaks_if_nobody_else_can(word, launcher, says):
+def test_the_watchdog_speaks_if_nobody_else_can(word, launcher, says):
     """Nobody has told the reason, and no process is left that could."""
     shell = subprocess.Popen(["sh", "-c", launcher], start_new_session=True)
-    line = f"{sys.executable} -P {ROOT}/ulysses/watch/witness.py {shell.pid} 1 gone"
-    done = subprocess.run(line.split(), input=word, capture_output=True, text=True, check=True)
+    line = f"{sys.executable} -P {ROOT}/ulysses/watch/watchdog.py {shell.pid} {STUCK} 2 it"
+    given = {"input": f"{word}\n", "capture_output": True, "text": True}
+    done = subprocess.run(line.split(), **given, check=True)
     with suppress(ProcessLookupError):
         os.killpg(shell.pid, signal.SIGKILL)
     shell.wait()
-    assert done.stderr == "\ngone\n" * says
+    assert done.stderr.startswith("\nerror: it has ended at step 3, without") == says
+    assert says or not done.stderr
 
 
 def test_ranks_whose_launcher_is_gone_save_and_end(tmp_path):

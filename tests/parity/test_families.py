@@ -1,6 +1,5 @@
 """Every family of the table against transformers: numbers at all memory levels, files both ways, adapters, sampling."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
-from models.layers import layer_sizes
 from models.modules import Exact
 from models.scored import RewardModel
 from tests.family_case import FAMILIES, NO_CLASSIFIER, VOCABULARY, family_model
@@ -19,11 +17,11 @@ from tests.model_folder import write_model
 from tests.unit.test_adapter_files import adapter_by_peft
 from tests.unit.test_memory_levels import held_by_autograd, kept_on_the_host
 from tests.unit.test_sampler import exact, sampled
-from ulysses.memory.levels import LEVELS, kept_bytes
-from ulysses.memory.size import Setting
+from ulysses.memory.levels import LEVELS
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.plan.layer_cost import Setting, layer_costs
 
 LENGTHS = (5, 40, 1, 23)
 # of a norm, in float32
@@ -128,15 +126,14 @@ def test_linear_attention_in_bfloat16_is_as_near_to_float64_as_transformers(name
 @families
 def test_each_level_keeps_what_it_says(name: str) -> None:
     config = ModelConfig.from_hf(FAMILIES[name])
-    layer, _ = layer_sizes(config, Setting(element_size=4))
+    layers = layer_costs(config, Setting(size=4))
     for level in ("keep_attention", "block"):
-        each = 26 * kept_bytes(level, layer, 4)
-        assert kept_on_the_host(level, config) == pytest.approx(config.num_hidden_layers * each)
-    layer, _ = layer_sizes(replace(config, num_hidden_layers=1), Setting(element_size=4))
+        each = [26 * layer.kept_bytes(level, 4) for layer in layers]
+        assert kept_on_the_host(level, config) == pytest.approx(sum(each))
     # torch's norm, which comes after OLMo's attention and before experts, keeps a copy of its rows on a CPU; the
     # weights of experts keep their sum
     copies = 0 if config.family.centred_norms else bool(config.family.norms[1] or config.moe)
-    wanted = 26 * kept_bytes("none", layer, 4) + 4 * 26 * bool(config.moe)
+    wanted = 26 * layers[0].kept_bytes("none", 4) + 4 * 26 * bool(config.moe)
     wanted += copies * 4 * 26 * (config.hidden_size + 1)
     if config.family.fused_projections:  # the numbers of the columns of q, k, v and of z
         wanted += 8 * sum((24, 24, 72, 72))

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.arch import ModelConfig
+from models.arch import ARCHITECTURES, ModelConfig
 from models.decoder import CausalLM
 from models.kinds import count_parameters
-from models.published import ARCHITECTURES
 from models.scored import RewardModel
 
 FOLDER = Path(__file__).parent / "published_configs"

@@ -19,8 +19,8 @@ from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
 from models.lora import add_adapters, is_adapter, save_adapters
-from models.quantized import dense as unquantised
 from models.quantized import pack, unpack
+from models.writing import whole_weights
 from tests import rows_of
 from tests.family_case import FAMILIES
 from tests.memory_case import packed
@@ -369,14 +369,8 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
                 weights.fill(name, p.shape, 0, p.view(-1))
     row = torch.randint(64, (40,), generator=draw)
     theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    theirs.load_state_dict(
-        dict(
-            unquantised(
-                CausalLM(shape, quantize=kind),
-                ((n, p) for n, p in model.named_parameters() if ".lora_" not in n),
-            )
-        )
-    )
+    whole = whole_weights(shape, model.named_parameters(), {}, ModelSection(dtype="float32"))
+    theirs.load_state_dict({name: weight for name, weight, _ in whole})
     theirs = PeftModel.from_pretrained(theirs, folder, is_trainable=True)
     logps, own = logps_there(theirs, row), model(packed(row)).logps[:-1]
     assert_close(own, logps, rtol=1e-5, atol=1e-5)
@@ -401,6 +395,16 @@ def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     if kind == "none":
         assert_close(merged(row[None]).logits, theirs(row[None]).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_over_a_base_in_fp8_is_refused(base, tmp_path):
+    adapter_by_peft(base, folder := tmp_path / "adapter")
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path), path, metadata={"quantize": "fp8"})
+    with pytest.raises(
+        ValueError, match="was trained on a base of fp8 numbers, which is read no more; merge"
+    ):
+        WeightFiles(folder)
 
 
 def test_checkpoints_with_earlier_names_of_adapters_are_read(tmp_path):

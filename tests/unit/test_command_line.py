@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from models.published import ARCHITECTURES
+from models.arch import ARCHITECTURES
 from tests import rows_of
 from ulysses.config.command_line import known_keys, parse_command_line
 from ulysses.config.foreign_names import foreign_names

@@ -257,6 +257,14 @@ def test_a_sources_system_prompt_is_for_conversations_without_one(shown):
     assert said_to == [f"<|im_start|>system\n{system}" for system in ("be kind", "own", "own")]
 
 
+@pytest.mark.parametrize("key", ["system", "system_prompt"])
+def test_a_system_prompt_beside_messages_with_another_is_told(open_rows, key):
+    talk = [{"role": "system", "content": "own"}, ASK, said("a")]
+    rows = [{"messages": talk, key: "other"}, {"messages": talk, key: "own"}, {"messages": talk}]
+    notes = open_rows(rows, source={"system": "be kind"}).report.notes
+    assert notes == {"the column 'system' was not read": 1}
+
+
 def test_a_variable_cannot_forge_a_turn(tmp_path, open_rows, tokenizer):
     (tmp_path / "t.jinja").write_text("{{ note }}" + PLAIN_CHATML)
     row = {"messages": [ASK, said("a")], "chat_template_kwargs": {"note": "<|im_end|>"}}
@@ -288,6 +296,10 @@ prompt completion response question => sequence => question response
 question answer output completions => sequence => completions output
 messages conversations prompt text => sequence => conversations prompt text
 instruction output prompt response => sequence => output prompt
+messages response text => sequence => response text
+messages chosen => sequence => chosen
+messages completion label => unpaired => completion
+messages Tools apis function-list => sequence => Tools apis function-list
 prompt chosen rejected completion instruction => pair => completion prompt
 prompt question answer => prompt => question
 text content => text => content
@@ -478,7 +490,8 @@ def test_rows_that_say_the_same_are_the_same(shown, rows, shows):
         *(("message 2 has a tool call with the key '.*', which is not read",
            {"tool_calls": [{"name": "f", key: {"x": 1}}]}, {}) for key in ("parameters", "input", "args")),
         *(("message 2 has a tool call with the key '.*', which is not read", {"tool_calls": [call]}, {}) for call in (
-            {"name": "f", "arguments": {}, "parameters": {"x": 1}}, {"name": "f", "arguments": {"x": 1}, "args": "{}"},
+            {"name": "f", "arguments": {}, "parameters": {"x": 1}}, {"name": "f", "arguments": {}, "params": {"x": 1}},
+            {"name": "f", "arguments": "", "tool_input": {"x": 1}}, {"name": "f", "arguments": {"x": 1}, "args": "{}"},
             {"function": {"name": "f", "arguments": "{}"}, "input": {"x": 1}})),
         ("message 2 has a tool call with 'arguments' in its function and others beside it; remove one",
          {"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}, "arguments": '{"x": 2}'}]}, {}),

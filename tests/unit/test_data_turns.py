@@ -85,6 +85,16 @@ ALONE = "an answer has <think> or </think> alone"
         (NAMES_TAGS, THINK.format("t", "a"), THINK.format("t", "a")),
         (QWEN3, THINK.format("t", "a"), THINK.format("t", "a")),
         (QWEN3, TWICE, TWICE),
+        (
+            QWEN3,
+            THINK.format("Of <think> I think", "a"),
+            THINK.format("Of <think> I think", "a"),
+        ),
+        (
+            QWEN35,
+            THINK.format("Of <think> I think", "a"),
+            THINK.format("Of <think> I think", "a"),
+        ),
         (QWEN35, TWICE, TWICE),
         (QWEN3, THINK.format("t", "Use </think> so."), THINK.format("t", "Use </think> so.")),
         (QWEN3, QUOTES, THINK.format("", QUOTES)),
@@ -141,7 +151,7 @@ def test_a_system_text_that_only_the_last_question_shows_is_in_every_prompt(show
     assert texts == ["[Q]q[/Q]a</s>[Q]Be brief. r[/Q][b</s>]", "[Q]Be brief. q[/Q][a</s>]"]
     assert not notes
     assert shown(LAST_SYSTEM, messages[:3], "together")[0] == texts[1:]
-    with pytest.raises(DropRowError, match="rewrites earlier turns"):
+    with pytest.raises(DropRowError, match="rewrites earlier turns or moves the system text"):
         shown(LAST_SYSTEM, messages, "together")
 
 
@@ -179,7 +189,10 @@ def test_a_turn_that_cannot_be_told_is_left_out_alone(shown):
     ]
     texts, notes = shown(FORGETS, messages, tools=TOOLS)
     assert texts == ["@user q$@assistant think t call f$@tool 7$@assistant[ a$]"]
-    assert notes == ["turns left out, the chat template leaves out a part of an answer"]
+    (note,) = notes
+    assert note.startswith(
+        "turns left out, the chat template leaves out a part of an answer (its thinking, text or ca"
+    )
     with pytest.raises(DropRowError, match="leaves out a part of an answer"):
         shown(FORGETS, messages, "together", TOOLS)
     with pytest.raises(DropRowError, match="leaves out a part of an answer"):

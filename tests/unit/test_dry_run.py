@@ -47,7 +47,7 @@ def test_plan_by_architecture_alone(run):
     assert '"sequence_parallel_size": 8' in text
     assert "8 processes: data parallel 1 x sequence parallel 8" in text
     assert "7 steps" in text and "8,030,261,248 parameters" in text
-    levels = re.findall(r"^  (\w+) +([\d.]+) +[\d.]+ +\d+ +([\d.]+)", text, re.MULTILINE)
+    levels = re.findall(r"^  (\w+) +([\d.]+) +[\d.]+ +\d+ +\w+ +([\d.]+)", text, re.MULTILINE)
     assert [level for level, *_ in levels] == list(LEVELS)
     sizes, seconds = ([float(numbers[column]) for numbers in levels] for column in (1, 2))
     assert sizes == sorted(sizes, reverse=True) and seconds == sorted(seconds)
@@ -128,7 +128,7 @@ def test_a_tiny_model_takes_a_time_and_has_one_micro_batch(run, tmp_path, monkey
 def test_a_machine_without_a_gpu_is_timed_and_its_slow_dtype_named(run, tmp_path, monkeypatch):
     rates = {"float32": 1e9, "bfloat16": 1e8}
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for module in ("run.dry_run", "plan.case"):
+    for module in ("run.dry_run", "plan.hardware"):
         monkeypatch.setattr(f"ulysses.{module}.cpu_flops", rates.__getitem__)
     line = [word for word in demo(tmp_path) if word not in ("--gpus", "2")]
     line += ["--parallel.sequence_parallel_size", "1"]

@@ -357,6 +357,14 @@ def test_folders_of_other_names_are_no_checkpoints(checkpoints):
     assert [p.name for p in saved_checkpoints(checkpoints)] == ["step-2", "step-4", "step-6"]
 
 
+def test_a_folder_in_the_way_of_a_checkpoint_is_refused_before_any_work(checkpoints):
+    shell(checkpoints, "mkdir step-9; touch step-9/notes")
+    with pytest.raises(
+        ValueError, match="step-9 is in the way of a checkpoint and is none; move"
+    ):
+        resume_point(run_section(checkpoints.parent, "--run.resume auto"))
+
+
 def test_a_linked_checkpoint_is_a_checkpoint(checkpoints, tmp_path):
     shell(checkpoints, f"mv step-6 {tmp_path}/moved; ln -s {tmp_path}/moved step-6")
     for given in ("auto", checkpoints / "step-6", tmp_path / "moved"):

@@ -13,7 +13,6 @@ from models.ops.experts import (
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
 from models.ops.linear import Adapter, Matrix, Products, linear, stacked
-from models.ops.low_rank_triton import narrow_backward
 from models.ops.norm import NormNode, NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
 
@@ -236,21 +235,6 @@ def test_dropout_is_of_the_inputs_of_adapters_alone():
     all_near((found, *torch.autograd.grad(found, trained, grad)), wanted, torch.float32)
 
 
-@pytest.mark.gpu
-@each_dtype
-@pytest.mark.parametrize("rows, width, rank", [(130, 300, 16), (5000, 513, 3), (64, 4100, 24)])
-def test_both_products_with_a_gradient_in_one_pass(dtype, rows, width, rank):
-    grad, b, made = draw(
-        (rows, width + 24), (width, rank), (rows, 3 * rank), dtype=dtype, device="cuda"
-    )
-    grad, made = grad[:, :width], made[:, rank : 2 * rank]
-    wide = [t.double() for t in (grad, b, made)]
-    found = narrow_backward(grad, b, made, 0.7)
-    exact = 0.7 * wide[0] @ wide[1], wide[0].t() @ wide[2]
-    for mine, want in zip(found, exact):
-        near(mine, want, torch.float32)
-
-
 @each_dtype
 @apart_and_together
 def test_adapters_of_projections_that_read_the_same_rows(dtype, together):
@@ -354,6 +338,59 @@ def test_experts_half(device, dtype, tile, kind):
         error = (mine.double() - want).norm() / max(want.norm(), least)
         assert error < 4 * factor * TOLERANCE[dtype]
     assert not of_weights[2][5].any()
+
+
+class Copied:
+    """Bytes that stand for themselves."""
+
+    def __init__(self, matrices):
+        self.shape = matrices.shape
+
+    def unpack(self, data, dtype, out):
+        return out.copy_(data)
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("form", ["dense", "packed", "packed transposed"])
+def test_adapters_of_experts(device, dtype, form):
+    """Rank 3 in room for 8; the matrices are frozen."""
+    shapes = (
+        (64, 32),
+        (64, 32),
+        (6, 48, 32),
+        (6, 32, 24),
+        (6, 3, 32),
+        (6, 48, 3),
+        (6, 3, 24),
+        (6, 32, 3),
+    )
+    grad, x, gate_up, down, *adapters = draw(*shapes, dtype=dtype, device=device)
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(64)]).to(device)
+    weights = torch.rand(64, 2).to(device)
+
+    def sums(x, weights, a, b, c, d):
+        both = torch.einsum("sd,nfd->snf", x, gate_up.double() + 0.5 * b @ a)
+        gate, up = both.chunk(2, -1)
+        every = torch.einsum("snf,ndf->snd", F.silu(gate) * up, down.double() + 0.5 * d @ c)
+        return (weights[..., None] * every.gather(1, chosen[..., None].expand(-1, -1, 32))).sum(
+            1
+        )
+
+    wanted = in_float64(sums, (x, weights, *adapters), grad)
+    x, weights, a, b, c, d = trained = [t.requires_grad_() for t in (x, weights, *adapters)]
+    turned = "transposed" in form
+    matrices = [m.mT.contiguous() if turned else m for m in (gate_up, down)]
+    stacks = [
+        Stack(m, None if form == "dense" else Copied(m), Adapter(*own, 0.5), None, turned)
+        for m, own in zip(matrices, ((a, b), (c, d)))
+    ]
+    experts = ExpertStacks(*stacks, 6, trained[2:])
+    found = ExpertsNode.apply(x, weights, chosen, experts, *trained[2:])
+    factor = 2.0 if dtype == torch.float32 else 4.0
+    grads = torch.autograd.grad(found, trained, grad)
+    for mine, want in zip((found, *grads), wanted):
+        near(mine, want, dtype, mine.dtype, factor)
 
 
 @pytest.mark.gpu

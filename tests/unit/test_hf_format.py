@@ -16,11 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.arch import ModelConfig
+from models.arch import ARCHITECTURES, ModelConfig
 from models.decoder import init_parameter
 from models.folders import read_config, resolve_model
 from models.hf_format import WeightFiles
-from models.published import ARCHITECTURES
 from models.writing import write_weights
 from tests import ROOT, rows_of
 from tests.harness import memory_of

@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from models.arch import ModelConfig
+from models.arch import ModelConfig, architecture
 from models.decoder import CausalLM
 from models.kinds import count_parameters
 from models.lora import LoraLinear, add_adapters
-from models.published import architecture
 from tests import rows_of
 from tests.family_case import FAMILIES, raw
 from ulysses.check.adapter_settings import check_adapters, choose_targets
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import check
-from ulysses.plan.case import GIB, Case, Machine, plain_model
-from ulysses.plan.memory_choice import choose_memory, memory_line, planner_model
+from ulysses.plan.hardware import GIB, Machine
+from ulysses.plan.layer_cost import plain_model
+from ulysses.plan.planner import choose_memory, memory_line, planner_model
+from ulysses.plan.step_cost import Question
 
 
 def test_an_interval_arranges_the_layers_that_no_list_arranges():
@@ -172,11 +173,10 @@ def test_small_hybrids_are_planned_and_run_without_graphs() -> None:
     """The kernels' launches depend on the chunks of a packing; a small dense model has graphs on the same GPU."""
     found = {}
     for name in ("qwen2.5-0.5b", "qwen3.5-0.8b"):
-        case = Case(plain_model(architecture(name)), Machine(1, 80 * GIB), 2048)
+        case = Question(plain_model(architecture(name)), Machine(1, 80 * GIB), 2048)
         found[name] = choose_memory(case)
         assert {*found[name].levels} == {"none"}
     assert [plan.graphs for plan in found.values()] == [True, False]
     assert "CUDA graphs" not in memory_line(found["qwen3.5-0.8b"])
-    assert found["qwen3.5-0.8b"].launched_tokens == 0  # so prompts are always shared
     rule = CausalLM(ModelConfig.from_hf(FAMILIES["qwen3_5"])).model.layers[0].mixer
     assert not rule.fits_graphs(torch.device("cuda"), torch.bfloat16)

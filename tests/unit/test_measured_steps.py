@@ -6,19 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from models.arch import ModelConfig
-from models.published import architecture
+from models.arch import ModelConfig, architecture
 from tests import ROOT
+from tests.engine_case import Case as EngineCase
+from tests.engine_case import build_trainer
+from tests.harness import run_distributed
 from tests.unit.test_plan import SMALL, Data, config, node
-from ulysses.plan.case import GIB, PEAKS, Case, Machine, Plan, plain_model
-from ulysses.plan.costs import predict, step_seconds
-from ulysses.plan.memory_choice import (
-    choose,
-    choose_memory,
-    cut_steps,
-    planned_step,
-    planner_case,
-)
+from ulysses.plan.hardware import GIB, PEAKS, Machine
+from ulysses.plan.layer_cost import plain_model
+from ulysses.plan.planner import choose_memory, cut_steps, planned_step, planner_question
+from ulysses.plan.step_cost import Plan, Question, predict, step_seconds
 
 ROWS = ROOT / "benchmarks/measured.jsonl"
 
@@ -40,18 +37,19 @@ def measured(row):
         base, total = row["quantize"], model.parameters + adapters
         unmet = row.get("unmet", 0)
         model = model._replace(parameters=total, trained=adapters, unmet=unmet, quantize=base)
+        model = model._replace(rank=row.get("rank", 0))
     levels = ()
     for part in row["recompute"].split("+"):
         level, _, count = part.partition("*")
         levels += (level,) * int(count or row["layers"])
-    names = (
-        "documents micro_batches whole_steps mean_tokens squares sp tokens moment_bytes".split()
-    )
+    names = "documents micro_batches whole_steps squares sp moment_bytes".split()
     given = {name: row[name] for name in names if name in row}
+    given["fill"] = row.get("mean_tokens", row["tokens"]) / row["tokens"]
     flops, rate = PEAKS[row["gpu"]]
     machine = Machine(row["gpus"], 139.8 * GIB, peak_flops=flops, memory_rate=rate)
     stay = row.get("weights") == "resident" or row["gpus"] == 1
-    return Plan(Case(model, machine, others=others, **given), levels, row["offload"], stay)
+    question = Question(model, machine, row["tokens"], others=others, **given)
+    return Plan(question, levels, row["offload"], stay)
 
 
 def named(row):
@@ -95,11 +93,27 @@ def test_stages_are_predicted(stage, table, examples, sides, tokens, seconds):
     batch = settings.batch.model_copy(update={"examples": examples})
     settings = settings.model_copy(update={"batch": batch})
     lengths = np.full((examples, sides), tokens)
-    data = Data(sequence_lengths=lengths, prefix_lengths=0 * lengths, lengths=lengths.sum(1))
+    data = Data(sequence_lengths=lengths, prefix_lengths=0 * lengths, share_prompts=True)
     machine = node(1, 79.6)._replace(memory_rate=PEAKS["H100"][1])
     longest = sides * tokens + table.get("max_new_tokens", 0)
-    case = planner_case(settings, SMALL, machine, longest)
-    step = planned_step(settings, SMALL, data, [*range(examples)], choose(case).launched_tokens)
-    plan = choose_memory(cut_steps(case, step, step, True))
-    assert plan.case.micro_batches == 1
+    question = planner_question(settings, SMALL, machine, longest)
+    step = planned_step(settings, SMALL, data, [*range(examples)])
+    plan = choose_memory(cut_steps(question, step, step, True))
+    assert plan.graphs != (stage == "ppo") and plan.question.micro_batches == 1
     assert step_seconds(plan) == pytest.approx(seconds, rel=0.15)
+
+
+def told():
+    """What a run says of its memory in two steps, on a GPU whose allocator took 2 GiB."""
+    trainer, _ = build_trainer(EngineCase("sft"))
+    said = []
+    trainer.say, trainer.predicted_gib = said.append, 2.46
+    trainer._measure = lambda values, seconds: values.update(peak_memory_gib=2.0, seconds=1.0)
+    trainer.run = trainer.run.model_copy(update={"save_last": False, "save_minutes": 0.0})
+    trainer.train()
+    trainer.engine.destroy()
+    return [line for line in said if line.startswith("memory")]
+
+
+def test_the_first_step_says_what_was_predicted_and_what_was_measured():
+    assert run_distributed(told, 1) == [["memory: predicted 2.5 GiB, measured 2.0 GiB"]]

@@ -9,8 +9,6 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.families import LayerKind
-from models.layers import layer_sizes
 from models.lora import add_adapters
 from models.ops.rotary import rotary_table
 from tests.memory_case import (
@@ -26,13 +24,12 @@ from tests.memory_case import (
 )
 from ulysses.config.schema import LoraSection as Adapters
 from ulysses.memory.layer_node import tile_gradients
-from ulysses.memory.levels import LEVELS, computed_again, kept_bytes
+from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import Offloader
-from ulysses.memory.size import Setting
 from ulysses.memory.tiling import TILE_ROWS, add_by_tiles
+from ulysses.plan.layer_cost import Setting, layer_costs
 
-# a level for each of the three layers
-MIXED = [*map(str.split, ("block none keep_attention", "pair block pair", "block pair pair"))]
+MIXED = [["block", "none", "keep_attention"]]  # a level for each of the three layers
 FAMILIES = pytest.mark.parametrize(
     "config", [CONFIG, QWEN3, MOE], ids=["qwen2", "qwen3", "qwen3_moe"]
 )
@@ -64,7 +61,7 @@ def test_bfloat16_tiles_sum_in_float32(level, config):
 
 @pytest.mark.parametrize("wrong", ["full", ["block", "none"]])
 def test_levels_that_are_unknown_or_too_few_are_refused(wrong):
-    sentence = "one of none, keep_attention, block, pair, or a list of one for each of the 3"
+    sentence = "one of none, keep_attention, block, or a list of one for each of the 3"
     with pytest.raises(ValueError, match=f"must be {sentence}"):
         build(recompute=wrong)
 
@@ -83,7 +80,7 @@ def test_each_level_computes_again_what_it_says(level, config):
         found = counter.get_flop_counts()["Global"]
         return found.pop(attend), sum(found.values())
 
-    products, mixes = computed_again(level, layer_sizes(config, Setting())[0], True)
+    products, mixes = layer_costs(config, Setting())[0].computed_again(level, True)
     (calls, flops), (plain_calls, plain_flops) = counted(level), counted("none")
     assert calls == plain_calls * (1 + mixes)
     assert flops - plain_flops == pytest.approx(2 * 26 * 4 * products)
@@ -113,24 +110,6 @@ def held_by_autograd(config, rank=0):
         out = model.model.layers[0](hidden, rope, packed.attention_plan)
     assert out.requires_grad
     return sum(size for place, size in storages.items() if place not in shared)
-
-
-@DENSE
-def test_each_level_keeps_what_it_says(config):
-    def planned(level, config=config, is_full=True):
-        setting = Setting(is_full=is_full, element_size=4)
-        return 26 * kept_bytes(level, layer_sizes(config, setting)[0], 4)
-
-    for level in ("keep_attention", "block"):
-        assert kept_on_the_host(level, config) == 3 * planned(level)
-    # a pair, and one layer that is left over
-    assert kept_on_the_host("pair", config) == 2 * 2 * planned("pair")
-    assert held_by_autograd(config) == planned("none")
-    sparse = replace(MOE, pattern=(LayerKind(feed_forward="experts"),))
-    # a norm that is no node keeps its rows again on a CPU, and a scale; the weights their sum
-    assert held_by_autograd(sparse) == planned("none", sparse) + 26 * 4 * (24 + 2)
-    # adapters keep r numbers of a row, which are no saved tensors
-    assert held_by_autograd(config, rank=2) == planned("none", is_full=False)
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
@@ -194,7 +173,7 @@ def test_tiles_run_a_module_without_rows_and_give_unused_parameters_zeros():
         assert_close(bias, torch.full((3,), float(rows)))
 
 
-MIXTURES = [("pair", "pair", "block"), ("pair", "pair", "pair"), ("block", "block", "keep_attention"),
+MIXTURES = [("block", "block", "block"), ("block", "block", "keep_attention"),
             ("keep_attention", "keep_attention", "none"), ("none", "none", "none")]  # fmt: skip
 
 

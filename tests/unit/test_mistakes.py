@@ -168,7 +168,7 @@ SFT --model.config.max_position_embeddings 8k --model.config.rope_scaling {"type
 => embeddings = '8k'
 SFT --model.config.rms_norm_eps [] => rms_norm_eps = [] but it must be a number above 0
 SFT --model.rope.factor 2 => rope type 'default' does not use it; remove it, or set model.rope.type
-SFT --model.rope.type yarn => factor = None but it must be a number above 0; correct the file or the setting
+SFT --model.rope.type yarn => factor = None but it must be a number above 0 and below 1e+38; correct the file or the setting
 SFT --model.rope.type linear --model.rope.factor 2 --model.rope.mscale 1 \
 => model.rope.mscale is set but rope type 'linear'
 SFT --model.rope.type yarn --model.rope.factor 0.5 => needs a factor of at least 1
@@ -180,12 +180,14 @@ SFT --model.config.rope_scaling {"rope_type":"longrope","long_factor":[2]} \
 SFT --model.rope.type longrope => is 'longrope': input should be 'default', 'linear', 'llama3' or 'yarn'
 SFT --model.lora.rank 4 --model.lora.targets [] => model.lora.targets is []: list should have at least 1 item
 SFT --model.lora.rank 4 --model.lora.targets lm_head => model.lora.targets
+SFT --model.lora.rank 4 --model.quantize fp8 => model.quantize is 'fp8': input should be 'none' or 'nf4'
 SFT --data.train {"path":""} => data source : path: String should have at least 1 character
 SFT --data.train {"path":"x","weight":Infinity} => data source x: weight: Input should be a finite number
 DEMO --dpo.loss_type ["sigmoid","sft"] => or set dpo.sft_weight
 DEMO --dpo.loss_type ["sigmoid","hinge"] --dpo.loss_weights [1] => names 2 losses and loss_weights has 1
 DEMO --gradients.preset pro => is 'pro': input should be 'default' or 'ulysses-pro'
 DEMO --gradients.preset steady => no better than clipping; use "default"
+DEMO --memory.recompute pair => it has gone, because host memory reaches further; use "block" with memory.offload
 DEMO --gradients.policies {"policy":"clip"} => gradients.policies
 DEMO --gradients.policies [{"max_norm":1.0}] => policies[0]: policy is None but must be one of stop_on_non_
 DEMO --gradients.policies [{"policy":"clip_global_norm","max_nrom":1}] \

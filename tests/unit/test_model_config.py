@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from models.arch import ModelConfig
+from models.arch import ARCHITECTURES, ModelConfig
 from models.families import FAMILIES, RopeScaling
-from models.published import ARCHITECTURES
 from tests import rows_of
 from tests.family_case import FAMILIES as CASES
 from tests.model_folder import tiny_config
@@ -130,6 +129,44 @@ def test_a_scaling_that_says_too_little_or_too_much_is_refused(scaling, sentence
         with pytest.raises(ValueError, match=f"^config.json {sentence}") as caught:
             ModelConfig.from_hf(LLAMA | style)
         assert len(str(caught.value)) < 300
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "model_type, twice",
+    [
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 16}),
+        ("qwen3_moe", {"num_local_experts": 16, "num_experts": 8}),
+        ("llama", {"rope_scaling": {**YARN, "type": "linear"}}),
+        ("llama", {"rope_parameters": YARN, "rope_scaling": {**YARN, "factor": 8.0}}),
+        ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e4}, "rope_theta": 1e6}),
+    ],
+)
+def test_a_file_that_says_one_thing_twice_differently_is_refused(model_type, twice):
+    with pytest.raises(ValueError, match="under another name, .*; correct one of them"):
+        ModelConfig.from_hf(LLAMA | {"model_type": model_type, **twice})
+    same = {
+        "num_experts": 8,
+        "num_local_experts": 8,
+        "rope_parameters": YARN,
+        "rope_scaling": YARN | {"type": "yarn"},
+    }
+    shape = ModelConfig.from_hf(
+        LLAMA | {"model_type": "qwen3_moe", "head_dim": 8, **same, "rope_theta": None}
+    )
+    assert shape.moe.num_experts == 8 and shape.rope_scaling.factor == 4.0
+
+
+def test_key_value_heads_that_a_file_omits_are_transformers():
+    from transformers import AutoConfig
+
+    for model_type in ("llama", "mistral", "qwen3_moe", "smollm3", "olmo2"):
+        raw = {**LLAMA, "model_type": model_type, "num_attention_heads": 32, "hidden_size": 128}
+        del raw["num_key_value_heads"]
+        there = AutoConfig.for_model(**raw).num_key_value_heads
+        assert ModelConfig.from_hf(raw).num_key_value_heads == there, model_type
 
 
 @pytest.mark.parametrize(

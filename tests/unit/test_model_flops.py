@@ -12,8 +12,9 @@ from tests.harness import run_distributed
 from tests.memory_case import CONFIG, MOE, QWEN3, batch, build
 from ulysses.config.schema import LoraSection
 from ulysses.parallel import ParallelMesh, Sequence, pack_shard
-from ulysses.plan.case import Case, Machine, Plan, plain_model
-from ulysses.plan.costs import model_flops, step_flops
+from ulysses.plan.hardware import Machine
+from ulysses.plan.layer_cost import model_flops, plain_model
+from ulysses.plan.step_cost import Plan, Question, step_flops
 
 ADDED = {torch.ops.aten.addmm_: lambda _, a, b, *__, **___: 2 * a[0] * a[1] * b[1]}
 LENGTHS = 9, 1, 16  # of tests.memory_case.batch
@@ -33,7 +34,7 @@ def test_equals_what_torch_counts(config, rank):
     model, planned = build(config=config), plain_model(config)
     # norms and biases, which MFU's formula takes for products
     rest = planned.parameters - planned.vocabulary_parameters
-    rest -= planned.layers * planned.layer.parameters
+    rest -= planned.layer_parameters
     again = 0
     if rank:
         add_adapters(model, LoraSection(rank=rank))
@@ -45,8 +46,8 @@ def test_equals_what_torch_counts(config, rank):
             trained=adapters,
             unmet=rank * unmet,
         )
-    if rank and config is MOE:  # what the gradients of experts' adapters compute again
-        moe, widths = config.moe, 2 * config.hidden_size + 3 * config.moe.moe_intermediate_size
+    if rank and config is MOE:  # x a^T of experts' adapters is computed again in backward
+        moe, widths = config.moe, config.hidden_size + config.moe.moe_intermediate_size
         again = 2 * sum(LENGTHS) * moe.num_experts_per_tok * rank * widths
     found = model_flops(planned, sum(LENGTHS), 0.0, sum(LENGTHS) - len(LENGTHS))
     assert found - (4 if rank else 6) * sum(LENGTHS) * rest + again == products(model)
@@ -63,8 +64,8 @@ def test_windows_are_counted_by_batches_and_planner_alike(windows, monkeypatch):
     width = CONFIG.num_attention_heads * CONFIG.head_dim
     assert counted == pytest.approx(6 * width * 2 * pairs)
     monkeypatch.setattr(type(CONFIG), "windows", windows)
-    case = Case(model, Machine(1, 1e9), 48, documents=2)
-    attention = step_flops(Plan(case, ("none",) * 3))[1]
+    question = Question(model, Machine(1, 1e9), 48, documents=2)
+    attention = step_flops(Plan(question, ("none",) * 3))[1]
     assert attention == pytest.approx(3.5 * 2 * width * 2 * pairs)
 
     def squares(*lengths):

@@ -43,7 +43,9 @@ def answered(prompts=PROMPTS, answers=ANSWERS, number=0, budget=0):
     """Answers that score 1, 2 and -0.5 in turn; the second of every three was cut."""
     scored = zip(answers, cycle((1.0, 2.0, -0.5)), cycle((True, False, True)))
     found = [Completion(a, [0.0] * len(a), ended, score) for a, score, ended in scored]
-    return Rollout.of(number, [*map(torch.tensor, prompts)], found, budget=budget)
+    return Rollout.of(
+        number, [*map(torch.tensor, prompts)], found, tokens_per_microbatch=budget
+    )
 
 
 def ppo(settings=""):
@@ -56,7 +58,7 @@ def whitened(x):
 
 
 def maker(settings):
-    rest = dict.fromkeys(("engine", "mesh", "sampler", "budget"))
+    rest = dict.fromkeys(("engine", "mesh", "sampler", "tokens_per_microbatch"))
     return RolloutMaker(config=ppo(settings), **rest)
 
 

@@ -1,4 +1,4 @@
-"""Steps that are too short for the GPU to wait for their launches are given whole sequences, for CUDA graphs."""
+"""Layers that run as CUDA graphs are given whole sequences; all others share their prompts."""
 
 from types import SimpleNamespace
 
@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from models.published import architecture
+from models.arch import architecture
 from tests.data_case import content
-from tests.engine_case import ListDataset, dataset
 from ulysses.config.command_line import check
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
-from ulysses.parallel.batch import Sequence, pack_shard, shared_prompts
+from ulysses.parallel.batch import pack_shard, shared_prompts
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.case import GIB, Case, Machine, plain_model
-from ulysses.plan.memory_choice import choose
-from ulysses.rl.rollout import Completion, Rollout
+from ulysses.plan.hardware import GIB, Machine, cpu_machine
+from ulysses.plan.planner import choose, run_question
 from ulysses.stages.kto import KtoStage
 
 CPU = torch.device("cpu")
@@ -45,9 +43,8 @@ def pairs(open_rows):
     )
 
 
-def served(dataset, budget=10_000, **options):
-    loader = StepLoader(dataset, 6, tokens_per_microbatch=budget, seed=1, **options)
-    return loader.step(0, 0)
+def served(dataset, budget=10_000):
+    return StepLoader(dataset, 6, tokens_per_microbatch=budget, seed=1).step(0, 0)
 
 
 def shared_tokens(steps):
@@ -56,62 +53,56 @@ def shared_tokens(steps):
     return sum(pack_shard(pack, ParallelMesh()).num_tokens_shared for pack in packs)
 
 
-def test_a_short_step_shares_no_prompt(pairs):
+def test_data_apart_are_those_that_never_shared_a_prompt(pairs):
     whole, shared = pairs
-    short = served(shared, launched_tokens=1e9)
     found, expected = (
-        [[(e.index, e.columns, *map(content, e.sequences)) for e in few] for few in steps]
-        for steps in (short, served(whole))
+        [
+            [(e.index, e.columns, *map(content, e.sequences)) for e in few]
+            for few in served(data)
+        ]
+        for data in (shared.apart, whole)
     )
-    assert found == expected
-    for few in short:
+    assert found == expected and (shared.apart.lengths == whole.lengths).all()
+    for few in served(shared.apart):
         pack = pack_shard([s for example in few for s in example.sequences], ParallelMesh())
         assert pack.num_tokens_shared == 0 and not pack.attention_plan.prefix_calls
+    assert shared_tokens(served(shared))
 
 
-@pytest.mark.parametrize("options", [
-    {},  # nothing says that the host is slow
-    {"launched_tokens": 100.0},  # computing the prompts again takes longer than the launches
-    {"launched_tokens": 1e9, "budget": "shared"},  # a whole pair does not fit
-])  # fmt: skip
-def test_other_steps_share_them(pairs, options):
+def test_prompts_are_shared_unless_the_layers_run_as_cuda_graphs(pairs):
+    """A micro-batch set by hand that holds no whole pair leaves no choice, and CPUs have no graphs."""
     whole, shared = pairs
-    options = options.copy()
-    if options.pop("budget", ""):
-        options["budget"] = int(shared.lengths.max())
-        assert options["budget"] < whole.lengths.max()
-    found = served(shared, **options)
-    assert shared_tokens(found)
+    longest, gpu = int(shared.lengths.max()), Machine(1, 139.8 * GIB)
+    assert longest < whole.lengths.max()
+
+    def planned(machine=gpu, arch="qwen2.5-0.5b", budget="auto", data=shared):
+        config = check({
+            "stage": "dpo", "batch": {"tokens_per_microbatch": budget, "examples": 6},
+            "model": {"arch": arch, "init": "random", "dtype": "bfloat16"},
+            "data": {"train": ["none.jsonl"]},
+        })  # fmt: skip
+        question = run_question(config, architecture(arch), machine, data)
+        tokens = (data.lengths if question.shares else data.apart.lengths).max()
+        assert question.tokens_per_microbatch >= tokens
+        plan = choose(question)
+        return plan.graphs, question.shares
+
+    assert planned() == planned(data=whole) == (True, False)
+    assert planned(budget=longest) == planned(cpu_machine(1)) == (False, True)
+    assert planned(arch="qwen3.5-0.8b") == (False, True)  # linear attention has no graphs
+    assert planned(arch="qwen3.5-0.8b", data=whole) == (False, False)
 
 
-def test_answers_of_a_rollout_are_restored_too():
-    prompts = [torch.arange(5), torch.arange(7)]
-    answers = [Completion([n, n + 1], [0.0, 0.0], True) for n in range(4)]
-    rollout = Rollout.of(0, prompts, answers, budget=100)
-    whole = Rollout.of(0, prompts, answers)
-    asked = ListDataset("prompt", [(Sequence(prompt, prompt),) for prompt in prompts])
-    loader = StepLoader(asked, 2, tokens_per_microbatch=100, launched_tokens=1e9)
-    steps = loader.micro_batches(rollout, [0, 2])
-    found = [content(s) for few in steps for e in few for s in e.sequences]
-    assert found == [content(whole[n].sequences[0]) for n in range(4)]
-
-
-def test_only_graphs_are_worth_it():
-    gpu = Machine(1, 139.8 * GIB)
-    small = plain_model(architecture("qwen2.5-0.5b"))
-    plan = choose(Case(small, gpu, 8192))
-    assert plan.graphs and 1e4 < plan.launched_tokens < 1e6
-    assert choose(Case(small, Machine(1, float("inf")), 8192)).launched_tokens == 0
-    large = plain_model(architecture("llama3-8b"))
-    assert choose(Case(large, gpu, 65536)).launched_tokens == 0
-
-
-def test_answers_to_one_prompt_share_it_where_that_pays():
+def test_answers_to_one_prompt_share_it_unless_the_data_are_apart(open_rows):
     """KTO's rows, which meet in a micro-batch by chance, and its mismatched sequences."""
-    data = dataset("kto")
-    for launched, shares in ((0.0, True), (1e9, False)):
-        how = {"tokens_per_microbatch": 10_000, "launched_tokens": launched}
-        loader = StepLoader(data, len(data), **how)
+    rows = [
+        {"prompt": f"Say {n % 3}", "completion": word, "label": n > 2}
+        for n, word in enumerate(WORDS * 2)
+    ]
+    folder = open_rows(rows, "unpaired").folder
+    shared = TokenizedDataset(folder, max_length=64, share_prompts=True)
+    for data, shares in ((shared, True), (shared.apart, False)):
+        loader = StepLoader(data, len(data), tokens_per_microbatch=10_000)
         assert bool(shared_tokens(loader.step(0, 0))) == shares
         stage = KtoStage(check({"stage": "kto"}), SimpleNamespace(device=CPU), ParallelMesh())
         (mismatched,) = stage.read(loader, 0).looked_at

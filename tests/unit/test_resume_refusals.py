@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from models.published import ARCHITECTURES
+from models.arch import ARCHITECTURES
 from ulysses.check.preflight import prepare
 from ulysses.check.run_folder import FORMAT, write_run_state
 from ulysses.config.command_line import parse_command_line

@@ -9,10 +9,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from models.arch import ModelConfig
+from models.arch import ARCHITECTURES, ModelConfig
 from models.families import RopeScaling
 from models.ops.rotary import rope_parameters, rotary_table
-from models.published import ARCHITECTURES
 
 PI = Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
 SMALL = json.loads("""{

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.published import ARCHITECTURES
+from models.arch import ARCHITECTURES
 from tests.e2e.launch import ROOT
 from tests.engine_case import FROZEN, dataset
 from tests.shuffled_loader import ShuffledLoader

@@ -57,8 +57,10 @@ FIELDS = r"""
 {"pad_token_id": 1000000} => pad_token_id 1000000 but vocab_size
 {"eos_token_id": -1} => eos_token_id -1 but vocab_size
 {"bos_token_id": [1]} => bos_token_id = [1] but it must be the number of a token
-{"rope_theta": 0} => rope_theta = 0 and 10000.0 in rope_parameters or rope_scaling; correct one
-{"rope_theta": Infinity} => rope_theta = inf and 10000.0 in rope_parameters
+{"rope_theta": 0} => rope_theta = 0 and, in another place or under another name, 10000.0; correct one of them
+{"rope_theta": Infinity} => rope_theta = inf and, in another place or under another name, 10000.0
+{"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2.0}, "rope_parameters": null} => \
+rope_type = 'yarn' and, in another place or under another name, 'linear'
 {"rope_parameters": {"rope_theta": Infinity}, "rope_theta": null} => rope_theta = inf but it must be a number above 0 \
 and below 1e+38;
 {"rope_parameters": {"rope_theta": 0}, "rope_theta": null} => rope_theta = 0 but it must be a number above 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig
+from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig, architecture
 from models.folders import (
     ADAPTER_CONFIG,
     folder_with,
@@ -18,8 +18,7 @@ from models.folders import (
 )
 from models.hf_format import WeightFiles
 from models.initial_weights import InitialWeights
-from models.kinds import empty_model
-from models.published import architecture
+from models.kinds import parameter_shapes
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context
 from ulysses.data.read.chat import ChatTemplate
@@ -185,8 +184,7 @@ def check_weights(
             'model.quantize = "nf4" and model.lora.rank if all matrices of the layers are, or use the model that they '
             "were made from"
         )
-    model = empty_model(shape, reward=reward)
-    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
+    expected = parameter_shapes(shape, reward=reward)
     files.check(expected, may_lack=("score.weight",) if reward else ())
 
 

@@ -38,7 +38,7 @@ from ulysses.config.section import error_context, refuse
 from ulysses.data.read.sources import parse_sources, repeated_data
 from ulysses.data.serve.steps import StepLoader
 from ulysses.options import check_parts, stage_of
-from ulysses.plan.inquiry import published_shape
+from ulysses.plan.planner import published_shape
 
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
 LEAST_KNOWN = 0.9

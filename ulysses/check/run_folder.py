@@ -40,7 +40,7 @@ from ulysses.disk import (
 )
 from ulysses.environment import NODE
 from ulysses.parallel.mesh import gather
-from ulysses.plan.memory_choice import planner_model
+from ulysses.plan.planner import planner_model
 
 FORMAT = 6
 FIELDS = {"step", "files", "config", "shape", "policies", "inputs"}  # of run.json, at least
@@ -267,7 +267,13 @@ def resume_point(run: RunSection) -> Path | None:
     Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
     later be mistaken for this run's own.
     """
-    saved, chosen = saved_checkpoints(Path(run.output) / "checkpoints"), None
+    folder, chosen = Path(run.output) / "checkpoints", None
+    saved = saved_checkpoints(folder)
+    for path in folder.glob("step-*"):
+        if CHECKPOINT.fullmatch(path.name) and path.exists() and path not in saved:
+            raise ValueError(
+                f"{path.absolute()} is in the way of a checkpoint and is none; move it away"
+            )
     if restarts(run) or run.resume == "auto":
         chosen = next(reversed(saved), None)
     elif run.resume != "never":

@@ -52,7 +52,7 @@ class LoraSection(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps updates of one size at every rank (rsLoRA, 2312.03732)."""
     dropout: Share = 0.0
-    """Probability of dropping an input of an adapter during training; 0 drops none."""
+    """Probability of dropping an input of an adapter during training; those of the same rows drop the same ones."""
     targets: list[Literal[LORA_TARGETS + RULE_TARGETS]] = Field(
         list(LORA_TARGETS), min_length=1
     )
@@ -181,8 +181,8 @@ class BatchSection(Section):
     examples: PositiveInt = 8
     """Examples per optimizer step over all processes: sequences, pairs (DPO), pairs or lists (RM), or prompts (PPO)."""
     tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
-    """Longest packed sequence of a micro-batch in tokens; "auto" is the largest that makes a step faster and for which
-    nothing more is recomputed, at least the longest example. It changes no number."""
+    """Longest packed sequence of a micro-batch in tokens; "auto" is the longest example, or as many more as
+    recompute nothing more than that, up to a whole step. It changes no number."""
     share_prompts: bool = True
     """Compute a prompt once for all of its answers in a micro-batch, where that takes less time than CUDA graphs over
     whole sequences; losses and gradients are the same."""
@@ -230,8 +230,8 @@ class GradientsSection(Section):
 
 
 class MemorySection(Section):
-    recompute: Literal["auto", "none", "keep_attention", "block", "pair"] = "auto"
-    """What the backward pass computes again: nothing, all but attention, each layer, or each pair of layers."""
+    recompute: Literal["auto", "none", "keep_attention", "block"] = "auto"
+    """What the backward pass computes again: nothing, all but attention, or each layer."""
     weights: Literal["auto", "sharded", "resident"] = "auto"
     """Whether every process holds a share of the weights and gathers each layer for its use, or all of them, gathered
     once after an update; "auto" is what is faster and fits."""
@@ -243,6 +243,16 @@ class MemorySection(Section):
     """Keep each process's share of the weights in host memory."""
     host_memory: NonNegativeFloat = 0.0
     """Host memory of each node in GiB, for machines that report too little of it; 0 takes what the system reports."""
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _pair_has_gone(cls, value: object) -> object:
+        if value == "pair":
+            raise PydanticCustomError(
+                "gone",
+                'it has gone, because host memory reaches further; use "block" with memory.offload = "auto"',
+            )
+        return value
 
 
 class RunSection(Section):

@@ -84,7 +84,7 @@ class Mixer(Protocol):
 
 
 class Layer(Protocol):
-    """What the node asks of its layer; Pair calls the module itself.
+    """What the node asks of its layer.
 
     recompute: its level. offloader: where what is kept waits, if not on the GPU.
     """
@@ -94,8 +94,6 @@ class Layer(Protocol):
 
     @property
     def mixer(self) -> Mixer: ...
-
-    def __call__(self, hidden: Tensor, rope: Rope, plan: AttentionPlan) -> Tensor: ...
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """Return what the mixer sends, and hidden too, so that one gradient comes back for both of its uses."""
@@ -128,38 +126,14 @@ class Kept:
         return self._tensors
 
 
-class Pair:
-    """Two neighbouring layers of level "pair"; the second one's input is computed again from the first one's.
-
-    That halves what the level "block" keeps, for half a forward pass more. The first layer is called as a module once
-    more, without a graph, so that ZeRO-3 gathers and releases its parameters as in any forward pass.
-    """
-
-    def __init__(self, first: Layer) -> None:
-        self.first = first
-        # the first layer's group, the state of the generators, and its rotary table
-        self.kept: tuple[Kept | Group, Random, Rope] | None = None
-
-    def second_input(self, plan: AttentionPlan) -> Tensor:
-        """Return the first layer's output, computed again."""
-        assert self.kept is not None
-        group, random, rope = self.kept
-        # ZeRO-3 counts inputs that need a gradient, and there is no graph here
-        with torch.no_grad(), replay(random):
-            return self.first(group.tensors()[0].detach(), rope, plan)
-
-
-LayerContext = Context[
-    tuple[Layer, Rope, AttentionPlan, Pair | None, "Kept | Group", list[Random]]
-]
+LayerContext = Context[tuple[Layer, Rope, AttentionPlan, "Kept | Group", list[Random]]]
 
 
 class LayerNode(torch.autograd.Function):
     """Run a layer, hidden [S, D] -> [S, D], at the level `layer.recompute`, which is not "none".
 
     What the level keeps goes to host memory if there is a `layer.offloader`. The gradients are those of ordinary
-    autograd. `pair` is what the two layers of a pair share; `parameters` are those of `layer.stage_parameters()`. All
-    ranks use the same level for a layer.
+    autograd. `parameters` are those of `layer.stage_parameters()`. All ranks use the same level for a layer.
     """
 
     @staticmethod
@@ -168,15 +142,11 @@ class LayerNode(torch.autograd.Function):
         layer: Layer,
         rope: Rope,
         plan: AttentionPlan,
-        pair: Pair | None,
         hidden: Tensor,
         *parameters: nn.Parameter,
     ) -> Tensor:
-        is_second = pair is not None and pair.kept is not None
-        offloader = None if is_second else layer.offloader
-        group = offloader.group() if offloader else Kept()
-        if not is_second:
-            group.keep(hidden)
+        group = layer.offloader.group() if layer.offloader else Kept()
+        group.keep(hidden)
         mixer = layer.mixer
         random = [random_state()]
         *heads, _ = layer.project(hidden, rope)
@@ -195,22 +165,16 @@ class LayerNode(torch.autograd.Function):
         random.append(random_state())
         result = layer.feed_forward_tiles(middle)
         group.close()
-        if pair is not None and not is_second:
-            pair.kept = group, random[0], rope
-        ctx.rest = layer, rope, plan, pair, group, random
+        ctx.rest = layer, rope, plan, group, random
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: LayerContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layer, rope, plan, pair, group, random = ctx.rest
+        layer, rope, plan, group, random = ctx.rest
         del ctx.rest
-        kept = group.tensors()
-        if pair is not None:
-            kept = kept or [pair.second_input(plan)]
-            pair.kept = None
-        hidden, *results = kept
-        del group, kept
+        hidden, *results = group.tensors()
+        del group
         mixer = layer.mixer
         in_project, _, in_output, _ = layer.stage_parameters()
 
@@ -241,7 +205,7 @@ class LayerNode(torch.autograd.Function):
         grads = mixer.to_heads_backward(grads, plan)
         (grad_hidden,), grads_project = through_project(*grads, grad_hidden)
         of_parameters = *grads_project, *grads_mix, *grads_output, *grads_feed_forward
-        return None, None, None, None, grad_hidden, *of_parameters
+        return None, None, None, grad_hidden, *of_parameters
 
 
 def _again(

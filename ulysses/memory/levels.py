@@ -6,7 +6,6 @@
     none             everything, by ordinary autograd    nothing
     keep_attention   the layer's input, mix's results    all but mix (and feed_forward's last product)
     block            the layer's input                   the same and mix
-    pair             one input for two layers            the same and the first layer's whole forward pass
 
 All levels but "none" run in layer_node.py.
 
@@ -18,13 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from ulysses.memory.size import LayerSize
 from ulysses.memory.tiling import TILE_ROWS
 
 if TYPE_CHECKING:
     from ulysses.memory.offload import Offloader
 
-LEVELS = ("none", "keep_attention", "block", "pair")  # the fastest first, which keeps most
+LEVELS = ("none", "keep_attention", "block")  # the fastest first, which keeps most
 Rope = tuple[Tensor, Tensor]
 
 
@@ -43,26 +41,3 @@ class LayerMemory(NamedTuple):
     offloader: "Offloader | None" = None
     offloaded_layers: int | None = None
     graphs: bool = False
-
-
-def kept_bytes(level: str, layer: LayerSize, element_size: int) -> float:
-    """Return the bytes that a layer's graph keeps for each local row at a level, weights aside."""
-    D, mixer, feed_forward = layer.width, layer.mixer, layer.feed_forward
-    kept, exact = D / 2 if level == "pair" else D, 0.0
-    if level in ("none", "keep_attention"):
-        kept, exact = kept + mixer.results, mixer.exact
-    if level == "none":  # and between the halves
-        kept += D * (1 + layer.norms_after) + mixer.kept + feed_forward.kept
-        exact += feed_forward.exact
-    return element_size * kept + 4 * exact
-
-
-def computed_again(level: str, layer: LayerSize, is_full: bool) -> tuple[float, float]:
-    """Return what backward repeats at a level: parameters that each row meets once more, and passes of the mix."""
-    if level == "none":
-        return 0.0, 0.0
-    # the last product of the feed-forward is repeated for adapters only
-    products = layer.mixer.parameters + layer.feed_forward.met * (2 / 3 if is_full else 1)
-    if level == "pair":  # and the whole forward pass of every second layer
-        return products + layer.met / 2, 1.5
-    return products, float(level == "block")

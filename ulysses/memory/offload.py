@@ -7,7 +7,7 @@
 
 The activations of one layer are a `Group`. In each direction two groups are on the GPU: one in use, one being copied.
 The host never waits; the streams wait for each other's events. Host memory is pinned in chunks of one size, which
-tensors of any size can use again; the planner asks for no more layers than the host holds (`pinned_bytes`).
+tensors of any size can use again; the planner asks for no more layers than the host holds.
 On CPU the same code copies from memory to memory, which is of use to tests alone.
 """
 
@@ -19,17 +19,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ulysses.memory.size import LayerSize
-
 # a power of two, which torch's allocator of pinned memory does not round up
 CHUNK_BYTES = 32 << 20
 
 Reference = Callable[[], "Group | None"]  # a weak one
-
-
-def pinned_bytes(level: str, layer: LayerSize, kept: float) -> float:
-    """Return the most host bytes that what a layer keeps takes: any tensor's last chunk may stay partly empty."""
-    return kept + CHUNK_BYTES * (1 + layer.mixer.tensors * (level == "keep_attention"))
 
 
 class Offloader:

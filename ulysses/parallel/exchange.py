@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import AttentionPlan, HeadLayout, copy, dense, head_layout
-from .mesh import ParallelMesh
+from .mesh import HOST_WAITS, ParallelMesh
 
 # --- q, k, v: token shards -> head shards ------------------------------------------------------------------------
 
@@ -123,7 +123,8 @@ def all_to_all(
     if ranks < count:
         mine = mesh.sp_rank // ranks
         splits = [near if r // ranks == mine else far for r in range(count)]
-    dist.all_to_all_single(received, send, splits, splits, group=mesh.sp_group)
+    with HOST_WAITS:
+        dist.all_to_all_single(received, send, splits, splits, group=mesh.sp_group)
     return received
 
 

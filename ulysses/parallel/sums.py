@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .batch import ShardedBatch
 from .layout import Context
+from .mesh import HOST_WAITS
 
 
 def segment_sums(values: Tensor, batch: ShardedBatch) -> Tensor:
@@ -41,7 +42,10 @@ def gather_tokens(values: Tensor, batch: ShardedBatch) -> Tensor:
     plan, gathered = batch.attention_plan, values.contiguous()
     if batch.mesh.sp_group is not None:
         gathered = values.new_empty(plan.total, *values.shape[1:])
-        dist.all_gather_into_tensor(gathered, values.contiguous(), group=batch.mesh.sp_group)
+        with HOST_WAITS:
+            dist.all_gather_into_tensor(
+                gathered, values.contiguous(), group=batch.mesh.sp_group
+            )
     packed = torch.empty_like(gathered)
     packed[plan.by_rank] = gathered
     return packed[: batch.num_tokens]
@@ -61,7 +65,8 @@ class _SegmentSums(torch.autograd.Function):
             [torch.segment_reduce(c, "sum", offsets=starts, unsafe=True) for c in columns], 1
         )
         if batch.mesh.sp_group is not None:
-            dist.all_reduce(sums, group=batch.mesh.sp_group)
+            with HOST_WAITS:
+                dist.all_reduce(sums, group=batch.mesh.sp_group)
         wide = torch.promote_types(values.dtype, torch.float32)
         return sums.view(-1, *values.shape[1:]).to(wide)
 

@@ -7,8 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from models.quantized import dense
-from ulysses.config.schema import Config, LoraSection
+from models.writing import whole_weights
+from ulysses.config.schema import Config, ModelSection
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.progress import progress
 from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
@@ -27,7 +27,7 @@ class EngineSampler:
         engine: trains the policy.
         options: of sampling.
         automatic_batch: decode as many answers at a time as a GPU's free memory holds, and not `options.batch`.
-        lora: the table of the policy's adapters, which are added to a copy of the matrices they adapt.
+        settings: the policy's table [model]; adapters are added to a copy of the matrices they adapt.
         renew: is told of progress.
     """
 
@@ -35,7 +35,7 @@ class EngineSampler:
     mesh: ParallelMesh
     options: SamplingOptions
     automatic_batch: bool = True
-    lora: LoraSection | None = None
+    settings: ModelSection | None = None
     renew: Callable[[], None] = lambda: None
     warned: bool = False  # that there are no CUDA graphs
 
@@ -43,7 +43,7 @@ class EngineSampler:
     def of(cls, run: Run, config: Config, options: SamplingOptions) -> Self:
         """Make the sampler of a run."""
         automatic = config.ppo.generation_batch == "auto"
-        return cls(run.engine, run.mesh, options, automatic, config.model.lora, run.watch.renew)
+        return cls(run.engine, run.mesh, options, automatic, config.model, run.watch.renew)
 
     def synchronise(self, rollout: int = 0) -> None:
         """Do nothing: every call of `sample` reads the current weights."""
@@ -54,11 +54,9 @@ class EngineSampler:
         main, fitting, why = self.mesh.is_main, 0, "there is no GPU"
         bar = progress(desc="sampling", unit="tokens", leave=False, disable=not main)
         with gathered_weights(self.engine) as weights, bar:
-            if self.lora and self.lora.rank:
-                from models.lora import merged
-
-                bases = dense(model, weights.items())
-                weights = dict(merged(bases, weights, self.lora, model.config))
+            if self.settings and self.settings.lora.rank:
+                found = whole_weights(model.config, weights.items(), weights, self.settings)
+                weights = {n: w if base is None else w.to(base.dtype) for n, w, base in found}
             if device.type == "cuda":
                 free, dtype = free_bytes(device), next(model.parameters()).dtype
                 longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens

@@ -188,8 +188,8 @@ class PpoStage(ReferencedStage):
             sampler=(OutsideSampler if ppo.sampler else EngineSampler).of(
                 run, self.config, options
             ),
-            budget=memory.pass_tokens,
-            shared_budget=memory.case.tokens if self.config.batch.share_prompts else 0,
+            tokens_per_microbatch=memory.tokens_per_microbatch,
+            share_prompts=self.config.batch.share_prompts and not memory.graphs,
             reference=found.get("reference"),
             reward=reward,
             scorer=scorer,

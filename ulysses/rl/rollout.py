@@ -74,13 +74,13 @@ class Rollout:
         prompts: list[Tensor],
         answers: list[Completion],
         *,
-        budget: int = 0,
+        tokens_per_microbatch: int = 0,
         by_length: bool = False,
     ) -> "Rollout":
         """Lay out the answers, K to each prompt one after the other.
 
         Args:
-            budget: tokens of a micro-batch in which answers share their prompt; 0 shares nothing.
+            tokens_per_microbatch: the most of the answers that share a prompt, which is in them once; 0 shares nothing.
             by_length: every answer weighs 1 in the loss, and not each of its tokens.
         """
         K = len(answers) // len(prompts)
@@ -91,7 +91,7 @@ class Rollout:
             # the last token of a prompt predicts, so that every sequence keeps it
             room -= 1 + count
             if n % K == 0 or room < 0:
-                owner, room = n, budget - len(prompt) - count
+                owner, room = n, tokens_per_microbatch - len(prompt) - count
             prefix = len(prompt) - 1 if owner < n else 0
             held = len(prompt) - prefix
             parts += [prompt[prefix:], answer.tokens]
@@ -194,8 +194,8 @@ class RolloutMaker:
         engine: trains models.scored.PolicyValue, or CausalLM without a value.
         config: the [ppo] table.
         sampler: decodes this rank's answers, with these weights here or on servers.
-        budget: tokens per packed micro-batch.
-        shared_budget: tokens of the micro-batches in which answers to one prompt share it; 0 shares nothing.
+        tokens_per_microbatch: the most of a packed one.
+        share_prompts: answers to one prompt that fit into a micro-batch share it.
         reference: (batch, temperature) -> the reference's log-probabilities [S]; None without a KL penalty.
         reward: scores answers by each function's name (ulysses.rl.rewards.Rewards); None without functions.
         scorer: gives one more score, a frozen engine around models.scored.RewardModel, or None.
@@ -210,8 +210,8 @@ class RolloutMaker:
     mesh: ParallelMesh
     config: PpoSection
     sampler: AnswerSampler
-    budget: int
-    shared_budget: int = 0
+    tokens_per_microbatch: int
+    share_prompts: bool = False
     reference: Callable[..., Tensor] | None = None
     reward: Callable[..., list[dict[str, float]]] | None = None
     scorer: ZeroEngine | None = None
@@ -265,7 +265,7 @@ class RolloutMaker:
             number,
             prompts,
             answers,
-            budget=self.shared_budget,
+            tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
             by_length=self.config.loss_aggregation == "sequence",
         )
         if self.scorer is not None:
@@ -308,7 +308,7 @@ class RolloutMaker:
             lambda i: rollout[examples[i]].sequences,
             self.mesh,
             self.engine.device,
-            self.budget,
+            self.tokens_per_microbatch,
             *columns,
         )
 

@@ -29,10 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
 from models.kinds import empty_model
-from models.layers import layer_sizes
 from models.ops.rotary import rotary_tables
 from models.self_attention import SelfAttention
-from ulysses.memory.size import Setting
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 from ulysses.rl.states import HELD, States
 
@@ -89,11 +87,22 @@ class Task(NamedTuple):
 
 def sampling_bytes(config: ModelConfig, longest: int, element_size: int) -> tuple[float, float]:
     """Return what sampling takes beside the weights: in any case, and for each slot of `longest` tokens."""
-    (mean, layer), layers = layer_sizes(config, Setting()), config.num_hidden_layers
-    inner = layer.feed_forward
-    prefill = PREFILL_TOKENS * (3 * inner.inner + inner.copied + 4 * layer.width)
-    cached = layers * (longest * mean.mixer.cached + mean.mixer.state)
-    return element_size * prefill, element_size * cached + DRAWING_BYTES * config.vocab_size
+    inner, copied, D = config.intermediate_size, 0, config.hidden_size
+    if moe := config.moe:
+        inner = moe.num_experts_per_tok * moe.moe_intermediate_size
+        inner += moe.shared_expert_intermediate_size or 0
+        copied = moe.num_experts_per_tok * D
+    prefill = PREFILL_TOKENS * (3 * inner + copied + 4 * D)
+    # of every token a key and a value, which with a sink take one more step of kernels; of every answer a state
+    E, states = config.head_dim + 8 * config.family.sinks, 0.0
+    attending = sum(kind.mixer != "linear_attention" for kind in config.layers)
+    cached = attending * longest * 2 * config.num_key_value_heads * E
+    if delta := config.delta:
+        heads = delta.linear_num_value_heads * delta.linear_value_head_dim
+        states = 4 * heads * delta.linear_key_head_dim
+        states += element_size * (delta.linear_conv_kernel_dim - 1) * sum(delta.widths)
+    each = element_size * cached + states * (config.num_hidden_layers - attending)
+    return element_size * prefill, each + DRAWING_BYTES * config.vocab_size
 
 
 def fitting_slots(config: ModelConfig, longest: int, dtype: torch.dtype, free: float) -> int:

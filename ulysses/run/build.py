@@ -8,7 +8,7 @@ from torch import nn
 from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from models.kinds import model_class
-from models.layers import DecoderLayer, layer_sizes
+from models.layers import DecoderLayer
 from ulysses.check.input_files import check_examples
 from ulysses.check.inputs import RunInputs
 from ulysses.config.schema import Config
@@ -17,11 +17,11 @@ from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader
 from ulysses.data.serve.tokenise import open_dataset
-from ulysses.memory.size import Setting
+from ulysses.memory.levels import LayerMemory
 from ulysses.options import stage_of
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.case import Plan
-from ulysses.plan.memory_choice import layer_memory
+from ulysses.plan.layer_cost import Setting, layer_costs
+from ulysses.plan.step_cost import Plan
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
@@ -61,28 +61,26 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
 def step_loader(
     inputs: RunInputs,
     dataset: TokenizedDataset,
-    tokens: int,
+    tokens_per_microbatch: int,
     groups: int,
     group: int = 0,
     *,
     evaluation: bool = False,
-    launched_tokens: float = 0.0,
 ) -> StepLoader:
     """Serve a dataset's steps, in micro-batches of so many tokens, to one of several data-parallel groups."""
     config, shape = inputs.config, inputs.shape
     if config.batch.tokens_per_microbatch == "auto":  # which was chosen by the training data
-        tokens = max(tokens, int(dataset.lengths.max()))
+        tokens_per_microbatch = max(tokens_per_microbatch, int(dataset.lengths.max()))
     return StepLoader(
         dataset,
         inputs.stage.requirements.examples_per_load,
-        tokens_per_microbatch=tokens,
+        tokens_per_microbatch=tokens_per_microbatch,
         seed=config.run.seed,
         data_parallel_size=groups,
         dp_rank=group,
         shuffle=not evaluation,
         attention_length=ATTENTION_WIDTHS * shape.hidden_size,
         windows=shape.windows,
-        launched_tokens=launched_tokens,
     )
 
 
@@ -138,6 +136,22 @@ def trained_engine(
     )
 
 
+def layer_memory(plan: Plan) -> LayerMemory:
+    """Return what the layers of the trained model keep, and where.
+
+    The first layers' activations wait longest for their backward, so they leave the GPU first. Without a GPU they
+    have nowhere else to go.
+    """
+    away, offloader = plan.offloaded_layers, None
+    if away and plan.question.machine.is_gpu:
+        from ulysses.memory.offload import Offloader
+
+        offloader = Offloader("cuda" if torch.cuda.is_available() else "cpu")
+    return LayerMemory(
+        plan.levels, offloader=offloader, offloaded_layers=away, graphs=plan.graphs
+    )
+
+
 def frozen_engine(
     config: Config,
     weights: InitialWeights,
@@ -155,11 +169,11 @@ def frozen_engine(
 
 
 def _zero_settings(config: Config, shape: ModelConfig) -> Values:
-    _, largest = layer_sizes(shape, Setting())
+    largest = max(layer.parameters for layer in layer_costs(shape, Setting()))
     return derive(
         dtype=getattr(torch, config.model.dtype),
         offload_parameters=config.memory.offload_parameters,
-        layer_matrices=int(largest.parameters),
+        layer_matrices=int(largest),
         vocabulary_matrices=2 * shape.vocab_size * shape.hidden_size,
         raw=config.deepspeed.zero_optimization,
     )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ulysses.check.run_folder import saved_checkpoints, write_run_state
 from ulysses.disk import check_files, digest_of, flush_to_disk, writing
 from ulysses.parallel.mesh import gather
+from ulysses.zero.copies import check_copies
 from ulysses.zero.engine import TrainedEngine
 from ulysses.zero.state import save_state
 
@@ -37,7 +38,11 @@ def save_checkpoint(
         state: goes into run.json; its "step" names the checkpoint, and its "best" (step, loss), if there is one, stays.
         more: adds files of its own to the checkpoint, on rank 0.
         keep: how many of the newest checkpoints stay, in addition to the best one; 0 keeps all.
+
+    Raises FloatingPointError, before anything is written, if a rank's copy of weights that stay whole is another one.
     """
+    if dist.get_world_size() > 1:
+        check_copies(engine)
     main = dist.get_rank() == 0
     final = folder / f"step-{state['step']}"
     temporary = final.with_name(f".{final.name}.tmp")

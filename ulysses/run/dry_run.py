@@ -14,16 +14,24 @@ from ulysses.config.section import AbsentError, ConfigError, refuse
 from ulysses.data.serve.dataset import TokenizedDataset, preview_examples
 from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
-from ulysses.plan.case import GIB, Case, Machine, cpu_flops, cpu_machine, slow_products
-from ulysses.plan.costs import predict, step_flops, step_seconds
-from ulysses.plan.inquiry import ASSUMED_GIB, longest_sequence, planned_machine
-from ulysses.plan.memory_choice import (
+from ulysses.plan.hardware import (
+    ASSUMED_GIB,
+    GIB,
+    Machine,
+    cpu_flops,
+    cpu_machine,
+    planned_machine,
+    slow_products,
+)
+from ulysses.plan.planner import (
+    choose,
     choose_memory,
-    first_fit,
+    longest_sequence,
     memory_line,
     micro_batch_line,
-    planner_run,
+    run_question,
 )
+from ulysses.plan.step_cost import Question, fits, predict, step_flops, step_seconds
 from ulysses.run.build import open_data, step_loader
 
 # exit code of a right configuration that names something which is not on this machine
@@ -61,7 +69,8 @@ def dry_run(config: Config, options: Options) -> int:
     else:
         machine = planned_machine(config, options, world)
         train = _open(inputs, findings)
-        _plan_steps(inputs, planner_run(config, inputs.shape, machine, train), train, findings)
+        question = run_question(config, inputs.shape, machine, train)
+        _plan_steps(inputs, question, train, findings)
         if not (torch.cuda.is_available() or options.gpus or options.gpu_memory):
             _plan_cpu(inputs, machine, train)
     if findings:
@@ -86,18 +95,21 @@ def _open(inputs: RunInputs, findings: list[str]) -> TokenizedDataset | None:
 
 
 def _plan_steps(
-    inputs: RunInputs, case: Case, train: TokenizedDataset | None, findings: list[str]
+    inputs: RunInputs,
+    question: Question,
+    train: TokenizedDataset | None,
+    findings: list[str],
 ) -> None:
     """Print how the run is divided, how long it is, and what it takes."""
-    config, machine = inputs.config, case.machine
+    config, machine = inputs.config, question.machine
     stage, run, facts = inputs.stage, config.run, inputs.stage.requirements
-    groups = machine.gpus // case.sp
+    groups = machine.gpus // question.sp
     print(
-        f"{counted(machine.gpus, 'process', 'es')}: data parallel {groups} x sequence parallel {case.sp}, "
+        f"{counted(machine.gpus, 'process', 'es')}: data parallel {groups} x sequence parallel {question.sp}, "
         "among neighbours"
     )
     if train:
-        loader = step_loader(inputs, train, case.tokens, groups)
+        loader = step_loader(inputs, train, question.tokens_per_microbatch, groups)
         per_epoch = loader.steps_per_epoch * facts.steps_per_load
         total = stage.total_steps(loader)
         print(
@@ -113,17 +125,17 @@ def _plan_steps(
     if config.optimizer.lr == rate:
         more = "; adapters take ten times as much" if config.model.lora.rank else ""
         print(f"optimizer.lr {rate:g} is the default of {stage.name}: {reason}{more}")
-    _plan_memory(inputs, case)
+    _plan_memory(inputs, question)
 
 
-def _plan_memory(inputs: RunInputs, case: Case) -> None:
+def _plan_memory(inputs: RunInputs, question: Question) -> None:
     """Print what every level takes, the longest sequence and what the run itself would choose.
 
     Raises ConfigError for a run that does not fit.
     """
-    config, machine, model = inputs.config, case.machine, case.model
+    config, machine, model = inputs.config, question.machine, question.model
     world = machine.gpus
-    plans = [first_fit(case._replace(recompute=level)) for level in LEVELS]
+    plans = [choose(question._replace(recompute=level)) for level in LEVELS]
     sequences = inputs.stage.sequences_per_example
     if config.model.path and inputs.folder is None:
         print(f"\nthe model is planned with the published shape of {config.model.path}")
@@ -132,25 +144,27 @@ def _plan_memory(inputs: RunInputs, case: Case) -> None:
         f"predicted for {counted(world, 'GPU')} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), "
         f"{machine.host_bytes / GIB:.0f} GiB of host memory per node (--host-memory; 0 is unknown):\n"
         f"{model.parameters:,} parameters, {model.trained:,} trained; "
-        f"{counted(case.micro_batches, 'micro-batch', 'es')} per group and step, the fullest: {case.tokens:,} tokens "
-        f"in {counted(case.documents, 'sequence')}; weights {'resident' if plans[0].resident else 'sharded'}:\n"
-        f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
+        f"{counted(question.micro_batches, 'micro-batch', 'es')} per group and step, the fullest: "
+        f"{question.tokens_per_microbatch:,} tokens in {counted(question.documents, 'sequence')}:\n"
+        f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'weights':>10}"
+        f"{'s / step':>10}"
     )
     for level, plan in zip(LEVELS, plans):
         p = predict(plan)
         print(
             f"  {level:<16}{p.gpu / GIB:9.1f}{p.host * machine.local_processes / GIB:17.1f}"
-            f"{plan.offloaded_layers:18}{_time(step_seconds(plan)):>10}{'' if p.fits else '   does not fit'}"
+            f"{plan.offloaded_layers:18}{'resident' if plan.resident else 'sharded':>10}"
+            f"{_time(step_seconds(plan)):>10}{'' if fits(plan) else '   does not fit'}"
         )
-    if case.rollout:
+    if question.rollout:
         print("  (the time of sampling comes on top)")
     note = " on each side of a pair" if sequences == 2 else ""
-    for sp in sorted({case.sp, world}):
-        longest = longest_sequence(case._replace(sp=sp, documents=sequences))
+    for sp in sorted({question.sp, world}):
+        longest = longest_sequence(question._replace(sp=sp, documents=sequences))
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
-    plan = choose_memory(case)
+    plan = choose_memory(question)
     print(f"{memory_line(plan)}; {_time(step_seconds(plan))} s / step")
-    print(micro_batch_line(plan, config.batch.tokens_per_microbatch == "auto"))
+    print(micro_batch_line(question, config.batch.tokens_per_microbatch == "auto"))
 
 
 def _time(seconds: float) -> str:
@@ -161,8 +175,8 @@ def _plan_cpu(inputs: RunInputs, machine: Machine, train: TokenizedDataset | Non
     """Print how long a step takes on this machine's CPU, which recomputes nothing."""
     config = inputs.config
     dtype = config.model.dtype
-    plan = choose_memory(planner_run(config, inputs.shape, cpu_machine(machine.gpus), train))
-    flops = sum(step_flops(plan)) * plan.case.micro_batches
+    plan = choose(run_question(config, inputs.shape, cpu_machine(machine.gpus), train))
+    flops = sum(step_flops(plan)) * plan.question.micro_batches
     seconds = flops * machine.gpus / cpu_flops(dtype)
     needed = predict(plan).gpu
     line = f"on this machine's CPU a step takes about {_time(seconds)} s"

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import distributions
+from itertools import starmap
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,13 +26,12 @@ from models.arch import ModelConfig
 from models.families import Fields
 from models.folders import CONFIG, folder_with, resolve_model
 from models.hf_format import WeightFiles
-from models.kinds import empty_model
-from models.modules import Exact
 from models.writing import (
     GENERATION,
     TOKENIZER_FILES,
     Rounding,
     copy_side_files,
+    whole_weights,
     write_weights,
 )
 from ulysses.check.inputs import RunInputs
@@ -129,9 +128,8 @@ def export_model(
     config: Config,
     step: int,
     *,
-    merge: bool = False,
     dtype: str = "",
-    replaces: bool = False,
+    for_servers: bool = False,
 ) -> str:
     """Write everything that an export after `step` consists of; all ranks call it together, and the first one writes.
 
@@ -139,81 +137,85 @@ def export_model(
 
     Args:
         read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
-        merge: add adapters to their base's weights. Otherwise they are written alone.
         dtype: of the weights in place of the configured one.
-        replaces: `out` is a folder that the run itself has written before.
+        for_servers: whole weights as they are trained on, in place of those that were written to `out` before.
     """
-    lora, stage = config.model.lora, stage_of(config)
-    whole = merge or not lora.rank
-    weights = read(lambda name: whole and ".lora_" not in name)
+    source, lora, reward = config.model, config.model.lora, stage_of(config).reward
+    whole = for_servers or lora.merge or not lora.rank
+    weights, adapters = read(lambda name: whole and ".lora_" not in name), {}
     if lora.rank:
-        from models.lora import is_adapter, merged, save_adapters
+        from models.lora import is_adapter, save_adapters
 
         adapters = dict(read(partial(is_adapter, whole=lora.train)))
     if dist.is_initialized() and dist.get_rank():
         deque(weights, maxlen=0)  # this rank only takes part in gathering them
         return ""
-    dtype, carried, base = dtype or config.export_dtype, {}, {}
-    rounded = Rounding(getattr(torch, dtype))
-    source = config.model
-    has_others = shape.around or shape.delta  # tensors of vision, or of MTP
-    if has_others and source.init == "pretrained" and whole and not stage.reward:
-        folder = resolve_model(str(source.path), source.revision)
-        carried = WeightFiles(folder).carried
-    known = source.init == "pretrained" and Path(str(source.path)).is_dir()
-    if known and dtype < source.dtype and not lora.rank:
-        files = WeightFiles(Path(str(source.path)))
-        base = files.tensors
+    rounded = Rounding(dtype or config.export_dtype, shape)
+    auto = "SequenceClassification" if reward else "CausalLM"
+    card, files, carried = model_card(config, step), None, {}
+    was_quantised = source.quantize != "none" and not for_servers
+    is_less = rounded.name < source.dtype and not lora.rank and Path(str(source.path)).is_dir()
+    has_others = (shape.around or shape.delta) and not reward  # tensors of vision, or of MTP
+    needs_files = was_quantised or is_less or has_others
+    if whole and source.init == "pretrained" and needs_files:
+        files = WeightFiles(resolve_model(str(source.path), source.revision))
+        carried = files.carried
+    if not whole:
+        card += f"""
+The adapters are for transformers' {shape.adapted_class(auto)}. PEFT loads them with their base:
 
-    exact = set()
-    if shape.delta:  # the decay of linear attention stays in float32
-        parameters = empty_model(shape).named_parameters()
-        exact = {name for name, p in parameters if isinstance(p, Exact)}
+```python
+model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
+```
+"""
 
-    def written(name: str, tensor: Tensor) -> Tensor:
-        if name in exact:
-            return tensor.float()
-        if name in base and base[name].shape == tensor.shape:
-            return rounded(tensor.view(-1), files.read(name)).view_as(tensor)
-        return tensor.to(rounded.dtype)
+    def described(note: str) -> str:
+        return card + f"\nThe metrics are of the trained weights: {note}.\n" * bool(note)
 
-    auto = "SequenceClassification" if stage.reward else "CausalLM"
-    with whole_folder(out, f" after step {step}", replaces=replaces) as new:
-        if not whole:
+    given = shape, rounded, [config.output / "tokenizer"], described, reward
+    with export_folder(out, *given, f" after step {step}", replaces=for_servers) as new:
+        if whole:
+            before = files if was_quantised or is_less else None
+            found = whole_weights(shape, weights, adapters, source, before)
+            shard = int(config.export.shard_gib * 2**30)
+            named = starmap(rounded, found)
+            write_weights(new, named, shard, config=shape, reward=reward, carried=carried)
+        else:
             adapters = {
                 shape.adapted_name(name, auto): x.to(rounded.dtype)
                 for name, x in adapters.items()
             }
             by_parameter = shape.family.mlp_by_parameter
-            save_adapters(
-                new, adapters, config.model, reward=stage.reward, by_parameter=by_parameter
-            )
-        else:
-            if lora.rank:
-                weights = merged(weights, adapters, lora, shape, rounded)
-            write_weights(
-                new,
-                ((name, written(name, tensor)) for name, tensor in weights),
-                int(config.export.shard_gib * 2**30),
-                config=shape,
-                reward=stage.reward,
-                carried=carried,
-            )
-        write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=stage.reward))
-        copy_side_files(config.output / "tokenizer", new)
-        card = model_card(config, step)
-        if not whole:
-            card += f"""
-The adapters are for transformers' {shape.adapted_class(auto)}. PEFT loads them with their base:
-
-```python
-model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * stage.reward})
-```
-"""
-        if rounded.note:
-            card += f"\nThe metrics are of the trained weights: {rounded.note}.\n"
-        (new / CARD).write_text(card, encoding="utf-8")
+            save_adapters(new, adapters, source, reward=reward, by_parameter=by_parameter)
     return rounded.note
+
+
+@contextmanager
+def export_folder(
+    out: Path,
+    shape: ModelConfig,
+    rounded: Rounding,
+    beside: Iterable[Path],
+    card: Callable[[str], str],
+    reward: bool,
+    when: str = "",
+    *,
+    replaces: bool = False,
+) -> Iterator[Path]:
+    """Yield a new folder for weights or adapters, which then gets all that an export has beside them, and its name.
+
+    Args:
+        rounded: rounds the weights.
+        beside: folders of the tokenizer and other files that are copied.
+        card: makes the model card of what is to be said of the weights' precision.
+        when, replaces: as in whole_folder.
+    """
+    with whole_folder(out, when, replaces=replaces) as new:
+        yield new
+        write_json(new / CONFIG, shape.to_hf(dtype=rounded.name, reward=reward))
+        for folder in beside:
+            copy_side_files(folder, new)
+        (new / CARD).write_text(card(rounded.note), encoding="utf-8")
 
 
 # ---------------------------------------------------------------- model card

@@ -24,11 +24,12 @@ from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.random_keys import seed_of
-from ulysses.plan.case import device_peaks
+from ulysses.plan.hardware import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
 from ulysses.run.host_time import HostTime
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate
+from ulysses.run.stragglers import Stragglers
 from ulysses.stages.base import Metrics, MetricSums, Stage, StepBatches, Term
 from ulysses.watch.failure import grace_note
 from ulysses.watch.watch import Watch
@@ -45,6 +46,7 @@ class Trainer:
         policies: gradient policies, which act on the reduced gradient once per step.
         flops: (tokens, sum of squared lengths, tokens whose target is trained) -> model FLOPs of a forward and backward
             pass, for MFU.
+        predicted_gib: what the planner says that tensors take of a GPU, which is told beside what the first step took.
         description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
         say: prints a line.
         watch: is told of every phase, and knows whether this process was asked to stop.
@@ -56,6 +58,7 @@ class Trainer:
     total_steps: int
     policies: GradientPolicyChain
     flops: Callable[[float, float, float], float] = lambda *_: 0.0
+    predicted_gib: float = 0.0
     description: dict[str, object] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
@@ -80,6 +83,7 @@ class Trainer:
         self.host: HostTime | None = None  # of a GPU, which may wait for it
         if self.engine.device.type == "cuda":
             self.host = HostTime(config.batch.tokens_per_microbatch, self.mesh.world_size)
+        self.stragglers = Stragglers(self.mesh) if self.mesh.world_size > 1 else None
 
     # ---------------------------------------------------------------- the loop
 
@@ -95,12 +99,17 @@ class Trainer:
             samples: is called with the step of every evaluation, before it.
         """
         run, first = self.run, self.step + 1
+        current = first
         try:
             while not self.finished and not self.stop_requested:
                 current = self.step + 1
                 values = self.train_step()
                 if current == first:
                     self.say(self.watch.start_line())
+                    if measured := values.get("peak_memory_gib"):
+                        self.say(
+                            f"memory: predicted {self.predicted_gib:.1f} GiB, measured {measured:.1f} GiB"
+                        )
                 # the first step takes longer than others
                 if current == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)
@@ -118,7 +127,7 @@ class Trainer:
                 is_best = improved and (run.save_every or run.patience)
                 if asked or is_best or (self.finished and run.save_last):
                     self.save()
-        except Exception as error:
+        except BaseException as error:
             error.add_note(f"step {current}")
             raise
         if self.best and self.finished and self.step < self.total_steps:
@@ -232,7 +241,11 @@ class Trainer:
         metrics.add("stop", float(self.watch.stop_wanted))
         late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0
         metrics.add("save", float(late and self.mesh.is_main))  # one clock decides
+        if self.stragglers:
+            self.stragglers.add(self.step + 1, metrics)
         values = metrics.reduce()
+        if self.stragglers and (slow := self.stragglers.note(self.step + 1, values)):
+            self.say(slow)
         self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
         return self.stage.finalise_metrics(values)
 

@@ -29,15 +29,16 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import replace_file
 from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.case import slow_products, this_machine
-from ulysses.plan.costs import model_flops
-from ulysses.plan.memory_choice import (
+from ulysses.plan.hardware import GIB, slow_products, this_machine
+from ulysses.plan.layer_cost import model_flops
+from ulysses.plan.planner import (
     check_host,
     choose_memory,
     memory_line,
     micro_batch_line,
-    planner_run,
+    run_question,
 )
+from ulysses.plan.step_cost import predict
 from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
 from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.metrics import MetricsLog
@@ -103,7 +104,6 @@ class TrainingRun:
 
     def __enter__(self) -> "TrainingRun":
         self.watch.phase("start")
-        self.watch.leave_witness()
         self.device = initialize_distributed(self.watch.wait_for_store())
         try:
             self._meet()
@@ -133,15 +133,16 @@ class TrainingRun:
         config, inputs, shape = self.config, self.inputs, self.inputs.shape
         torch.backends.cuda.matmul.allow_tf32 = False
         machine = this_machine(self.device, config.memory.host_memory)
-        case = planner_run(config, shape, machine, self.train_data)
+        question = run_question(config, shape, machine, self.train_data)
         if config.parallel.sequence_parallel_size == "auto":
-            self.say(f"parallel.sequence_parallel_size is auto: {case.sp}")
-        self.mesh = ParallelMesh(case.sp, num_heads=case.common_heads, windows=shape.windows)
+            self.say(f"parallel.sequence_parallel_size is auto: {question.sp}")
+        heads = question.common_heads
+        self.mesh = ParallelMesh(question.sp, num_heads=heads, windows=shape.windows)
         self.watch.phase("kernels")
         with error_context():
             given = config, inputs.stage, shape, inputs.attention, self.device, self.mesh
             check_kernel(*given)
-            self.memory = memory = choose_memory(case)
+            self.memory = memory = choose_memory(question)
             check_host(config, memory)
         self.say(f"attention kernel: {inputs.kernel.name} ({inputs.kernel.reason})")
         if self.device.type == "cpu" and (slow := slow_products(config.model.dtype)):
@@ -150,22 +151,24 @@ class TrainingRun:
             if data:
                 self.say(f"{name} data: {data.report}")
         self.say(memory_line(memory))
-        self.say(micro_batch_line(memory, config.batch.tokens_per_microbatch == "auto"))
+        self.say(micro_batch_line(question, config.batch.tokens_per_microbatch == "auto"))
 
     def _build(self) -> Trainer:
         """Put the parts together."""
         config, inputs, memory = self.config, self.inputs, self.memory
         self.watch.phase("building the model")
-        self.say(f"building the model of {memory.case.model.parameters:,} parameters ...")
+        self.say(f"building the model of {memory.question.model.parameters:,} parameters ...")
         self.engine = trained_engine(
             config, inputs.weights, self.mesh, memory, inputs.attention
         )
-        self.resources.callback(self.engine.destroy)
+        self._hold(self.engine)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
         self.watch.phase("preparing the stage")
         stage = inputs.stage.build(self)
         train_data, eval_data = stage.extend_data(self)
-        loader = self.loader(train_data, launched_tokens=memory.launched_tokens)
+        if memory.graphs:  # which take whole sequences
+            train_data = train_data.apart
+        loader = self.loader(train_data)
         for line in remarks(inputs, loader):
             self.say(line)
         return Trainer(
@@ -174,7 +177,10 @@ class TrainingRun:
             eval_loader=eval_data and self.loader(eval_data, evaluation=True),
             total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
-            flops=partial(model_flops, memory.case.model),
+            flops=partial(model_flops, memory.question.model),
+            predicted_gib=predict(memory).allocated / GIB
+            if memory.question.machine.is_gpu
+            else 0.0,
             description={
                 "run": self.run_id,
                 "config": config.model_dump(mode="json"),
@@ -201,15 +207,11 @@ class TrainingRun:
 
     # ---------------------------------------------------------------- what a stage asks for
 
-    def loader(
-        self, dataset: TokenizedDataset, *, evaluation: bool = False, **options: float
-    ) -> StepLoader:
-        """Return the loader of this data-parallel group; an evaluation is a pass without gradient."""
-        tokens = self.memory.pass_tokens if evaluation else self.memory.case.tokens
+    def loader(self, dataset: TokenizedDataset, *, evaluation: bool = False) -> StepLoader:
+        """Return the loader of this data-parallel group; an evaluation takes every example once, in order."""
         place = self.mesh.data_parallel_size, self.mesh.dp_rank
-        return step_loader(
-            self.inputs, dataset, tokens, *place, evaluation=evaluation, **options
-        )
+        tokens = self.memory.tokens_per_microbatch
+        return step_loader(self.inputs, dataset, tokens, *place, evaluation=evaluation)
 
     def frozen(self, model: AuxiliaryModel) -> ZeroEngine:
         """Build a frozen engine of another model, or find one of the initial policy."""
@@ -229,10 +231,15 @@ class TrainingRun:
             reward=model.is_reward,
             resident=self.memory.resident,
         )
-        self.resources.callback(engine.destroy)
+        self._hold(engine)
         if not model.is_reward:
             self.language_models[model.role] = engine
         return engine
+
+    def _hold(self, engine: ZeroEngine) -> None:
+        """Release an engine at the end of the run; each pass that it begins is progress."""
+        engine.module.register_forward_pre_hook(lambda *_: self.watch.renew())
+        self.resources.callback(engine.destroy)
 
     # ---------------------------------------------------------------- the run
 
@@ -263,6 +270,8 @@ class TrainingRun:
                 self.say(f"{out} is there already")
             else:
                 self.export(out)
+        if self.mesh.world_size == 1:
+            self.watch.pause()  # nobody waits for what else the program does
 
     def show(self, rollout: "Rollout") -> None:
         """Let run.samples show a finished rollout."""
@@ -279,24 +288,14 @@ class TrainingRun:
         dtype = config.model.dtype if for_servers else config.export_dtype
 
         def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-            found = full_parameters(
+            return full_parameters(
                 self.engine,
                 lambda name: wanted(name) and not name.startswith(VALUE),
                 exact=dtype > config.model.dtype,
             )
-            if config.model.quantize == "none":
-                return found
-            from models.quantized import dense, originals
 
-            files = self.inputs.weights.files
-            # servers sample from what is trained on
-            if for_servers or not files:
-                return dense(self.engine.module, found)
-            return originals(found, files)
-
-        merge = for_servers or config.model.lora.merge
         given = read, folder, self.inputs.shape, config, step
-        note = export_model(*given, merge=merge, dtype=dtype, replaces=for_servers)
+        note = export_model(*given, dtype=dtype, for_servers=for_servers)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}; {note}" if note else f"exported {folder}")
         dist.barrier()

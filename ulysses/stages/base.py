@@ -29,7 +29,7 @@ from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels.choice import KernelChoice
-from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.mesh import HOST_WAITS, ParallelMesh
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 
 Normaliser = Literal[
@@ -98,7 +98,8 @@ class MetricSums:
         """Return the global sums, and then the counts, float64 on the device. One collective."""
         flat = torch.stack([*self.sums.values(), *self.counts.values()])
         if dist.is_initialized():
-            dist.all_reduce(flat)
+            with HOST_WAITS:
+                dist.all_reduce(flat)
         return flat
 
     def reduce(self) -> Metrics:
@@ -181,15 +182,14 @@ class Checked(Protocol):
     resume_from: Path | None
 
 
-class MicroBatches(Protocol):
-    tokens: int
-
-
 class MemoryChoice(Protocol):
-    """How the layers run (ulysses.plan.case.Plan): tokens of a micro-batch, and of one without gradient."""
+    """How the layers run (ulysses.plan.step_cost.Plan); `graphs`: as CUDA graphs, which share no prompts."""
 
-    case: MicroBatches
-    pass_tokens: int
+    @property
+    def tokens_per_microbatch(self) -> int: ...
+
+    @property
+    def graphs(self) -> bool: ...
 
 
 class Watched(Protocol):

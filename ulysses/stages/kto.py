@@ -27,15 +27,9 @@ from ulysses.stages.referenced import ReferencedStage, mismatched_lengths, misma
 
 @dataclass(eq=False)
 class KtoStage(ReferencedStage):
-    """Preference optimisation on unpaired answers; with a cached reference, mismatched sequences carry its values too.
-
-    Args:
-        pass_tokens: of the micro-batches of mismatched sequences, if the loader's are smaller.
-    """
+    """Preference optimisation on unpaired answers; a cached reference has values of mismatched sequences too."""
 
     name, dataset_type = "kto", "unpaired"
-
-    pass_tokens: int = 0
 
     def check(self) -> Iterator[str]:
         examples = self.config.batch.examples
@@ -59,9 +53,6 @@ class KtoStage(ReferencedStage):
             )
         return super().extend_data(run)
 
-    def arguments(self, run: Run) -> dict[str, object]:
-        return super().arguments(run) | {"pass_tokens": run.memory.pass_tokens}
-
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return the step's micro-batches, and those of the mismatched sequences."""
         read = super().read(source, step)
@@ -77,8 +68,7 @@ class KtoStage(ReferencedStage):
             lambda numbers: [dataset.mismatch(*pairs[number]) for number in numbers],
             self.mesh,
             self.model.device,
-            max(source.tokens_per_microbatch, self.pass_tokens),
-            source.launched_tokens,
+            source.tokens_per_microbatch,
         )
         return read._replace(looked_at=[batch for _, batch in batches])
 

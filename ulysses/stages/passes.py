@@ -21,25 +21,20 @@ def packed_batches(
     sequences: Callable[[list[int]], list[Sequence]],
     mesh: ParallelMesh,
     device: torch.device,
-    budget: int,
-    launched_tokens: float = 0.0,
+    tokens_per_microbatch: int,
 ) -> Iterator[tuple[list[int], ShardedBatch]]:
     """Yield this data-parallel group's micro-batches with the numbers of their items, as many on every rank.
 
     Args:
         lengths: tokens of each item; at least one.
         sequences: returns the sequences of one micro-batch by the numbers of its items.
-        budget: tokens of a micro-batch, which the longest item may exceed.
-        launched_tokens: as in StepLoader.
+        tokens_per_microbatch: the most of one, which the longest item may exceed.
     """
     costs = [sequence_cost(length, windows=mesh.windows) for length in lengths]
-    budget = max([budget, *lengths])
+    budget = max([tokens_per_microbatch, *lengths])
     groups = pack_step(lengths, costs, budget, mesh.data_parallel_size)
-    apart = sum(lengths) <= launched_tokens * sum(map(len, groups))
     for numbers in groups[mesh.dp_rank]:
         given = sequences(numbers) if numbers else [s.emptied for s in sequences([0])]
-        if apart:
-            given = [replace(sequence, prompt=None) for sequence in given]
         yield numbers, pack_shard(given, mesh, device, may_be_empty=True)
 
 
@@ -49,7 +44,7 @@ def token_values(
     sequences: Callable[[int], Collection[Sequence]],
     mesh: ParallelMesh,
     device: torch.device,
-    budget: int,
+    tokens_per_microbatch: int,
     *columns: int,
 ) -> Tensor:
     """Return [T, *columns] float32 values of all items' tokens end to end, the same on the CPU of every rank.
@@ -70,7 +65,7 @@ def token_values(
             for s in sequences(i)
         ]
 
-    for numbers, batch in packed_batches(sizes, packed, mesh, device, budget):
+    for numbers, batch in packed_batches(sizes, packed, mesh, device, tokens_per_microbatch):
         values = gather_tokens(compute(batch).float(), batch)
         if mesh.sp_rank == 0:  # all ranks of its group hold the same values, which count once
             for i, part in zip(numbers, values.split([sizes[i] for i in numbers]), strict=True):

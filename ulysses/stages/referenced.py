@@ -150,7 +150,7 @@ class ReferencedStage(Stage):
                 f"the reference log-probabilities of this run are gone: there is no {path}, and resuming no longer has "
                 f"the initial policy; restore data.cache, or set {self.name}.reference to the initial model's path"
             )
-        how = run.mesh, run.engine.device, run.memory.pass_tokens, run.say
+        how = run.mesh, run.engine.device, run.memory.tokens_per_microbatch, run.say
         return data.with_column(
             COLUMN, *read_reference(data, pairs, path, self.reference, *how)
         )
@@ -253,7 +253,7 @@ def read_reference(
     logprobs: Callable[[ShardedBatch], Tensor],
     mesh: ParallelMesh,
     device: torch.device,
-    budget: int,
+    tokens_per_microbatch: int,
     say: Callable[[str], None],
 ) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
     """Return the reference's log-probabilities, float32: of all examples end to end, and of each mismatched pair.
@@ -264,7 +264,7 @@ def read_reference(
         pairs: each once: the mismatched sequences that the run will ask for.
         path: the file of values, named after everything that they depend on; a .json next to it holds its digest.
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
-        budget: tokens per packed micro-batch.
+        tokens_per_microbatch: the most of a packed one.
     """
     ahead = mismatched_lengths(dataset, pairs)
     sizes = [*dataset.lengths.tolist(), *ahead]
@@ -280,7 +280,9 @@ def read_reference(
 
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         # several micro-batches of them, or CHUNK
-        size = mesh.data_parallel_size * max(CHUNK, 4 * budget * len(numbers) // sum(sizes))
+        size = mesh.data_parallel_size * max(
+            CHUNK, 4 * tokens_per_microbatch * len(numbers) // sum(sizes)
+        )
         bar = {
             "desc": "reference",
             "unit": "items",
@@ -298,7 +300,7 @@ def read_reference(
                         lambda number, at=at: sequences(at + number),
                         mesh,
                         device,
-                        budget,
+                        tokens_per_microbatch,
                     ).numpy()
                     shown.update(len(some))
 

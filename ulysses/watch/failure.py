@@ -2,7 +2,7 @@
 
     a configuration error    every process finds the same one; the first process of each node prints it, before torch is
                              imported if it can: exit code 2
-    any other error          the process that is the first to fail prints it and tells the others (correspondence.py);
+    any other error          the process that is the first to fail prints it and tells the others (watch.py);
                              the watch (watch.py) ends them, also out of a collective that would never end: exit code 1
 
 A launcher ends all its processes as soon as one has left. So nobody leaves before the error is printed.
@@ -11,23 +11,40 @@ A launcher ends all its processes as soon as one has left. So nobody leaves befo
 import json
 import sys
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from time import sleep, time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ulysses import environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-REASON = "ulysses/reason"  # in the store (correspondence.py)
+REASON = "ulysses/reason"  # in the store (watch.py)
 BEAT_SECONDS = 1.0  # between two looks at the store
 # So long without a beat, while others wait for a process, means that it is gone or stopped.
 SILENT_SECONDS = 6.0
 PATIENCE = 10.0  # seconds, with a question to it
 LAUNCHER_SECONDS = 60.0  # by which one process may start later than another
+ADVICE = "--run.resume auto continues the run"
+
+
+def in_background(work: Callable[[], Any]) -> "Future[Any]":
+    """Begin work that may never end, such as a question to a store that is gone; it keeps no process from its end."""
+    found: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except Exception as error:
+            found.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return found
 
 
 def say(reason: str) -> None:
@@ -57,7 +74,7 @@ def tell(store: "Store | None", reason: str, *, alone: bool) -> None:
     """
     own, told = f"{environment.rank()} {reason}", ""
     with suppress(Exception):
-        asked = ThreadPoolExecutor(1).submit(store.compare_set, REASON, "", own)
+        asked = in_background(lambda: store.compare_set(REASON, "", own))
         told = asked.result(PATIENCE).decode()
     if told not in ("", own):
         record(told.partition(" ")[2])
@@ -80,7 +97,7 @@ def report_config_error(error: Exception, *, debug: bool) -> None:
         sleep(LAUNCHER_SECONDS)
 
 
-def report_failure(error: Exception, *, debug: bool) -> None:
+def report_failure(error: BaseException, *, debug: bool) -> None:
     """Print an error with its rank and its notes on stderr, unless another process of the run was the first to fail.
 
     A stack trace comes with it for every error but non-finite numbers and failures of a disk or of the user's code
@@ -90,11 +107,14 @@ def report_failure(error: Exception, *, debug: bool) -> None:
     from ulysses.disk import DiskError
     from ulysses.zero.construct import common_store
 
-    reason, trace = str(error) or "no reason is given; has this process no memory left?", ""
+    memory = "; has this process no memory left?" * isinstance(error, MemoryError)
+    reason, trace = str(error) or f"no reason is given{memory}", ""
     if debug:
         traceback.print_exception(error)
     if not isinstance(error, FloatingPointError | DiskError | UserCodeError):
         reason = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, reason])
+        # what no code expects may come from outside, and not again
+        reason += f"; {ADVICE}" * (not isinstance(error, Exception))
         trace = "" if debug else "".join([*traceback.format_exception(error), "\n"])
     reason = SECRETS.sub("***", f"{trace}error: rank {environment.rank()}, {reason}")
     store = common_store()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ulysses import environment
-from ulysses.parallel.mesh import gather
+from ulysses.parallel.mesh import HOST_WAITS, gather
 from ulysses.zero import gpu_kernels
 from ulysses.zero.reduce import GradientReduction
 from ulysses.zero.update import ParameterSlice
@@ -74,7 +74,7 @@ class AveragedReduction(GradientReduction):
 
     def _receive(self, found: list[tuple[ParameterSlice, Tensor]], last: bool) -> None:
         """Reduce large gradients at once, small ones when there are enough."""
-        with self._on_stream(found):
+        with self._on_stream(found), HOST_WAITS:
             for s, grad in found:
                 if len(grad) < self._bucket:
                     self._waiting.append((s, grad))

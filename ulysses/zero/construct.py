@@ -5,6 +5,7 @@ from a generator keyed by (seed, name), the same on any topology.
 """
 
 import ctypes
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -107,8 +108,8 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
     return bound or torch.device("cpu")
 
 
-# torch has no public function that finds the store, all groups, a group's timeout or how many collectives it has begun.
-# These four are in all versions that the engine is tested with (2.11 to 2.13).
+# torch has no public function that finds the store, all groups, a group's timeout, how many collectives it has begun or
+# what NCCL's flight recorder holds. These are in all versions that the engine is tested with (2.11 to 2.13).
 
 
 def common_store() -> dist.Store | None:
@@ -120,17 +121,28 @@ def common_store() -> dist.Store | None:
 
 
 def lift_time_limits() -> None:
-    """Let every process group made so far, DeepSpeed's and the engine's, wait for ever.
+    """Let every process group made so far, DeepSpeed's and the engine's, wait for ever, and NCCL's keep their times.
 
     Call it while no collective runs: torch's own threads read the limit too.
     """
     for group in _groups():
         dist.distributed_c10d._set_pg_timeout(FOR_EVER, group)
+        if dist.get_backend(group) == "nccl":
+            group._enable_collectives_timing()
 
 
 def collectives_begun() -> int:
-    """Count the collectives that this process has begun; on a GPU they may still wait for their turn."""
-    return sum(group._get_sequence_number_for_group() for group in _groups())
+    """Count the collectives that this process has begun, on a GPU those that have had their turn there."""
+    asked = sum(group._get_sequence_number_for_group() for group in _groups())
+    return asked - sum(e["state"] == "scheduled" for e in flight_record(active=True))
+
+
+def flight_record(*, active: bool) -> list[dict[str, Any]]:
+    """Return the last collectives of NCCL's flight recorder, or those that have not ended; none on a CPU."""
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return []
+    dump = torch._C._distributed_c10d._dump_nccl_trace_json
+    return json.loads(dump(includeCollectives=True, onlyActive=active)).get("entries", [])
 
 
 def _groups() -> list[dist.ProcessGroup]:

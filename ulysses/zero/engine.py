@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ulysses.gradients.gradients import Gradients
+from ulysses.parallel.mesh import HOST_WAITS
 from ulysses.zero.across_ranks import AveragedReduction
 from ulysses.zero.construct import streaming_memory
 from ulysses.zero.partition import MakeOptimizer, parameter_slices, shard_of, sub_groups
@@ -134,7 +135,8 @@ class TrainedEngine(ZeroEngine):
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         moved = tensor.to(self.device)
-        dist.all_reduce(moved)
+        with HOST_WAITS:
+            dist.all_reduce(moved)
         return moved.to(tensor.device)
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ulysses.parallel.mesh import HOST_WAITS
 from ulysses.zero.partition import Shard, shard_of
 
 ALIGNMENT = 64  # elements between the starts of parameters: kernels read aligned ones faster
@@ -112,7 +113,8 @@ class ResidentWeights:
         owns, _, wholes = zip(*map(shard_of, parameters))
         own = torch.cat(owns)
         everyone = own.new_empty(self.world, len(own))
-        dist.all_gather_into_tensor(everyone.view(-1), own)
+        with HOST_WAITS:
+            dist.all_gather_into_tensor(everyone.view(-1), own)
         for whole, part in zip(wholes, everyone.split([len(x) for x in owns], 1)):
             whole.view(self.world, -1).copy_(part)
 

@@ -59,6 +59,10 @@ TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
 QUESTION: Plain = {"role": "user", "content": "2"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 OURS = {"messages", "tools", "add_generation_prompt", *SPECIAL_NAMES}  # no row sets them
+LEFT_OUT = (
+    "the chat template leaves out a part of an answer (its thinking, text or calls); take that part out of the data, "
+    "or set data.chat_template to one that shows it"
+)
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
 
 
@@ -243,7 +247,8 @@ class ChatTemplate:
         texts = self._texts(plain, given, answers, turns, note)
         if turns == "together" and len(texts) > 1:
             raise DropRowError(
-                "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
+                "the chat template rewrites earlier turns or moves the system text, so the assistant's tokens cannot "
+                "be told apart; "
                 'mark them in the template with {% generation %}, or train each turn with data.turns = "auto"'
             )
         return [
@@ -278,7 +283,7 @@ class ChatTemplate:
                     if turns == "separate" or not whole.startswith(text.rstrip("\n")):
                         whole = text
                 elif not is_said(messages[i], whole, known[i]):
-                    raise DropRowError("the chat template leaves out a part of an answer")
+                    raise DropRowError(LEFT_OUT)
                 texts.setdefault(whole, {})[i] = known[i]
             except DropRowError as problem:
                 problems.append(problem)
@@ -344,10 +349,12 @@ class ChatTemplate:
         if problem := why_unsaid(message, prompt, set_to):
             raise DropRowError(problem)
         if is_written:
-            raise DropRowError("the chat template leaves out a part of an answer")
+            raise DropRowError(LEFT_OUT)
         raise DropRowError(
             "the chat template does not write an answer where it opens the assistant's turn: it opens with "
-            f"{self._opening!r}, but writes the answer '2' as {self._answered!r}"
+            f"{self._opening!r}, but writes the answer '2' as {self._answered!r}; make "
+            "them agree by data.chat_template_kwargs (enable_thinking = false where a turn opens with thinking), or "
+            "set data.chat_template to another"
         )
 
     def _after(

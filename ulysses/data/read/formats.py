@@ -41,12 +41,21 @@ OUR_LABELS = ("true", "false", "none")  # in sft, where another task may label t
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 # columns that are not read, though they mean something elsewhere
 UNREAD = re.compile(
-    "context|documents?|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|"
-    "tools?_.*|.*_tools|functions?_.*|.*_functions|system_.*"
+    "context|documents?|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|System|system_.*|"
+    "apis?|api_.*|Tools|tool|toolset|tools?[_-].*|.*_tools|function|functions?[_-].*|.*_functions"
 )
 # what may be a row's prompt, in the order of FORMATS, or in rows that are answered its answer
 ASKS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
-ANSWERS = (*ANSWER_KEYS, *RANKED_KEYS, *FORMATS["text"], *LABEL_KEYS, "chosen")
+# or what messages may hold already
+ANSWERS = (
+    *ANSWER_KEYS,
+    *RANKED_KEYS,
+    *FORMATS["text"],
+    *LABEL_KEYS,
+    *FORMATS["messages"],
+    "chosen",
+    "system",
+)
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
@@ -120,9 +129,7 @@ def read_row(
     unread = {name for name in given.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
     unread |= given.keys() & {*variables, *only_alpaca}
     records = _records(given, source, kind)
-    if any(len(given.keys() & {*columns}) > 1 for columns in (ASKS, ANSWERS)):
-        unread |= _second(given, kind, records)
-    for name in sorted(unread):
+    for name in sorted(unread | _second(given, source, kind, records)):
         if given[name] not in ("", []):
             note(f"the column {name!r} was not read")
     if len(records) > 1:
@@ -253,15 +260,24 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
     return [record]
 
 
-def _second(row: Row, kind: str, records: list[Record]) -> set[str]:
+def _second(row: Row, source: Source, kind: str, records: list[Record]) -> set[str]:
     """Return the columns that would be the prompt or the answer if others were not, and that say something else."""
-    columns = FORMATS["text"] if kind == "text" else ASKS
+    messages = chain.from_iterable(chain(each.prompt, *each.answers) for each in records)
+    texts = [message.content for message in messages]
+    columns = FORMATS["text"] if kind == "text" else (*ASKS, "system")
     read = {first_key(row, columns)}
     if kind not in ("text", "prompt"):  # what stands beside a prompt alone is the reward's
         columns += ANSWERS
-        read |= {key for key, _ in _answer_values(row, kind)} | {first_key(row, LABEL_KEYS)}
-    messages = chain.from_iterable(chain(each.prompt, *each.answers) for each in records)
-    said = [*map(row.get, read), *(message.content for message in messages)]
+        answers = _answer_values(row, kind)
+        # messages may hold their answer already
+        holds = len(answers) == 1 and first_key(row, FORMATS["messages"])
+        read |= {
+            key
+            for key, value in answers
+            if not holds or parse_answer(key, value, False)[-1].content in texts
+        }
+        read |= {first_key(row, LABEL_KEYS)}
+    said = [source.system, *map(row.get, read), *texts]
     return {key for key in row.keys() & {*columns} - read if row[key] not in said}
 
 

@@ -37,7 +37,7 @@ KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call",
 MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
 PAIR_KEYS = {"chosen", "rejected"}
 CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
-OTHER_ARGUMENTS = ("parameters", "args", "kwargs", "input")  # what else they are called
+OTHER_ARGUMENTS = re.compile("arg|param|input", re.IGNORECASE)  # what else they are called
 Row = Mapping[str, object]  # or another object of JSON
 
 
@@ -177,10 +177,10 @@ def _call(call: Any, where: str) -> dict[str, object]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRowError(f"{where} has a tool call without a name")
-    given = {key for key, value in {**call, **function}.items() if value is not None}
-    unread = sorted(given - CALL_KEYS)
+    given = {key: value for key, value in {**call, **function}.items() if value is not None}
+    unread = sorted(given.keys() - CALL_KEYS)
     if "arguments" in given:
-        unread = [key for key in OTHER_ARGUMENTS if call.get(key) or function.get(key)]
+        unread = [key for key in unread if given[key] and OTHER_ARGUMENTS.search(key)]
     if unread:
         raise BadRowError(
             f"{where} has a tool call with the key {unread[0]!r}, which is not read; its arguments stand in 'arguments'"

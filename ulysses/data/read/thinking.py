@@ -1,6 +1,7 @@
 """Find the thinking in what an assistant says, and tell whether a rendered answer is all of that."""
 
 import re
+from functools import partial
 from typing import Any
 
 from ulysses.data.read.tokenizer import BEGUN, GUARD
@@ -33,13 +34,16 @@ def closes(prompt: str) -> bool:
 def ways_to_say(message: Plain, prompt: str) -> list[Plain]:
     """Return a message as it is, and with tags broken that a template would take for the edges of thinking.
 
-    First those of its text are broken; then also the one that closes its thinking, which some templates cut off every
-    answer, although the model begins its own with it.
+    First those of its text and those inside of its thinking are broken; then also the one that closes its thinking,
+    which some templates cut off every answer, although the model begins its own with it.
     """
     content = message["content"] or ""
-    _, rest = split_thinking(content)
-    quoted = TAG.sub(lambda tag: f"{tag[0][:-1]}{GUARD}>", rest)
-    texts = [content.removesuffix(rest) + quoted]
+    broken = partial(TAG.sub, lambda tag: f"{tag[0][:-1]}{GUARD}>")
+    thinking, rest = split_thinking(content)
+    texts = [
+        content.removesuffix(rest).replace(thinking or "", broken(thinking or ""))
+        + broken(rest)
+    ]
     if not closes(prompt):
         texts.append(content.replace("</think>", f"</think{GUARD}>"))
     return [message, *({**message, "content": text} for text in texts if text != content)]

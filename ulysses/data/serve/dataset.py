@@ -32,12 +32,6 @@ class Example:
     columns: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def apart(self) -> "Example":
-        """The same example whose sequences share no prompt."""
-        alone = (replace(sequence, prompt=None) for sequence in self.sequences)
-        return replace(self, sequences=tuple(alone))
-
-    @property
     def emptied(self) -> "Example":
         """The same without tokens, which stands for the columns of a micro-batch without examples."""
         return replace(self, sequences=tuple(sequence.emptied for sequence in self.sequences))
@@ -148,6 +142,16 @@ class TokenizedDataset:
             head = int(numbers.get("prompt_length", prefix + 1 if sequences else whole))
             sequences.append(Sequence(*arrays, columns, ranked, prompt, head))
         return Example(index, tuple(sequences), numbers)
+
+    @property
+    def apart(self) -> "TokenizedDataset":
+        """The same data whose sequences share no prompt: each one has its own in a pack."""
+        whole = copy(self)
+        whole.sequence_lengths = self.sequence_lengths + self.prefix_lengths
+        whole.prefix_lengths = np.zeros_like(self.prefix_lengths)
+        whole.lengths = whole.sequence_lengths.sum(axis=1)
+        whole.share_prompts = False
+        return whole
 
     def with_column(
         self, name: str, values: np.ndarray, mismatched: dict[tuple[int, int], np.ndarray]

@@ -2,7 +2,7 @@
 
     order of an epoch    7 0 4 2 9 1 | 3 8 5 6              fixed by (seed, epoch); step k takes the next B examples
     tokens of one step   7 3 3 2 9 1                        an example is never cut, and a pair stays together
-    data-parallel 0      [9 | 3 2 ]                         every micro-batch holds at most the budget of tokens,
+    data-parallel 0      [9 | 3 2 ]                         no micro-batch holds more than tokens_per_microbatch,
     data-parallel 1      [7 | 3 1 ]                         and all groups have the same number of micro-batches
 
 The order does not depend on the topology; packing only rearranges the examples inside a step. The last step of an epoch
@@ -46,9 +46,6 @@ class StepLoader:
         only: the set whose examples are taken then, "" for those without a name; None takes all.
         attention_length: number of tokens at which attention costs as much as the rest of the model.
         windows: the sliding window of every layer (parallel/layout.py).
-        launched_tokens: the tokens that the GPU computes while its host launches the kernels of a micro-batch with
-            shared prompts, if CUDA graphs launch those of one without them; a step whose prompts are computed again
-            in less time than that shares none.
 
     Attributes:
         examples_per_epoch: number of examples in an epoch, with the weights of the sources applied.
@@ -69,7 +66,6 @@ class StepLoader:
     only: str | None = None
     attention_length: float = ATTENTION_LENGTH
     windows: Sequence[int | None] = ()
-    launched_tokens: float = 0.0
     holds = "the data"  # what its examples are numbered in
 
     def __post_init__(self) -> None:
@@ -124,31 +120,22 @@ class StepLoader:
         One without examples holds a single one without tokens, for its columns.
         """
         lengths, prefixes = dataset.sequence_lengths[indices], dataset.prefix_lengths[indices]
-        groups, whole = self._pack(lengths, prefixes), lengths + prefixes
-        fits = whole.sum(axis=1).max(initial=0) <= self.tokens_per_microbatch
-        apart = fits and whole.sum() <= self.launched_tokens * sum(map(len, groups))
-        if apart:
-            groups = self._pack(whole, 0 * prefixes)
+        costs = sequence_cost(lengths, prefixes, self.attention_length, self.windows)
+        groups = pack_step(
+            lengths.sum(axis=1).tolist(),
+            costs.sum(axis=1).tolist(),
+            self.tokens_per_microbatch,
+            self.data_parallel_size,
+        )
         found = [[dataset[indices[i]] for i in members] for members in groups[self.dp_rank]]
-        if apart:
-            found = [[example.apart for example in few] for few in found]
         return [few or [dataset[0].emptied] for few in found]
 
-    def _pack(self, lengths: np.ndarray, prefixes: np.ndarray) -> list[list[list[int]]]:
-        """Deal examples of these sequences to groups and micro-batches."""
-        how = self.attention_length, self.windows
-        costs = sequence_cost(lengths, prefixes, *how).sum(axis=1)
-        tokens = lengths.sum(axis=1)
-        return pack_step(
-            tokens.tolist(), costs.tolist(), self.tokens_per_microbatch, self.data_parallel_size
-        )
 
-
-def check_fits(longest: int, budget: int) -> None:
-    """Raise ValueError if an example of `longest` tokens does not fit into a micro-batch of `budget` tokens."""
-    if longest > budget:
+def check_fits(longest: int, tokens_per_microbatch: int) -> None:
+    """Raise ValueError if an example of `longest` tokens does not fit into a micro-batch."""
+    if longest > tokens_per_microbatch:
         raise ValueError(
-            f"the longest example has {longest} tokens but batch.tokens_per_microbatch is {budget}; "
+            f"the longest example has {longest} tokens but batch.tokens_per_microbatch is {tokens_per_microbatch}; "
             f"raise it to at least {longest}, or lower data.max_length"
         )
 
@@ -164,25 +151,25 @@ def sequence_cost(
 
 
 def pack_step(
-    tokens: list[int], costs: list[float], budget: int, groups: int
+    tokens: list[int], costs: list[float], tokens_per_microbatch: int, groups: int
 ) -> list[list[list[int]]]:
     """Deal the examples of a step to data-parallel groups and micro-batches.
 
     Args:
         tokens: tokens of each example.
         costs: relative work of each example.
-        budget: the most tokens in one micro-batch.
+        tokens_per_microbatch: the most tokens in one micro-batch.
         groups: number of data-parallel groups.
 
     Returns the micro-batches of each group as lists of positions in `tokens`. All groups get the same number of
     micro-batches, as few as packing finds; some are empty if there are fewer examples than groups. Micro-batches with
     the same index run at the same time on all groups, so they get similar costs.
 
-    Raises ValueError: an example is longer than the budget.
+    Raises ValueError: an example is longer than a micro-batch may be.
     """
-    check_fits(max(tokens, default=0), budget)
-    count = max(1, -(-sum(tokens) // (budget * groups)))
-    while (bins := _fill(tokens, costs, budget, count * groups)) is None:
+    check_fits(max(tokens, default=0), tokens_per_microbatch)
+    count = max(1, -(-sum(tokens) // (tokens_per_microbatch * groups)))
+    while (bins := _fill(tokens, costs, tokens_per_microbatch, count * groups)) is None:
         count += 1
 
     # heaviest first, so that neighbours, which run at the same time, have similar work
@@ -191,12 +178,12 @@ def pack_step(
 
 
 def _fill(
-    tokens: list[int], costs: list[float], budget: int, count: int
+    tokens: list[int], costs: list[float], tokens_per_microbatch: int, count: int
 ) -> list[list[int]] | None:
     """Put every example into a bin: balanced by cost if that fits, else tightly by length, else return None."""
     for size in (costs, tokens):
         bins: list[list[int]] = [[] for _ in range(count)]
-        room, load = [budget] * count, [0.0] * count
+        room, load = [tokens_per_microbatch] * count, [0.0] * count
         least = (load if size is costs else room).__getitem__
         for i in sorted(range(len(tokens)), key=size.__getitem__, reverse=True):
             open_bins = [b for b in range(count) if room[b] >= tokens[i]]

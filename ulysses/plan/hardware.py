@@ -1,0 +1,133 @@
+"""The machine that a step is planned for: its GPUs, their memory, their peaks and the links between them."""
+
+import math
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from ulysses.config.schema import Config, Options
+from ulysses.environment import local_world_size
+from ulysses.parallel.mesh import gather
+
+GIB = 1 << 30
+PEAKS = {  # dense bfloat16 FLOP/s, and bytes/s of memory, by part of the device name, from the vendors' data sheets
+    "H200": (989e12, 4.8e12),
+    "H100": (989e12, 3.35e12),
+    "H800": (989e12, 3.35e12),
+    "B200": (2250e12, 8e12),
+    "A100": (312e12, 2e12),
+    "A800": (312e12, 2e12),
+    "L40S": (362e12, 0.86e12),
+    "4090": (165e12, 1e12),
+}
+ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
+HOST_FILL = 0.9  # share of a node's free memory that training may take
+LINK = 450e9  # bytes/s between two GPUs of one node, one direction
+NODE_LINK = 50e9  # of two nodes
+
+
+class Machine(NamedTuple):
+    """GPUs, their memory in bytes, which is infinite for a CPU in their place, their peak in FLOP/s, and bytes/s."""
+
+    gpus: int
+    gpu_bytes: float
+    host_bytes: float = 0.0  # per node, free for training; 0 if unknown
+    gpus_per_node: int = 8
+    peak_flops: float = PEAKS["H200"][0]
+    memory_rate: float = PEAKS["H200"][1]
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.gpu_bytes < math.inf
+
+    @property
+    def local_processes(self) -> int:
+        return min(self.gpus, self.gpus_per_node)
+
+    @property
+    def host_budget(self) -> float:
+        """The host memory that one process may take."""
+        return HOST_FILL * self.host_bytes / self.local_processes
+
+    def link(self, ranks: int) -> float:
+        """Return the speed of the slowest link between this many neighbouring ranks."""
+        return LINK if ranks <= self.gpus_per_node else NODE_LINK
+
+
+def cpu_machine(processes: int) -> Machine:
+    """Return processes without GPUs, whose memory has no limit."""
+    return Machine(processes, math.inf, math.inf, 1)
+
+
+def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
+    """Return the slowest and smallest GPU and host memory of all ranks and the largest node, so that they decide alike.
+
+    On CPU there is no limit. `host_gib` is a node's host memory (memory.host_memory), 0 what its kernel reports. All
+    ranks call it together, before they allocate.
+    """
+    own = cpu_machine(1)
+    if device.type == "cuda":
+        # of what this process may take: all, unless the program set a smaller share
+        memory = int(
+            torch.cuda.get_device_properties(device).total_memory
+            * torch.cuda.get_per_process_memory_fraction(device)
+        )
+        host, peaks = host_gib * GIB or free_host_bytes(), device_peaks() or PEAKS["H200"]
+        own = Machine(1, memory, host, local_world_size(), *peaks)
+    gpus, memories, hosts, nodes, flops, rates = zip(*gather(own))
+    return Machine(sum(gpus), min(memories), min(hosts), max(nodes), min(flops), min(rates))
+
+
+def planned_machine(config: Config, options: Options, world: int) -> Machine:
+    """Return the machine to plan for: the one that --gpus and the like describe, else this one, else GPUs of 80 GiB."""
+    gpu = (options.gpu_memory or ASSUMED_GIB) * GIB
+    if torch.cuda.is_available() and not options.gpu_memory:
+        gpu = torch.cuda.get_device_properties(0).total_memory
+    host = options.host_memory or config.memory.host_memory
+    host_bytes = host * GIB or (0.0 if options.gpus else free_host_bytes())
+    peaks = device_peaks() or PEAKS["H200"]
+    return Machine(world, gpu, host_bytes, local_world_size(8), *peaks)
+
+
+def device_peaks() -> tuple[float, float] | None:
+    """Return this GPU's dense bfloat16 FLOP/s and the bytes/s of its memory, or None where they are not known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peaks for part, peaks in PEAKS.items() if part in name), None)
+
+
+def cpu_flops(dtype: str) -> float:
+    """Measure the FLOP/s of this process's cores in a product of matrices: 512 wide, the fastest of three."""
+    matrix, seconds = torch.rand(512, 512).to(getattr(torch, dtype)), []
+    for _ in range(3):
+        begun = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - begun)
+    return 2 * 512**3 / min(seconds)
+
+
+def slow_products(dtype: str) -> str:
+    """Return a sentence if this CPU multiplies matrices of the dtype much more slowly than float32's, or ""."""
+    if dtype == "float32" or (factor := cpu_flops("float32") / cpu_flops(dtype)) < 2:
+        return ""
+    return (
+        f"products of {dtype} matrices are {factor:.0f} times slower than those of float32 on this CPU; "
+        'set model.dtype = "float32"'
+    )
+
+
+def free_host_bytes() -> int:
+    """Return the memory of this node that processes may still take, container limits considered.
+
+    A machine that is given memory on demand reports less than there will be; memory.host_memory is for it.
+    """
+    free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # there is no control group, or its limit is "max"
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free

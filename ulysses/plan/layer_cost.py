@@ -1,0 +1,274 @@
+"""What a layer takes, by formulas: what it keeps for the backward pass, holds in it, sends and computes.
+
+tests/unit/test_layer_cost.py runs a real layer of every family and compares, so that a changed layer changes these.
+
+Letters: D width, H query heads and K kv heads of width E, F a feed-forward's width, N experts, k of them for each row.
+"""
+
+import math
+from dataclasses import astuple
+from functools import cache
+from typing import NamedTuple
+
+from models.arch import LayerKind, ModelConfig
+from models.kinds import count_parameters
+from ulysses.memory.tiling import EXPERT_TILES, TILE_ROWS, tile_rows
+from ulysses.parallel.layout import head_layout
+
+
+class Setting(NamedTuple):
+    """What a layer's cost depends on besides the model's shape.
+
+    ranks: of a sequence-parallel group; `head_ranks` of them split the heads, and sets of those the rows.
+    adapted: adapters are trained in place of the matrices; rank: theirs. size: bytes of an element.
+    """
+
+    ranks: int = 1
+    head_ranks: int = 1
+    adapted: bool = False
+    rank: int = 0
+    size: int = 2
+
+
+class LayerCost(NamedTuple):
+    """What a layer has, and what each of its rows takes on a rank.
+
+    width: of its input. mixer, feed_forward: parameters of its two parts; met: those that a row meets.
+    kept: bytes that level "none" keeps, and `results` those of the mix's results, which "keep_attention" keeps beside
+    the layer's input.
+    out: width of the mix's output. mix_work: elements that the mix's backward holds at its fullest moment.
+    sent: elements that travel to other ranks, forward.
+    pair_flops, row_flops: FLOPs of the mix forward, for each unit of parallel.layout.squares and for each row.
+    inner, copied: width between the feed-forward's products, and of a row's copies, one for each of its experts.
+    """
+
+    width: float = 0
+    mixer: float = 0
+    feed_forward: float = 0
+    met: float = 0
+    kept: float = 0
+    results: float = 0
+    out: float = 0
+    mix_work: float = 0
+    sent: float = 0
+    pair_flops: float = 0
+    row_flops: float = 0
+    inner: float = 0
+    copied: float = 0
+
+    @property
+    def parameters(self) -> float:
+        return self.mixer + self.feed_forward
+
+    def kept_bytes(self, level: str, size: int) -> float:
+        """Return the bytes that the layer keeps of a row at a level, its input among them."""
+        own = size * self.width
+        return {"none": self.kept, "keep_attention": own + self.results}.get(level, own)
+
+    def computed_again(self, level: str, is_full: bool) -> tuple[float, int]:
+        """Return what backward repeats at a level: parameters that each row meets once more, and passes of the mix."""
+        if level == "none":
+            return 0.0, 0
+        # the last product of the feed-forward is repeated for adapters only
+        return self.met - is_full * (self.met - self.mixer) / 3, int(level == "block")
+
+    def backward_bytes(self, level: str, rows: int, setting: Setting) -> float:
+        """Return the bytes that a level's backward holds, the layer's own gradients among them."""
+        D, tile = self.width, rows
+        if level != "none":
+            tile = tile_rows(rows, TILE_ROWS * (EXPERT_TILES if self.copied else 1))
+        # gate and up with their gradients; of experts these twice, and two kinds of copies
+        feed_forward = 4 * self.inner + bool(self.copied) * 2 * (self.inner + self.copied)
+        # gradients of the residual and of the mix, and the output
+        mixing = 2 * D + self.mix_work + self.out * (level == "block")
+        held = setting.size * max(4 * D * rows + feed_forward * tile, mixing * rows)
+        if setting.adapted:
+            return held
+        # and float32 sums of those of tiles
+        return held + setting.size * self.parameters + 4 * self.feed_forward * (tile < rows)
+
+
+@cache
+def layer_costs(shape: ModelConfig, setting: Setting) -> list[LayerCost]:
+    """Return what each of a model's layers takes, the first layer's first."""
+    kinds = {kind: _layer_cost(shape, kind, setting) for kind in shape.layers}
+    return [kinds[kind] for kind in shape.layers]
+
+
+def _layer_cost(shape: ModelConfig, kind: LayerKind, setting: Setting) -> LayerCost:
+    mixer = _linear_attention if kind.mixer == "linear_attention" else _attention
+    feed_forward = _experts if kind.feed_forward == "experts" else _mlp
+    D, norms_after = shape.hidden_size, sum(map(bool, shape.family.norms[1::2]))
+    # its input, what is between its halves, and what the norms behind them read
+    common = LayerCost(width=D, kept=setting.size * D * (2 + norms_after))
+    parts = common, mixer(shape, setting), feed_forward(shape, setting)
+    return LayerCost(*map(sum, zip(*parts)))
+
+
+def _attention(shape: ModelConfig, setting: Setting) -> LayerCost:
+    """Keys that are copied to several ranks count on each."""
+    D, E, family = shape.hidden_size, shape.head_dim, shape.family
+    H, K = shape.num_attention_heads, shape.num_key_value_heads
+    ranks, head_ranks, _, rank, size = setting
+    keys = head_layout(H, K, head_ranks).key
+    query, key, held = H * E, K * E, keys * ranks * E
+    gate = query * family.output_gate
+    parameters = D * (2 * (query + key) + gate)
+    # queries, keys and values, the output twice if it is exchanged
+    kept = query * (2 + (ranks > 1)) + 2 * held
+    if (
+        family.qk_norm != "none"
+    ):  # before their norms; where adapters are, values lie beside them
+        kept += query + key * (1 + (rank > 0 and ranks > 1))
+    # normalised rows for q, k and v and for a gate, its sigmoid, and what it lets through; adapters' own rows
+    kept += 2 * (D + gate) * bool(gate) + rank * (4 + bool(gate))
+    results = size * query + 4 * H  # with the log-sum-exp
+    return LayerCost(
+        mixer=parameters,
+        met=parameters,
+        kept=size * kept + 4 * H,
+        results=results,
+        out=query,
+        # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these
+        mix_work=5 * query + 8 * held,
+        sent=E * (2 * H // head_ranks * (head_ranks - 1) + 2 * keys * (ranks - 1)),
+        pair_flops=2 * query,
+    )
+
+
+def _linear_attention(shape: ModelConfig, setting: Setting) -> LayerCost:
+    """A rank's heads count for all rows, those of several ranks on each."""
+    assert shape.delta is not None
+    K, H, E, V, taps = astuple(shape.delta)
+    D, columns, out = shape.hidden_size, sum(shape.delta.widths), H * V
+    ranks, size = math.gcd(setting.ranks, H), setting.size
+    layout = head_layout(H, K, ranks)
+    own = 2 * layout.key * E + layout.query * (V + 2)  # q | k | v, b and a
+    parameters = D * (columns + 2 * H + 2 * out)
+    # normalised rows for the projections and for the gate; the shards; the rule's output, the gate, the normalised
+    # output, and their product
+    kept = 2 * D + setting.ranks * own + 4 * out
+    kept += setting.rank * (4 if shape.family.fused_projections else 5)
+    if shape.family.fused_projections and setting.ranks == 1:
+        kept += 2 * H * setting.adapted  # b and a, in one tensor with q | k | v
+    return LayerCost(
+        mixer=parameters,
+        met=parameters,
+        kept=size * kept,
+        results=size * setting.ranks * layout.query * V,
+        out=out,
+        # the shards, behind the convolution and at unit length, the gradients of these, the output's
+        mix_work=6 * setting.ranks * own + 2 * out,
+        sent=own * (setting.ranks - 1) + out * (ranks - 1) / ranks,
+        # a token of a head reads a state twice and writes to it
+        row_flops=6 * H * E * V + 2 * taps * columns,
+    )
+
+
+def _mlp(shape: ModelConfig, setting: Setting) -> LayerCost:
+    F = shape.intermediate_size
+    parameters, kept = 3 * shape.hidden_size * F, 2 * F + 3 * setting.rank
+    return LayerCost(feed_forward=parameters, met=parameters, kept=setting.size * kept, inner=F)
+
+
+def _experts(shape: ModelConfig, setting: Setting) -> LayerCost:
+    assert shape.moe is not None
+    D, N, k = shape.hidden_size, shape.moe.num_experts, shape.moe.num_experts_per_tok
+    F, shared = (
+        shape.moe.moe_intermediate_size,
+        shape.moe.shared_expert_intermediate_size or 0,
+    )
+    for_all = (3 * shared + 1) * D * bool(shared)
+    # of the shared expert its gate, up and their product, its output and the sigmoid
+    kept = 2 * k * F + D + (3 * (shared + setting.rank) + D + 1) * bool(shared)
+    # probabilities, of the choice its weights and numbers, and a trained router's rows
+    exact = N + 4 * k + D * (not setting.adapted and setting.size < 4)
+    return LayerCost(
+        feed_forward=N * (3 * F + 1) * D + for_all,
+        met=(3 * k * F + N) * D + for_all,
+        kept=setting.size * kept + 4 * exact,
+        inner=k * F + shared,
+        copied=k * D,
+    )
+
+
+# ---------------------------------------------------------------- models
+
+
+class Model(NamedTuple):
+    """A model's shape, how many parameters it has and how many of them are trained, and how its matrices are kept.
+
+    unmet: of the trained ones, adapters of experts that a token does not go through. rank: of adapters.
+    """
+
+    shape: ModelConfig
+    parameters: int
+    trained: int
+    has_head: bool = True  # False: a score per token instead of the vocabulary
+    quantize: str = "none"  # how the layers' matrices are kept (models/quantized.py)
+    unmet: int = 0
+    rank: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the matrices themselves are trained, rather than adapters."""
+        return 2 * self.trained > self.parameters
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        return self.shape.vocab_size * self.shape.hidden_size
+
+    @property
+    def layers(self) -> list[LayerCost]:
+        """What each layer has and computes, whatever the ranks."""
+        return layer_costs(self.shape, Setting())
+
+    @property
+    def layer_parameters(self) -> float:
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def forward_parameters(self) -> float:
+        """The matrices that a forward pass multiplies each token with."""
+        return sum(x.met for x in self.layers) + self.vocabulary_parameters * self.has_head
+
+    def matrix_bytes(self, parameters: float, element_size: int) -> float:
+        """Return the bytes of so many parameters of layers' matrices."""
+        if self.quantize == "none":
+            return parameters * element_size
+        from models.quantized import BITS
+
+        return parameters * BITS / 8
+
+    def weight_bytes(self, element_size: int) -> float:
+        """Return the bytes of all weights."""
+        matrices = self.layer_parameters
+        others = element_size * (self.parameters - matrices)
+        return others + self.matrix_bytes(matrices, element_size)
+
+
+def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
+    """Return the planner's view of a model that trains all its weights."""
+    parameters = count_parameters(shape, reward=reward)
+    return Model(shape, parameters, trained=parameters, has_head=not reward)
+
+
+def model_flops(model: Model, tokens: float, squared_lengths: float, projected: float) -> float:
+    """Return the FLOPs of one forward and backward pass, the numerator of MFU: 6 N T + 6 L (H E) sum(length^2).
+
+    6 = 2 forward + 2 for the gradient of the activations + 2 for that of the weights. Frozen weights have no
+    gradient: with A parameters of adapters it is 4 N T + 6 A T. Causal attention counts half of the full square.
+    Recomputation, passes without gradient (references, rollouts) and the optimizer count nothing.
+
+    Args:
+        projected: tokens that meet the vocabulary projection: those whose target is trained.
+    """
+    layers, head = model.layers, model.vocabulary_parameters * model.has_head
+    adapters = 0 if model.is_full else model.trained
+    # of its layers' experts a token meets a few
+    met = model.parameters - adapters - sum(x.parameters - x.met for x in layers)
+    weights = (met - head) * tokens + head * projected
+    linear = (6.0 if model.is_full else 4.0) * weights + 6.0 * (adapters - model.unmet) * tokens
+    mix = sum(x.pair_flops for x in layers) * squared_lengths
+    mix += sum(x.row_flops for x in layers) * tokens
+    return linear + 3.0 * mix
