@@ -274,7 +274,7 @@ def _second(row: Row, source: Source, kind: str, records: list[Record]) -> set[s
         read |= {
             key
             for key, value in answers
-            if not holds or parse_answer(key, value, False)[-1].content in texts
+            if not holds or _parse_answer(key, value, False)[-1].content in texts
         }
         read |= {first_key(row, LABEL_KEYS)}
     said = [source.system, *map(row.get, read), *texts]
