@@ -4,14 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tests.tiny_tokenizer import write_rows
 from ulysses.config.schema import DataSection
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import Source, parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.tokenise import TOKENS, common_prefix, open_dataset
+from ulysses.data.serve.tokenise import common_prefix, open_dataset
 from ulysses.parallel.batch import Sequence
 
 
@@ -23,8 +21,8 @@ def content(sequence: Sequence) -> list[Any]:
 
 def sharing(sequences: list[Sequence], prompt: int = 0) -> list[Sequence]:
     """Let sequences say what they have in common with the first one, as far as they do not train it."""
-    arrays = [np.rec.fromarrays([s.tokens, s.loss_weights], TOKENS) for s in sequences]
-    heads = [len(arrays[0]), *(common_prefix(arrays[0], other) + 1 for other in arrays[1:])]
+    first, *others = ((s.tokens, s.loss_weights) for s in sequences)
+    heads = [len(first[0]), *(common_prefix(first, other) + 1 for other in others)]
     return [replace(s, prompt=prompt, prompt_length=n) for s, n in zip(sequences, heads)]
 
 

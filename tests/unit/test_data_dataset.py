@@ -10,8 +10,7 @@ import pytest
 from tests.data_case import content
 from tests.tiny_tokenizer import LLAMA3, made_tokenizer
 from ulysses.data import DataError
-from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.preview import preview_examples
+from ulysses.data.serve.dataset import TokenizedDataset, preview_examples
 from ulysses.parallel.batch import shared_prompts
 
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}

@@ -1,11 +1,10 @@
 """Data: from the rows of a file to the batch that a rank trains on.
 
 Record               of a row: a conversation, answers to one prompt, a document    sources.py, formats.py, messages.py
-tokens               of its texts, with their weights in the loss                   chat.py, thinking.py, tokenizer.py
-stored arrays        of all examples, in files that are read through memory maps    tokenise.py, workers.py, cache.py
-Example              views of them: its sequences, and its numbers                  dataset.py
-list of Sequence     of the examples that a step packs together                     steps.py, stages/base.py
-ShardedBatch         what one rank holds of that pack                               ulysses/parallel/batch.py
+ids and weights      of its texts: tokens, and how much each counts in the loss     chat.py, thinking.py, tokenizer.py
+arrays on disk       of all examples, read through memory maps                      tokenise.py, workers.py, cache.py
+Example              views of them: its sequences, and its numbers                  dataset.py, steps.py
+ShardedBatch         what one rank holds of a step's examples                       ulysses/parallel/batch.py
 """
 
 

@@ -11,8 +11,7 @@ from ulysses.check.run_folder import resume_point
 from ulysses.check.setting_checks import check_trackers
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError, refuse
-from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.preview import preview_examples
+from ulysses.data.serve.dataset import TokenizedDataset, preview_examples
 from ulysses.environment import wants_debug, world_size
 from ulysses.memory.levels import LEVELS
 from ulysses.plan.hardware import (

@@ -55,7 +55,7 @@ class Samples:
             answers = [Completion(tokens) for tokens in rest if len(tokens)]
         else:
             turns = [inputs.template.render([Message("user", text)]) for text in wanted]
-            encode = inputs.template.encoder.encode_batch
+            encode = inputs.template.encoder.encode
             self.prompts, answers = [encode(turn)[0][0] for turn in turns], []
         longest, stops = config.ppo.max_new_tokens, inputs.shape.eos_token_id
         options = SamplingOptions(longest, top_k=1, stop_tokens=stops)

@@ -11,10 +11,8 @@ the end of its own conversation, after the prompt that the model will see; think
 
 import json
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import partial
 from itertools import accumulate
@@ -53,7 +51,6 @@ GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 # of their own. The variable of that name is another date.
 DATE = "2025-01-01"
 HAS_DATE = re.compile(r"\bstrftime_now\s+is\b")
-RENDER_SECONDS = 60.0  # the sandbox of jinja2 bounds one loop, but not loops in loops
 RENDER_CHARACTERS = 1 << 30
 TURN_ENDS = (
     "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
@@ -149,9 +146,8 @@ class ChatTemplate:
         self._compiled = environment.from_string(marked)
         answer = {"role": "assistant", "content": "2"}
         given = {**self._given, "tools": None}
-        self._tools: list[
-            Plain
-        ] = []  # in the sample; some templates render nothing without any
+        # of the question that is rendered here; some templates render nothing without any
+        self._tools: list[Plain] = []
         try:
             self._render(given, [QUESTION])
         except DropRowError:
@@ -180,7 +176,7 @@ class ChatTemplate:
                 counts.append(text.count("</think>"))
         self._moves_thinking = counts == [2, 1]
         answered = self._render(given, [QUESTION, answer])
-        self._answered = "".join(at_marks(answered.removeprefix(closed)))
+        self._answered = unmarked(answered.removeprefix(closed))
         return [opened, closed, answered]
 
     def check_variables(self, variables: Mapping[str, object], setting: str) -> None:
@@ -198,7 +194,7 @@ class ChatTemplate:
             with suppress(DropRowError):
                 messages = [Message("user", "a"), Message("assistant", answer)]
                 texts = self.render(messages, self._tools, answers=[1])
-                return self.encoder.encode_batch(texts)[0][0][-1]
+                return self.encoder.encode(texts)[0][0][-1]
         raise DataError("the chat template writes no answer where it opens its turn")
 
     def render(
@@ -246,7 +242,7 @@ class ChatTemplate:
         given = {**self._given, **self.encoder.guard({**given, "tools": tools or None})}
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
-            text = "".join(at_marks(self._render(given, plain, not begun)))
+            text = unmarked(self._render(given, plain, not begun))
             return [self._cut(text.partition(BEGUN)[0], {})]
         texts = self._texts(plain, given, answers, turns, note)
         if turns == "together" and len(texts) > 1:
@@ -334,7 +330,7 @@ class ChatTemplate:
         """Render answer `last` after its prompt; return the text, and where this answer and other marked ones are."""
         before, message, prompt = messages[:last], messages[last], ""
         try:
-            prompt = "".join(at_marks(self._render(given, before, True)))
+            prompt = unmarked(self._render(given, before, True))
         except DropRowError:
             if before and not self.marks_generation:
                 raise
@@ -380,7 +376,7 @@ class ChatTemplate:
         # Mistral-Nemo's shows the system text in the last message alone. A model continues the prompt.
         short = [QUESTION], [QUESTION, messages[-1]]
         asked, answered = (
-            "".join(at_marks(self._render(given, part, len(part) == 1))) for part in short
+            unmarked(self._render(given, part, len(part) == 1)) for part in short
         )
         answer = answered.removeprefix(asked)
         if answered.startswith(asked) and text.endswith(answer):
@@ -469,23 +465,9 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-@contextmanager
-def bounded_time() -> Iterator[None]:
-    """Raise BadRowError whenever the block has worked RENDER_SECONDS; render one row, or a few thousand, in it.
-
-    The processor's time counts, so that a busy machine refuses no row. It works in the main thread of any process,
-    worker processes included, and does nothing in other threads.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGPROF, too_much)
-    signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS, RENDER_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+def unmarked(text: str) -> str:
+    """Return a rendered text without the marks around its answers."""
+    return "".join(at_marks(text))
 
 
 def at_marks(text: str) -> list[str]:
@@ -493,7 +475,7 @@ def at_marks(text: str) -> list[str]:
     return text.replace(CLOSE, OPEN).split(OPEN)
 
 
-def too_much(*_: object) -> None:
+def too_much() -> None:
     """Raise BadRowError: the template did not end."""
     raise BadRowError(
         "runs the chat template without end: it was stopped after too much time, text or memory; mend its loops"

@@ -1,7 +1,7 @@
 """Turn rows into records: a conversation, several answers to one prompt, a prompt alone, or a document.
 
 The format of a row, which its keys tell, says how the prompt is written; how the answers are written follows from
-their own keys. What is no list of messages is read by columns.py.
+their own keys.
 """
 
 import json
@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
+from itertools import chain, cycle
 from math import prod
 
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.read.columns import PROMPTS, continued, parse_answer
 from ulysses.data.read.messages import (
     PAIR_KEYS,
     Message,
@@ -22,6 +22,7 @@ from ulysses.data.read.messages import (
     decoded,
     first_key,
     from_json,
+    number,
     parse_messages,
     parse_tools,
     role_of,
@@ -29,7 +30,6 @@ from ulysses.data.read.messages import (
     type_name,
     weights_of,
 )
-from ulysses.data.read.preferences import compared, inner_prompt
 from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source
 
 Event = tuple[str, str, str]  # what is counted: dropped or notes, what it is, and file and row
@@ -58,6 +58,9 @@ ANSWERS = (
 )
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
+TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+# of the answers in such a list: the best has the highest number, or the lowest
+RANKINGS = {"scores": 1, "rewards": 1, "ratings": 1, "ranks": -1}
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,7 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
             )
         for answer in answers:
             _check_answer(answer, kind)
-        return [replace(record, **changes) for changes in compared(row, kind, answers)]
+        return [replace(record, **changes) for changes in _compared(row, kind, answers)]
     if kind in ("pair", "ranked"):
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
     key = first_key(row, LABEL_KEYS)
@@ -271,7 +274,7 @@ def _second(row: Row, source: Source, kind: str, records: list[Record]) -> set[s
         read |= {
             key
             for key, value in answers
-            if not holds or parse_answer(key, value, False)[-1].content in texts
+            if not holds or _parse_answer(key, value, False)[-1].content in texts
         }
         read |= {first_key(row, LABEL_KEYS)}
     said = [source.system, *map(row.get, read), *texts]
@@ -306,9 +309,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     if kind != "prompt" or not asks or row_format == "preference":
         values = _answer_values(row, kind)
     may_hold_prompt = len(values) > 1 or not asks
-    answers: list[Messages] = []
-    if values:
-        answers = [parse_answer(key, value, may_hold_prompt) for key, value in values]
+    answers = [_parse_answer(key, value, may_hold_prompt) for key, value in values]
     # messages beside a pair may be its prompt, or its prompt and the chosen answer
     if len(answers) > 1 and ends_with_answer and prompt[-1:] == answers[0][-1:]:
         if kind == "sequence":
@@ -322,11 +323,11 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     first_roles = {role_of(answer, 0) for answer in answers}
     holds_prompt = may_hold_prompt or any(prompt[-1] in answer for answer in answers)
     if holds_prompt and answers and not first_roles & {"", "assistant"}:
-        return inner_prompt(prompt, [key for key, _ in values], answers)
+        return _inner_prompt(prompt, [key for key, _ in values], answers)
     if not prompt:
         raise _without(row, PROMPT_KEYS)
     if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
-        return continued(prompt, answers, kind)
+        return _continued(prompt, answers, kind)
     return prompt, answers
 
 
@@ -345,6 +346,140 @@ def _answer_values(row: Row, kind: str) -> list[tuple[str, object]]:
         return [(key, value) for value in values]
     key = first_key(row, ANSWER_KEYS)
     return [(key, row[key])] if key else []
+
+
+# --------------------------------------------------------------------------------- columns of prompts and of answers
+
+
+def _instruction(row: Row, between: str = "\n") -> Messages:
+    """Read an alpaca row; as LLaMA-Factory v1 does, with nothing between instruction and input, without its history."""
+    asked = [string(row.get(name, ""), name) for name in ("instruction", "input")]
+    history = (between and row.get("history")) or []
+    if not isinstance(history, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 for turn in history
+    ):
+        raise BadRowError("'history' must be a list of [user, assistant] pairs")
+    said = zip(cycle(("user", "assistant")), chain(*history))
+    before = [Message(role, string(text, "history")) for role, text in said]
+    return before + _user(between.join(filter(None, asked)))
+
+
+def _given_prompt(row: Row) -> Messages:
+    key = first_key(row, PROMPT_KEYS)
+    value = row.get(key, [])
+    if isinstance(value, list):
+        return parse_messages(value)
+    # the text may be a transcript with the assistant's turn opened at its end
+    turns = _parse_transcript(string(value, key)) or _user(value)
+    if turns[-1].is_empty:
+        del turns[-1]
+    return turns
+
+
+def _user(text: str) -> Messages:
+    if not text.strip():
+        raise DropRowError("empty prompt")
+    return [Message("user", text)]
+
+
+PROMPTS = {
+    "alpaca": _instruction,
+    "alpaca_v1": partial(_instruction, between=""),
+    "preference": _given_prompt,
+    "prompt_completion": _given_prompt,
+}
+
+
+def _parse_answer(key: str, value: object, may_hold_prompt: bool) -> Messages:
+    """Read an answer; one that may hold its prompt is also read as a transcript."""
+    if isinstance(value, Mapping):
+        value = [value]
+    if isinstance(value, list):
+        return parse_messages(value)
+    text = string(value, key)
+    turns = _parse_transcript(text) if may_hold_prompt else []
+    return turns or [Message("assistant", text)]
+
+
+def _continued(
+    prompt: Messages, answers: list[Messages], kind: str
+) -> tuple[Messages, list[Messages]]:
+    """Let the answers continue the one that ends the prompt, which is their beginning and is not trained."""
+    *prompt, begun = prompt
+    begun = replace(begun, begun=len(begun.content))
+    for answer in answers:
+        text, more = begun.content + answer[0].content, {**begun.more, **answer[0].more}
+        answer[0] = replace(answer[0], content=text, more=more, begun=begun.begun)
+    return prompt + [begun] * (kind == "prompt"), answers
+
+
+def _parse_transcript(text: str) -> Messages:
+    """Split text as in hh-rlhf, "\\n\\nHuman: ...\\n\\nAssistant: ...", into messages; return [] for other text."""
+    start, *turns = TRANSCRIPT_TURN.split(text)
+    if start or "\n\nAssistant:" not in text:
+        return []
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [Message(roles[who], said.strip()) for who, said in zip(turns[::2], turns[1::2])]
+
+
+# ------------------------------------------------------------------------------------- several answers to one prompt
+
+
+def _compared(row: Row, kind: str, answers: list[Messages]) -> list[dict[str, object]]:
+    """Return what is compared of a row's answers, as fields of its records: all of them, pairs or labelled answers."""
+    ranks = _ranks(row, len(answers))
+    ranked = list(zip(ranks, answers))
+    pairs = [[good, bad] for first, good in ranked for later, bad in ranked if first < later]
+    if not pairs:
+        raise DropRowError("no answer is ranked above another")
+    if any(chosen == rejected for chosen, rejected in pairs):
+        raise DropRowError("chosen and rejected are the same")
+    if kind == "ranked":
+        margin = number(row.get("margin", 0.0), "margin")
+        return [{"columns": {"margin": margin}, "ranks": ranks}]
+    if kind == "pair":
+        return [{"answers": pair} for pair in pairs]
+    return [
+        {"answers": [answer], "columns": {"label": label}}
+        for pair in pairs
+        for answer, label in zip(pair, (1.0, 0.0))
+    ]
+
+
+def _inner_prompt(
+    prompt: Messages, keys: list[str], conversations: list[Messages]
+) -> tuple[Messages, list[Messages]]:
+    """Take the prompt out of whole conversations, which have it in common and end with their answers."""
+    inner = conversations[0][:-1]
+    for key, conversation in zip(keys, conversations):
+        if role_of(conversation, -1) != "assistant":
+            raise DropRowError(f"{key} does not end with an assistant message")
+        if conversation[:-1] != inner:
+            raise DropRowError("the prompts of chosen and rejected differ")
+    said = [message.content for message in inner]
+    system = [message for message in prompt if message.role == "system"]
+    if any(m.content not in said and m not in system for m in prompt):
+        raise DropRowError("the prompt differs from the one inside chosen and rejected")
+    if role_of(inner, 0) != "system":
+        inner = system + inner
+    return inner, [conversation[-1:] for conversation in conversations]
+
+
+def _ranks(row: Row, count: int) -> list[int]:
+    """Rank the answers, from 0, by the numbers that the row gives them; chosen is above rejected."""
+    if PAIR_KEYS <= row.keys():
+        return [0, 1]
+    orders = set()
+    for name, sign in RANKINGS.items():
+        if isinstance(given := row.get(name), list) and len(given) == count:
+            scores = [sign * number(value, name) for value in given]
+            orders.add(tuple(sorted({*scores}, reverse=True).index(score) for score in scores))
+    if len(orders) != 1:
+        raise BadRowError(
+            f"has {count} answers but not one order of them; give as many numbers in 'scores' (the best has the "
+            "highest) or 'ranks' (the lowest)"
+        )
+    return [*orders.pop()]
 
 
 # ------------------------------------------------------------------------------------------------------ small checks

@@ -47,7 +47,6 @@ LINES = {".jsonl", ".ndjson", ".csv", ".tsv"}  # suffixes of files with a row on
 NOT_UNPACKED = (".zst", ".bz2", ".xz", ".zip", ".lz4", ".7z")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
 CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in parts
-ITEMS_AT_ONCE = 256
 MOST_BYTES = 1 << 28  # of a row, which takes up to 40 times as much memory
 MOST_UNCUT = 1 << 24  # characters without a place where they could be cut
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
@@ -260,20 +259,6 @@ def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
             f"holds {len(text) - start:,} characters without a space or line break between them; that is no text"
         )
     yield text[start:]
-
-
-def in_batches(items: Iterable[tuple], characters: int) -> Iterator[list[tuple]]:
-    """Group tuples, at most ITEMS_AT_ONCE and fewer where their last entries are long as text, to bound memory."""
-    batch: list[tuple] = []
-    size = 0
-    for item in items:
-        batch.append(item)
-        size += len(str(item[-1]))
-        if len(batch) == ITEMS_AT_ONCE or size >= characters:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def read_rows(source: Source) -> Iterator[tuple[str, object]]:

@@ -67,21 +67,28 @@ def _hangs(content: str, prompt: str) -> bool:
     return thinking is None and (ends or content.lstrip().startswith("<think>"))
 
 
+def _unguarded(text: object) -> str:
+    """Return a text, or "" for none, without the marks that are put into what a template reads."""
+    return str(text or "").replace(GUARD, "").replace(BEGUN, "")
+
+
 def is_said(message: Plain, text: str, span: Span) -> bool:
     """Tell whether a rendered answer is all that the assistant wrote, with its thinking where a model writes it."""
-    written = text[: span[0]], text[slice(*span)]
-    prompt, answer, content, *keyed = (
-        str(part or "").replace(GUARD, "").replace(BEGUN, "")
-        for part in (*written, *map(message.get, ("content", *THINKING_KEYS)))
-    )
+    start, stop = span
+    prompt, answer = _unguarded(text[:start]), _unguarded(text[start:stop])
+    content = _unguarded(message["content"])
     thinking, rest = split_thinking(content)
-    if under_key := "".join(dict.fromkeys(keyed)).strip():
+    # several keys may hold the same thinking
+    under_keys = dict.fromkeys(_unguarded(message.get(key)) for key in THINKING_KEYS)
+    if under_key := "".join(under_keys).strip():
         thinking, rest = under_key, content
     if prompt.rstrip().endswith("<think>"):
         answer = "<think>" + answer
-    thought, first = (thinking or "").strip(), TAG.search(answer)
-    is_open = first is not None and first[0] == "<think>"
-    inner = answer[first.end() if is_open else 0 :].lstrip()
+    thought, inner = (thinking or "").strip(), answer
+    # a template may write something before the thinking, but no other tag
+    if (first := TAG.search(answer)) and first[0] == "<think>":
+        inner = answer[first.end() :]
+    inner = inner.lstrip()
     after = inner[len(thought) :].lstrip()
     if inner.startswith(thought) and after.startswith("</think>"):
         if _hangs(content, prompt) and not under_key:

@@ -7,7 +7,7 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from os.path import expanduser
 from pathlib import Path
@@ -20,21 +20,19 @@ from transformers import PreTrainedTokenizerFast
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.cache import digest_of_value
-from ulysses.data.read.sources import in_batches, safe_parts
+from ulysses.data.read.sources import safe_parts
 
 # Marks in rendered text. They are Unicode noncharacters, which no text meant for interchange holds.
 MARKS = OPEN, CLOSE, GUARD, BEGUN = "\ufdd0\ufdd1\ufdd2\ufdd3"
 TRIAL_SECONDS, TRIAL_BYTES = 20.0, 1 << 30  # for a few texts, and of memory
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
-# of texts that are tokenised together; the results of more would not stay in the processor's cache
-CHARACTERS_AT_ONCE = 1 << 15
 SAMPLE = printable * 100
 # settings of a tokenizer's parts with which it puts no space before a text
 NEWLINE = re.compile(r"\s*[\r\n]")
 NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 Rendered = list[tuple[str | int, float]]  # texts, or ids of special tokens, and their weights
-Encoded = tuple[list[int], list[float]]  # tokens and their weights
+Encoded = tuple[list[int], list[float]]  # the ids of a text, and their weights in the loss
 
 
 def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
@@ -176,24 +174,18 @@ class TextEncoder:
         """Return a text, the first one or one after a special token, with the space that the tokenizer puts there."""
         return " " * ((is_first, text.startswith(" ")) in self._spaced) + text
 
-    def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each text.
-
-        The tokenizer gets few characters at once, because its own result takes 200 bytes for each token.
-        """
-        encoded: list[list[int]] = [[] for _ in texts]
-        parts = ((i, part) for i, text in enumerate(texts) for part in safe_parts(text))
-        for batch in in_batches(parts, CHARACTERS_AT_ONCE):
-            places, strings = zip(*batch)
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of a text, which is cut if it is long: the tokenizer needs 200 bytes for each token."""
+        ids = []
+        for part in safe_parts(text):
             try:
-                results = self.backend.encode_batch_fast(strings, add_special_tokens=False)
+                (found,) = self.backend.encode_batch_fast([part], add_special_tokens=False)
             except BaseException as error:
                 if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
                     raise
                 raise BadRowError(f"cannot be tokenised: {error}") from None
-            for i, result in zip(places, results):
-                encoded[i] += result.ids
-        return encoded
+            ids += found.ids
+        return ids
 
     def guard(self, value: object) -> Any:
         """Break strings in data that look like special tokens with a mark that split_special takes out again."""
@@ -208,33 +200,30 @@ class TextEncoder:
             return [self.guard(entry) for entry in value]
         return value
 
-    def encode_batch(
-        self, conversations: Sequence[Rendered], *, as_whole: bool = False
-    ) -> list[Encoded]:
-        """Tokenise several conversations at once, which is faster.
+    def encode(self, texts: Sequence[Rendered], *, as_whole: bool = False) -> list[Encoded]:
+        """Tokenise rendered texts.
 
         Args:
             as_whole: an answer that begins with a newline may share its first token with the end of its prompt, as in
                 the tokens of the whole text; otherwise its prompt has the tokens that it has alone.
         """
-        parts = {part for rendered in conversations for part, _ in rendered}
-        texts = [part for part in parts if isinstance(part, str)]
-        ids: dict[object, list[int]] = dict(zip(texts, self.encode_texts(texts)))
+        known = cache(self.encode_text)  # answers to one prompt have it in common
         encoded = []
-        for rendered in conversations:
+        for rendered in texts:
             tokens: list[int] = []
             weights: list[float] = []
-            before: object = 0
+            before: str | int = 0
             for part, weight in rendered:
-                own, alone = ids.get(part, [part]), []
+                ids = known(part) if isinstance(part, str) else [part]
+                alone: list[int] = []
                 if as_whole and weight and isinstance(before, str) and NEWLINE.match(str(part)):
-                    alone = ids[before]
-                    (own,) = self.encode_texts([f"{before}{part}"])
+                    alone = known(before)
+                    ids = self.encode_text(f"{before}{part}")
                 start, before = len(tokens) - len(alone), part
-                while alone != own[: len(alone)]:
+                while alone != ids[: len(alone)]:
                     alone = alone[:-1]
-                tokens[start:] = own
-                weights[start:] = [0.0] * len(alone) + [weight] * (len(own) - len(alone))
+                tokens[start:] = ids
+                weights[start:] = [0.0] * len(alone) + [weight] * (len(ids) - len(alone))
             encoded.append((tokens, weights))
         return encoded
 

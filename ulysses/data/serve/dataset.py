@@ -4,14 +4,17 @@ import json
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from ulysses.config.section import visible
 from ulysses.data import DataError
 from ulysses.data.read.messages import Row
 from ulysses.data.read.sources import Report, Source
-from ulysses.parallel.batch import Sequence
+from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
+from ulysses.parallel.batch import Sequence, shared_prompts
 
 DIGESTS = "digests.json"  # of the other files
 
@@ -120,9 +123,8 @@ class TokenizedDataset:
         prompt = int(numbers.get("prompt_id", index)) if self.share_prompts else None
         first = self._firsts[index]
         places = slice(first, first + np.count_nonzero(self.sequence_lengths[index]))
-        begin = self._starts[
-            first, 1
-        ]  # of the values of the first sequence, which others share
+        # of the values of the first sequence, which others share
+        begin = self._starts[first, 1]
         sequences: list[Sequence] = []
         for (start, row), (whole, prefix, rank) in zip(
             self._starts[places].tolist(), self._sizes[places].tolist()
@@ -180,3 +182,29 @@ def source_weights(
     lengths = [count / source.probability for source, count in zip(sources, examples)]
     length = min(lengths) if stopping_strategy == "first_exhausted" else max(lengths)
     return [length / own for own in lengths]
+
+
+def preview_examples(
+    dataset: TokenizedDataset, tokenizer: PreTrainedTokenizerFast, count: int
+) -> None:
+    """Print the first `count` examples decoded, with the trained tokens between [[ and ]]."""
+    for example in islice(dataset, count):
+        shared = shared_prompts(example.sequences)
+        for place, (sequence, (_, left_out)) in enumerate(zip(example.sequences, shared)):
+            name = f"{dataset.kind} {place + 1}"
+            if dataset.kind == "pair":
+                name = "rejected" if place else "chosen"
+            after = f" after {left_out} of the first sequence" if left_out else ""
+            is_trained = np.not_equal(sequence.loss_weights[left_out:], 0)
+            is_trained[0] = False  # nothing predicts the first token
+            tokens, ends = sequence.tokens[left_out:], np.flatnonzero(np.diff(is_trained)) + 1
+            parts = map(tokenizer.decode, np.split(tokens, ends))
+            text = "".join(f"[[{part}]]" if i % 2 else part for i, part in enumerate(parts))
+            numbers = {**example.columns, **sequence.columns}.items()
+            print(
+                f"example {example.index} ({name}): {len(tokens)} tokens{after}, {is_trained.sum()} trained",
+                *(f"{key} {value:g}" for key, value in numbers),
+                sep=", ",
+            )
+            print(visible(text, lines=True))
+    print(dataset.report)

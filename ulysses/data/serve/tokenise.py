@@ -24,10 +24,11 @@ The files of a folder:
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,13 @@ import numpy as np
 from ulysses.config.schema import DataSection
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.cache import build_once, check_once, digest_of_value, discard, known_files
-from ulysses.data.read.chat import ChatTemplate, bounded_time
+from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.formats import Event, Record, dropping, read_row
 from ulysses.data.read.sources import (
     FoundRow,
     Report,
     Source,
     count_rows,
-    in_batches,
     locate_rows,
     note_sources,
     pinned,
@@ -58,18 +58,17 @@ from ulysses.data.read.tokenizer import (
     tokenizer_digest,
 )
 from ulysses.data.serve.dataset import DIGESTS, TokenizedDataset
-from ulysses.data.serve.documents import cut_documents, document_part
 from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.progress import progress
 
 FORMAT_VERSION = 12
 BAR_AFTER_SECONDS = 2.0
-CHARACTERS_AT_ONCE = 1 << 21  # of rows
+ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 21  # of a batch, to bound memory
 # of the [data] table, what decides tokens besides sources, tokenizer and template
 DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "turns", "eval_fraction")
 Columns = dict[str, Any]  # of examples as the files hold them: tokens, weights and numbers
-TOKENS = np.dtype([("tokens", np.int32), ("weights", np.float32)])  # of a sequence [L]
+Part = tuple[str, int, np.ndarray]  # of a document: its row, source and tokens
 
 
 def open_dataset(
@@ -166,7 +165,7 @@ class Tokenising:
         chunks = self._encoded(report)
         if self.template is None:
             parts = chain.from_iterable(chunks)
-            chunks = cut_documents(parts, self.encoder, self.settings.max_length)
+            chunks = _cut_documents(parts, self.encoder, self.settings.max_length)
         _write_columns(folder, chunks, report)
         if not report.kept:
             said = str(report).replace("\n  ", "; ")
@@ -187,7 +186,7 @@ class Tokenising:
         bar = {"desc": "tokenising", "unit": "rows", "delay": BAR_AFTER_SECONDS}
         rows = locate_rows(self.sources, report, self.settings.eval_fraction, self.held_out)
         rows = progress(rows, total=count_rows(self.sources), **bar)
-        batches = in_batches(filter(None, rows), CHARACTERS_AT_ONCE)
+        batches = _batches(filter(None, rows))
         for found, events in in_order(self.encode, batches, self.settings.workers):
             for event in events:
                 report.count(*event)
@@ -197,35 +196,74 @@ class Tokenising:
 
     def encode(self, rows: list[FoundRow]) -> tuple[Any, list[Event]]:
         """Return the columns of the rows' examples end to end, or the parts of their documents; and what to count."""
-        self.events, rendered = [], []
+        events: list[Event] = []
+        made: list[Any] = []
         variables = self.template.variables if self.template else ()
-        use = partial(dropping, self.events, self.settings.bad_rows)
-        with bounded_time():
-            for row in rows:
-                source, note = self.sources[row.source], partial(self._note, row.where)
-                with use(row.where):
-                    for record in read_row(row.found, source, self.kind, note, variables):
-                        with use(row.where):
-                            rendered.append((row, record, self._render(record, note)))
+        for row in rows:
+            note = partial(_note, events, row.where)
+            use = partial(dropping, events, self.settings.bad_rows, row.where)
+            with use():
+                source = self.sources[row.source]
+                for record in read_row(row.found, source, self.kind, note, variables):
+                    with use():
+                        if self.template:
+                            made.append(self._example(row, record, note))
+                        else:
+                            made.append(_document_part(row, record.text, self.encoder))
         if self.template is None:
-            parts = [document_part(row, each.text, self.encoder) for row, each, _ in rendered]
-            return parts, self.events
-        encode = partial(self.encoder.encode_batch, as_whole=self.kind == "sequence")
-        try:
-            encoded = iter(encode([text for *_, texts in rendered for text in texts]))
-        except BadRowError:  # which row it was is found below
-            encoded = None
-        examples = []
-        for row, record, texts in rendered:
-            with use(row.where):
-                sides = [next(encoded) for _ in texts] if encoded else encode(texts)
-                examples.append(self._columns(row, record, sides))
-        names = examples[0] if examples else ()
-        columns = {name: np.hstack([each[name] for each in examples]) for name in names}
-        return columns, self.events
+            return made, events
+        names = made[0] if made else ()
+        return {name: np.hstack([each[name] for each in made]) for name in names}, events
 
-    def _note(self, where: str, what: str) -> None:
-        self.events.append(("notes", what, where))
+    def _example(self, row: FoundRow, record: Record, note: Callable[[str], None]) -> Columns:
+        """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
+        is_conversation = self.kind == "sequence"
+        sides = self.encoder.encode(self._render(record, note), as_whole=is_conversation)
+        if is_conversation and self.settings.train_on == "all":
+            sides = [(ids, [1.0] * len(ids)) for ids, _ in sides]
+            if record.answers[0][-1].role != "assistant":
+                note("turns after the last answer left out")
+        groups = [[side] for side in sides] if is_conversation else [sides]
+        sequences: list[Encoded] = []
+        problems, longest = [], 0
+        for group in groups:
+            try:
+                found, start = self._cut(group, row.where, record.ranks)
+                sequences += found
+                longest = max(longest, *(len(ids) for ids, _ in group))
+            except DropRowError as error:
+                problems.append(error)
+        if not sequences:
+            raise problems[0]
+        for problem in problems:
+            note(f"turns left out, {problem}")
+        if len(groups) > 1:
+            note("conversations whose turns are trained separately")
+        if longest > self.settings.max_length:
+            note("truncated")
+        first, sizes = sequences[0], []
+        ranks = record.ranks if self.kind == "ranked" else repeat(0)
+        for sequence, rank in zip(sequences, ranks):
+            shared = 0 if sequence is first else common_prefix(first, sequence)
+            sizes += len(sequence[0]), shared, rank
+        tokens, weights = ([*chain(*parts)] for parts in zip(*sequences))
+        columns: Columns = {
+            **record.columns,
+            "tokens": np.array(tokens, np.int32),
+            "weights": np.array(weights, np.float32),
+            "_sizes": sizes,
+            "_counts": len(sequences),
+            "_source": row.source,
+        }
+        if self.kind != "sequence":
+            columns["prompt_length"] = start
+        if self.kind in ("unpaired", "prompt"):
+            prompt = hashlib.sha256(columns["tokens"][:start].tobytes()).digest()
+            columns["_prompt"] = np.frombuffer(prompt, np.int64)[0]
+        if self.kind == "prompt":
+            text = json.dumps(record.row, ensure_ascii=False, default=str).encode()
+            columns |= {"_row_size": len(text), "_rows": np.frombuffer(text, np.uint8)}
+        return columns
 
     def _render(self, record: Record, note: Callable[[str], None]) -> list[Rendered]:
         """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
@@ -250,64 +288,13 @@ class Tokenising:
             )
         return texts
 
-    def _columns(self, row: FoundRow, record: Record, sides: list[Encoded]) -> Columns:
-        """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
-        kind, note = self.kind, partial(self._note, row.where)
-        whole = [np.rec.fromarrays(side, TOKENS) for side in sides]
-        groups, ranks = [whole], record.ranks
-        if kind == "sequence":
-            groups = [[side] for side in whole]
-            if self.settings.train_on == "all":
-                for side in whole:
-                    side["weights"] = 1
-                if record.answers[0][-1].role != "assistant":
-                    note("turns after the last answer left out")
-        sequences: list[np.ndarray] = []
-        problems, longest = [], 0
-        for group in groups:
-            try:
-                found, start = self._cut(group, row.where, ranks)
-                sequences += found
-                longest = max(longest, *map(len, group))
-            except DropRowError as error:
-                problems.append(error)
-        if not sequences:
-            raise problems[0]
-        for problem in problems:
-            note(f"turns left out, {problem}")
-        if len(groups) > 1:
-            note("conversations whose turns are trained separately")
-        if longest > self.settings.max_length:
-            note("truncated")
-        first, sizes = sequences[0], []
-        for sequence, rank in zip(sequences, ranks if kind == "ranked" else repeat(0)):
-            shared = 0 if sequence is first else common_prefix(first, sequence)
-            sizes += len(sequence), shared, rank
-        joined = np.concatenate(sequences)
-        columns = {
-            **record.columns,
-            **{name: joined[name] for name in TOKENS.names},
-            "_sizes": sizes,
-            "_counts": len(sequences),
-            "_source": row.source,
-        }
-        if kind != "sequence":
-            columns["prompt_length"] = start
-        if kind in ("unpaired", "prompt"):
-            prompt = hashlib.sha256(first["tokens"][:start].tobytes()).digest()
-            columns["_prompt"] = np.frombuffer(prompt, np.int64)[0]
-        if kind == "prompt":
-            text = json.dumps(record.row, ensure_ascii=False, default=str).encode()
-            columns |= {"_row_size": len(text), "_rows": np.frombuffer(text, np.uint8)}
-        return columns
-
     def _cut(
-        self, sides: list[np.ndarray], where: str, ranks: Iterable[int]
-    ) -> tuple[list[np.ndarray], int]:
+        self, sides: list[Encoded], where: str, ranks: Iterable[int]
+    ) -> tuple[list[Encoded], int]:
         """Cut sequences with one prompt to max_length; return them and the prompt's length."""
         limit, truncation = self.settings.max_length, self.settings.truncation
-        longest, first = max(map(len, sides)), sides[0]
-        if not len(first):
+        longest, (first, _) = max(len(ids) for ids, _ in sides), sides[0]
+        if not first:
             raise DropRowError("the chat template writes nothing")
         if longest > limit and truncation == "drop":
             raise DropRowError("longer than max_length")
@@ -319,24 +306,75 @@ class Tokenising:
         # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
         start = longest
         if self.kind in ("pair", "ranked", "unpaired"):
-            start = _first_trained(first)
-            if len({(s["tokens"][:start].tobytes(), _first_trained(s)) for s in sides}) > 1:
+            prompts = {tuple(ids[: _first_trained(weights)]) for ids, weights in sides}
+            if len(prompts) > 1:
                 raise DropRowError(
                     "the prompts of chosen and rejected differ once the chat template is applied"
                 )
+            start = len(prompts.pop())
         cut = 0
         if truncation == "keep_end" or self.kind == "prompt":
             cut = max(0, start - max(limit - (longest - start), min(start, limit // 4), 1))
-        after_bos = int(first["tokens"][0] == self.encoder.bos)
-        removed = slice(after_bos, after_bos + cut)
-        found = [np.delete(side, removed)[:limit] for side in sides]
-        if self.kind != "prompt" and not all(side["weights"][1:].any() for side in found):
+        after_bos = int(first[0] == self.encoder.bos)
+
+        def kept(values: list) -> list:
+            return (values[:after_bos] + values[after_bos + cut :])[:limit]
+
+        found = [(kept(ids), kept(weights)) for ids, weights in sides]
+        if self.kind != "prompt" and not all(any(weights[1:]) for _, weights in found):
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
-        answers = {(s["tokens"].tobytes(), rank) for s, rank in zip(found, ranks)}
-        if len({tokens for tokens, _ in answers}) < len(answers):
+        answers = {(tuple(ids), rank) for (ids, _), rank in zip(found, ranks)}
+        if len({ids for ids, _ in answers}) < len(answers):
             raise DropRowError("chosen and rejected are the same tokens")
         return found, start - cut
+
+
+def _batches(rows: Iterable[FoundRow]) -> Iterator[list[FoundRow]]:
+    """Group rows, fewer of them where they are long as text."""
+    batch: list[FoundRow] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += len(str(row.found))
+        if len(batch) == ROWS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _note(events: list[Event], where: str, what: str) -> None:
+    events.append(("notes", what, where))
+
+
+def _document_part(row: FoundRow, text: str, encoder: TextEncoder) -> Part:
+    """Tokenise a part of a document; DataError names its row."""
+    try:
+        tokens = encoder.encode_text(text if row.continues else encoder.begin(text))
+    except BadRowError as error:
+        raise DataError(f"{row.where} {error}") from None
+    return row.where, row.source, np.asarray(tokens, np.int32)
+
+
+def _cut_documents(
+    parts: Iterable[Part], encoder: TextEncoder, limit: int
+) -> Iterator[Columns]:
+    """Join the parts of each document, and cut it into pieces of at most `limit` tokens, as the files hold them.
+
+    Truncation does not apply: no token is lost.
+    """
+    ends = np.asarray([encoder.eos], np.int32)
+    begins = ends[:0] if encoder.bos is None else np.asarray([encoder.bos], np.int32)
+    for (_, source), document in groupby(parts, key=itemgetter(0, 1)):
+        left = begins
+        for *_, tokens in chain(document, [(ends,)]):
+            left = np.append(left, tokens)
+            while len(left) > limit or (tokens is ends and len(left) > 1):
+                piece = left[:limit]
+                size = [len(piece), 0, 0]
+                yield {"tokens": piece, "_sizes": size, "_counts": [1], "_source": [source]}
+                left = left[limit - 1 :]  # the last token predicts the next piece's first
 
 
 def _write_columns(folder: Path, chunks: Iterable[Columns], report: Report) -> None:
@@ -353,16 +391,18 @@ def _write_columns(folder: Path, chunks: Iterable[Columns], report: Report) -> N
             report.kept += len(chunk.get("_counts", ()))
 
 
-def _first_trained(side: np.ndarray) -> int:
-    return int((side["weights"] != 0).argmax())
+def _first_trained(weights: Sequence[float]) -> int:
+    return next((place for place, weight in enumerate(weights) if weight), 0)
 
 
-def common_prefix(first: np.ndarray, other: np.ndarray) -> int:
+def common_prefix(first: Encoded, other: Encoded) -> int:
     """Count the leading tokens that `other` may leave out: `first` has them too, and `other` trains none of them.
 
     The last token in common is not among them, for it predicts the first one that differs.
     """
-    count = min(len(first), len(other))
-    differs = first["tokens"][:count] != other["tokens"][:count]
-    differs[1:] |= other["weights"][1:count] != 0
-    return max(0, (int(differs.argmax()) if differs.any() else count) - 1)
+    count = 0
+    for mine, theirs, weight in zip(first[0], *other):
+        if mine != theirs or (count and weight):
+            break
+        count += 1
+    return max(0, count - 1)

@@ -64,9 +64,8 @@ def _in_processes(
                 theirs.close()
             else:
                 yield _result(pipe := busy.popleft())
-            with suppress(
-                OSError
-            ):  # that a process has died is told when its result is asked for
+            # that a process has died is told when its result is asked for
+            with suppress(OSError):
                 pipe.send(batch)
             busy.append(pipe)
         yield from map(_result, busy)
