@@ -330,7 +330,10 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     if stage.dataset_type != "sequence":
         trained, refused = "the last answer only", {"turns", "train_on"}
         if stage.dataset_type == "text":
-            trained, refused = "every token, longer documents in pieces", refused | {"truncation"}
+            trained, refused = (
+                "every token, longer documents in pieces",
+                refused | {"truncation"},
+            )
         for key, value in data.model_dump(include=refused, exclude_defaults=True).items():
             yield f"data.{key} is {value!r} but stage {config.stage!r} trains {trained}; remove it"
     yield from stage.check()
