@@ -223,7 +223,7 @@ class Trainer:
         parts = []
         for term in terms:
             scaled = term._replace(weight=term.weight / normalisers[term.normaliser])
-            metrics.add("loss", self.stage.share(scaled))
+            metrics.add("loss", self.stage.local_sum(scaled))
             parts.append(scaled.value * scaled.weight)
         return sum(parts[1:], parts[0])
 

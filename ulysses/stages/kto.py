@@ -5,8 +5,8 @@
           j = the next example of the step (cyclic) with a different prompt
     good: weight * (1 - sigmoid(beta (r - z0)))       bad: weight * (1 - sigmoid(beta (z0 - r)))
 
-Mismatched sequences (x_i, y_j) are packed by themselves and only looked at, before the first backward;
-z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_unpaired (2408.06266) has no baseline.
+Mismatched sequences (x_i, y_j) are packed by themselves and are only read without gradient, before the first backward
+pass; z0 is a constant. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_unpaired (2408.06266) has no baseline.
 """
 
 from collections.abc import Iterator
@@ -90,13 +90,13 @@ class KtoStage(ReferencedStage):
     def losses(
         self, batch: ShardedBatch, metrics: MetricSums, baseline: Tensor | None = None
     ) -> list[Term]:
-        config = self.table
+        table = self.table
         policy, base, _ = self.answer_sums(batch, *self.both_logps(batch, metrics))
         desirable = batch.sequence_columns["label"] > 0.5
-        # Both losses of every example, of which its label takes one: no index that the host would have to wait for.
+        # Each example has both losses, and its label chooses one: an index would make the host wait for the device.
         both, rewards, _, _ = kto_loss(
-            policy, policy, None, base, base, None, config.beta, config.desirable_weight, config.undesirable_weight,
-            kl=baseline, loss_type=config.loss_type,
+            policy, policy, None, base, base, None, table.beta, table.desirable_weight, table.undesirable_weight,
+            kl=baseline, loss_type=table.loss_type,
         )  # fmt: skip
         count = batch.num_sequences
         losses = torch.where(desirable, both[:count], both[count:])
@@ -114,9 +114,9 @@ class KtoStage(ReferencedStage):
 
 
 def mismatched_pairs(prompts: np.ndarray, indices: list[int]) -> list[tuple[int, int]]:
-    """Pair each example of a step with the one whose completion it takes for KTO's baseline.
+    """Return (example, partner) for each example of a step; KTO's baseline takes the partner's completion.
 
-    That is the next example of the step, cyclically, that has another prompt. Examples without one are left out.
+    The partner is the next example of the step, cyclically, that has another prompt. Examples without one are left out.
     `prompts` are the ids of the dataset's prompts.
     """
     pairs = []
@@ -130,6 +130,6 @@ def mismatched_pairs(prompts: np.ndarray, indices: list[int]) -> list[tuple[int,
 
 def mismatched_lengths(dataset: TokenizedDataset, pairs: list[tuple[int, int]]) -> list[int]:
     """Return the tokens of each `dataset.mismatch(i, j)` without reading one."""
-    heads, lengths = dataset.columns.get("prompt_length"), dataset.sequence_lengths
-    whole = (int(heads[i] + lengths[j, 0] - heads[j]) for i, j in pairs)
-    return [min(dataset.max_length, length) for length in whole]
+    prompts, lengths = dataset.columns["prompt_length"], dataset.sequence_lengths
+    uncut = (int(prompts[i] + lengths[j, 0] - prompts[j]) for i, j in pairs)
+    return [min(dataset.max_length, length) for length in uncut]
