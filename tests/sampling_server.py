@@ -1,6 +1,6 @@
 """A server that speaks the APIs of vLLM and SGLang, and scores answers; the tokens it draws follow from the prompt.
 
-The fields are those that vLLM 0.11 and SGLang 0.5 publish, as far as they are read.
+The fields are those that vLLM 0.32 and SGLang 0.5 publish, as far as they are read.
 """
 
 import gzip
@@ -8,9 +8,12 @@ import json
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.harness import STUCK
 
 # answers that are packed although nobody asked for it
 PACKINGS = {
@@ -20,6 +23,9 @@ PACKINGS = {
 }
 
 
+LogProbabilities = Callable[[list[int], list[int]], list[float]]
+
+
 class QuietServer(ThreadingHTTPServer):
     """A server that does not print that its client has left."""
 
@@ -27,18 +33,37 @@ class QuietServer(ThreadingHTTPServer):
         pass
 
 
+def invented(prompt: list[int], tokens: list[int]) -> list[float]:
+    return [-1.0 - 0.1 * i for i in range(len(tokens))]
+
+
 class SamplingServer:
     """Serve on a free port of this machine.
 
     Attributes:
-        asked: (path, body) of all requests.
+        asked: (path, body) of all POST requests.
         keys, encodings: what they had in the headers of keys and of packings.
         fault: "" for none, "hang", "drip", "slow head", "endless", "redirect", "cut", "no HTTP", "refuse", "garbage",
-            "no fields", "nan", "no stop token", "deep", one of PACKINGS or "reload".
+            "no fields", "deep", one of PACKINGS, "reload" or "broken" (HTTP 500 that says why); of answers "nan",
+            "no stop token", "abort", "short", "unknown tokens", "tokens as text", "numbers as text" or "goes on", and
+            "late stop" where a stop token is the last that was asked for, which is no fault; of a server that was told
+            to end and keeps the requests that it has "ended" (nothing listens any more) or "ending" (it says that it is
+            not available); and "busy", which is late and knows no /health, which is no fault either.
+        released: ends the requests that a server keeps.
+        length, model: what it tells of itself, the tokens of the longest sequence and the model's configuration.
+        folder: whose weights it has read.
+        load: folder -> a function of prompt and tokens, which returns their log-probabilities; without it, they are
+            invented.
         scores: what a reward answers; if empty, it counts the letters of each answer.
     """
 
     def __init__(self) -> None:
+        self.length: object = 4096
+        self.model = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
+        self.folder = ""
+        self.load: Callable[[str], LogProbabilities] = lambda _: invented
+        self.logps: LogProbabilities = invented
+        self.released = threading.Event()
         self.asked: list[tuple[str, Any]] = []
         self.fault, self.scores = "", []
         self.keys: set[str | None] = set()
@@ -46,12 +71,34 @@ class SamplingServer:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                found = {
+                    "/health": None,
+                    "/v1/models": {"data": [{"id": "policy", "max_model_len": outer.length}]},
+                    "/server_info?config_format=json": {
+                        "vllm_config": {"model_config": outer.model}
+                    },
+                }
+                text = json.dumps(found[self.path]).encode()
+                codes = {"busy": 404, "ending": 503}
+                self.send_response(codes.get(outer.fault, 200))
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.asked.append((self.path, body))
                 outer.keys.add(self.headers["Authorization"])
                 if outer.fault == "hang":
                     time.sleep(5)
+                if outer.fault == "busy":
+                    time.sleep(0.5)
+                if outer.fault in ("ended", "ending"):
+                    if outer.fault == "ended":
+                        outer.close()
+                    outer.released.wait(STUCK)
+                    return
                 found = outer.reply(self.path, body)
                 text = b"not JSON" if outer.fault == "garbage" else json.dumps(found).encode()
                 if outer.fault == "deep":
@@ -66,7 +113,10 @@ class SamplingServer:
                 if outer.fault == "no HTTP":
                     self.wfile.write(b"what?\r\n\r\n")
                     return
-                codes = {"refuse": 503, "redirect": 307}
+                codes = {"refuse": 503, "redirect": 307, "broken": 500}
+                if outer.fault in ("refuse", "broken"):
+                    key = str(self.headers["Authorization"]).removeprefix("Bearer ")
+                    text = f"{key} is right, but\nno weights fit: {'x' * 400}".encode()
                 self.send_response(codes.get(outer.fault, 200))
                 more = {"cut": 1, "endless": 1 << 40, "drip": 1 << 20}.get(outer.fault, 0)
                 self.send_header("Content-Length", str(len(text) + more))
@@ -95,21 +145,36 @@ class SamplingServer:
                 "scores": self.scores
                 or [len(r["completion"]) / r["row"].get("scale", 1) for r in body["rows"]]
             }
-        if path == "/update_weights_from_disk":
-            assert (Path(body["model_path"]) / "config.json").exists()
-            return {"success": self.fault != "reload", "message": "no such file"}
-        if path in ("/collective_rpc", "/reset_prefix_cache"):
+        if path == "/reset_prefix_cache":
             return {}
+        if path in ("/collective_rpc", "/update_weights_from_disk"):
+            given = body.get("kwargs", {}).get("weights_path") or body["model_path"]
+            assert (Path(given) / "config.json").exists()
+            self.folder, self.logps = given, self.load(given)
+            return {"success": self.fault != "reload", "message": "no such file"}
         prompt = body.get("prompt") or body["input_ids"]
         most = body.get("max_tokens") or body["sampling_params"]["max_new_tokens"]
         tokens = [(sum(prompt) + i) % 90 + 5 for i in range(min(most, 1 + len(prompt)))]
         ended = len(tokens) < most
         if ended and self.fault != "no stop token":
             tokens[-1] = body.get("sampling_params", body)["stop_token_ids"][0]
-        logps = [
-            float("nan") if self.fault == "nan" else -1.0 - 0.1 * i for i in range(len(tokens))
-        ]
         reason = "stop" if ended else "length"
+        if self.fault == "short":
+            tokens, reason = tokens[:-1], "length"
+        if self.fault in ("goes on", "late stop"):
+            place = 0 if self.fault == "goes on" else -1
+            tokens[place] = body.get("sampling_params", body)["stop_token_ids"][0]
+        logps = self.logps(prompt, tokens)
+        if self.fault == "nan":
+            logps[0] = float("nan")
+        if self.fault == "unknown tokens":
+            tokens[0] = 100
+        if self.fault == "tokens as text":
+            tokens = [*map(str, tokens)]
+        if self.fault == "numbers as text":
+            logps = [*map(str, logps)]
+        if self.fault == "abort":
+            reason = "abort"
         if path == "/v1/completions":
             found = {"token_ids": tokens, "finish_reason": reason}
             return {"choices": [found | {"logprobs": {"token_logprobs": logps}}]}
@@ -118,6 +183,6 @@ class SamplingServer:
         return {"meta_info": found}
 
     def close(self) -> None:
-        """Stop serving; nothing listens on the port from now on."""
+        """Stop serving; nothing listens on the port from now on, but requests that have come go on."""
         self.server.shutdown()
         self.server.server_close()

@@ -7,6 +7,8 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from examples.demo_data import write_demo
 from models.folders import read_config
@@ -139,23 +141,39 @@ def test_every_stage_begins_where_another_ended(chain, tmp_path):
     assert_same_folder(tmp_path / "ppo", export)
 
 
+def load(folder):
+    """Return what computes the log-probabilities of answers by the model in a folder, as servers do."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+
+    @torch.no_grad()
+    def logps(prompt, tokens):
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
+
+    return logps
+
+
 def test_a_server_samples(chain, tmp_path):
-    """From whole weights, every second rollout from new ones."""
+    """From whole weights, every second rollout from new ones; one that has other weights ends the run."""
     folder, output, server = chain[0], tmp_path / "served", SamplingServer()
     data = folder / "data"
     typed = f"""
-    --config {ROOT}/configs/demo/grpo.toml --run.output {output} --run.steps 3 --run.eval_every 0
+    --config {ROOT}/configs/demo/grpo.toml --run.steps 3 --run.eval_every 0
     --ppo.epochs 1 --ppo.minibatches 1
     --data.train {data}/ppo_train.jsonl --data.eval [] --data.cache {tmp_path}/cache
     --model.path {folder}/sft/export --model.init pretrained --model.tokenizer {data}/tokenizer --model.lora.rank 4
     --ppo.sampler vllm+{server.address} --ppo.sampler_sync_every 2 --ppo.importance_cap 2
-    """
-    ranks(typed.split(), 2)
+    """.split()
+    refused = ranks([*typed, "--run.output", f"{tmp_path}/other"], 2, code=1)
+    server.load = load
+    ranks([*typed, "--run.output", f"{output}"], 2)
     server.close()
+    refused.refused("have the same weights, but their log-probabilities differ by .*; look in")
     lines = metrics(output)
     assert [m["rollout"] for m in lines] == [0, 1, 2]
-    assert lines[1]["sampler/logp_gap"] > 0.1
-    assert [asked for asked, _ in server.asked].count("/collective_rpc") == 2
+    fresh, old, again = (m["sampler/logp_gap"] for m in lines)
+    assert max(fresh, again) < 1e-4 < old
+    assert [asked for asked, _ in server.asked].count("/collective_rpc") == 3
     names = WeightFiles(output / "sampler").tensors
     assert "model.norm.weight" in names and not [n for n in names if "lora" in n]
 

@@ -1,12 +1,16 @@
 """Servers that sample for PPO: what is asked of them, and what their failures cost."""
 
+import math
+import time
+
 import httpx
 import pytest
 import torch
 
+import ulysses.rl.outside_sampler as outside
 import ulysses.rl.servers as servers
 from tests import rows_of
-from tests.harness import PATIENCE, until
+from tests.harness import PATIENCE, free_port, until
 from tests.sampling_server import SamplingServer
 from ulysses.config.stage_sections import PpoSection
 from ulysses.rl.outside_sampler import OutsideSampler
@@ -27,6 +31,7 @@ def no_pause(monkeypatch):
 def server():
     found = SamplingServer()
     yield found
+    found.released.set()
     found.close()
 
 
@@ -36,7 +41,16 @@ def sampler(folder, *addresses, main=True, **options):
         (to / "config.json").write_text("{}")
 
     config = PpoSection(sampler=[*addresses], **{"sampler_timeout": PATIENCE, **options})
-    return OutsideSampler(config, export, folder / "policy", main, OPTIONS)
+    return OutsideSampler(
+        config,
+        export,
+        folder / "policy",
+        main,
+        OPTIONS,
+        longest=20,
+        vocabulary=100,
+        float32=True,
+    )
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
@@ -54,8 +68,24 @@ def test_prompts_go_out_and_tokens_come_back(tmp_path, server, dialect):
         for s in settings
     )
     assert len({s.get("seed", s.get("sampling_seed")) for s in settings}) == 3
+    # what a request omits, the generation_config.json of the served folder decides
+    neutral = {"min_p", "presence_penalty", "frequency_penalty"}
+    assert all({s[name] for name in neutral} == {0} for s in settings)
+    assert all(s["repetition_penalty"] == 1 for s in settings)
     if dialect == "vllm":
-        assert all(b["return_token_ids"] is True for b in bodies)
+        assert all(b["return_token_ids"] is True and b["ignore_eos"] is True for b in bodies)
+    else:  # it would ignore stop_token_ids too
+        assert not any("ignore_eos" in s for s in settings)
+
+
+def test_a_stop_token_that_is_the_last_one_asked_for_ends_an_answer(tmp_path, server):
+    server.fault = "late stop"
+    found = sampler(tmp_path, f"sglang+{server.address}").sample(PROMPTS)
+    assert [(len(c.tokens), c.ended) for c in found.values()] == [
+        (2, True),
+        (3, True),
+        (6, True),
+    ]
 
 
 def test_weights_go_by_disk_to_every_server(tmp_path, server):
@@ -64,7 +94,10 @@ def test_weights_go_by_disk_to_every_server(tmp_path, server):
     folder = str((tmp_path / "policy").absolute())
     assert server.asked == [
         ("/update_weights_from_disk", {"model_path": folder}),
-        ("/collective_rpc", {"method": "reload_weights"}),
+        (
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": folder}},
+        ),
         ("/reset_prefix_cache", {}),
     ]
     server.asked.clear()
@@ -82,6 +115,63 @@ def test_weights_go_by_disk_to_every_server(tmp_path, server):
         sampler(tmp_path, addresses[0]).synchronise()
 
 
+def test_a_reload_that_fails_is_not_repeated_and_says_why(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("ULYSSES_API_KEY", "planted-key")
+    server.fault = "broken"
+    why = r"/collective_rpc failed .HTTP 500 Internal Server Error \*{3} is right, but.nno weights"
+    with pytest.raises(ValueError, match=why) as caught:
+        sampler(tmp_path, f"vllm+{server.address}").synchronise()
+    assert len(server.asked) == 1
+    assert str(caught.value).count("x") == 300 - len("*** is right, but\nno weights fit: ")
+
+
+# what a server tells of itself, and what is said before any work
+FITTING = """
+20 processed_logprobs =>
+None processed_logprobs =>
+much processed_logprobs =>
+19 processed_logprobs => has room for 19 tokens of a prompt .*ppo.max_new_tokens is 20; start it with more
+4096 raw_logprobs => returns 'raw_logprobs', .*; start it with --logprobs-mode processed_logprobs
+"""
+
+
+@pytest.mark.parametrize("told, sentence", rows_of(FITTING))
+def test_servers_are_asked_what_they_are_before_the_first_rollout(
+    tmp_path, server, told, sentence
+):
+    length, mode = told.split()
+    server.length = int(length) if length.isdecimal() else {"None": None}.get(length, length)
+    server.model = {"dtype": "torch.float32", "logprobs_mode": mode}
+    found = sampler(tmp_path, f"vllm+{server.address}")
+    if not sentence:
+        found.synchronise()
+        assert server.folder == str(tmp_path / "policy")
+        return
+    with pytest.raises(ValueError, match=sentence):
+        found.synchronise()
+    assert not server.asked and not (tmp_path / "policy").exists()
+
+
+@pytest.mark.parametrize("dtype, allowed", [("torch.float32", 0.01), ("torch.bfloat16", 0.2)])
+def test_a_server_with_other_weights_is_refused(tmp_path, server, dtype, allowed):
+    """By the first rollout; top_p moves log-probabilities by at most its own logarithm."""
+    server.model = {"dtype": dtype}
+    allowed -= math.log(OPTIONS.top_p)
+
+    def synchronised():
+        found = sampler(tmp_path, f"vllm+{server.address}")
+        found.synchronise()
+        return found
+
+    for gap in (allowed * 1.01, math.nan):
+        sentence = f"differ by {gap:.3g} per token .at most {allowed:.3g} is rounding.; look"
+        with pytest.raises(ValueError, match=sentence):
+            synchronised().check_gap(gap)
+    found = synchronised()
+    found.check_gap(allowed * 0.99)
+    found.check_gap(2.0)  # of later rollouts, when the metric tells
+
+
 # What goes wrong, how often the first prompt is asked for, and what is said.
 FAULTS = """
 hang => 1 => failed .timed out after 0.5 s.; look at its log
@@ -97,10 +187,9 @@ deep => 1 => failed .it answered JSON that is nested too deeply.; look at its lo
 gzip => 3 => failed .it packed its answer .Content-Encoding., which was not asked for
 gzip, gzip => 3 => failed .it packed its answer
 deflate => 3 => failed .it packed its answer
-nan => 1 => answered prompt 0 with log-probabilities that are not finite or above 0
-no stop token => 1 => an end but without the token that ends it
 gone => 0 => refused
-no fields => 1 => answered prompt 0 with JSON of another form .KeyError..meta_info
+broken => 3 => HTTP 500 Internal Server Error None is right
+no fields => 1 => answered prompt . with JSON of another form .KeyError..meta_info
 """
 
 
@@ -120,6 +209,56 @@ def test_a_servers_fault_is_one_sentence(tmp_path, server, fault, attempts, comp
         lambda: asked() >= int(attempts)
     )  # a busy server reads what a client asked that has left
     assert asked() == int(attempts)
+
+
+# an answer that cannot be trained on, and what is said
+ANSWERS = """
+nan => log-probabilities that are no numbers, not finite or above 0
+numbers as text => log-probabilities that are no numbers
+no stop token => an end but without the token that ends it
+abort => an answer that it broke off .its finish reason is 'abort'.
+short => 1 of 6 tokens and no end, as if it had no room for more; start it with more
+unknown tokens => tokens that are none of the 100 of the vocabulary
+tokens as text => tokens that are none of the 100 of the vocabulary
+goes on => an answer that goes on behind a token that ends it
+"""
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+@pytest.mark.parametrize("fault, complaint", rows_of(ANSWERS))
+def test_an_answer_that_cannot_be_trained_on_is_refused(
+    tmp_path, server, dialect, fault, complaint
+):
+    server.fault = fault
+    with pytest.raises(
+        ValueError, match=f"{server.address} answered prompt 0 with {complaint}"
+    ):
+        sampler(tmp_path, f"{dialect}+{server.address}").sample({0: PROMPTS[0]})
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("fault, said", [("ended", "ConnectError"), ("ending", "HTTP 503")])
+def test_a_server_that_was_told_to_end_is_told_while_it_keeps_a_request(
+    tmp_path, server, monkeypatch, fault, said
+):
+    monkeypatch.setattr(outside, "LOOK_SECONDS", 0.05)
+    server.fault = fault
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=f"{server.address}/health failed .{said}"):
+        sampler(tmp_path, f"vllm+{server.address}").sample({0: PROMPTS[0]})
+    assert len(server.asked) == 1 and time.monotonic() - began < PATIENCE / 2
+
+
+def test_a_busy_server_that_knows_no_health_is_waited_for(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(outside, "LOOK_SECONDS", 0.05)
+    server.fault = "busy"
+    assert len(sampler(tmp_path, f"vllm+{server.address}").sample(PROMPTS)) == 3
+
+
+def test_of_two_servers_the_one_that_ended_is_named(tmp_path, server):
+    gone = f"vllm+http://127.0.0.1:{free_port()}"
+    with pytest.raises(ValueError, match=f"{gone.partition('+')[2]}/v1/completions failed"):
+        sampler(tmp_path, f"vllm+{server.address}", gone).sample(PROMPTS)
 
 
 def test_a_server_that_comes_back_is_asked_again(tmp_path, server, monkeypatch):

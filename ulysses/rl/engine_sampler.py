@@ -42,6 +42,9 @@ class EngineSampler:
     def synchronise(self, rollout: int = 0) -> None:
         """Do nothing: every call of `sample` reads the current weights."""
 
+    def check_gap(self, gap: float) -> None:
+        """Do nothing, for the same reason."""
+
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number; all ranks call it together."""
         model, device, options = self.engine.module, self.engine.device, self.options

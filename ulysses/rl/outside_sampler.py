@@ -1,5 +1,6 @@
 """Sampling on servers of vLLM or SGLang: they get prompts, return tokens with log-probabilities, and read weights.
 
+    what the servers are -> refused if they cannot do what is asked          before the first rollout
     trained weights -> export folder -> reload calls to every server        before a rollout that synchronises
     this process's prompts -> POST, one request for each answer -> tokens, log-probabilities
 
@@ -7,13 +8,16 @@
     "sglang+http://host:30000"    POST /generate with token ids
 
 The folder must be on a disk that servers and rank 0 share. Servers draw their own random numbers, so that a rollout
-does not repeat bit for bit; ppo.importance_cap corrects where their probabilities differ from the trainer's.
+does not repeat bit for bit; ppo.importance_cap corrects where their probabilities differ from the trainer's. Everything
+that changes what they draw is part of a request, because they take what it omits from the generation_config.json of
+the folder that they were started with.
 """
 
 import json
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +28,27 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import seed_of
 from ulysses.rl.sampler import Completion, SamplingOptions
-from ulysses.rl.servers import Json, post
+from ulysses.rl.servers import Json, get, post
 
-# The calls, in order, that make a server read its weights again: {path: body}, where FOLDER stands for the folder. vLLM
-# (with VLLM_SERVER_DEV_MODE=1) reads the folder that it was started with.
+# The calls, in order, that make a server read the weights in a folder: {path: body}, where FOLDER stands for it. vLLM
+# needs VLLM_SERVER_DEV_MODE=1.
 RELOAD: Mapping[str, dict[str, Json]] = {
-    "vllm": {"/collective_rpc": {"method": "reload_weights"}, "/reset_prefix_cache": {}},
+    "vllm": {
+        "/collective_rpc": {"method": "reload_weights", "kwargs": {"weights_path": "FOLDER"}},
+        "/reset_prefix_cache": {},
+    },
     "sglang": {"/update_weights_from_disk": {"model_path": "FOLDER"}},
 }
+MORE_ROOM = (
+    "start it with more (--max-model-len of vLLM, --context-length of SGLang), or lower data.max_length or "
+    "ppo.max_new_tokens"
+)
+LOOK_SECONDS = 5.0  # between two looks whether the servers still take requests
+INFO_SECONDS = 60.0  # for what a server tells of itself
+# The mean |trainer - server| per token that the same weights explain, where both compute in float32 and elsewhere. A
+# server of vLLM on a CPU had 4e-6 in float32, with a repetition penalty of 1.1 it had 0.04, and with other weights 2.
+# Two ways through a model of 135M parameters had 0.03 in bfloat16; servers may have quantised weights, too.
+FLOAT32_GAP, MOST_GAP = 1e-2, 0.2
 
 
 @dataclass
@@ -43,10 +60,15 @@ class OutsideSampler:
         export: writes the policy's weights into a folder; all ranks call it together.
         folder: where the servers read the weights.
         main: whether this is the process that tells the servers to read them.
+        options: of sampling.
+        longest: tokens of the longest prompt with its answer.
+        vocabulary: the number of tokens that the policy knows.
+        float32: whether the trainer computes in float32, and after the first call of `synchronise` the servers, too.
         renew: is called after every completion.
 
     Attributes:
         synchronised: whether the servers have had weights of this run.
+        compared: whether `check_gap` has seen a rollout of this run.
     """
 
     ppo: PpoSection
@@ -54,28 +76,79 @@ class OutsideSampler:
     folder: Path
     main: bool
     options: SamplingOptions
+    longest: int
+    vocabulary: int
+    float32: bool
     renew: Callable[[], None] = lambda: None
     synchronised: bool = False
+    compared: bool = False
 
     def synchronise(self, rollout: int = 0) -> None:
         """Export the weights and have every server read them, if the rollout asks for it; all ranks call it together.
 
-        Raises UserCodeError if a server does not.
+        The first call also asks the servers what they are. Raises UserCodeError if one does not fit or does not read.
         """
         if self.synchronised and rollout % self.ppo.sampler_sync_every:
             return
+        if not self.synchronised:
+            for address in self.ppo.sampler:
+                self.float32 &= self._check_server(address)
         self.synchronised = True
         self.export(self.folder)
         for address in self.ppo.sampler if self.main else ():
             calls = self.ppo.sampler_reload or RELOAD[address.partition("+")[0]]
             for path, body in calls.items():
                 text = json.dumps(body).replace("FOLDER", str(self.folder.absolute()))
-                answer = self._post(address, path, json.loads(text))
+                # one attempt: a server whose reload has failed may hold a part of the new weights
+                answer = self._post(address, path, json.loads(text), attempts=1)
                 if isinstance(answer, dict) and answer.get("success", True) is not True:
                     raise UserCodeError(
                         f"{address}{path} did not take the new weights: {str(answer)[:200]}"
                     )
         gather(None)  # no process asks a server before all servers have the new weights
+
+    def _check_server(self, address: str) -> bool:
+        """Return whether a server tells that it computes in float32.
+
+        Raises UserCodeError if it tells that it cannot do what it will be asked for.
+        """
+        length = _at(
+            self._call(address, "/v1/models", get, INFO_SECONDS), "data", 0, "max_model_len"
+        )
+        if isinstance(length, int) and length < self.longest:
+            raise UserCodeError(
+                f"{address} has room for {length} tokens of a prompt with its answer, but data.max_length + "
+                f"ppo.max_new_tokens is {self.longest}; {MORE_ROOM}"
+            )
+        info = self._call(address, "/server_info?config_format=json", get, INFO_SECONDS)
+        model = _at(info, "vllm_config", "model_config")
+        mode = _at(model, "logprobs_mode")
+        if mode not in (None, "processed_logprobs") and self.options.temperature != 1:
+            raise UserCodeError(
+                f"{address} returns {mode!r:.50}, which ppo.temperature does not divide; start it with --logprobs-mode "
+                "processed_logprobs"
+            )
+        return str(_at(model or info, "dtype")).endswith("float32")
+
+    def check_gap(self, gap: float) -> None:
+        """Compare the log-probabilities of the run's first rollout, and do nothing at later ones.
+
+        Args:
+            gap: mean |trainer - server| per token.
+
+        Raises UserCodeError if the same weights cannot explain it.
+        """
+        if self.compared or self.options.top_k:
+            return
+        self.compared = True
+        # servers of vLLM divide by the probability of the tokens that top_p keeps
+        allowed = (FLOAT32_GAP if self.float32 else MOST_GAP) - math.log(self.options.top_p)
+        if not gap <= allowed:
+            raise UserCodeError(
+                "the servers of ppo.sampler and the trainer should have the same weights, but their log-probabilities "
+                f"differ by {gap:.3g} per token (at most {allowed:.3g} is rounding); look in the servers' logs whether "
+                f"they have read {self.folder.absolute()}, and start vLLM with --logprobs-mode processed_logprobs"
+            )
 
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number in the rollout.
@@ -88,8 +161,8 @@ class OutsideSampler:
             address = servers[number % len(servers)]
             seed = seed_of(self.options.seed, rollout, number) % 2**31
             try:
-                completion = self._complete(address, prompts[number].tolist(), seed)
-                fault = self._fault(completion)
+                completion, reason = self._complete(address, prompts[number].tolist(), seed)
+                fault = self._fault(completion, reason)
             except (LookupError, TypeError) as error:
                 fault = f"JSON of another form ({error!r})"
             if fault:
@@ -99,22 +172,38 @@ class OutsideSampler:
 
         pool = ThreadPoolExecutor(self.options.batch)
         try:
-            return dict(zip(prompts, pool.map(ask, prompts), strict=True))
+            asked = {number: pool.submit(ask, number) for number in prompts}
+            waiting = {*asked.values()}
+            while waiting:
+                done, waiting = wait(waiting, LOOK_SECONDS, FIRST_EXCEPTION)
+                for completion in done:
+                    completion.result()  # raises what has gone wrong
+                # a server that was told to end takes no requests, but may never answer those that it has
+                for address in servers if waiting else ():
+                    self._call(address, "/health", get, LOOK_SECONDS)
+            return {number: completion.result() for number, completion in asked.items()}
         finally:  # after an error this process does not wait for the other requests
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _complete(self, address: str, prompt: list[int], seed: int) -> Completion:
+    def _complete(self, address: str, prompt: list[int], seed: int) -> tuple[Completion, Json]:
+        """Return a completion and why it ends: "stop" or "length" if all is well."""
         options = self.options
         settings = {
             "temperature": options.temperature,
             "top_p": options.top_p,
             "top_k": options.top_k or -1,
+            # these change nothing
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "stop_token_ids": options.stop_tokens,
         }
         limit = options.max_new_tokens
         if address.startswith("vllm"):
+            # without ignore_eos other tokens end answers, too; SGLang's ignore_eos ignores stop_token_ids as well
             body = {**settings, "prompt": prompt, "max_tokens": limit, "seed": seed}
-            body |= {"logprobs": 1, "return_token_ids": True}
+            body |= {"ignore_eos": True, "logprobs": 1, "return_token_ids": True}
             choice = self._post(address, "/v1/completions", body)["choices"][0]
             tokens, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             reason = choice["finish_reason"]
@@ -122,27 +211,53 @@ class OutsideSampler:
             settings |= {"max_new_tokens": limit, "sampling_seed": seed}
             body = {"input_ids": prompt, "sampling_params": settings, "return_logprob": True}
             meta = self._post(address, "/generate", body)["meta_info"]
-            logps, tokens, *_ = zip(*meta["output_token_logprobs"])
+            rows = meta["output_token_logprobs"]
+            tokens, logps = [row[1] for row in rows], [row[0] for row in rows]
             reason = meta["finish_reason"]["type"]
-        return Completion(list(tokens), list(logps), reason == "stop")
+        # SGLang says "length" where the last token that was asked for is a stop token
+        ended = any(token in options.stop_tokens for token in tokens[-1:])
+        return Completion(list(tokens), list(logps), ended), reason
 
-    def _fault(self, completion: Completion) -> str:
+    def _fault(self, completion: Completion, reason: Json) -> str:
         """Return why a completion cannot be trained on, or nothing."""
-        tokens, logps = completion.tokens, completion.logps
-        if not 0 < len(tokens) == len(logps) <= self.options.max_new_tokens:
+        tokens, logps, limit = completion.tokens, completion.logps, self.options.max_new_tokens
+        if reason not in ("stop", "length"):
+            return f"an answer that it broke off (its finish reason is {reason!r:.100})"
+        if not 0 < len(tokens) == len(logps) <= limit:
             return f"{len(tokens)} tokens and {len(logps)} log-probabilities"
-        if not all(math.isfinite(logp) and logp <= 1e-3 for logp in logps):
-            return "log-probabilities that are not finite or above 0"
-        if completion.ended and tokens[-1] not in self.options.stop_tokens:
+        if not all(type(token) is int and 0 <= token < self.vocabulary for token in tokens):
+            return f"tokens that are none of the {self.vocabulary} of the vocabulary"
+        if not all(isinstance(x, int | float) and -math.inf < x <= 1e-3 for x in logps):
+            return "log-probabilities that are no numbers, not finite or above 0"
+        if any(token in self.options.stop_tokens for token in tokens[:-1]):
+            return "an answer that goes on behind a token that ends it"
+        if reason == "stop" and not completion.ended:
             return f"an end but without the token that ends it (its last one is {tokens[-1]})"
+        if not completion.ended and len(tokens) < limit:
+            return f"{len(tokens)} of {limit} tokens and no end, as if it had no room for more; {MORE_ROOM}"
         return ""
 
-    def _post(self, address: str, path: str, body: Json) -> Json:
+    def _post(self, address: str, path: str, body: Json, attempts: int = 3) -> Json:
+        return self._call(address, path, post, body, self.ppo.sampler_timeout, attempts)
+
+    def _call(self, address: str, path: str, call: Callable[..., Json], *more: object) -> Json:
+        """Return what `post` or `get` returns for a path of a server, with more arguments.
+
+        Raises UserCodeError if it fails.
+        """
         url = address.partition("+")[2].rstrip("/") + path
         try:
-            return post(url, body, self.ppo.sampler_timeout)
+            return call(url, *more)
         except (OSError, ValueError) as error:
             raise UserCodeError(
                 f"the sampling server {url} failed ({error}); look at its log, start it again and continue with "
                 "--run.resume auto"
             ) from None
+
+
+def _at(value: Json, *path: str | int) -> Json:
+    """Return what lies at this path in JSON, or None."""
+    with suppress(LookupError, TypeError):
+        for key in path:
+            value = value[key]
+        return value

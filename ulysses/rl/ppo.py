@@ -123,6 +123,11 @@ class PpoStage(ReferencedStage):
             ppo_policy_loss(*torch.zeros(3, 1), **policy_options(ppo))
         except ValueError as error:
             yield f"ppo: {error}"
+        if ppo.sampler and ppo.importance_cap and (ppo.top_p < 1 or ppo.top_k):
+            yield (
+                "ppo.importance_cap needs the servers' probabilities among all tokens, but with ppo.top_p or ppo.top_k "
+                "they are those among the tokens that are kept; leave ppo.importance_cap out, or top_p and top_k"
+            )
         if ppo.kl_coefficient:
             yield from super().check()
 
@@ -179,7 +184,17 @@ class PpoStage(ReferencedStage):
         )
         if ppo.sampler:
             folder = self.config.sampler_folder
-            sampler = OutsideSampler(ppo, parts.export, folder, mesh.is_main, options, renew)
+            sampler = OutsideSampler(
+                ppo,
+                parts.export,
+                folder,
+                mesh.is_main,
+                options,
+                longest=self.requirements.longest_example,
+                vocabulary=parts.weights.shape.vocab_size,
+                float32=self.config.model.dtype == "float32",
+                renew=renew,
+            )
         else:
             automatic = ppo.generation_batch == "auto"
             sampler = EngineSampler(engine, mesh, options, automatic, self.config.model, renew)

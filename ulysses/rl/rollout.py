@@ -224,6 +224,7 @@ class RolloutMaker:
         rollout.metrics["time/sampling"] = sampled - began
         rollout.metrics["time/rollout"] = time.perf_counter() - began
         self.show(rollout)
+        self.sampler.check_gap(rollout.metrics["sampler/logp_gap"])
         return rollout
 
     def answer(

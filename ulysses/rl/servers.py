@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from ulysses.config.section import visible
 from ulysses.environment import api_headers
 
 Json = Any  # None, numbers, texts, and lists and objects of these
@@ -17,38 +18,59 @@ PAUSE = (
 MOST_BYTES = 256 << 20  # of an answer
 
 
-def post(url: str, body: Json, timeout: float) -> Json:
+class RefusedError(OSError):
+    """A server takes no requests: nothing listens at its address, or it answers that it is not available (503)."""
+
+
+def post(url: str, body: Json, timeout: float, attempts: int = 3) -> Json:
     """POST a value as JSON, with the key in ULYSSES_API_KEY, and return the answer's JSON, or None if it is empty.
 
     The whole answer must come within `timeout` seconds: a request that takes longer is not sent again. After any other
-    failure it is sent again, at most twice. A redirect is a failure, because it would not carry the body along.
+    failure it is sent again, up to so many attempts. A redirect is a failure: it would not carry the body along.
 
     Raises OSError if the server fails, and ValueError if its answer is not JSON or is nested too deeply.
     """
-    data = json.dumps(body, default=str).encode()
-    for pause in (PAUSE, 2 * PAUSE, None):
+    return _request("POST", url, json.dumps(body, default=str).encode(), timeout, attempts)
+
+
+def get(url: str, timeout: float) -> Json:
+    """GET JSON with the same key, or None if the server does not give it, as where it knows no such path.
+
+    Raises RefusedError if the server takes no requests at three attempts.
+    """
+    try:
+        return _request("GET", url, b"", timeout, 3)
+    except RefusedError:
+        raise
+    except (OSError, ValueError):
+        return None
+
+
+def _request(method: str, url: str, data: bytes, timeout: float, attempts: int) -> Json:
+    for pause in (PAUSE, 2 * PAUSE, None)[-attempts:]:
         try:
-            return json.loads(_answer(url, data, timeout) or "null")
+            return json.loads(_answer(method, url, data, timeout) or "null")
         except RecursionError:
             raise ValueError("it answered JSON that is nested too deeply") from None
         except (TimeoutError, httpx.TimeoutException):
             raise TimeoutError(f"timed out after {timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            if pause is None:
-                raise OSError(f"{type(error).__name__}: {error}") from None
-        except (OSError, ValueError):
-            if pause is None:
-                raise
+            kind = RefusedError if isinstance(error, httpx.ConnectError) else OSError
+            fault: Exception = kind(f"{type(error).__name__}: {error}")
+        except (OSError, ValueError) as error:
+            fault = error
+        if pause is None or (method == "GET" and not isinstance(fault, RefusedError)):
+            raise fault from None
         time.sleep(pause)
 
 
-def _answer(url: str, data: bytes, timeout: float) -> bytes:
+def _answer(method: str, url: str, data: bytes, timeout: float) -> bytes:
     """Return the body of a server's answer; httpx limits each read, and a thread all of them, headers included."""
     answer: Future[bytes] = Future()
 
     def ask() -> None:
         try:
-            answer.set_result(_read(url, data, timeout))
+            answer.set_result(_read(method, url, data, timeout))
         except Exception as error:
             answer.set_exception(error)
 
@@ -56,7 +78,7 @@ def _answer(url: str, data: bytes, timeout: float) -> bytes:
     return answer.result(timeout)
 
 
-def _read(url: str, data: bytes, timeout: float) -> bytes:
+def _read(method: str, url: str, data: bytes, timeout: float) -> bytes:
     body = bytearray()
     # a compressed answer may become a thousand times as large
     headers = {
@@ -64,7 +86,7 @@ def _read(url: str, data: bytes, timeout: float) -> bytes:
         "Accept-Encoding": "identity",
         **api_headers(),
     }
-    with httpx.stream("POST", url, content=data, headers=headers, timeout=timeout) as response:
+    with httpx.stream(method, url, content=data, headers=headers, timeout=timeout) as response:
         if "Content-Encoding" in response.headers:
             raise OSError("it packed its answer (Content-Encoding), which was not asked for")
         for part in response.iter_raw():
@@ -72,5 +94,10 @@ def _read(url: str, data: bytes, timeout: float) -> bytes:
             if len(body) > MOST_BYTES:
                 raise OSError(f"it answered more than {MOST_BYTES >> 20} MiB")
     if response.status_code != 200:
-        raise OSError(f"HTTP {response.status_code} {response.reason_phrase}")
+        said = body[:4096].decode(errors="replace")
+        for header in api_headers().values():  # the server may have repeated the key
+            said = said.replace(header.removeprefix("Bearer "), "***")
+        kind = RefusedError if response.status_code == 503 else OSError
+        status = f"HTTP {response.status_code} {response.reason_phrase}"
+        raise kind(f"{status} {visible(said[:300])}".strip())
     return bytes(body)
