@@ -225,6 +225,8 @@ PPO --ppo.reward math:pi => ppo.reward is 'math:pi' but
 PPO --ppo.sampler http://host:8000 => is 'http://host:8000': string should match pattern '^(vllm|sglang)
 PPO --ppo.sampler ["vllm+http://h:1","tgi+http://h"] => ppo.sampler is 'tgi+http://h':
 PPO --ppo.sampler sglang+http://h/v1 => ppo.sampler is
+PPO --ppo.sampler vllm+http://h:1 --ppo.importance_cap 2 --ppo.top_p 0.9 => ppo.importance_cap needs the servers'
+PPO --ppo.sampler vllm+http://h:1 --ppo.importance_cap 2 --ppo.top_k 5 => leave ppo.importance_cap out, or top_p and
 PPO --ppo.sampler vllm+http://me:secret@host:8000 => ppo.sampler holds a key, a name or parameters beside host
 PPO --ppo.reward http://secret@host/score => set the environment variable ULYSSES_API_KEY, which servers get as a
 PPO --ppo.reward http://host/score?api_key=secret => ppo.reward holds a key

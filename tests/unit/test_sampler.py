@@ -153,7 +153,11 @@ def test_truncation_of_the_distribution():
     asked = prompts(20)
     likeliest = [int(next_token_logps(model, prompt).argmax()) for prompt in asked]
     for options in ({"top_k": 1}, {"top_p": 1e-9}, {}):
-        drawn = [c.tokens[0] for c in sampled(model, asked, 1, **options)]
+        found = sampled(model, asked, 1, **options)
+        drawn = [c.tokens[0] for c in found]
         assert (drawn == likeliest) == bool(options)
+        # as the trainer computes them: no weight of importance has to know what was kept
+        whole = [next_token_logps(model, prompt)[t] for prompt, t in zip(asked, drawn)]
+        np.testing.assert_allclose([c.logps[0] for c in found], whole, atol=1e-5)
     few = sampled(model, [asked[0]] * 300, 1, temperature=3.0, top_k=3)
     assert len({c.tokens[0] for c in few}) == 3
