@@ -266,9 +266,9 @@ class PpoStage(ReferencedStage):
         change = metrics.get(LOGP_CHANGE, 0.0)
         if not change <= self.tolerance:
             raise RuntimeError(
-                "at step 0 the policy is the one that made the rollout, but its log-probabilities differ by "
-                f"{change:.3g} per token (at most {self.tolerance:g} is rounding): the model is not deterministic; look "
-                "for dropout"
+                "at step 0 the policy is the one that made the rollout, but its log-probabilities differ "
+                f"by {change:.3g} per token (at most {self.tolerance:g} is rounding): the model is not deterministic; "
+                "look for dropout"
             )
 
     # ---------------------------------------------------------------- held-out prompts
