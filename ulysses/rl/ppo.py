@@ -143,13 +143,13 @@ class PpoStage(ReferencedStage):
             batch=0 if ppo.sampler else ppo.planned_batch,
             prompt_tokens=prompts,
             new_tokens=ppo.max_new_tokens,
-            steps=ppo.epochs * ppo.minibatches,
+            steps=ppo.steps_per_rollout,
             merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
             longest_example=prompts + ppo.max_new_tokens,
             examples_per_step=-(-self.config.batch.examples // ppo.minibatches) * answers,
-            steps_per_load=ppo.epochs * ppo.minibatches,
+            steps_per_load=ppo.steps_per_rollout,
             # every model reads a rollout once, and then `epochs` passes train on it
             extra_forwards=1 / ppo.epochs,
             # entropies take several more passes over the logits
@@ -208,7 +208,7 @@ class PpoStage(ReferencedStage):
 
     def may_prepare(self, step: int) -> bool:
         """Return False for the first step of a rollout, which is made with the weights of that moment."""
-        return step % self.requirements.steps_per_load != 0
+        return step % self.table.steps_per_rollout != 0
 
     # ---------------------------------------------------------------- the loss
 

@@ -60,8 +60,8 @@ IMPORT_SECONDS = 60.0  # how much later than another process one may start
 class TrainingRun:
     """Train by a configuration; use it as a context manager so that everything is released even after an error.
 
-    Entering raises ConfigError for anything that cannot be honoured; most of it before the processes meet, and all of
-    it before the model is built.
+    Entering raises ConfigError, before the model is built, for anything that cannot be honoured; `train` raises it for
+    a tracker that does not start.
 
     Args:
         config: a checked configuration, or a dict of nested tables as in the TOML file.
