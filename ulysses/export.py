@@ -116,9 +116,8 @@ def export_checkpoint(
     state["config"]["run"]["output"] = str(checkpoint.parent.parent)
     config, shape = check(still_known(state["config"])), ModelConfig.from_hf(state["shape"])
     source, stage, saved = config.model, stage_of(config), SavedSlices(checkpoint)
-    if (
-        merge and source.init == "random"
-    ):  # this machine would draw other numbers than the run's GPU
+    # this machine would draw other numbers than the run's GPU
+    if merge and source.init == "random":
         raise ValueError(
             "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
         )

@@ -44,9 +44,8 @@ from ulysses.stages.referenced import REFERENCE_LOGPS, ReferencedStage
 
 ROLLOUT_FILE = "rollout.safetensors"  # in a checkpoint
 LOGP_CHANGE = "policy/logp_change"  # the metric: mean |log-probability now - in the rollout| per trained token
-EVALUATION = (
-    1 << 40
-)  # evaluations draw with rollout numbers from here on, so that each has the same noise
+# evaluations draw with rollout numbers from here on, so that each has the same noise
+EVALUATION = 1 << 40
 
 
 def policy_options(ppo: PpoSection) -> dict[str, object]:

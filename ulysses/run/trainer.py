@@ -135,9 +135,8 @@ class Trainer:
         except BaseException as error:
             error.add_note(f"step {current}")
             raise
-        if (
-            self.best and self.finished and self.step < self.total_steps
-        ):  # run.patience ended the run
+        # only run.patience ends a run before its last step
+        if self.best and self.finished and self.step < self.total_steps:
             self.say(
                 f"stopped at step {self.step}: eval/loss was not below that of step {self.best[0]} in {run.patience} "
                 "evaluations; ulysses export writes that step's checkpoint as a model"
