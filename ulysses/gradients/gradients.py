@@ -79,9 +79,8 @@ class Gradients:
 
         Statistics that are not remembered take one collective, and the host waits for it.
         """
-        missing = sorted(
-            set(names) - self._statistics.keys()
-        )  # in the same order on every rank
+        # sorted, so that the order is the same on every rank
+        missing = sorted(set(names) - self._statistics.keys())
         if missing:
             local_sums = torch.stack([self._local_sums(statistic) for statistic in missing])
             sums = self.all_reduce(local_sums).tolist()

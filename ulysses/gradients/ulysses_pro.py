@@ -85,9 +85,8 @@ class GradientCentralization(GradientPolicy):
         local_sums = torch.zeros(
             sum(rows), dtype=gradients.sum_dtype, device=matrices[0].grad.device
         )
-        for part, total in _row_parts(
-            matrices, local_sums
-        ):  # a slice has at most one part of a row
+        # a slice has at most one part of a row
+        for part, total in _row_parts(matrices, local_sums):
             torch.sum(part, dim=1, dtype=gradients.sum_dtype, out=total)
         sums = gradients.all_reduce(local_sums.double())
         means = sums.clone()

@@ -44,9 +44,8 @@ from ulysses.stages.referenced import REFERENCE_LOGPS, ReferencedStage
 
 ROLLOUT_FILE = "rollout.safetensors"  # in a checkpoint
 LOGP_CHANGE = "policy/logp_change"  # the metric: mean |log-probability now - in the rollout| per trained token
-EVALUATION = (
-    1 << 40
-)  # evaluations draw with rollout numbers from here on, so that each has the same noise
+# evaluations draw with rollout numbers from here on, so that each has the same noise
+EVALUATION = 1 << 40
 
 
 def policy_options(ppo: PpoSection) -> dict[str, object]:
@@ -148,13 +147,13 @@ class PpoStage(ReferencedStage):
             batch=0 if ppo.sampler else ppo.planned_batch,
             prompt_tokens=prompts,
             new_tokens=ppo.max_new_tokens,
-            steps=ppo.epochs * ppo.minibatches,
+            steps=ppo.steps_per_rollout,
             merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
             longest_example=prompts + ppo.max_new_tokens,
             examples_per_step=-(-self.config.batch.examples // ppo.minibatches) * answers,
-            steps_per_load=ppo.epochs * ppo.minibatches,
+            steps_per_load=ppo.steps_per_rollout,
             # every model reads a rollout once, and then `epochs` passes train on it
             extra_forwards=1 / ppo.epochs,
             # entropies take several more passes over the logits
@@ -223,7 +222,7 @@ class PpoStage(ReferencedStage):
 
     def may_prepare(self, step: int) -> bool:
         """Return False for the first step of a rollout, which is made with the weights of that moment."""
-        return step % self.requirements.steps_per_load != 0
+        return step % self.table.steps_per_rollout != 0
 
     # ---------------------------------------------------------------- the loss
 
@@ -281,9 +280,9 @@ class PpoStage(ReferencedStage):
         change = metrics.get(LOGP_CHANGE, 0.0)
         if not change <= self.tolerance:
             raise RuntimeError(
-                "at step 0 the policy is the one that made the rollout, but its log-probabilities differ by "
-                f"{change:.3g} per token (at most {self.tolerance:g} is rounding): the model is not deterministic; look "
-                "for dropout"
+                "at step 0 the policy is the one that made the rollout, but its log-probabilities differ "
+                f"by {change:.3g} per token (at most {self.tolerance:g} is rounding): the model is not deterministic; "
+                "look for dropout"
             )
 
     # ---------------------------------------------------------------- held-out prompts

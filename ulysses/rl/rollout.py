@@ -382,16 +382,16 @@ class RolloutSteps:
     holds = "the rollout"
 
     @property
-    def steps_per_rollout(self) -> int:
-        return self.maker.ppo.epochs * self.maker.ppo.minibatches
-
-    @property
     def steps_per_epoch(self) -> int:
-        return self.prompts.steps_per_epoch * self.steps_per_rollout
+        return self.prompts.steps_per_epoch * self.maker.ppo.steps_per_rollout
 
     def step(self, epoch: int, k: int) -> list[list[Example]]:
         """Return this group's micro-batches of step k; its rollout is made first, unless it is the current one."""
-        prompts, maker, of_epoch = self.prompts, self.maker, k // self.steps_per_rollout
+        prompts, maker, of_epoch = (
+            self.prompts,
+            self.maker,
+            k // self.maker.ppo.steps_per_rollout,
+        )
         number = epoch * prompts.steps_per_epoch + of_epoch
         if maker.rollout is None or maker.rollout.number != number:
             indices = prompts.indices(epoch, of_epoch)
@@ -400,8 +400,8 @@ class RolloutSteps:
 
     def indices(self, epoch: int, k: int) -> list[int]:
         """Return the examples of step k of the current rollout, in a fixed order."""
-        rollout, minibatches = self.maker.rollout, self.maker.ppo.minibatches
-        pass_number, minibatch = divmod(k % self.steps_per_rollout, minibatches)
+        rollout, ppo = self.maker.rollout, self.maker.ppo
+        pass_number, minibatch = divmod(k % ppo.steps_per_rollout, ppo.minibatches)
         count = len(rollout.lengths) // rollout.answers_per_prompt
         order = shuffled(count, self.prompts.seed, rollout.number, pass_number)
-        return rollout.examples(np.array_split(order, minibatches)[minibatch].tolist())
+        return rollout.examples(np.array_split(order, ppo.minibatches)[minibatch].tolist())

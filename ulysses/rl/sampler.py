@@ -135,7 +135,7 @@ class Sampler:
         cache: keys and values of the layers with attention, [layers, 2, B, K, M, E]. With sinks the first column holds
             one more key, whose value is 0: it alone has a 1 in a further entry, where queries have their sink's logit.
         states: of the layers with linear attention; None if there are none.
-        state: [4, B] int64 of the answers at work: the newest token, its position, how many tokens were drawn before
+        slot_state: [4, B] int64 of the answers at work: the newest token, its position, how many were drawn before
             the next one, and the hash of the answer's number.
         new: the tokens of the last step and their log-probabilities, [2, B] float64.
     """
@@ -177,7 +177,7 @@ class Sampler:
         self.cache = zeros(shape, dtype=self.head.dtype)
         self.cache[:, 0, :, :, : self.sink, config.head_dim :: 8] = 1
         self.states = States(config, count, self.head) if config.delta else None
-        self.state = zeros(4, count, dtype=torch.int64)
+        self.slot_state = zeros(4, count, dtype=torch.int64)
         self.new = zeros(2, count, dtype=torch.float64)
         self.held: dict[Prompt, int] = {}
         self.captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -209,7 +209,7 @@ class Sampler:
         """Move the answers at work into the first slots, if there is a gap."""
         slots, count = sorted(busy), len(busy)
         if slots[-1] >= count:
-            for part in (*self.cache.flatten(0, 1), *self.state):
+            for part in (*self.cache.flatten(0, 1), *self.slot_state):
                 part[:count] = part[slots]
             if self.states:
                 self.states.copy(slots, slice(count))
@@ -267,7 +267,7 @@ class Sampler:
         state = torch.tensor(begun).T
         for part in (self.options.seed, self.rollout):
             state[3] = _mixed(state[3], torch.tensor(wrapped(part)))
-        self.state[:, slots] = state.to(self.device)
+        self.slot_state[:, slots] = state.to(self.device)
 
     def _prefill(self, prompts: dict[Prompt, int]) -> None:
         """Write the keys and values of prompts, except for their last tokens, into the cache of their slots."""
@@ -337,35 +337,35 @@ class Sampler:
 
         The host neither waits for the device here nor copies anything to it.
         """
-        (token, place, drawn, key), sink = self.state[:, :rows], self.sink
-        each = torch.arange(rows, device=self.device)
-        age = place[:, None] - torch.arange(seen - sink, device=self.device)
-        nothing, masks = self.head.new_zeros(rows, seen - sink), {}
+        (token, position, drawn, key), sink = self.slot_state[:, :rows], self.sink
+        slots = torch.arange(rows, device=self.device)
+        age = position[:, None] - torch.arange(seen - sink, device=self.device)
+        zeros, masks = self.head.new_zeros(rows, seen - sink), {}
         for window in {*self.config.windows, None}:
-            mask = nothing.masked_fill((age < 0) | (age >= (window or seen)), -math.inf)
+            mask = zeros.masked_fill((age < 0) | (age >= (window or seen)), -math.inf)
             masks[window] = F.pad(mask, (sink, 0))[:, None, None]
 
         def attend(
             cache: Tensor, mixer: SelfAttention, query: Tensor, key: Tensor, value: Tensor
         ) -> Tensor:
-            for kept, new in zip(cache, (key, value)):
-                kept[each, :, sink + place, : new.shape[-1]] = new[:, :, 0]
+            for cached, new in zip(cache, (key, value)):
+                cached[slots, :, sink + position, : new.shape[-1]] = new[:, :, 0]
             keys, values = cache[:, :, :, :seen]
-            # heads that share keys stand where a longer query's tokens would: no key is repeated
+            # heads that share keys take the axis of a longer query's tokens, so that no key is repeated
             grouped = query.view(rows, keys.shape[1], -1, query.shape[-1])
             mask = masks[mixer.attention.window]
             return self._attention(mixer, grouped, keys, values, mask).reshape(query.shape)
 
         recur: Any = self.states and self.states.step
-        work = self.cache[:, :, :rows], attend, recur
-        hidden = self._forward(token[:, None], place[:, None], *work)
+        cache = self.cache[:, :, :rows]
+        hidden = self._forward(token[:, None], position[:, None], cache, attend, recur)
         u = uniform_bits(scatter_bits(_mixed(key, drawn) + STEP)).double() * 2.0**-53
         tokens, logps = self._draw(hidden, u)
         self.new[:, :rows] = torch.stack([tokens.double(), logps])
         token.copy_(tokens)
         drawn += 1
-        # an answer that has ended goes on at the last column until the host takes its slot
-        place.add_(1).clamp_(max=self.cache.shape[4] - 1 - sink)
+        # an answer that has ended goes on in the last column at most, until the host takes its slot
+        position.add_(1).clamp_(max=self.cache.shape[4] - 1 - sink)
 
     def _attention(
         self,

@@ -68,7 +68,7 @@ def dry_run(config: Config, options: Options) -> int:
     else:
         machine = planned_machine(config, options, world)
         train = _open(inputs, findings)
-        question = run_question(config, inputs.shape, machine, train)
+        question = run_question(inputs.stage, inputs.shape, machine, train)
         _plan_steps(inputs, question, train, findings)
         if not (torch.cuda.is_available() or options.gpus or options.gpu_memory):
             _plan_cpu(inputs, machine, train)
@@ -142,9 +142,8 @@ def _plan_memory(inputs: RunInputs, question: Question) -> None:
         f"\n{inputs.shape.describe_window()}\n"
         f"predicted for {counted(world, 'GPU')} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), "
         f"{machine.host_bytes / GIB:.0f} GiB of host memory per node (--host-memory; 0 is unknown):\n"
-        f"{model.parameters:,} parameters, {model.trained:,} trained; "
-        f"{counted(question.micro_batches, 'micro-batch', 'es')} per group and step, the fullest: "
-        f"{question.tokens_per_microbatch:,} tokens in {counted(question.documents, 'sequence')}:\n"
+        f"{model.parameters:,} parameters, {model.trained:,} trained; {counted(question.documents, 'sequence')} at a "
+        f"time, {question.tokens_per_microbatch:,} tokens together:\n"
         f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'weights':>10}"
         f"{'s / step':>10}"
     )
@@ -174,7 +173,7 @@ def _plan_cpu(inputs: RunInputs, machine: Machine, train: TokenizedDataset | Non
     """Print how long a step takes on this machine's CPU, and how much memory."""
     config = inputs.config
     dtype = config.model.dtype
-    plan = choose(run_question(config, inputs.shape, cpu_machine(machine.gpus), train))
+    plan = choose(run_question(inputs.stage, inputs.shape, cpu_machine(machine.gpus), train))
     flops = sum(step_flops(plan)) * plan.question.micro_batches
     seconds = flops * machine.gpus / cpu_flops(dtype)
     needed = predict(plan).gpu

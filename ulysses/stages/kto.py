@@ -52,12 +52,9 @@ class KtoStage(ReferencedStage):
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return the step's micro-batches, and those of the mismatched sequences."""
-        read = super().read(source, step)
+        read, dataset = super().read(source, step), source.dataset
         indices = source.indices(*divmod(step, source.steps_per_epoch))
-        dataset = source.dataset
-        pairs = []
-        if self.looks_ahead:
-            pairs = mismatched_pairs(dataset.columns["prompt_id"], indices)
+        pairs = self.looks_ahead and mismatched_pairs(dataset.columns["prompt_id"], indices)
         if not pairs:
             return read
         batches = packed_batches(

@@ -69,9 +69,8 @@ def token_values(
         sizes, sequences_of, mesh, device, tokens_per_microbatch
     ):
         values = gather_tokens(compute(batch).float(), batch)
-        if (
-            mesh.sp_rank == 0
-        ):  # all ranks of the sequence-parallel group hold the same values, which count once
+        # all ranks of the sequence-parallel group hold the same values, which count once
+        if mesh.sp_rank == 0:
             for i, part in zip(numbers, values.split([sizes[i] for i in numbers]), strict=True):
                 rows[i].copy_(part)
     if dist.is_initialized():
