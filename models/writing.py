@@ -17,7 +17,7 @@ from models.arch import ModelConfig
 from models.folders import INDEX, WEIGHTS
 from models.hf_format import WeightFiles, lora_scale, low_rank
 from models.kinds import empty_model, parameter_shapes
-from models.modules import Exact
+from models.modules import Float32Parameter
 from models.multimodal import file_prefix, outside
 from ulysses.disk import write_json, write_tensors
 
@@ -90,7 +90,7 @@ class Rounding:
     def __init__(self, dtype: str, config: ModelConfig) -> None:
         self.name, self.dtype = dtype, getattr(torch, dtype)
         parameters = empty_model(config).named_parameters() if config.delta else ()
-        self.exact = {name for name, p in parameters if isinstance(p, Exact)}
+        self.exact = {name for name, p in parameters if isinstance(p, Float32Parameter)}
         self.change, self.lost = 0.0, 0.0
         self.cure = "ulysses export --dtype float32 does not round"
 
