@@ -253,9 +253,8 @@ class WeightFiles:
             shape = adapted.shape if adapted else ()
             # a matrix, or the matrices of experts; zeros fit nothing
             experts, outputs, inputs = {2: (0, *shape), 3: shape}.get(len(shape), (0, 0, 0))
-            transposed = (
-                f"{name}_bias" in self.tensors
-            )  # only the experts that are transposed have biases
+            # of experts, those with transposed matrices have biases, and no others
+            transposed = f"{name}_bias" in self.tensors
             if transposed:
                 outputs, inputs = inputs, outputs
             rows = rank * (experts or 1)

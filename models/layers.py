@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.arch import LayerKind, ModelConfig
+from models.arch import ModelConfig
+from models.families import LayerKind
 from models.modules import MLP, NO_NORM, Linear, Norm, RMSNorm
 from models.ops.gated_mlp import SecondHalf
 from models.ops.norm import NormRule

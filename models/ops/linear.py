@@ -54,9 +54,9 @@ class Matrix(NamedTuple):
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the rows that are used, dequantised."""
         weight = self.packed.unpack(self.weight, dtype) if self.packed else self.weight
-        return self.part(weight)
+        return self.used_rows(weight)
 
-    def part(self, tensor: Tensor) -> Tensor:
+    def used_rows(self, tensor: Tensor) -> Tensor:
         """Return the rows that are used of the weight, or of a bias or b, which have as many rows."""
         return tensor if self.row_index is None else tensor[self.row_index]
 
@@ -89,7 +89,7 @@ class GradientSums:
         self._sums[key] = wide_product(left, rows, wide, self._sums.get(key))
 
     def of(self, trained: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of these tensors, of their dtypes."""
+        """Return the gradients of these tensors, in their dtypes."""
         grads: dict[Tensor, Tensor] = {}
         for tensors, total in self._sums.items():
             grads |= zip(tensors, total.split([len(t) for t in tensors]))
@@ -128,7 +128,7 @@ class Products:
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the results [S, N]."""
-        biases = [None if m.bias is None else m.part(m.bias) for m in self.matrices]
+        biases = [None if m.bias is None else m.used_rows(m.bias) for m in self.matrices]
         if not self.adapters:
             return products(x, self._dense(x.dtype), biases)
         self.start(x)
@@ -140,9 +140,9 @@ class Products:
             if m.adapter is None:
                 result.copy_(x.new_zeros(1) if bias is None else bias)
             elif bias is None:
-                torch.mm(next(narrow), m.part(m.adapter.b).t(), out=result)
+                torch.mm(next(narrow), m.used_rows(m.adapter.b).t(), out=result)
             else:
-                torch.addmm(bias, next(narrow), m.part(m.adapter.b).t(), out=result)
+                torch.addmm(bias, next(narrow), m.used_rows(m.adapter.b).t(), out=result)
         dense = stacked(self._dense(x.dtype))
         for result, matrix in zip(results if len(dense) > 1 else [out], dense):
             result.addmm_(x, matrix.t())
@@ -154,7 +154,7 @@ class Products:
         if self.adapters:
             pairs = zip(self.matrices, grad.split(self.widths, 1))
             each = [
-                _scaled_product(g, m.part(m.adapter.b), m.adapter.scale)
+                _scaled_product(g, m.used_rows(m.adapter.b), m.adapter.scale)
                 for m, g in pairs
                 if m.adapter
             ]

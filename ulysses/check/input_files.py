@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from models.arch import FIELD_KINDS, NEUTRAL, SYNONYMS, ModelConfig, architecture
+from models.arch import ModelConfig, architecture
+from models.config_json import FIELD_KINDS, NEUTRAL, SYNONYMS
 from models.folders import (
     ADAPTER_CONFIG,
     folder_with,
