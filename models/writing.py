@@ -63,13 +63,12 @@ def whole_weights(
 
                 weight = unpack(weight, shapes[name], getattr(torch, settings.dtype))
         module, _, last = name.rpartition(".")
-        of_experts = (
-            "" if last == "weight" else f".{last}"
-        )  # experts have an adapter for each of their parameters
-        if f"{module}.lora_A{of_experts}" in adapters:
-            a, b = (adapters[f"{module}.lora_{kind}{of_experts}"] for kind in "AB")
+        # the module of experts has adapters of several parameters, whose names the adapters' end with
+        ending = "" if last == "weight" else f".{last}"
+        if f"{module}.lora_A{ending}" in adapters:
+            a, b = (adapters[f"{module}.lora_{kind}{ending}"] for kind in "AB")
             scale = lora_scale(lora.rank, lora.alpha, lora.rslora)
-            transposed = bool(of_experts) and config.family.clamped_experts
+            transposed = bool(ending) and config.family.clamped_experts
             base, weight = weight, weight.float() + low_rank(a, b, scale, transposed)
         elif (
             files
@@ -110,8 +109,8 @@ class Rounding:
             if trained is not None:
                 self.remark = "their base, quantised in training, is written as it was before"
             self.change += float((weight - base).square().sum())
-            lost = written - (weight if trained is None else trained)
-            self.lost += float(lost.square().sum())
+            difference = written - (weight if trained is None else trained)
+            self.lost += float(difference.square().sum())
         return name, written
 
     @property

@@ -102,7 +102,7 @@ def delta_rule(
     solved = torch.linalg.solve_triangular(
         system, torch.cat([beta * v, beta * since * k], -1), upper=False, unitriangular=True
     )
-    new, old = solved.split([v.shape[-1], k.shape[-1]], -1)
+    new, old = solved.split([v.shape[-1], k.shape[-1]], -1)  # U = new - old S
     q, k = since * q, until * k
     state = value.new_zeros(len(spans), value.shape[1], key.shape[-1], value.shape[-1])
     if start is not None:
