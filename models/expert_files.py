@@ -40,7 +40,7 @@ class JoinedTensor(NamedTuple):
                 low, high = max(start - before, 0), min(stop - before, size)
                 before += size
                 if low < high:
-                    pieces.append(part.part(opened(part.file), low, high, device))
+                    pieces.append(part.read_from(opened(part.file), low, high, device))
             return torch.cat(pieces)
 
 

@@ -12,7 +12,8 @@ from models.families import TABLES, Fields
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDINGS, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VOCABULARY = EMBEDDINGS, LM_HEAD  # the matrices with a row for every token
 # Patterns of the files that are downloaded; "*.safetensors" is added where weights are needed.
 DOWNLOADED = ["*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja", "LICENSE*"]
 NOT_DOWNLOADED = ["original/*", "*/*.safetensors", "consolidated*"]

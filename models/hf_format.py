@@ -17,7 +17,9 @@ from models.families import Fields
 from models.folders import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    EMBEDDINGS,
     INDEX,
+    LM_HEAD,
     VOCABULARY,
     WEIGHTS,
     base_folder,
@@ -45,9 +47,9 @@ class StoredTensor(NamedTuple):
     def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; on the CPU a view of the file's pages."""
         with safe_open(self.file, "pt") as file:
-            return self.part(file, start, stop, device)
+            return self.read_from(file, start, stop, device)
 
-    def part(
+    def read_from(
         self, file: safe_open, start: int, stop: int, device: torch.device | str = "cpu"
     ) -> Tensor:
         """Return the same elements from the tensor's file, which is open; on the CPU a view of the file's pages."""
@@ -209,9 +211,7 @@ class WeightFiles:
         )
         base = WeightFiles(base_folder(self.folder))
         self.tensors, self._adapters = dict(base.tensors), base._adapters
-        is_tied = (
-            VOCABULARY[1] not in base.tensors and self.adapter.get("task_type") != "SEQ_CLS"
-        )
+        is_tied = LM_HEAD not in base.tensors and self.adapter.get("task_type") != "SEQ_CLS"
         self.carried = base.carried
         self.paths = [*base.paths, path, self.folder / ADAPTER_CONFIG]
         pairs: dict[str, dict[str, StoredTensor]] = {}
@@ -317,7 +317,7 @@ class WeightFiles:
         tensors that the model does not have, an unused head, an equal copy of tied embeddings and a cached table are
         ignored, and others are refused.
         """
-        ignored = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
+        ignored = (LM_HEAD, "score.weight", "rotary_emb.inv_freq")
         stored = {
             name: tensor.shape
             for name, tensor in self.tensors.items()
@@ -338,7 +338,7 @@ class WeightFiles:
                 f"{self.folder.absolute()} does not fit its config.json: {name} {fault}, the first of {len(wrong)} "
                 "differences; merge adapters, or check that config.json belongs to these weights"
             )
-        is_tied = not {VOCABULARY[1], "score.weight"} & expected.keys()
+        is_tied = not {LM_HEAD, "score.weight"} & expected.keys()
         # where files hold two different ones, transformers would leave them untied
         if (
             is_tied
@@ -346,7 +346,7 @@ class WeightFiles:
             and not torch.equal(*map(self.read, VOCABULARY))
         ):
             raise ValueError(
-                f"{self.folder.absolute()} holds another {VOCABULARY[1]} than {VOCABULARY[0]}, but its config.json "
+                f"{self.folder.absolute()} holds another {LM_HEAD} than {EMBEDDINGS}, but its config.json "
                 "says that they are one matrix; set tie_word_embeddings to false there"
             )
 

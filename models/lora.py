@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from models.expert_files import MLP_TARGETS, adapted_experts, is_of_experts, peft_tensor
-from models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, VOCABULARY
+from models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LM_HEAD, VOCABULARY
 from models.hf_format import lora_scale
 from models.modules import Linear
 from models.moe import ExpertMatrices
@@ -145,8 +145,8 @@ def save_adapters(
     modules = {n.split(".")[-2]: n for n in tensors if n.endswith(WHOLE)}
     if "embed_tokens" in modules and "lm_head" not in modules and not reward:
         # PEFT does not tie the copies of modules that it saves
-        tensors = tensors | {VOCABULARY[1]: tensors[modules["embed_tokens"]].clone()}
-        modules["lm_head"] = VOCABULARY[1]
+        tensors = tensors | {LM_HEAD: tensors[modules["embed_tokens"]].clone()}
+        modules["lm_head"] = LM_HEAD
     lora = settings.lora
     experts = adapted_experts(lora.targets) if any(map(is_of_experts, tensors)) else []
     named = {

@@ -102,6 +102,6 @@ class MLP(nn.Module):
 
     def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> GatedMLP:
         """Return the operation that computes this module with the norms before and after it, times the factor."""
-        pair = Products(self.gate_proj.operands(), self.up_proj.operands())
+        gate_up = Products(self.gate_proj.operands(), self.up_proj.operands())
         down = Products(self.down_proj.operands())
-        return GatedMLP(norm.weight, pair, down, after.weight, rule, self.activation, factor)
+        return GatedMLP(norm.weight, gate_up, down, after.weight, rule, self.activation, factor)

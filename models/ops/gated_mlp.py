@@ -151,7 +151,7 @@ class GatedMLP(SecondHalf):
     """The matrices of an MLP and the norms before and after it, which may be None, and what these compute."""
 
     norm: Tensor | None
-    pair: Products  # gate and up
+    gate_up: Products
     down: Products
     after: Tensor | None
     rule: NormRule
@@ -160,17 +160,17 @@ class GatedMLP(SecondHalf):
 
     @property
     def trained(self) -> list[Tensor]:
-        tensors = self.norm, *self.pair.trained, *self.down.trained, self.after
+        tensors = self.norm, *self.gate_up.trained, *self.down.trained, self.after
         return [t for t in tensors if t is not None and t.requires_grad]
 
     def forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Saved]:
-        gate, up = self.pair.forward(rms_norm(rows, self.norm, self.rule))
+        gate, up = self.gate_up.forward(rms_norm(rows, self.norm, self.rule))
         (product,) = self.down.forward(activate(gate, up, self.activation))
         out = rms_norm(product, self.after, self.rule)
         if self.factor != 1:
             out = out * self.factor
         input_of_after = None if self.after is None else product
-        return out, (gate, up, input_of_after, *self.pair.saved, *self.down.saved)
+        return out, (gate, up, input_of_after, *self.gate_up.saved, *self.down.saved)
 
     def backward(
         self, rows: Tensor, grad: Tensor, part: slice, saved: Saved, sums: GradientSums
@@ -179,7 +179,7 @@ class GatedMLP(SecondHalf):
         if saved:
             gate, up, product = saved[:3]
         else:
-            (gate, up), product = self.pair.forward(x), None
+            (gate, up), product = self.gate_up.forward(x), None
             if self.after is None:
                 self.down.start(gate)
             else:
@@ -191,13 +191,13 @@ class GatedMLP(SecondHalf):
             )
             sums.add(self.after, of_after)
         to_active = self.down.back(to_product)
-        active, to_pair = activate_backward(to_active, gate, up, self.activation)
+        active, to_gate_up = activate_backward(to_active, gate, up, self.activation)
         del gate, up, product, to_active, saved
         self.down.gradients(to_product, active, sums)
         del active, to_product
-        to_x = self.pair.back(to_pair)
-        self.pair.gradients(to_pair, x, sums)
-        del to_pair, x
+        to_x = self.gate_up.back(to_gate_up)
+        self.gate_up.gradients(to_gate_up, x, sums)
+        del to_gate_up, x
         to_rows, of_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
         sums.add(self.norm, of_norm)
         return to_rows

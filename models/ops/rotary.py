@@ -26,7 +26,7 @@ from models.ops.linear import GradientSums, Products
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.parallel.layout import Context, copy_strided
 
-NO_NORM = NormRule(0.0)
+NO_NORM_RULE = NormRule(0.0)
 
 
 # ---------------------------------------------------------------- the tables
@@ -135,7 +135,7 @@ def rotate_pair(
     key: Tensor,
     cos: Tensor,
     sin: Tensor,
-    rule: NormRule = NO_NORM,
+    rule: NormRule = NO_NORM_RULE,
     *norms: Tensor,
     back: bool = False,
     out: Sequence[Tensor] | None = None,
