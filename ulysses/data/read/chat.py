@@ -57,12 +57,8 @@ TURN_ENDS = (
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
 QUESTION: TemplateMessage = {"role": "user", "content": "2"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-RESERVED = {
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    *SPECIAL_NAMES,
-}  # variables that only we set
+# variables of a template that only we set
+RESERVED = {"messages", "tools", "add_generation_prompt", *SPECIAL_NAMES}
 LEFT_OUT = (
     "the chat template leaves out a part of an answer (its thinking, text or calls); take that part out of the data, "
     "or set data.chat_template to one that shows it"
@@ -144,9 +140,8 @@ class ChatTemplate:
         token_to_id = tokenizer.backend_tokenizer.token_to_id
         written = TEXT_TOKEN.findall(opened + answered)
         absent = sorted({text for text in written if token_to_id(text) is None})
-        if (
-            absent and template != "tokenizer"
-        ):  # TinyLlama's own template writes <|user|> as plain text
+        # a tokenizer's own template may do so: TinyLlama's writes <|user|> as plain text
+        if absent and template != "tokenizer":
             raise DataError(
                 f"chat template {template} writes {', '.join(absent)}, which the tokenizer does not have; set "
                 f"data.chat_template to another of {', '.join(NAMED_TEMPLATES)} or to a .jinja file"
@@ -223,7 +218,7 @@ class ChatTemplate:
         token of its last answer (EOS where the template writes none).
 
         Args:
-            answers: the places of the assistant messages that are to be told apart. Without any, the conversation is a
+            answers: the indices of the assistant messages that are to be told apart. Without any, the conversation is a
                 prompt, which ends with the opening of the assistant's turn or with the beginning of its answer.
             turns: "together" renders all answers in one text; "auto" uses a further text, the conversation up to the
                 answer, where the template writes an answer differently in a longer conversation; "separate" gives every
@@ -243,19 +238,19 @@ class ChatTemplate:
                 raise DropRowError(
                     f"the chat template has no place for {key.replace('_', ' ')}"
                 )
-        rows_own = dict(variables or {})
-        if unread := rows_own.keys() - self.variables:
+        variables = dict(variables or {})
+        if unread := variables.keys() - self.variables:
             raise BadRowError(
                 f"sets {min(unread)!r} in chat_template_kwargs, which its template does not read, or no row may set; "
                 'remove it, or set columns = {unused = "chat_template_kwargs"}'
             )
-        read = [self._as_read(message) for message in messages]
-        context = self._context | self.encoder.guard({**rows_own, "tools": tools or None})
+        template_messages = [self._template_message(message) for message in messages]
+        context = self._context | self.encoder.guard({**variables, "tools": tools or None})
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
-            text = unmarked(self._render(context, read, not begun))
+            text = unmarked(self._render(context, template_messages, not begun))
             return [self._weighed(text.partition(BEGUN)[0], {})]
-        texts = self._render_answers(read, context, answers, turns, note)
+        texts = self._render_answers(template_messages, context, answers, turns, note)
         if turns == "together" and len(texts) > 1:
             raise DropRowError(
                 "the chat template rewrites earlier turns or moves the system text, so the assistant's tokens cannot "
@@ -306,7 +301,7 @@ class ChatTemplate:
                 note(f"turns left out, {problem}")
         return texts
 
-    def _as_read(self, message: Message) -> TemplateMessage:
+    def _template_message(self, message: Message) -> TemplateMessage:
         """Return a message as templates read it, its text guarded; BadRowError if it has what none would show."""
         for key, value in message.more.items():
             if value not in ("", [], {}) and key not in {*self._keys_read, *IDENTITIES}:
@@ -320,19 +315,19 @@ class ChatTemplate:
         content = self.encoder.guard(rest)
         if begun:
             content = self.encoder.guard(begun) + BEGUN + content
-        read = {**self.encoder.guard(message.more), "role": message.role, "content": content}
+        fields = {**self.encoder.guard(message.more), "role": message.role, "content": content}
         if message.role == "assistant":
             thinking, rest = split_thinking(content)
             if thinking is not None:
                 # "" under a key would keep templates from looking into the content
-                read = {k: v for k, v in read.items() if v or k not in THINKING_KEYS}
-                if self._moves_thinking and not read.get("reasoning_content"):
-                    read["reasoning_content"] = thinking.strip()
-                    read["content"] = rest.lstrip("\n")
+                fields = {k: v for k, v in fields.items() if v or k not in THINKING_KEYS}
+                if self._moves_thinking and not fields.get("reasoning_content"):
+                    fields["reasoning_content"] = thinking.strip()
+                    fields["content"] = rest.lstrip("\n")
         if message.tool_calls:
-            read["tool_calls"] = self.encoder.guard(message.tool_calls)
-            read["content"] = read["content"] or self._no_content
-        return read
+            fields["tool_calls"] = self.encoder.guard(message.tool_calls)
+            fields["content"] = fields["content"] or self._no_content
+        return fields
 
     def _render_answer(
         self, messages: list[TemplateMessage], context: Context, last: int
@@ -377,12 +372,14 @@ class ChatTemplate:
         parts, last = at_marks(self._render(context, messages)), len(messages) - 1
         text, spans = "".join(parts), {}
         if self.marks_generation:
-            places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            if (shown := len(parts) // 2) != len(places):
-                count = f"{shown} of {len(places)} assistant messages"
+            indices = [
+                i for i, message in enumerate(messages) if message["role"] == "assistant"
+            ]
+            if (shown := len(parts) // 2) != len(indices):
+                count = f"{shown} of {len(indices)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
             ends = list(accumulate(map(len, parts)))
-            spans = dict(zip(places, zip(ends[::2], ends[1::2])))
+            spans = dict(zip(indices, zip(ends[::2], ends[1::2])))
         if text.startswith(prompt):
             return text, spans or {last: (len(prompt), len(text))}
         # Some prompts change once an answer follows: gpt-oss's template forgets the thinking before calls, and
@@ -410,19 +407,19 @@ class ChatTemplate:
         Rendering every answer alone would take a time that grows with the square of the turns.
         """
         marked = messages[: max(last) + 1]
-        places = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
-        for i in places:
+        indices = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
+        for i in indices:
             content = marked[i]["content"]
             if not content or content != content.strip() or len(marked[i]) > 2:
                 return last
             marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
-        start, first = self._render_answer(messages, context, places[0])
+        start, first = self._render_answer(messages, context, indices[0])
         parts = at_marks(self._render(context, marked))
         ends, tail = list(accumulate(map(len, parts))), parts[-1]
-        spans = {i: (a, b + len(tail)) for i, a, b in zip(places, ends[::2], ends[1::2])}
+        spans = {i: (a, b + len(tail)) for i, a, b in zip(indices, ends[::2], ends[1::2])}
         is_certain = (
             "".join(parts) == text
-            and len(parts) == 2 * len(places) + 1
+            and len(parts) == 2 * len(indices) + 1
             and text.startswith(start.rstrip("\n"))
             and {**first, **last}.items() <= spans.items()
             and all(part.endswith(self._opening) for part in parts[:-1:2])
@@ -432,15 +429,15 @@ class ChatTemplate:
 
     def _weighed(self, text: str, answers: dict[Span, float]) -> Rendered:
         """Cut a rendered text around weighted answers, each with the token that ends its turn, and after the last."""
-        parts, place = [], 0
+        parts, position = [], 0
         for number, ((start, end), weight) in enumerate(sorted(answers.items()), 1):
             start = max(start, text.find(BEGUN, start, end) + 1)
             turn_end = self._turn_end(text, start, end)
             answer = text[start : turn_end or end]
             if not turn_end and number == len(answers):
                 answer += self._special_texts["eos_token"]
-            parts += [(text[place:start], 0.0), (answer, weight)]
-            place = turn_end or end
+            parts += [(text[position:start], 0.0), (answer, weight)]
+            position = turn_end or end
         return self.encoder.split_special(parts or [(text, 0.0)])
 
     def _turn_end(self, text: str, start: int, end: int) -> int:

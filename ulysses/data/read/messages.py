@@ -105,8 +105,8 @@ def parse_messages(value: object, row: Mapping[str, object] = {}) -> Messages:
                 f'{{loss_mask = "{key}"}}, to ignore it {{unused = "{key}"}}'
             )
     return [
-        _message(item, [(key, marks[place]) for key, marks in lists], f"message {place + 1}")
-        for place, item in enumerate(value)
+        _message(item, [(key, marks[i]) for key, marks in lists], f"message {i + 1}")
+        for i, item in enumerate(value)
     ]
 
 
@@ -170,13 +170,15 @@ def _content_part(part: object, where: str) -> tuple[bool, str]:
     if isinstance(part, str):
         return True, part
     fields = part if isinstance(part, Mapping) else {"type": type_name(part)}
-    kind = fields.get("type")
+    part_type = fields.get("type")
     text = fields.get(first_key(fields, ("text", "value", *THINKING_PARTS)))
     if isinstance(text, list):
         text = "".join(_content_part(each, where)[1] for each in text)
-    if kind not in ("text", *THINKING_PARTS) or not isinstance(text, str):
-        raise BadRowError(f"{where} has content of the type {kind!r}; only text is supported")
-    return kind == "text", text
+    if part_type not in ("text", *THINKING_PARTS) or not isinstance(text, str):
+        raise BadRowError(
+            f"{where} has content of the type {part_type!r}; only text is supported"
+        )
+    return part_type == "text", text
 
 
 def _call(call: Any, where: str) -> dict[str, object]:
@@ -219,9 +221,9 @@ def parse_tools(value: object) -> list[Row]:
 # ------------------------------------------------------------------------------------------------------ small checks
 
 
-def role_of(messages: Messages, place: int) -> str:
+def role_of(messages: Messages, index: int) -> str:
     """Return the role of a message; "" if there are none."""
-    return messages[place].role if messages else ""
+    return messages[index].role if messages else ""
 
 
 def first_key(row: Row, keys: tuple[str, ...]) -> str:
@@ -251,9 +253,8 @@ def string(value: object, name: str) -> str:
 
 def number(value: object, name: str) -> float:
     """Return a number, or 1 or 0 for true or false, any of which is text in CSV; BadRowError for other values."""
-    with suppress(
-        OverflowError, ValueError
-    ):  # of a long integer, and of a text that is no number
+    # OverflowError is a long integer's, ValueError that of a text which is no number
+    with suppress(OverflowError, ValueError):
         parsed = from_json(value.strip().lower()) if isinstance(value, str) else value
         if isinstance(parsed, int | float) and abs(parsed) <= LARGEST:
             return float(parsed)
@@ -283,12 +284,12 @@ from_json = json.JSONDecoder(
 ).decode
 
 
-def decoded(value: object, problem: str, kinds: type | UnionType = object) -> Any:
+def decoded(value: object, problem: str, types: type | UnionType = object) -> Any:
     """Return a value that may be written as JSON text, once or several times over; BadRowError if it is no JSON.
 
     Args:
         problem: the beginning of the refusal.
-        kinds: the types that the value may have.
+        types: the types that the value may have.
     """
     try:
         while isinstance(value, str):
@@ -296,6 +297,6 @@ def decoded(value: object, problem: str, kinds: type | UnionType = object) -> An
             json.dumps(value, ensure_ascii=False).encode()  # an unpaired surrogate is no text
     except ValueError as error:
         raise BadRowError(f"{problem}: {error}") from None
-    if not isinstance(value, kinds):
+    if not isinstance(value, types):
         raise BadRowError(f"{problem} but {type_name(value)}")
     return value

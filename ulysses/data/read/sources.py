@@ -33,7 +33,7 @@ from ulysses.environment import rank
 
 PROMPT_KEYS = ("prompt", "question", "query")
 ANSWER_KEYS = ("completion", "response", "answer", "output")
-# the keys of which a row has one, in the order in which formats are recognised
+# For each format the keys of which a row has one; the formats are recognised in this order.
 FORMATS = {
     "messages": ("messages", "conversations", "conversation"),
     "alpaca": ("instruction",),

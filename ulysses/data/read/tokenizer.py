@@ -32,9 +32,8 @@ SAMPLE = printable * 100
 NEWLINE = re.compile(r"\s*[\r\n]")
 # settings of a tokenizer's parts with which it puts no space before a text
 NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
-Rendered = list[
-    tuple[str | int, float]
-]  # parts of a text, or ids of special tokens, with their weights in the loss
+# parts of a text, or ids of special tokens, with their weights in the loss
+Rendered = list[tuple[str | int, float]]
 Encoded = tuple[list[int], list[float]]  # the ids of a text, and their weights in the loss
 
 
@@ -46,21 +45,21 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
 
     Raises DataError: there is no tokenizer, or a named token is not in its vocabulary.
     """
-    place = Path(expanduser(path))
+    file = Path(expanduser(path))
     try:
-        if place.is_file():
-            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(place))
+        if file.is_file():
+            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(file))
         # a folder of vocab.json and merges.txt: few need this import, which takes seconds
-        elif place.is_dir() and not (place / "tokenizer.json").exists():
+        elif file.is_dir() and not (file / "tokenizer.json").exists():
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(str(file), trust_remote_code=False)
         else:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(place))
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(file))
     except Exception as error:  # every library below has its own classes
         problem = " ".join(str(error).split())[:300]
         raise DataError(
-            f"no tokenizer could be loaded from {path} ({place.absolute()}): {problem}"
+            f"no tokenizer could be loaded from {path} ({file.absolute()}): {problem}"
         ) from None
     added = tokenizer.added_tokens_decoder.values()
     special_tokens = ", ".join(token.content for token in added if token.special) or "none"
@@ -184,9 +183,8 @@ class TextEncoder:
             try:
                 (encoding,) = self.backend.encode_batch_fast([part], add_special_tokens=False)
             except BaseException as error:
-                if (
-                    type(error).__name__ != "PanicException"
-                ):  # Rust's error, which is no Exception
+                # Rust's error is no Exception
+                if type(error).__name__ != "PanicException":
                     raise
                 raise BadRowError(f"cannot be tokenised: {error}") from None
             ids += encoding.ids
@@ -237,9 +235,9 @@ class TextEncoder:
         """Cut texts with weights into plain texts and the ids of the special tokens between them, BOS before all."""
         rendered: Rendered = []
         for text, weight in parts:
-            for place, piece in enumerate(self.special_pattern.split(text)):
+            for i, piece in enumerate(self.special_pattern.split(text)):
                 plain = piece.replace(GUARD, "").replace(BEGUN, "")
-                if place % 2 and plain:
+                if i % 2 and plain:
                     rendered.append((self.special[plain.strip()], weight))
                 elif plain:
                     if not rendered or isinstance(rendered[-1][0], int):
