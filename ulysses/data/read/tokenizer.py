@@ -89,7 +89,8 @@ def template_text(
     A tokenizer may have several. As in transformers, "tool_use" is for rows with tools, and "default" for the others.
     """
     if name == "tokenizer":
-        for tools in sorted((None, []), key=lambda tools: (tools is None) == for_tools):
+        # with a list, also an empty one, transformers takes "tool_use" where there is one
+        for tools in ([], None) if for_tools else (None, []):
             with suppress(ValueError):
                 return tokenizer.get_chat_template(tools=tools)
         named = " of the name default or tool_use" * bool(tokenizer.chat_template)

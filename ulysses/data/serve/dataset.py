@@ -102,6 +102,17 @@ class TokenizedDataset:
         self.source_paths = [source.path for source in sources]
         self.source_names = [source.name for source in sources]
         examples = np.bincount(self.sources, minlength=len(sources)).tolist()
+        self._note_unused(sources, examples)
+        self.source_weights = source_weights(sources, examples, stopping_strategy)
+        self.columns = {name: array for name, array in arrays.items() if name[0] != "_"}
+        if "_prompt" in arrays:  # prompts are numbered in the order of the examples
+            _, first, ids = np.unique(arrays["_prompt"], return_index=True, return_inverse=True)
+            self.columns["prompt_id"] = first.argsort().argsort()[ids]
+        if self.kind == "prompt":
+            self._rows = arrays["_rows"], arrays["_row_size"].cumsum()
+
+    def _note_unused(self, sources: list[Source], examples: list[int]) -> None:
+        """Note the sources without an example; DataError for a source with a probability or a name."""
         for source, count in zip(sources, examples):
             if count:
                 continue
@@ -112,13 +123,6 @@ class TokenizedDataset:
                     f"rows ({reasons})"
                 )
             self.report.note("sources of which no example is left", source.path)
-        self.source_weights = source_weights(sources, examples, stopping_strategy)
-        self.columns = {name: array for name, array in arrays.items() if name[0] != "_"}
-        if "_prompt" in arrays:  # prompts are numbered in the order of the examples
-            _, first, ids = np.unique(arrays["_prompt"], return_index=True, return_inverse=True)
-            self.columns["prompt_id"] = first.argsort().argsort()[ids]
-        if self.kind == "prompt":
-            self._rows = arrays["_rows"], arrays["_row_size"].cumsum()
 
     def __len__(self) -> int:
         return len(self.lengths)
