@@ -3,6 +3,7 @@
 A file that the list names wrongly, or an import past an option's door, fails here.
 """
 
+import ast
 import re
 import shutil
 import subprocess
@@ -69,6 +70,35 @@ def without(names: list[str], folder: Path) -> Path:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     (tree / "start.py").write_text(START.format(tree=str(tree)))
     return tree
+
+
+def imported(file: Path) -> set[str]:
+    """Return the files of ours that a file imports at its top."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            paths = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            found |= {path.replace(".", "/") + ".py" for path in paths}
+    return found
+
+
+def test_only_doors_lead_to_options() -> None:
+    """At the top of files the core imports no option, and an option only what its line in the list says."""
+    option_of = {
+        str(path.relative_to(ROOT)): name
+        for name, (files, _) in OPTIONS.items()
+        for file in files
+        for path in ([ROOT / file] if file.endswith(".py") else (ROOT / file).rglob("*.py"))
+    }
+    for folder in ("losses", "models", "ulysses"):
+        for path in (ROOT / folder).rglob("*.py"):
+            file = str(path.relative_to(ROOT))
+            option = option_of.get(file)
+            allowed, more = {option}, {option}
+            while more := {need for name in more if name for need in OPTIONS[name][1]}:
+                allowed |= more
+            reached = {option_of[other] for other in imported(path) if other in option_of}
+            assert reached <= allowed, f"{file} imports {reached - allowed}"
 
 
 def start(

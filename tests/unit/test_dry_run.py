@@ -61,7 +61,7 @@ def test_plan_by_architecture_alone(run):
 
 def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(run):
     code, text = run(*arch("dpo", 65536), "--dpo.reference", "/no/such/model", *NODE)
-    assert "the fullest: 131,072 tokens in 2 sequences" in text
+    assert "2 sequences at a time, 131,072 tokens together" in text
     assert "tokens on each side of a pair" in text
     finding = "finding: dpo.reference is '/no/such/model': there is no folder /no/such/model"
     assert code == 3 and finding in text

@@ -32,12 +32,12 @@ def updated(device, start, *, same_table, apart=False):
     for step in range(8):
         grad = (torch.randn(sum(LENGTHS)) * rates).to(flat)
         if not apart:
-            few.sums.copy_(grad)
+            few.gradient_sums().copy_(grad)
         for own, part in zip(theirs, grad.split(LENGTHS)):
             own.grad = part * 0.25
         exact.grad = grad * 0.25
         lr = 1e-2 / (step + 1)
-        few.update((grad if apart else few.sums).split(LENGTHS), lr, 0.25)
+        few.update((grad if apart else few.gradient_sums()).split(LENGTHS), lr, 0.25)
         for other in (optimizer, in_float32):
             other.param_groups[0]["lr"] = lr
             other.step()

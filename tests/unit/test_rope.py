@@ -16,7 +16,7 @@ from models.ops.rotary import rope_parameters, rotary_table
 PI = Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
 SMALL = json.loads("""{
     "model_type": "qwen2", "vocab_size": 9, "hidden_size": 192, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "max_position_embeddings": 512, "rope_theta": 1e6
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512, "rope_theta": 1e6
 }""")
 SCALINGS = tomllib.loads("""
 "yarn" = {rope_type = "yarn", factor = 3.0}

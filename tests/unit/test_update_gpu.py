@@ -32,8 +32,8 @@ def test_update_equals_torchs_adamw(lengths, dtype, apart):
         if apart:
             grads = [part.to(dtype, copy=True) for part in theirs.grad.split(lengths)]
         else:
-            few.sums.copy_(theirs.grad)
-            grads = [*few.sums.split(lengths)]
+            few.gradient_sums().copy_(theirs.grad)
+            grads = [*few.gradient_sums().split(lengths)]
         theirs.grad *= 0.25
         lr = plain.param_groups[0]["lr"] = 0.1 / (step + 1)
         few.update(grads, lr, 0.25)

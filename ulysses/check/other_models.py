@@ -1,18 +1,14 @@
-"""The checks of what a run reads besides the trained model: frozen models and rewards."""
+"""The checks of the frozen models that a run reads besides the trained one."""
 
-import re
-from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
+from collections.abc import Iterator
 
 from models.arch import ModelConfig
 from models.folders import read_config, resolve_model
 from models.initial_weights import InitialWeights
 from ulysses.check.input_files import check_weights, fit_window
 from ulysses.config.schema import Config
-from ulysses.config.section import ConfigError, error_context
-from ulysses.config.stage_sections import is_function
+from ulysses.config.section import error_context
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
-from ulysses.rl.rewards import load_function
 from ulysses.stages.base import AuxiliaryModel, Stage
 
 
@@ -68,21 +64,3 @@ def check_vocabularies(
                 "policy's tokenizer"
             )
     yield from stage.check_tokenizer(tokenizer)
-
-
-def check_rewards(rewards: Iterable[str], strict: bool) -> list[object]:
-    """Return errors for reward functions that do not exist.
-
-    Only a run that starts (`strict`) imports them, because that runs the user's code.
-    """
-    errors: list[object] = []
-    for reward in filter(is_function, rewards):
-        with error_context(errors=errors):
-            if strict:
-                load_function(reward)
-            elif "//" not in reward and find_spec(re.split("[.:]", reward)[0]) is None:
-                raise ConfigError(
-                    f"ppo.reward is {reward!r} but there is no such module; name a function as module:function, with "
-                    "the module's folder on PYTHONPATH"
-                )
-    return errors

@@ -117,11 +117,13 @@ def prepare(
             shape, tokenizer, place, template = read_tokenizer(config, stage, shape, folder)
         with error_context(errors=errors):
             attention, kernel = choose_kernel(config, stage, shape, strict)
-    if others or config.ppo.reward:
-        from ulysses.check.other_models import check_rewards, check_vocabularies, read_others
     if others:
+        from ulysses.check.other_models import check_vocabularies, read_others
+
         errors += read_others(config, stage, strict, other_weights)
     if config.ppo.reward:
+        from ulysses.rl.rewards import check_rewards
+
         errors += check_rewards(config.ppo.reward, strict)
     # a dry run that continues no checkpoint looks at the run's folder later, for its verdict
     if strict or config.run.resume != "never":

@@ -328,9 +328,12 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
     if run.samples and stage.dataset_type in ("text", "ranked"):
         yield f"run.samples is {run.samples} but stage {config.stage!r} answers no prompts; set it to 0"
     if stage.dataset_type != "sequence":
-        given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
-        for key, value in given.items():
-            yield (
-                f"data.{key} is {value!r} but stage {config.stage!r} trains the last answer only; remove it"
+        trained, refused = "the last answer only", {"turns", "train_on"}
+        if stage.dataset_type == "text":
+            trained, refused = (
+                "every token, longer documents in pieces",
+                refused | {"truncation"},
             )
+        for key, value in data.model_dump(include=refused, exclude_defaults=True).items():
+            yield f"data.{key} is {value!r} but stage {config.stage!r} trains {trained}; remove it"
     yield from stage.check()

@@ -237,8 +237,8 @@ def _read_rows(
             counts += [part.end - part.start, part.end < part.whole[1]]
     # a rank that holds nothing but tail learns the dtypes
     slices = slices or [(sequences[0], slice(0))]
-    # in what is read, the rows that this rank holds: all but the additional ones
-    held = np.flatnonzero(np.repeat(np.arange(len(counts)) % 2 == 0, counts))
+    # of what is read, the rows that this rank holds: all but the additional ones
+    held = np.flatnonzero(np.repeat([True, False] * (len(counts) // 2), counts))
 
     def of_shard(rows: Tensor) -> Tensor:
         return F.pad(rows[held], (0, len(is_last) - len(held)))

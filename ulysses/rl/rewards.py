@@ -16,11 +16,12 @@ import multiprocessing
 import pkgutil
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.pool import ThreadPool
@@ -28,7 +29,8 @@ from pathlib import Path
 from queue import Queue
 from traceback import extract_tb, format_exception_only
 
-from ulysses.config.section import LARGEST, ConfigError, UserCodeError, visible
+from ulysses.config.section import LARGEST, ConfigError, UserCodeError, error_context, visible
+from ulysses.config.stage_sections import is_function
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.rl.servers import post
 
@@ -223,3 +225,21 @@ def last_number(text: str) -> float | None:
     """Return the last number of a text, or None if it has none."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
     return float(numbers[-1]) if numbers else None
+
+
+def check_rewards(rewards: Iterable[str], strict: bool) -> list[object]:
+    """Return errors for reward functions that do not exist.
+
+    Only a run that starts (`strict`) imports them, because that runs the user's code.
+    """
+    errors: list[object] = []
+    for reward in filter(is_function, rewards):
+        with error_context(errors=errors):
+            if strict:
+                load_function(reward)
+            elif "//" not in reward and find_spec(re.split("[.:]", reward)[0]) is None:
+                raise ConfigError(
+                    f"ppo.reward is {reward!r} but there is no such module; name a function as module:function, with "
+                    "the module's folder on PYTHONPATH"
+                )
+    return errors

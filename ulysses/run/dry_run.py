@@ -142,9 +142,8 @@ def _plan_memory(inputs: RunInputs, question: Question) -> None:
         f"\n{inputs.shape.describe_window()}\n"
         f"predicted for {counted(world, 'GPU')} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), "
         f"{machine.host_bytes / GIB:.0f} GiB of host memory per node (--host-memory; 0 is unknown):\n"
-        f"{model.parameters:,} parameters, {model.trained:,} trained; "
-        f"{counted(question.micro_batches, 'micro-batch', 'es')} per group and step, the fullest: "
-        f"{question.tokens_per_microbatch:,} tokens in {counted(question.documents, 'sequence')}:\n"
+        f"{model.parameters:,} parameters, {model.trained:,} trained; {counted(question.documents, 'sequence')} at a "
+        f"time, {question.tokens_per_microbatch:,} tokens together:\n"
         f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'weights':>10}"
         f"{'s / step':>10}"
     )

@@ -48,7 +48,7 @@ class EightBitSubGroup(SubGroup):
         settings["lr"] = lr
         if self.master.grad is not None:
             # the parts of the sums have the padding of the master's
-            grads = self.sums.split([len(weight) for weight in self.weights])
+            grads = self.gradient_sums().split([len(weight) for weight in self.weights])
         for place, (part, grad) in enumerate(zip(settings["params"], grads)):
             part.grad = grad.float().mul_(factor)
             self.optimizer.update_step(settings, part, 0, place)  # type: ignore[attr-defined]

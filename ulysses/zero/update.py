@@ -56,9 +56,8 @@ class SubGroup:
     master: Tensor
     optimizer: torch.optim.Optimizer
 
-    @property
-    def sums(self) -> Tensor:
-        """The float32 memory [N] in which the gradients of several micro-batches are added, made at its first use."""
+    def gradient_sums(self) -> Tensor:
+        """Return the float32 memory [N] in which the gradients of several micro-batches are added; made when needed."""
         if self.master.grad is None:
             pinned = is_pinned(self.master)
             self.master.grad = torch.zeros_like(self.master, pin_memory=pinned)
@@ -71,14 +70,14 @@ class SubGroup:
             grads: of the parameters' slices without padding, in their order. If there are sums, they are parts of them.
                 Otherwise there is one process, which pads nothing, and they lie elsewhere.
         """
-        without_sums = self.master.grad is None
-        if without_sums:
+        has_no_sums = self.master.grad is None
+        if has_no_sums:
             self.master.grad = torch.cat([grad.float() for grad in grads])
         if factor != 1:
-            self.sums.mul_(factor)
+            self.gradient_sums().mul_(factor)
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
-        if without_sums:
+        if has_no_sums:
             self.master.grad = None
         self.write()
 
@@ -139,7 +138,7 @@ class ParameterSlice:
     @property
     def sum(self) -> Tensor:
         """The memory in which the slice's gradients are added, float32 [length]."""
-        return self.sub_group.sums.narrow(0, self.offset, self.length)
+        return self.sub_group.gradient_sums().narrow(0, self.offset, self.length)
 
     def gradient(self, value: Tensor) -> GradientSlice:
         """Describe a value [length] as this slice of the step's gradient."""

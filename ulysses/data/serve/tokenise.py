@@ -201,29 +201,35 @@ class Tokenising:
     def encode(self, rows: list[RawRow]) -> tuple[Any, Report]:
         """Return the columns of the rows' examples end to end, or the parts of documents; and what was counted."""
         report = Report()
-        parts: list[Part] = []
-        examples: list[Columns] = []
+        rendered: list[tuple[RawRow, Record, list[Rendered]]] = []
+        encoded: list[Any] = []
+        use = partial(dropping, report, self.settings.bad_rows)
         variables = self.template.variables if self.template else ()
+        # Rendering all rows before tokenising them takes a sixth less time than both for one row after the other.
         for row in rows:
-            note = partial(report.note, where=row.where)
-            use = partial(dropping, report, self.settings.bad_rows, row.where)
-            with use():
-                source = self.sources[row.source]
+            source, note = self.sources[row.source], partial(report.note, where=row.where)
+            with use(row.where):
                 for record in read_row(row.value, source, self.kind, note, variables):
-                    with use():
-                        if self.template:
-                            examples.append(self._example(row, record, note))
-                        else:
-                            parts.append(_document_part(row, record.text, self.encoder))
+                    with use(row.where):
+                        rendered.append((row, record, self._render(record, note)))
+        for row, record, texts in rendered:
+            with use(row.where):
+                if self.template:
+                    note = partial(report.note, where=row.where)
+                    encoded.append(self._example(row, record, texts, note))
+                else:
+                    encoded.append(_document_part(row, record.text, self.encoder))
         if self.template is None:
-            return parts, report
-        names = examples[0] if examples else ()
-        return {name: np.hstack([each[name] for each in examples]) for name in names}, report
+            return encoded, report
+        names = encoded[0] if encoded else ()
+        return {name: np.hstack([each[name] for each in encoded]) for name in names}, report
 
-    def _example(self, row: RawRow, record: Record, note: Callable[[str], None]) -> Columns:
-        """Make the example of one record."""
+    def _example(
+        self, row: RawRow, record: Record, texts: list[Rendered], note: Callable[[str], None]
+    ) -> Columns:
+        """Make the example of one record from its rendered texts."""
         is_conversation = self.kind == "sequence"
-        encoded = self.encoder.encode(self._render(record, note), as_whole=is_conversation)
+        encoded = self.encoder.encode(texts, as_whole=is_conversation)
         if is_conversation and self.settings.train_on == "all":
             encoded = [(ids, [1.0] * len(ids)) for ids, _ in encoded]
             if record.answers[0][-1].role != "assistant":
