@@ -372,14 +372,11 @@ class ChatTemplate:
         parts, last = at_marks(self._render(context, messages)), len(messages) - 1
         text, spans = "".join(parts), {}
         if self.marks_generation:
-            indices = [
-                i for i, message in enumerate(messages) if message["role"] == "assistant"
-            ]
-            if (shown := len(parts) // 2) != len(indices):
-                count = f"{shown} of {len(indices)} assistant messages"
+            indices, marked = assistant_indices(messages), marked_spans(parts)
+            if len(marked) != len(indices):
+                count = f"{len(marked)} of {len(indices)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
-            ends = list(accumulate(map(len, parts)))
-            spans = dict(zip(indices, zip(ends[::2], ends[1::2])))
+            spans = dict(zip(indices, marked))
         if text.startswith(prompt):
             return text, spans or {last: (len(prompt), len(text))}
         # Some prompts change once an answer follows: gpt-oss's template forgets the thinking before calls, and
@@ -407,7 +404,7 @@ class ChatTemplate:
         Rendering every answer alone would take a time that grows with the square of the turns.
         """
         marked = messages[: max(last) + 1]
-        indices = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
+        indices = assistant_indices(marked)
         for i in indices:
             content = marked[i]["content"]
             if not content or content != content.strip() or len(marked[i]) > 2:
@@ -415,8 +412,8 @@ class ChatTemplate:
             marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
         start, first = self._render_answer(messages, context, indices[0])
         parts = at_marks(self._render(context, marked))
-        ends, tail = list(accumulate(map(len, parts))), parts[-1]
-        spans = {i: (a, b + len(tail)) for i, a, b in zip(indices, ends[::2], ends[1::2])}
+        tail = parts[-1]
+        spans = {i: (a, b + len(tail)) for i, (a, b) in zip(indices, marked_spans(parts))}
         is_certain = (
             "".join(parts) == text
             and len(parts) == 2 * len(indices) + 1
@@ -430,11 +427,11 @@ class ChatTemplate:
     def _weighed(self, text: str, answers: dict[Span, float]) -> Rendered:
         """Cut a rendered text around weighted answers, each with the token that ends its turn, and after the last."""
         parts, position = [], 0
-        for number, ((start, end), weight) in enumerate(sorted(answers.items()), 1):
+        for i, ((start, end), weight) in enumerate(sorted(answers.items()), 1):
             start = max(start, text.find(BEGUN, start, end) + 1)
             turn_end = self._turn_end(text, start, end)
             answer = text[start : turn_end or end]
-            if not turn_end and number == len(answers):
+            if not turn_end and i == len(answers):
                 answer += self._special_texts["eos_token"]
             parts += [(text[position:start], 0.0), (answer, weight)]
             position = turn_end or end
@@ -443,9 +440,9 @@ class ChatTemplate:
     def _turn_end(self, text: str, start: int, end: int) -> int:
         """Return the end of the token that ends an answer, at its end or just after it; 0 if there is none."""
         pattern = self.encoder.special_pattern
-        *_, inside = None, *pattern.finditer(text, start, end)
-        if inside and not text[inside.end() : end].strip():
-            return inside.end()
+        inside = [match.end() for match in pattern.finditer(text, start, end)]
+        if inside and not text[inside[-1] : end].strip():
+            return inside[-1]
         after = pattern.match(text, end)
         turn_ends = *TURN_ENDS, self._special_texts["eos_token"]
         return after.end() if after and after[0].strip() in turn_ends else 0
@@ -484,6 +481,17 @@ def _raise_exception(message: str) -> None:
 def unmarked(text: str) -> str:
     """Return a rendered text without the marks around its answers."""
     return "".join(at_marks(text))
+
+
+def assistant_indices(messages: Sequence[TemplateMessage]) -> list[int]:
+    """Return the indices of the assistant's messages."""
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def marked_spans(parts: Sequence[str]) -> list[Span]:
+    """Return where the answers stand in a text that `at_marks` has cut into parts, without the marks."""
+    ends = list(accumulate(map(len, parts)))
+    return list(zip(ends[::2], ends[1::2]))
 
 
 def at_marks(text: str) -> list[str]:

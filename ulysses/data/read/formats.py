@@ -36,11 +36,8 @@ RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 ALIASES = {"functions": "tools", "system_prompt": "system"}
 ASKED = ("prompt", "scored")  # kinds of rows that are not trained on, but asked of a model
 LABEL_KEYS = ("label", "kto_tag")
-OUR_LABELS = (
-    "true",
-    "false",
-    "none",
-)  # all that is a label of ours in sft, where another task may label the rows
+# what is a label of ours in sft, where the labels of rows may be those of another task
+OUR_LABELS = ("true", "false", "none")
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 # columns that mean something to other programs, and are counted because they are not read here
 UNREAD = re.compile(
@@ -50,15 +47,8 @@ UNREAD = re.compile(
 # columns that may be a row's prompt, in the order of FORMATS
 PROMPT_COLUMNS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
 # columns that may be its answer, or say what its messages hold already
-ANSWER_COLUMNS = (
-    *ANSWER_KEYS,
-    *RANKED_KEYS,
-    *FORMATS["text"],
-    *LABEL_KEYS,
-    *FORMATS["messages"],
-    "chosen",
-    "system",
-)
+ANSWER_COLUMNS = (*ANSWER_KEYS, *RANKED_KEYS, *LABEL_KEYS, "chosen", "system")
+ANSWER_COLUMNS += FORMATS["text"] + FORMATS["messages"]
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
@@ -100,9 +90,8 @@ def dropping(report: Report, bad_rows: str, where: str) -> Iterator[None]:
     except DropRowError as error:
         report.drop(str(error), where)
     except (BadRowError, RecursionError) as error:
-        problem = str(error)
-        if isinstance(error, RecursionError):
-            problem = "is nested too deeply"
+        too_deep = isinstance(error, RecursionError)
+        problem = "is nested too deeply" if too_deep else str(error)
         if bad_rows != "drop":
             raise DataError(f"{where} {problem}") from None
         report.drop(problem.split(":")[0], where)
@@ -134,7 +123,7 @@ def read_row(
     unread = {name for name in row.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
     unread |= row.keys() & {*variables, *only_alpaca}
     records = _records(row, source, kind)
-    for name in sorted(unread | _unread_alternatives(row, source, kind, records)):
+    for name in sorted(unread | _passed_over(row, source, kind, records)):
         if row[name] not in ("", []):
             note(f"the column {name!r} was not read")
     if len(records) > 1:
@@ -203,8 +192,7 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         return [Record([], [], text=text)]
     row_format: str = source.format
     if row_format == "auto":
-        recognised = (name for name, keys in FORMATS.items() if first_key(row, keys))
-        row_format = next(recognised, "text")
+        row_format = next((name for name in FORMATS if first_key(row, FORMATS[name])), "text")
     if row_format == "text":
         raise BadRowError(
             f"has the keys {_keys(row)}, which fit none of the formats {', '.join(FORMATS)} (but text, which holds "
@@ -213,9 +201,8 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
     prompt, answers = _read(row, row_format, kind)
     problem = "'chat_template_kwargs' is not JSON of an object"
     of_row = decoded(row.get("chat_template_kwargs"), problem, Mapping | None) or {}
-    variables = source.chat_template_kwargs | {
-        key: value for key, value in of_row.items() if value is not None
-    }
+    variables = {**source.chat_template_kwargs}
+    variables |= {key: value for key, value in of_row.items() if value is not None}
     record = Record(prompt, answers, parse_tools(row.get("tools")), variables=variables)
     if kind == "prompt":
         while role_of(prompt, -1) == "assistant" and not prompt[-1].begun:
@@ -267,12 +254,9 @@ def _check_marks(row: Row, kind: str) -> None:
         )
 
 
-def _unread_alternatives(
-    row: Row, source: Source, kind: str, records: list[Record]
-) -> set[str]:
-    """Return the columns that were passed over for another column of the same meaning, and that say something else."""
-    messages = chain.from_iterable(chain(each.prompt, *each.answers) for each in records)
-    texts = [message.content for message in messages]
+def _passed_over(row: Row, source: Source, kind: str, records: list[Record]) -> set[str]:
+    """Return the columns that were not read because another one means the same, and that say something else."""
+    texts = [m.content for each in records for m in chain(each.prompt, *each.answers)]
     columns = FORMATS["text"] if kind == "text" else (*PROMPT_COLUMNS, "system")
     read = {first_key(row, columns)}
     # what stands beside a prompt alone is for the reward function
@@ -363,11 +347,7 @@ def _conversation(row: Row) -> Messages:
 
 
 def _instruction(row: Row, between: str = "\n") -> Messages:
-    """Read the prompt of an alpaca row.
-
-    Args:
-        between: what stands between instruction and input. With "" the history is not read, as in LLaMA-Factory v1.
-    """
+    """Read the prompt of an alpaca row; with "" between instruction and input, as in LLaMA-Factory v1, no history."""
     asked = [string(row.get(name, ""), name) for name in ("instruction", "input")]
     history = (between and row.get("history")) or []
     if not isinstance(history, list) or not all(

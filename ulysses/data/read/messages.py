@@ -135,9 +135,9 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
         parts = [_content_part(part, where) for part in content]
         content = "".join(text for is_text, text in parts if is_text)
         thinking = [text for is_text, text in parts if not is_text]
-        is_first = parts == sorted(parts, key=itemgetter(0))
+        thinks_first = parts == sorted(parts, key=itemgetter(0))
         has_key = bool(more.keys() & {*THINKING_KEYS})
-        if thinking and (ROLES[name] != "assistant" or not is_first or has_key):
+        if thinking and (ROLES[name] != "assistant" or not thinks_first or has_key):
             raise BadRowError(
                 f"{where} has thinking in its content; only an assistant's can have it, before all text, and not "
                 "in a key of its own besides"
@@ -229,7 +229,8 @@ def role_of(messages: Messages, index: int) -> str:
 def first_key(row: Row, keys: tuple[str, ...]) -> str:
     """Return the first of `keys` with a value in the row, else the first with an empty value; "" if there is none."""
     present = [key for key in keys if row.get(key) is not None]
-    return next((key for key in present if row[key] not in ("", [])), *present[:1] or [""])
+    filled = [key for key in present if row[key] not in ("", [])]
+    return (*filled, *present, "")[0]
 
 
 def weights_of(pairs: Iterable[tuple[str, object]]) -> list[float]:

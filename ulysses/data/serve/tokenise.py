@@ -203,17 +203,17 @@ class Tokenising:
         report = Report()
         rendered: list[tuple[RawRow, Record, list[Rendered]]] = []
         encoded: list[Any] = []
-        use = partial(dropping, report, self.settings.bad_rows)
+        may_drop = partial(dropping, report, self.settings.bad_rows)
         variables = self.template.variables if self.template else ()
         # Rendering all rows before tokenising them takes a sixth less time than both for one row after the other.
         for row in rows:
             source, note = self.sources[row.source], partial(report.note, where=row.where)
-            with use(row.where):
+            with may_drop(row.where):
                 for record in read_row(row.value, source, self.kind, note, variables):
-                    with use(row.where):
+                    with may_drop(row.where):
                         rendered.append((row, record, self._render(record, note)))
         for row, record, texts in rendered:
-            with use(row.where):
+            with may_drop(row.where):
                 if self.template:
                     note = partial(report.note, where=row.where)
                     encoded.append(self._example(row, record, texts, note))
@@ -235,7 +235,7 @@ class Tokenising:
             if record.answers[0][-1].role != "assistant":
                 note("turns after the last answer left out")
         # answers to one prompt are cut together; turns that are trained separately are cut each for itself
-        groups = [[side] for side in encoded] if is_conversation else [encoded]
+        groups = [[turn] for turn in encoded] if is_conversation else [encoded]
         sequences: list[Encoded] = []
         problems, longest = [], 0
         for group in groups:
