@@ -195,8 +195,8 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         row_format = next((name for name in FORMATS if first_key(row, FORMATS[name])), "text")
     if row_format == "text":
         raise BadRowError(
-            f"has the keys {_keys(row)}, which fit none of the formats {', '.join(FORMATS)} (but text, which holds "
-            'plain text, which only stage pt trains on); map the keys with columns = {prompt = "their_name", ...}'
+            f"has the keys {_keys(row)}, which fit none of the formats {', '.join(FORMATS)}, or only the last one, "
+            'plain text, which only stage pt trains on; map the keys with columns = {prompt = "their_name", ...}'
         )
     prompt, answers = _read(row, row_format, kind)
     problem = "'chat_template_kwargs' is not JSON of an object"
@@ -296,7 +296,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     ends_with_answer = role_of(prompt, -1) == "assistant"
     asks = any(message.role != "system" for message in prompt)
     values: list[tuple[str, object]] = []
-    # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
+    # Columns beside a prompt are for the reward function. A preference row may have its prompt in its answers alone.
     if kind != "prompt" or not asks or row_format == "preference":
         values = _answer_values(row, kind)
     may_hold_prompt = len(values) > 1 or not asks
