@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, replace
 from functools import partial
 from io import TextIOWrapper
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from operator import itemgetter
 from os.path import expanduser
 from pathlib import Path
@@ -157,16 +157,17 @@ def pinned(source: Source) -> Source:
 
 def repeated_data(train: Iterable[Source], evaluation: Iterable[Source]) -> list[str]:
     """Return the files, and the splits of saved folders and hub datasets, that training and evaluation both read."""
+    return sorted(_places(train) & _places(evaluation))
 
-    def places(source: Source) -> Iterable[str]:
+
+def _places(sources: Iterable[Source]) -> set[str]:
+    places = set()
+    for source in sources:
         if source.is_dataset:
-            return [" ".join(filter(None, (source.path, source.subset, source.split)))]
-        return (str(file.resolve()) for file in source_files(source)[0])
-
-    trained, evaluated = (
-        {*chain.from_iterable(map(places, sources))} for sources in (train, evaluation)
-    )
-    return sorted(trained & evaluated)
+            places.add(" ".join(filter(None, (source.path, source.subset, source.split))))
+        else:
+            places.update(str(file.resolve()) for file in source_files(source)[0])
+    return places
 
 
 def missing_sources(sources: Iterable[Source]) -> list[str]:

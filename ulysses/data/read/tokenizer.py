@@ -153,7 +153,7 @@ class TextEncoder:
     def _take_spaces(self, special: str) -> None:
         """Stop the backend from putting a space before texts, as SentencePiece tokenizers do, and learn where it would.
 
-        We cut texts into parts, and only some parts begin where the tokenizer would put a space: `with_space` does so.
+        We cut texts into parts, and only some parts begin where the tokenizer would put a space. `with_space` puts it.
         """
         encode = partial(self.backend.encode, add_special_tokens=False)
         cases = list(product((True, False), ("a", " a")))
