@@ -125,9 +125,9 @@ def content_digest(files: Sequence[Path], cache: Path) -> str:
 
     if time.time() - max(path.stat().st_ctime for path in files) < SETTLED_SECONDS:
         return read()
-    known = known_files(files, cache)
-    build_once(known, lambda folder: (folder / "digest").write_text(read()))
-    return (known / "digest").read_text()
+    remembered = known_files(files, cache)
+    build_once(remembered, lambda folder: (folder / "digest").write_text(read()))
+    return (remembered / "digest").read_text()
 
 
 def digest_of_value(value: object) -> str:
@@ -137,7 +137,8 @@ def digest_of_value(value: object) -> str:
 
 def _remove_abandoned(folder: Path) -> None:
     """Remove what processes that died left, of the folder itself and of others that nobody builds at the moment."""
-    for abandoned in folder.parent.glob(f"{'[0-9a-f]' * 32}*-*.tmp"):  # by our own names only
+    # only folders of a cache have such names
+    for abandoned in folder.parent.glob(f"{'[0-9a-f]' * 32}*-*.tmp"):
         name = abandoned.name.partition(".")[0]
         if name == folder.name:
             shutil.rmtree(abandoned, ignore_errors=True)

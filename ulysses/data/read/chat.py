@@ -280,13 +280,13 @@ class ChatTemplate:
         for i in reversed(answers):
             try:
                 if i not in spans:
-                    shorter, found = self._render_answer(messages, context, i)
+                    shorter, places = self._render_answer(messages, context, i)
                     if not texts and turns != "separate":
                         if self.marks_generation:
-                            spans = {} if rewrites else found
+                            spans = {} if rewrites else places
                         elif len(answers) > 2:
-                            spans = self._find_answers(messages, context, shorter, found)
-                    spans[i] = found[i]
+                            spans = self._find_answers(messages, context, shorter, places)
+                    spans[i] = places[i]
                     if turns == "separate" or not text.startswith(shorter.rstrip("\n")):
                         text = shorter
                 elif not is_complete(messages[i], text, spans[i]):

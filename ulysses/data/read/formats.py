@@ -271,8 +271,8 @@ def _passed_over(row: Row, source: Source, kind: str, records: list[Record]) -> 
             if not beside_messages or _parse_answer(key, value, False)[-1].content in texts
         }
         read |= {first_key(row, LABEL_KEYS)}
-    said = [source.system, *map(row.get, read), *texts]
-    return {key for key in row.keys() & {*columns} - read if row[key] not in said}
+    values_read = [source.system, *map(row.get, read), *texts]
+    return {key for key in row.keys() & {*columns} - read if row[key] not in values_read}
 
 
 def _check_answer(answer: Messages, kind: str) -> None:
@@ -418,7 +418,7 @@ def _parse_transcript(text: str) -> Messages:
     if start or "\n\nAssistant:" not in text:
         return []
     roles = {"Human": "user", "Assistant": "assistant"}
-    return [Message(roles[who], said.strip()) for who, said in zip(turns[::2], turns[1::2])]
+    return [Message(roles[who], words.strip()) for who, words in zip(turns[::2], turns[1::2])]
 
 
 # ------------------------------------------------------------------------------------- several answers to one prompt
@@ -455,9 +455,9 @@ def _inner_prompt(
             raise DropRowError(f"{key} does not end with an assistant message")
         if conversation[:-1] != inner:
             raise DropRowError("the prompts of chosen and rejected differ")
-    said = [message.content for message in inner]
+    texts = [message.content for message in inner]
     system = [message for message in prompt if message.role == "system"]
-    if any(m.content not in said and m not in system for m in prompt):
+    if any(m.content not in texts and m not in system for m in prompt):
         raise DropRowError("the prompt differs from the one inside chosen and rejected")
     if role_of(inner, 0) != "system":
         inner = system + inner
