@@ -67,7 +67,7 @@ def read_reference(
     sizes, seal = dataset.lengths.tolist(), path.with_suffix(".json")
     if not all(gather(seal.exists())):
         numbers = range(len(dataset))
-        say(f"computing reference log-probabilities of {len(numbers)} items -> {path}")
+        say(f"computing reference log-probabilities of {len(numbers)} examples -> {path}")
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         # several micro-batches of them, or CHUNK
         size = mesh.data_parallel_size * max(
@@ -75,7 +75,7 @@ def read_reference(
         )
         bar = {
             "desc": "reference",
-            "unit": "items",
+            "unit": "examples",
             "leave": False,
             "disable": not mesh.is_main,
         }
