@@ -140,7 +140,7 @@ def planned(
     """Return the planner's choice for steps of such packs; all ranks call it together."""
     config = changed(config, "data", max_length=max(8, tokens // documents))
     machine = this_machine(device, config.memory.host_memory)
-    question = planner_question(config, shape, machine, tokens)
+    question = planner_question(stage_of(config), shape, machine, tokens)
     return choose_memory(question._replace(whole_steps=micro_batches == 1))
 
 

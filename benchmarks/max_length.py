@@ -16,6 +16,7 @@ from typing import Any
 from common import add_options, changed, launch, parser, settings, table
 
 from ulysses.check.input_files import read_shape
+from ulysses.options import stage_of
 from ulysses.plan.hardware import GIB, Machine, free_host_bytes
 from ulysses.plan.planner import longest_sequence, planner_question
 
@@ -60,7 +61,7 @@ def search(a: Any, rest: list[str], degree: int) -> dict[str, Any]:
     config = changed(settings(a.arch, a.layers, given), "memory", offload=a.offload)
     host = config.memory.host_memory * GIB or free_host_bytes()
     machine, (shape, _) = Machine(a.gpus, a.gpu_memory * GIB, host), read_shape(config)
-    question = planner_question(config, shape, machine, BLOCK)
+    question = planner_question(stage_of(config), shape, machine, BLOCK)
     tokens = longest_sequence(question._replace(documents=1, whole_steps=True))
     print(f"degree {degree}: {tokens:,} tokens planned", flush=True)
     rows: list[dict[str, Any]] = []

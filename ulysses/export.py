@@ -1,6 +1,6 @@
-"""Export without a run: `python -m ulysses.export RUN/checkpoints/step-N OUT`, or `--merge ADAPTER OUT`.
+"""Export a checkpoint or merge an adapter: `ulysses export RUN/checkpoints/step-N OUT`, `--merge ADAPTER OUT`.
 
-Needs no GPU, no launcher and no process group, and holds one shard or one parameter at a time.
+It needs no GPU, no launcher and no process group, and holds one shard or one parameter at a time.
 """
 
 import argparse
@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,27 +26,18 @@ with explained_imports():
     from models.folders import ADAPTER_CONFIG, CONFIG, folder_with, read_config, resolve_model
     from models.hf_format import WeightFiles
     from models.kinds import empty_model, parameter_shapes
-    from models.writing import (
-        GENERATION,
-        SHARD_GIB,
-        Rounding,
-        write_weights,
-    )
+    from models.writing import GENERATION, SHARD_GIB, Rounding, write_weights
     from ulysses.check.run_folder import read_run_state
     from ulysses.config.command_line import check, still_known
     from ulysses.config.section import ConfigError, absolute, existing
-    from ulysses.disk import (
-        check_apart,
-        check_empty,
-        check_files,
-    )
+    from ulysses.disk import check_apart, check_empty, check_files, whole_folder
     from ulysses.options import stage_of
-    from ulysses.run.export_model import export_folder, export_model
+    from ulysses.run.export_model import export_model, write_side_files
     from ulysses.zero.state import SavedSlices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export a checkpoint, or merge an adapter; return 2, after one sentence, where that is impossible."""
+    """Export a checkpoint or merge an adapter; return 2, after one sentence, if that is impossible."""
     parser = argparse.ArgumentParser(
         "python -m ulysses.export", description="Export a checkpoint in Hugging Face format."
     )
@@ -63,24 +55,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shard-gib", type=float, default=0.0, help="largest file; by default export.shard_gib"
     )
-    given = parser.parse_args(arguments)
-    source, out = (Path(absolute(place)) for place in (given.source, given.out))
-    merge = given.merge
+    options = parser.parse_args(arguments)
+    source, out, merge = (
+        Path(absolute(options.source)),
+        Path(absolute(options.out)),
+        options.merge,
+    )
+    dtype, shard_gib = options.dtype, options.shard_gib
     try:
-        if not 0 <= given.shard_gib < math.inf:
-            raise ValueError(f"--shard-gib is {given.shard_gib} but must be a size above 0")
+        if not 0 <= shard_gib < math.inf:
+            raise ValueError(f"--shard-gib is {shard_gib} but must be a size above 0")
         is_adapter = (existing(source) / ADAPTER_CONFIG).exists()
         if merge and not is_adapter and (source / CONFIG).exists():
             raise ValueError(
                 f"{source.absolute()} is a model without adapters; nothing is to be merged"
             )
         if merge and is_adapter:
-            note = merge_adapter(source, out, given.dtype, given.shard_gib or SHARD_GIB)
+            note = merge_adapter(source, out, dtype, shard_gib or SHARD_GIB)
         else:
-            asked = {"dtype": given.dtype, "shard_gib": given.shard_gib}
-            note = export_checkpoint(source, out, merge=merge, **asked)
+            note = export_checkpoint(source, out, merge=merge, dtype=dtype, shard_gib=shard_gib)
     except (ValueError, OSError, FloatingPointError) as error:
-        # which hides a key or a password in an address, such as HF_ENDPOINT's
+        # ConfigError hides a key or a password in an address, such as HF_ENDPOINT's
         print(f"error: {ConfigError(error)}", file=sys.stderr)
         return 2
     if note:
@@ -90,16 +85,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, *, merge: bool = False, **asked: object
+    checkpoint: Path,
+    out: Path,
+    *,
+    merge: bool = False,
+    dtype: str = "",
+    shard_gib: float = 0.0,
 ) -> str:
     """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
 
-    Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights, as
-    model.lora.merge does. A base that is not of model.dtype is rounded after the adapters are added, where the run
-    rounds it before. Returns what is to be said of the weights' precision, or "".
+    Returns a remark about the weights' precision, or "".
 
     Args:
-        asked: dtype and shard_gib in place of the run's settings under [export], where they are not empty or 0.
+        merge: add adapters to their base's weights, as model.lora.merge does. A base that is not of model.dtype is
+            rounded after the adapters are added, while the run rounds it before.
+        dtype, shard_gib: in place of the run's settings under [export], unless they are empty or 0.
 
     Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
     checkpoint, the base of merged adapters is in no file, or `out` holds something.
@@ -109,11 +109,15 @@ def export_checkpoint(
     lora = state["config"]["model"]["lora"]
     merge, lora["merge"] = lora["rank"] > 0 and (merge or lora["merge"]), False
     export = state["config"].setdefault("export", {})
-    export |= {key: value for key, value in asked.items() if value}
+    if dtype:
+        export["dtype"] = dtype
+    if shard_gib:
+        export["shard_gib"] = shard_gib
     state["config"]["run"]["output"] = str(checkpoint.parent.parent)
     config, shape = check(still_known(state["config"])), ModelConfig.from_hf(state["shape"])
     source, stage, saved = config.model, stage_of(config), SavedSlices(checkpoint)
-    if merge and source.init == "random":  # a GPU drew other numbers
+    # this machine would draw other numbers than the run's GPU
+    if merge and source.init == "random":
         raise ValueError(
             "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
         )
@@ -131,21 +135,21 @@ def export_checkpoint(
                 saved.read_into(tensor, name, "master")
                 yield name, tensor.view(parameter.shape)
 
-    given, dtype = (shape, config, state["step"]), config.export_dtype
+    export = partial(
+        export_model, read, shape=shape, config=config, step=state["step"], reward=stage.reward
+    )
     if not merge:
-        return export_model(read, out, *given, reward=stage.reward)
+        return export(out)
     resolve_model(source.path, source.revision)  # a base that is gone is refused by its setting
     with TemporaryDirectory() as folder:
         adapters = Path(folder) / "adapters"
-        # they are rounded once only, after they were added, unless the run's own were
-        export_model(
-            read, adapters, *given, reward=stage.reward, dtype=max(dtype, source.dtype)
-        )
-        return merge_adapter(adapters, out, dtype, config.export.shard_gib)
+        # weights are rounded once, after the adapters are added
+        export(adapters, dtype=max(config.export_dtype, source.dtype))
+        return merge_adapter(adapters, out, config.export_dtype, config.export.shard_gib)
 
 
 def _check_out(out: Path, read: Iterable[Path]) -> None:
-    """Raise ValueError for a folder that holds something, or belongs to what the export reads."""
+    """Raise ValueError if the export's folder holds something, or if it is, holds or lies in a folder that is read."""
     check_empty(out, "an export")
     check_apart("the export's folder", out, (("read for it", place) for place in read))
 
@@ -155,10 +159,10 @@ def merge_adapter(
 ) -> str:
     """Write the model that a LoRA adapter's folder and its base make together, one parameter at a time.
 
-    Returns what is to be said of the weights' precision, or "".
+    Returns a remark about the weights' precision, or "".
 
     Args:
-        dtype: of the weights; by default the adapters', in which they were trained.
+        dtype: of the weights; by default that of the adapters, in which they were trained.
 
     Raises ValueError if it is no plain LoRA adapter, or `out` holds something.
     """
@@ -168,31 +172,28 @@ def merge_adapter(
     sizes = parameter_shapes(shape, reward=reward)
     files.check(sizes)
     dtype = dtype or str(files.dtype).removeprefix("torch.")
-    rounded, kind = Rounding(dtype, shape), files.quantize
+    rounding, kind = Rounding(dtype, shape), files.quantize
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         for name, size in sizes.items():
-            trained = files.read(name, quantize=kind) if kind != "none" else None
-            found = files.read(name).float(), files.base(name), trained
-            yield rounded(name, *(x if x is None else x.view(size) for x in found))
+            trained = files.read(name, quantize=kind).view(size) if kind != "none" else None
+            merged, base = files.read(name).float(), files.base(name)
+            yield rounding(name, merged.view(size), base.view(size), trained)
 
-    beside = [folder_with(folder, pattern) for pattern in (GENERATION, "tokenizer*")]
-
-    def card(note: str) -> str:
-        base = files.adapter["base_model_name_or_path"]
-        name = Path(base).name if Path(base).is_absolute() else base
-        return f"""---
-base_model: {json.dumps(name)}
+    base = files.adapter["base_model_name_or_path"]
+    base = Path(base).name if Path(base).is_absolute() else base
+    sources = [folder_with(folder, pattern) for pattern in (GENERATION, "tokenizer*")]
+    with whole_folder(out) as new:
+        shard, carried = int(shard_gib * 2**30), {} if reward else files.carried
+        write_weights(new, weights(), shard, config=shape, reward=reward, carried=carried)
+        card = f"""---
+base_model: {json.dumps(base)}
 tags: [ulysses-engine]
 ---
-# {name} with LoRA adapters in its weights
+# {base} with LoRA adapters in its weights
 
 Adapters of rank {files.adapter["r"]} were added to its weights, which are written in {dtype}.
-No metrics were measured after that{": " if note else ""}{note}.
+No metrics were measured after that{": " if rounding.note else ""}{rounding.note}.
 """
-
-    carried = {} if reward else files.carried
-    with export_folder(out, shape, rounded, beside, card, reward) as new:
-        shard = int(shard_gib * 2**30)
-        write_weights(new, weights(), shard, config=shape, reward=reward, carried=carried)
-    return rounded.note
+        write_side_files(new, shape, rounding, reward, sources, card)
+    return rounding.note

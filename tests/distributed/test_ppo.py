@@ -131,7 +131,7 @@ class PpoCase(Case):
             sampler=EngineSampler(engine, mesh, OPTIONS),
             engine=engine,
             mesh=mesh,
-            config=stage.table,
+            ppo=stage.table,
             tokens_per_microbatch=self.budget,
             share_prompts=True,
             reference=reference,
@@ -337,7 +337,7 @@ def model_scores():
     trainer, _ = build_trainer(PpoCase(sp=2, options=REAL))
     maker, source = trainer.stage.maker, HostWeights(SHAPE, 4)
     maker.scorer = frozen_engine(lambda: RewardModel(SHAPE, maker.mesh), source)
-    maker.config, maker.reward = PpoSection(reward="models/rm"), None
+    maker.ppo, maker.reward = PpoSection(reward="models/rm"), None
     rollout = maker.answer(0, prompts(), [3, 1, 5])
     plain = filled(RewardModel(SHAPE, None, attention="reference"), source)
     alone = (pack_shard(list(rollout[i].sequences), ParallelMesh(1), "cpu") for i in range(3))

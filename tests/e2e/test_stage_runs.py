@@ -25,6 +25,7 @@ from ulysses.check.preflight import prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.export import main
+from ulysses.options import stage_of
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
@@ -121,7 +122,7 @@ def test_a_run_resumes_only_with_its_cached_reference(tmp_path):
     lost = f"--run.steps 6 --run.resume auto --data.cache {tmp_path}/cache"
     gone = r"no longer has the initial policy; restore data\.cache, or set dpo\.ref"
     with pytest.raises(ConfigError, match=gone):
-        TrainingRun(configured(settings("dpo", tmp_path / "run", lost)))
+        TrainingRun(configured(settings("dpo", tmp_path / "run", lost))).__enter__()
 
 
 def test_reward_model_scores_the_same_in_transformers(tmp_path):
@@ -229,7 +230,7 @@ def test_only_adapters_have_memory_and_reach_the_checkpoint(base, tmp_path):
     for kind in KINDS:
         files = (tmp_path / "run").glob(f"checkpoints/step-2/*.{kind}.safetensors")
         assert sum(len(load_file(p)["data"]) for p in files) == adapters
-    assert adapters == planner_model(configured(line), read_config(base)).trained
+    assert adapters == planner_model(stage_of(configured(line)), read_config(base)).trained
 
 
 def trained_state(line):

@@ -15,6 +15,7 @@ from tests.family_case import FAMILIES, raw
 from ulysses.check.adapter_settings import check_adapters, choose_targets
 from ulysses.check.preflight import prepare
 from ulysses.config.command_line import check
+from ulysses.options import stage_of
 from ulysses.plan.hardware import GIB, Machine
 from ulysses.plan.layer_cost import plain_model
 from ulysses.plan.planner import choose_memory, memory_line, planner_model
@@ -151,7 +152,7 @@ def test_every_projection_has_an_adapter_by_default(family) -> None:
         and not name.endswith("shared_expert_gate")
     ]
     assert not lacking
-    planned = planner_model(chosen, shape)
+    planned = planner_model(stage_of(chosen), shape)
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert planned.trained == adapters
     assert planned.parameters == adapters + count_parameters(shape)

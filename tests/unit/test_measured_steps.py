@@ -12,6 +12,7 @@ from tests.engine_case import Case as EngineCase
 from tests.engine_case import build_trainer
 from tests.harness import run_distributed
 from tests.unit.test_plan import SMALL, Data, config, node
+from ulysses.options import stage_of
 from ulysses.plan.hardware import GIB, PEAKS, Machine
 from ulysses.plan.layer_cost import plain_model
 from ulysses.plan.planner import choose_memory, cut_steps, planned_step, planner_question
@@ -98,12 +99,12 @@ def test_stages_are_predicted(stage, table, examples, sides, tokens, seconds):
     data = Data(sequence_lengths=lengths, prefix_lengths=0 * lengths, share_prompts=True)
     machine = node(1, 79.6)._replace(memory_rate=PEAKS["H100"][1])
     longest = sides * tokens + table.get("max_new_tokens", 0)
-    question = planner_question(settings, SMALL, machine, longest)
+    question = planner_question(stage_of(settings), SMALL, machine, longest)
     if (
         stage == "kto"
     ):  # measured with a cached reference: the baseline's pass alone came before the step's
         question = question._replace(forwards=1.0, others=())
-    step = planned_step(settings, SMALL, data, [*range(examples)])
+    step = planned_step(stage_of(settings), SMALL, data, [*range(examples)])
     plan = choose_memory(cut_steps(question, step, step, True))
     assert plan.graphs != (stage == "ppo") and plan.question.micro_batches == 1
     assert step_seconds(plan) == pytest.approx(seconds, rel=0.15)

@@ -78,7 +78,7 @@ def config(stage="sft", lora=0, sp=1, dtype="float32", table=None, **memory):
 
 def asked(tokens, gib=139.8, host_gib=0.0, *, gpus=8, sp=0, **settings):
     settings = config(sp=sp or gpus, dtype="bfloat16", **settings)
-    return planner_question(settings, LLAMA, node(gpus, gib, host_gib), tokens)
+    return planner_question(stage_of(settings), LLAMA, node(gpus, gib, host_gib), tokens)
 
 
 def chosen(*given, **settings):
@@ -116,12 +116,15 @@ def test_weights_and_optimizer_that_the_memory_beside_cpus_cannot_hold_are_refus
     for processes in (1, 2):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         machine = cpu_machine(processes)
-        plan = choose_memory(planner_question(config(weights="sharded"), LLAMA, machine, 4096))
+        plan = choose_memory(
+            planner_question(stage_of(config(weights="sharded")), LLAMA, machine, 4096)
+        )
         with pytest.raises(ConfigError, match=said):
             check_host(config(), plan)
         check_host(config(host_memory=150), plan)
         check_host(
-            config(), choose_memory(planner_question(config(lora=8), LLAMA, machine, 4096))
+            config(),
+            choose_memory(planner_question(stage_of(config(lora=8)), LLAMA, machine, 4096)),
         )
     check_host(config(), chosen(4096))  # GPUs have memory of their own
 
@@ -145,7 +148,9 @@ def test_an_automatic_degree_is_the_smallest_that_fits(gpus, gib):
 def test_auto_on_cpu_keeps_everything():
     for offload in ("none", "auto"):
         settings = config(sp="auto", offload=offload)
-        plan = choose_memory(planner_question(settings, LLAMA, this_machine(CPU), 1 << 20))
+        plan = choose_memory(
+            planner_question(stage_of(settings), LLAMA, this_machine(CPU), 1 << 20)
+        )
         assert memory_line(plan) == "memory: recompute none (auto: CPU)"
         assert layer_memory(plan) == LayerMemory(("none",) * 32, offloaded_layers=0)
         assert plan.resident
@@ -248,7 +253,7 @@ def test_states_are_eighteen_bytes_per_trained_parameter_on_the_gpu_or_the_host(
 
 def test_rollouts_hold_the_whole_policy_and_its_cache():
     settings = config("ppo", table=PPO, dtype="bfloat16", sp=8)
-    rollout = planner_question(settings, LLAMA, node(), 8192).rollout
+    rollout = planner_question(stage_of(settings), LLAMA, node(), 8192).rollout
     rollout = rollout._replace(answers=512, batch=64, prompt_tokens=1024, new_tokens=7168)
     plain, more = predicted(), predicted(rollout=rollout)
     merged = predicted(rollout=rollout._replace(merged=True))
@@ -265,7 +270,7 @@ def test_models_that_answer_samples_are_whole_then(stage, table):
     settings = config(stage, dtype="bfloat16", sp=8, table=table)
     asking = settings.run.model_copy(update={"samples": ["Who are you?", "And why?"]})
     settings = settings.model_copy(update={"run": asking})
-    case = planner_question(settings, LLAMA, node(), 8192)
+    case = planner_question(stage_of(settings), LLAMA, node(), 8192)
     assert case.samples[:4] == (2, 64, settings.data.max_length, 256)
     if stage == "dpo":
         case = case._replace(others=(plain_model(architecture("llama3-70b")),))
@@ -299,7 +304,9 @@ def test_links_between_nodes_are_slower():
 
 
 def stage_case(stage, lora=0, sp=1, **table):
-    return planner_question(config(stage, lora, sp, table=table), LLAMA, Machine(8, GIB), 8192)
+    return planner_question(
+        stage_of(config(stage, lora, sp, table=table)), LLAMA, Machine(8, GIB), 8192
+    )
 
 
 LIVE = {"reference": "live"}
@@ -350,7 +357,7 @@ def test_as_many_answers_are_decoded_as_fit_unless_a_number_is_given():
         settings = config("ppo", dtype="bfloat16", table=table | {"generation_batch": batch})
         batches = settings.batch.model_copy(update={"examples": 64})
         settings = settings.model_copy(update={"batch": batches})
-        return planner_question(settings, LLAMA, node(8, 80), 16384)
+        return planner_question(stage_of(settings), LLAMA, node(8, 80), 16384)
 
     case = planned_for("auto")
     assert case.halvings == 2 and fits(choose_memory(case))
@@ -387,7 +394,7 @@ def step(*tokens):
 
 def planned(shape, examples, *, gpus=1, gib=80.0, sp=1, auto=True, tokens=0, **memory):
     settings, machine = config(sp=sp, dtype="bfloat16", **memory), node(gpus, gib)
-    case = planner_question(settings, shape, machine, tokens or max(examples.tokens))
+    case = planner_question(stage_of(settings), shape, machine, tokens or max(examples.tokens))
     return choose_memory(cut_steps(case, examples, examples, auto))
 
 
@@ -397,7 +404,7 @@ def test_no_other_level_is_faster_where_activations_wait_on_the_host(offload, gi
     """Copies of all but attention take longer than to compute a layer again."""
     settings = config(lora=16, dtype="bfloat16", offload=offload, weights="resident")
     case = planner_question(
-        settings, architecture("qwen3.5-35b-a3b"), node(1, gib, 2000), 1 << 16
+        stage_of(settings), architecture("qwen3.5-35b-a3b"), node(1, gib, 2000), 1 << 16
     )
     case = case._replace(model=case.model._replace(quantize="nf4"))
     levels = [choose(case._replace(recompute=level)) for level in case.levels]
@@ -470,7 +477,7 @@ def test_a_long_example_stays_alone_and_what_fits_is_never_refused():
 def test_gradients_stay_where_no_step_has_a_second_micro_batch():
     found = []
     for largest in (4, 5):
-        case = planner_question(config(dtype="bfloat16"), SMALL, node(1), 1024)
+        case = planner_question(stage_of(config(dtype="bfloat16")), SMALL, node(1), 1024)
         case = cut_steps(case, step(*[256] * 4), step(*[256] * largest), False)
         assert (case.tokens_per_microbatch, case.micro_batches) == (1024, 1)
         found.append(choose_memory(case))
@@ -494,7 +501,7 @@ def test_a_cpu_takes_what_hides_its_overhead():
     tiny = replace(SMALL, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     for shape, at_once in ((tiny, True), (LLAMA, False)):
         case = cut_steps(
-            planner_question(config(), shape, machine, 100), examples, examples, True
+            planner_question(stage_of(config()), shape, machine, 100), examples, examples, True
         )
         assert (case.tokens_per_microbatch > 1600) == at_once
 
@@ -527,12 +534,12 @@ def test_answers_are_planned_as_long_as_they_may_be_and_prompts_once():
     )
     lengths = np.array([[11], [21]])
     data = Data(sequence_lengths=lengths, prefix_lengths=0 * lengths, lengths=lengths[:, 0])
-    shared = planned_step(settings, LLAMA, data, [0, 1])
+    shared = planned_step(stage_of(settings), LLAMA, data, [0, 1])
     assert sum(shared.tokens) == pytest.approx(10 + 4 * 31, abs=4)
     # each of its tokens sees the whole prompt nevertheless
     assert sum(shared.squares) < 4 * 41**2 < 1.1 * sum(shared.squares)
     data.share_prompts = False
-    whole = planned_step(settings, LLAMA, data, [0, 1])
+    whole = planned_step(stage_of(settings), LLAMA, data, [0, 1])
     assert shared.shares and whole == ([41] * 4, [41.0**2] * 4, False)
 
 
@@ -591,7 +598,7 @@ def settings_of_layers(rank=0):
         (config(recompute="keep_attention"), False, {}),
         (config(), True, {"levels": MIXED, "offloaded_layers": 1}),
     ):
-        plan = choose_memory(planner_question(settings, SHAPE, node(1, 80, 80), 64))
+        plan = choose_memory(planner_question(stage_of(settings), SHAPE, node(1, 80, 80), 64))
         plan = plan._replace(**changed)
         engine = (
             trained_engine(settings, stage_of(settings), weights, mesh, plan)

@@ -58,7 +58,7 @@ def whitened(x):
 
 def maker(settings):
     rest = dict.fromkeys(("engine", "mesh", "sampler", "tokens_per_microbatch"))
-    return RolloutMaker(config=ppo(settings), **rest)
+    return RolloutMaker(ppo=ppo(settings), **rest)
 
 
 SETTINGS = (
@@ -185,7 +185,7 @@ def test_answers_share_their_prompt_within_the_budget():
     answers = [[8] * length for length in (3, 2, 4, 1, 2, 2, 2, 2)]
     rollout = answered([[5, 7, 6], [4]], answers, budget=12)
     # 6 tokens, then 1 + 2 more; then 7 and 1 + 1 more; a prompt of one token is kept by every answer
-    assert rollout.owners.tolist() == [0, 0, 2, 2, 4, 4, 4, 4]
+    assert rollout.example_ids.tolist() == [0, 0, 2, 2, 4, 4, 4, 4]
     assert rollout.prefixes.tolist() == [0, 2, 0, 2, 0, 0, 0, 0]
     lengths = rollout.sequence_lengths[[0, 2, 4]].tolist()
     assert lengths == [[6, 3, 0, 0], [7, 2, 0, 0], [3, 3, 3, 3]]

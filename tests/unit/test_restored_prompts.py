@@ -11,6 +11,7 @@ from tests.data_case import content
 from ulysses.config.command_line import check
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
+from ulysses.options import stage_of
 from ulysses.parallel.batch import pack_shard, shared_prompts
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.hardware import GIB, Machine, cpu_machine
@@ -81,7 +82,7 @@ def test_prompts_are_shared_unless_the_layers_run_as_cuda_graphs(pairs):
             "model": {"arch": arch, "init": "random", "dtype": "bfloat16"},
             "data": {"train": ["none.jsonl"]},
         })  # fmt: skip
-        question = run_question(config, architecture(arch), machine, data)
+        question = run_question(stage_of(config), architecture(arch), machine, data)
         tokens = (data.lengths if question.shares else data.apart.lengths).max()
         assert question.tokens_per_microbatch >= tokens
         plan = choose(question)

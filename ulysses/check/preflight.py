@@ -113,6 +113,7 @@ def prepare(
             if folder and model.init == "pretrained":
                 with error_context(errors=errors):
                     config = choose_base(config, stage, folder)
+            stage = replace(stage, config=config)
         with error_context(errors=errors):
             shape, tokenizer, place, template = read_tokenizer(config, stage, shape, folder)
         with error_context(errors=errors):
@@ -146,11 +147,11 @@ def prepare(
             with error_context(errors=errors):
                 check_folders(config, folder, place, weights, other_weights, resume_from)
         with error_context(errors=errors):
-            disk_warning = check_disk(config, shape, resume_from)
+            disk_warning = check_disk(stage, shape, resume_from)
         refuse(errors, findings)
     return RunInputs(
         config=config,
-        stage=replace(stage, config=config),  # with what the checks chose
+        stage=stage,
         shape=shape,
         folder=folder,
         tokenizer=tokenizer,

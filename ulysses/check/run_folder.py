@@ -41,6 +41,7 @@ from ulysses.disk import (
 from ulysses.environment import NODE
 from ulysses.parallel.mesh import gather
 from ulysses.plan.planner import planner_model
+from ulysses.stages.base import Stage
 
 FORMAT = 6
 FIELDS = {"step", "files", "config", "shape", "policies", "inputs"}  # of run.json, at least
@@ -106,12 +107,13 @@ def is_run_folder(folder: Path) -> bool:
     return False
 
 
-def check_disk(config: Config, shape: ModelConfig, resume_from: Path | None) -> str:
+def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> str:
     """Refuse a disk that cannot hold the export and the checkpoints that are saved by step.
 
     Return a warning if it cannot hold the checkpoints of run.save_minutes, which a short run never saves. What the run
     folder holds already counts as free, because new checkpoints take its place.
     """
+    config = stage.config
     run, output = config.run, config.output
     place = next(folder for folder in (output, *output.parents) if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
@@ -122,7 +124,7 @@ def check_disk(config: Config, shape: ModelConfig, resume_from: Path | None) -> 
     for file in (f for name in ("checkpoints", "export") for f in (output / name).rglob("*")):
         with suppress(OSError):
             free += file.lstat().st_size
-    trained = planner_model(config, shape).trained
+    trained = planner_model(stage, shape).trained
     export = trained * getattr(torch, config.export_dtype).itemsize if run.export else 0
 
     def lacking(setting: str, count: int) -> str:

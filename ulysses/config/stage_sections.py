@@ -209,6 +209,11 @@ class PpoSection(Section):
         return next((name for name in self.reward if not is_function(name)), "")
 
     @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps on the answers of one rollout."""
+        return self.epochs * self.minibatches
+
+    @property
     def planned_batch(self) -> int:
         """Answers at a time that a plan counts on."""
         return 64 if self.generation_batch == "auto" else self.generation_batch

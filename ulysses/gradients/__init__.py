@@ -1,4 +1,4 @@
-"""Gradient policies: small objects that see and change the gradient once per optimizer step. They need torch alone.
+"""Gradient policies: small objects that see and change the gradient once per optimizer step. They need only torch.
 
 chain = build_chain("default")
 loss.backward()
@@ -6,7 +6,7 @@ context = StepContext(step=k, total_steps=n, loss=loss.item(), lr=lr, seed=0)
 metrics = chain.apply(TorchGradients(model.named_parameters()), context)
 if not context.skip: ...                      # step with lr * context.lr_scale
 
-policy.py has the policies of every run; chain.py names all of them, and their files.
+policy.py holds the policies that every run has; chain.py names all policies and imports their files.
 """
 
 from ulysses.gradients.chain import GradientPolicyChain, build_chain

@@ -76,7 +76,7 @@ def _pro() -> ModuleType:
     return ulysses_pro
 
 
-# The policies that a configuration may name. The files of all but the first two are imported when one is named.
+# The policies that a configuration may name. Only the first two are imported before one is named.
 GRADIENT_POLICIES: dict[str, Callable[[], type[GradientPolicy]]] = {
     "stop_on_non_finite": lambda: StopOnNonFinite,
     "clip_global_norm": lambda: ClipGlobalNorm,

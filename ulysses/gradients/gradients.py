@@ -25,9 +25,11 @@ NORM_CHUNK = 1 << 18
 class GradientSlice:
     """Hold this rank's piece of one parameter's gradient.
 
-    `shape` and `numel` describe the whole parameter. `grad` is the flat local slice (no padding); edits go
-    into what `Gradients.slices` returns.
-    `start` is the slice's offset in the flattened parameter, `scope` names what is clipped by a norm of its own.
+    Args:
+        shape: of the whole parameter.
+        grad: the flat local slice, without padding. Gradient policies change what `Gradients.slices` returns.
+        start: the slice's offset in the flattened parameter.
+        scope: the group of parameters, such as PPO's policy or value, that is clipped by its own norm.
     """
 
     name: str
@@ -38,17 +40,23 @@ class GradientSlice:
 
     @property
     def numel(self) -> int:
+        """Elements of the whole parameter."""
         return math.prod(self.shape)
 
 
 class Gradients:
     """Measure a partitioned gradient exactly over all ranks, and scale it.
 
-    `entries` lists every parameter in the same order on every rank. `all_reduce(tensor)` returns the
-    tensor summed over the ranks that hold the slices; without it this process holds everything.
-
     The gradient is the entries' slices times the `factors` of their scopes: an optimizer multiplies while it reads.
     Statistics are remembered on the host until the slices change, so asking again costs nothing.
+
+    Args:
+        entries: every parameter's slice, in the same order on every rank.
+        all_reduce: returns a tensor summed over the ranks that hold the slices; by default this process holds all.
+
+    Attributes:
+        numel: elements of all parameters, over all ranks.
+        sum_dtype: float32, or the first slice's dtype where that is wider.
     """
 
     def __init__(
@@ -61,41 +69,43 @@ class Gradients:
             raise ValueError("no parameter has a gradient; run the backward pass first")
         self.numel = sum(e.numel for e in self.entries)
         self.factors = dict.fromkeys((e.scope for e in self.entries), 1.0)
-        self._known: dict[str, list[float]] = {}
-        self.wide = torch.promote_types(self.entries[0].grad.dtype, torch.float32)
+        self._statistics: dict[str, list[float]] = {}
+        self.sum_dtype = torch.promote_types(self.entries[0].grad.dtype, torch.float32)
 
-    # statistics
+    # ---------------------------------------------------------------- statistics
 
     def measure(self, *names: str) -> list[list[float]]:
         """Return a value for every parameter [P]: its L2 "norm", or its "mean_abs".
 
-        What is not known yet travels in one collective and is read on the host at once.
+        Statistics that are not remembered take one collective, and the host waits for it.
         """
-        missing = sorted(set(names) - self._known.keys())  # in the same order on every rank
+        # sorted, so that the order is the same on every rank
+        missing = sorted(set(names) - self._statistics.keys())
         if missing:
-            own = torch.stack([self._local_sums(statistic) for statistic in missing])
-            for statistic, values in zip(missing, self.all_reduce(own).tolist()):
+            local_sums = torch.stack([self._local_sums(statistic) for statistic in missing])
+            sums = self.all_reduce(local_sums).tolist()
+            for statistic, values in zip(missing, sums):
                 if statistic == "norm":
                     values = [math.sqrt(value) for value in values]
                 else:
                     values = [value / e.numel for value, e in zip(values, self.entries)]
-                self._known[statistic] = values
+                self._statistics[statistic] = values
         factors = [abs(self.factors[e.scope]) for e in self.entries]
-        return [[x * f for x, f in zip(self._known[name], factors)] for name in names]
+        return [[x * f for x, f in zip(self._statistics[name], factors)] for name in names]
 
     def nonfinite(self) -> list[float]:
         """Return for every parameter how many of its elements are inf or nan [P]; one collective."""
-        own = torch.stack([(~e.grad.isfinite()).sum() for e in self.entries])
-        return self.all_reduce(own.double()).tolist()
+        counts = torch.stack([(~e.grad.isfinite()).sum() for e in self.entries])
+        return self.all_reduce(counts.double()).tolist()
 
     def _local_sums(self, statistic: str) -> Tensor:
         """Return this rank's sum of squares or of |g| for each parameter, float64 [P]."""
         grads = [e.grad for e in self.entries]
         order = 2.0 if statistic == "norm" else 1.0
         if grads[0].is_cuda:
-            # a few kernels for all neighbours of one dtype; CUDA's reductions add in trees, so float32 is enough
-            alike = (list(run) for _, run in groupby(grads, key=lambda grad: grad.dtype))
-            parts = (torch._foreach_norm(run, order, dtype=self.wide) for run in alike)
+            # a few kernels for each run of slices of one dtype; CUDA's reductions add in trees, so float32 is enough
+            runs = (list(run) for _, run in groupby(grads, key=lambda grad: grad.dtype))
+            parts = (torch._foreach_norm(run, order, dtype=self.sum_dtype) for run in runs)
             norms = tuple(chain.from_iterable(parts))
         else:
             # torch's CPU norm adds float32 numbers one after the other (on 10^8 elements the L2 norm comes out 1% and
@@ -108,32 +118,31 @@ class Gradients:
     def norm(self, scope: str | None = None) -> float:
         """Return the L2 norm of all parameters, or of those of one scope."""
         (norms,) = self.measure("norm")
-        own = (norm for norm, e in zip(norms, self.entries) if scope in (None, e.scope))
-        return math.hypot(*own)
+        return math.hypot(*(n for n, e in zip(norms, self.entries) if scope in (None, e.scope)))
 
     def mean_abs(self) -> float:
-        """Return the mean over parameters of each one's mean |g|, so that all count the same, whatever their size."""
+        """Return the mean over parameters of their mean |g|: a small parameter counts as much as a large one."""
         return statistics.fmean(*self.measure("mean_abs"))
 
-    # changes, without a host synchronisation
+    # ---------------------------------------------------------------- changes, for which the host does not wait
 
     def scale(self, factor: float, scope: str | None = None) -> None:
-        """Multiply all parameters, or those of one scope, by `factor`, which waits for the optimizer."""
+        """Multiply the gradient, or that of one scope, by `factor`, which the optimizer will apply."""
         for group in self.factors:
             if scope in (None, group):
                 self.factors[group] *= factor
 
     def slices(self) -> list[Tensor]:
-        """Apply the factors, and return every parameter's local slice for a change in place."""
+        """Apply the factors, and return every parameter's local slice, to be changed in place."""
         self.apply_factors()
         return [e.grad for e in self.entries]
 
     def apply_factors(self) -> None:
-        """Multiply every slice by its factor, for a change in place, which makes what was measured void."""
+        """Multiply every slice by its factor, and forget the statistics, because the slices are about to change."""
         scaled = [
             (e.grad, self.factors[e.scope]) for e in self.entries if self.factors[e.scope] != 1
         ]
         if scaled:
             torch._foreach_mul_(*map(list, zip(*scaled)))
         self.factors = dict.fromkeys(self.factors, 1.0)
-        self._known.clear()
+        self._statistics.clear()

@@ -1,6 +1,6 @@
-"""Define what a gradient policy is, and the two of every run: stop at a gradient that is not finite, and clip.
+"""What a gradient policy is, and the two that every run has: stop at a gradient that is not finite, and clip.
 
-Other policies are imported when a configuration names them (chain.py).
+The files of other policies are imported when a configuration names one of them (chain.py).
 """
 
 import math

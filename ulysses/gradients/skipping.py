@@ -1,4 +1,4 @@
-"""Gradient policies that leave a step out."""
+"""Gradient policies that skip a step: one for gradients that are not finite, one for spikes."""
 
 import math
 import statistics
@@ -30,9 +30,9 @@ class SkipNonFinite(GradientPolicy):
 class SkipSpike(GradientPolicy):
     """Skip a step whose loss or norm lies more than `sigma` deviations above its mean of the last `window` steps.
 
-    Source: OLMo's skip-step optimizer (6 and 128 there). Nothing is skipped before `warmup` steps are known. Every
-    finite step enters the window, also a skipped one, so that a lasting change of level is accepted after a while. A
-    deviation is at least 1% of the mean, so that small changes after a flat stretch do not look like spikes.
+    Source: OLMo's skip-step optimizer (6 and 128 there). Nothing is skipped before the window holds `warmup` steps.
+    Every finite step enters the window, a skipped one too, so that a lasting change of level is accepted after a while.
+    A deviation is at least 1% of the mean, so that small changes after a flat stretch do not look like spikes.
     """
 
     sigma: float = 6.0

@@ -1,4 +1,4 @@
-"""The gradients of plain torch parameters, for users of the library."""
+"""The gradients of plain torch parameters, for users of gradient policies as a library."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,7 @@ class TorchGradients(Gradients):
         super().__init__(entries)
 
     def scale(self, factor: float, scope: str | None = None) -> None:
-        """Multiply in place: torch's optimizers take no factor."""
+        """Multiply at once, in place: torch's optimizers take no factor."""
         super().scale(factor, scope)
         if factor != 1:
             self.apply_factors()

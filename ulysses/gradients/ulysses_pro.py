@@ -1,4 +1,4 @@
-"""The preset "ulysses-pro" and its parts: gradient policies that change a gradient's direction, or one learning rate.
+"""The preset "ulysses-pro" and its parts: gradient policies that change the gradient's direction, or a learning rate.
 
 Shapes: R rows (first axis) of all matrices together.
 """
@@ -82,13 +82,16 @@ class GradientCentralization(GradientPolicy):
         if not matrices:
             return {"grad/centered_norm": 0.0}
         rows = [e.shape[0] for e in matrices]
-        own = torch.zeros(sum(rows), dtype=gradients.wide, device=matrices[0].grad.device)
-        for part, total in _row_parts(matrices, own):  # a slice has at most one part of a row
-            torch.sum(part, dim=1, dtype=gradients.wide, out=total)
-        sums = gradients.all_reduce(own.double())
+        local_sums = torch.zeros(
+            sum(rows), dtype=gradients.sum_dtype, device=matrices[0].grad.device
+        )
+        # a slice has at most one part of a row
+        for part, total in _row_parts(matrices, local_sums):
+            torch.sum(part, dim=1, dtype=gradients.sum_dtype, out=total)
+        sums = gradients.all_reduce(local_sums.double())
         means = sums.clone()
         torch._foreach_div_(means.split(rows), [e.numel / e.shape[0] for e in matrices])
-        for part, mean in _row_parts(matrices, means.to(gradients.wide)):
+        for part, mean in _row_parts(matrices, means.to(gradients.sum_dtype)):
             part.sub_(mean[:, None])
         return {"grad/centered_norm": float((sums * means).sum().sqrt())}
 
@@ -103,7 +106,7 @@ def _row_parts(
 
     `values` [R] holds a number for each row, and views of it are returned.
     """
-    for entry, own in zip(entries, values.split([e.shape[0] for e in entries])):
+    for entry, of_rows in zip(entries, values.split([e.shape[0] for e in entries])):
         size = len(entry.grad)
         length = entry.numel // entry.shape[0]
         row = entry.start // length
@@ -112,13 +115,13 @@ def _row_parts(
         for part in entry.grad.split([head, size - head - tail, tail]):
             if len(part):
                 part = part.view(-1, min(length, len(part)))
-                yield part, own[row : row + len(part)]
+                yield part, of_rows[row : row + len(part)]
                 row += len(part)
 
 
 @dataclass
 class ScaleSmallGradients(GradientPolicy):
-    """Multiply by `factor` every parameter whose mean |g|, as it is now, is below `threshold`.
+    """Multiply by `factor` every parameter's gradient whose mean |g|, as it is now, is below `threshold`.
 
     Under Adam a constant factor cancels; only a change of the factor matters, for a while.
     """
@@ -158,8 +161,8 @@ class UlyssesPro(GradientPolicy):
     The multi-strategy gradient handling of March 2025, with its absolute thresholds, kept for comparison. The number is
     the mean over parameters of each one's mean |g|.
 
-    Two of the rules are weaker late in the run, and one is off: where step > 0.9 * total_steps, the first step being 0,
-    as the original has it. Clipping is by the norm of all parameters together, for PPO too. A gradient of norm 1 over N
+    Late in the run, where step > 0.9 * total_steps (the first step is 0), two of the rules are weaker and one is off,
+    as in the original. Clipping is by the norm of all parameters together, for PPO too. A gradient of norm 1 over N
     elements has elements of about 0.8 / sqrt(N): in a large model every gradient counts as vanishing, and the noise
     exceeds it.
     """

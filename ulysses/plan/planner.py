@@ -21,13 +21,12 @@ from ulysses.config.section import ConfigError
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import ATTENTION_WIDTHS, StepLoader, pack_step
 from ulysses.environment import local_world_size
-from ulysses.options import stage_of
 from ulysses.parallel.layout import squares
 from ulysses.parallel.mesh import divisors
 from ulysses.plan.hardware import GIB, Machine, free_host_bytes
 from ulysses.plan.layer_cost import PlannedModel, plain_model
 from ulysses.plan.step_cost import Plan, Question, fits, predict, states, step_seconds
-from ulysses.stages.base import AuxiliaryModel, PlannedRollout
+from ulysses.stages.base import AuxiliaryModel, PlannedRollout, Stage
 
 # Bytes of AdamW's two moments of a parameter; those in 8 bits have a scale for every block.
 MOMENT_BYTES = {"32bit": 8.0, "8bit": 2 * (1 + 4 / 256)}
@@ -59,10 +58,10 @@ class PlannedStep(NamedTuple):
     shares: bool = False
 
 
-def planner_model(config: Config, shape: ModelConfig) -> PlannedModel:
+def planner_model(stage: Stage, shape: ModelConfig) -> PlannedModel:
     """Return the planner's view of the trained model, adapters and the score head of PPO's value included."""
-    stage, lora = stage_of(config), config.model.lora
-    model = plain_model(shape, reward=stage.reward)
+    settings = stage.config.model
+    lora, model = settings.lora, plain_model(shape, reward=stage.reward)
     score = shape.hidden_size * stage.requirements.value
     parameters = trained = model.parameters + score
     if lora.rank:
@@ -76,23 +75,25 @@ def planner_model(config: Config, shape: ModelConfig) -> PlannedModel:
         if lora.train:
             matrices = 1 if stage.reward or shape.tie_word_embeddings else 2
             trained += matrices * shape.vocab_size * shape.hidden_size
-    return model._replace(
-        parameters=parameters, trained=trained, quantize=config.model.quantize
-    )
+    return model._replace(parameters=parameters, trained=trained, quantize=settings.quantize)
 
 
 def planner_question(
-    config: Config, shape: ModelConfig, machine: Machine, tokens: int
+    stage: Stage, shape: ModelConfig, machine: Machine, tokens: int
 ) -> Question:
     """Return the question of a run: one micro-batch of `tokens`, full of longest sequences.
 
     The degree "auto" becomes the smallest whose plan fits, or all processes if none does. Where the answers that are
     decoded at a time do not fit, their number is halved.
     """
-    stage, degree, ppo = stage_of(config), config.parallel.sequence_parallel_size, config.ppo
-    facts, samples = stage.requirements, config.run.samples
+    config, facts = stage.config, stage.requirements
+    degree, ppo, samples = (
+        config.parallel.sequence_parallel_size,
+        config.ppo,
+        config.run.samples,
+    )
     question = Question(
-        planner_model(config, shape),
+        planner_model(stage, shape),
         machine,
         tokens,
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
@@ -142,7 +143,7 @@ def _with_models(question: Question, models: Sequence[AuxiliaryModel]) -> Questi
 
 
 def run_question(
-    config: Config, shape: ModelConfig, machine: Machine, train: TokenizedDataset | None
+    stage: Stage, shape: ModelConfig, machine: Machine, train: TokenizedDataset | None
 ) -> Question:
     """Return the question of a run, with the micro-batches of its typical step.
 
@@ -151,13 +152,14 @@ def run_question(
     Args:
         train: the training data; None plans with examples of the greatest length that the settings allow.
     """
-    stage, budget = stage_of(config), config.batch.tokens_per_microbatch
-    facts, sides, auto = stage.requirements, stage.sequences_per_example, budget == "auto"
+    config, facts, sides = stage.config, stage.requirements, stage.sequences_per_example
+    budget = config.batch.tokens_per_microbatch
+    auto = budget == "auto"
     # a micro-batch must hold the longest example or, if that is unknown, the longest that there may be
     longest = sides * facts.longest_example
     if train is None:
         tokens = longest if auto else budget
-        question = planner_question(config, shape, machine, tokens)
+        question = planner_question(stage, shape, machine, tokens)
         whole = min(longest, tokens)
         pairs = sides * squares(whole / sides, windows=shape.windows)
         examples = facts.examples_per_step
@@ -172,8 +174,8 @@ def run_question(
         tokens = budget
         if auto:
             tokens = longest if data.kind == "prompt" else int(data.lengths.max())
-        question = planner_question(config, shape, machine, tokens)
-        steps = (planned_step(config, shape, data, each) for each in (typical, largest))
+        question = planner_question(stage, shape, machine, tokens)
+        steps = (planned_step(stage, shape, data, each) for each in (typical, largest))
         return cut_steps(question, *steps, auto)
 
     question, unshared = question_of(train), train.apart
@@ -185,14 +187,14 @@ def run_question(
 
 
 def planned_step(
-    config: Config, shape: ModelConfig, data: TokenizedDataset, indices: list[int]
+    stage: Stage, shape: ModelConfig, data: TokenizedDataset, indices: list[int]
 ) -> PlannedStep:
     """Return what an optimizer step trains of the examples with these indices.
 
     The answers of a rollout count with their greatest length. A shared prompt counts once, and its last token with
     every answer.
     """
-    facts = stage_of(config).requirements
+    facts = stage.requirements
     lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
     if facts.rollout:
         count = facts.rollout.answers

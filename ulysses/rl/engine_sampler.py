@@ -1,4 +1,4 @@
-"""Sample from the weights that are being trained: gather them, and choose how many answers are decoded at a time."""
+"""Sample from the weights that are being trained: gather them, and decode as many answers at a time as fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slo
 from ulysses.zero.engine import ZeroEngine, gathered_weights
 
 MOST_SLOTS = 512  # of an automatic batch
-RESERVE = 0.05  # of the free memory, for what sampling itself allocates
+RESERVE = 0.05  # the share of the free memory that is left for what sampling itself allocates
 
 
 @dataclass
@@ -22,11 +22,13 @@ class EngineSampler:
     """Decode a process's answers on its own device.
 
     Args:
-        engine: trains the policy.
-        options: of sampling.
+        engine: of the policy.
         automatic_batch: decode as many answers at a time as a GPU's free memory holds, and not `options.batch`.
-        settings: the policy's table [model]; adapters are added to a copy of the matrices they adapt.
-        renew: is told of progress.
+        settings: the policy's table [model]; adapters are added to a copy of the matrices that they adapt.
+        renew: is called at every progress.
+
+    Attributes:
+        warned: whether a line has said that there are no CUDA graphs.
     """
 
     engine: ZeroEngine
@@ -35,7 +37,7 @@ class EngineSampler:
     automatic_batch: bool = True
     settings: ModelSection | None = None
     renew: Callable[[], None] = lambda: None
-    warned: bool = False  # that there are no CUDA graphs
+    warned: bool = False
 
     def synchronise(self, rollout: int = 0) -> None:
         """Do nothing: every call of `sample` reads the current weights."""
@@ -47,8 +49,8 @@ class EngineSampler:
         bar = progress(desc="sampling", unit="tokens", leave=False, disable=not main)
         with gathered_weights(self.engine) as weights, bar:
             if self.settings and self.settings.lora.rank:
-                found = whole_weights(model.config, weights.items(), weights, self.settings)
-                weights = {n: w if base is None else w.to(base.dtype) for n, w, base in found}
+                merged = whole_weights(model.config, weights.items(), weights, self.settings)
+                weights = {n: w if base is None else w.to(base.dtype) for n, w, base in merged}
             if device.type == "cuda":
                 free, dtype = free_bytes(device), next(model.parameters()).dtype
                 longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens
@@ -63,19 +65,19 @@ class EngineSampler:
                 bar.write(f"sampling without CUDA graphs: {why}")
                 self.warned = True
 
-            def drawn(tokens: int) -> None:
+            def count(tokens: int) -> None:
                 self.renew()
                 bar.update(tokens)
 
-            found = Sampler(
-                model.config, weights, prompts, options, rollout, drawn, graphs
+            completions = Sampler(
+                model.config, weights, prompts, options, rollout, count, graphs
             ).sample()
         torch.cuda.empty_cache()  # graphs and cache make room for training
-        return found
+        return completions
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the GPU memory that this process can still allocate for a sampler's cache."""
+    """Return the bytes of GPU memory that this process can still allocate for a sampler's cache."""
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free * (1 - RESERVE))

@@ -1,4 +1,4 @@
-"""Sampling on servers of vLLM or SGLang: prompts out, tokens with their log-probabilities back, weights by disk.
+"""Sampling on servers of vLLM or SGLang: they get prompts, return tokens with log-probabilities, and read weights.
 
     trained weights -> export folder -> reload calls to every server        before a rollout that synchronises
     this process's prompts -> POST, one request for each answer -> tokens, log-probabilities
@@ -7,7 +7,7 @@
     "sglang+http://host:30000"    POST /generate with token ids
 
 The folder must be on a disk that servers and rank 0 share. Servers draw their own random numbers, so that a rollout
-does not repeat bit for bit; ppo.importance_cap corrects for what differs between their probabilities and the trainer's.
+does not repeat bit for bit; ppo.importance_cap corrects where their probabilities differ from the trainer's.
 """
 
 import json
@@ -26,8 +26,8 @@ from ulysses.parallel.random_keys import seed_of
 from ulysses.rl.sampler import Completion, SamplingOptions
 from ulysses.rl.servers import Json, post
 
-# What reloads weights from FOLDER: {path: body}, in order. vLLM (with VLLM_SERVER_DEV_MODE=1) reads the folder that it
-# was started with.
+# The calls, in order, that make a server read its weights again: {path: body}, where FOLDER stands for the folder. vLLM
+# (with VLLM_SERVER_DEV_MODE=1) reads the folder that it was started with.
 RELOAD: Mapping[str, dict[str, Json]] = {
     "vllm": {"/collective_rpc": {"method": "reload_weights"}, "/reset_prefix_cache": {}},
     "sglang": {"/update_weights_from_disk": {"model_path": "FOLDER"}},
@@ -39,18 +39,17 @@ class OutsideSampler:
     """Ask servers for completions.
 
     Args:
-        config: the [ppo] table; prompts go to the servers of `config.sampler` in turn.
+        ppo: the [ppo] table; prompts go to the servers of `ppo.sampler` in turn.
         export: writes the policy's weights into a folder; all ranks call it together.
-        folder: where the servers read them.
-        main: this process writes to the servers.
-        options: of sampling.
-        renew: is told of progress.
+        folder: where the servers read the weights.
+        main: whether this is the process that tells the servers to read them.
+        renew: is called after every completion.
 
     Attributes:
         synchronised: whether the servers have had weights of this run.
     """
 
-    config: PpoSection
+    ppo: PpoSection
     export: Callable[[Path], None]
     folder: Path
     main: bool
@@ -63,12 +62,12 @@ class OutsideSampler:
 
         Raises UserCodeError if a server does not.
         """
-        if self.synchronised and rollout % self.config.sampler_sync_every:
+        if self.synchronised and rollout % self.ppo.sampler_sync_every:
             return
         self.synchronised = True
         self.export(self.folder)
-        for address in self.config.sampler if self.main else ():
-            calls = self.config.sampler_reload or RELOAD[address.partition("+")[0]]
+        for address in self.ppo.sampler if self.main else ():
+            calls = self.ppo.sampler_reload or RELOAD[address.partition("+")[0]]
             for path, body in calls.items():
                 text = json.dumps(body).replace("FOLDER", str(self.folder.absolute()))
                 answer = self._post(address, path, json.loads(text))
@@ -76,14 +75,14 @@ class OutsideSampler:
                     raise UserCodeError(
                         f"{address}{path} did not take the new weights: {str(answer)[:200]}"
                     )
-        gather(None)  # no process asks a server that still has other weights
+        gather(None)  # no process asks a server before all servers have the new weights
 
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number in the rollout.
 
-        Raises UserCodeError if a server fails several times, or if what it answers cannot be trained on.
+        Raises UserCodeError if a server fails several times, or if its answer cannot be trained on.
         """
-        servers = self.config.sampler
+        servers = self.ppo.sampler
 
         def ask(number: int) -> Completion:
             address = servers[number % len(servers)]
@@ -101,7 +100,7 @@ class OutsideSampler:
         pool = ThreadPoolExecutor(self.options.batch)
         try:
             return dict(zip(prompts, pool.map(ask, prompts), strict=True))
-        finally:  # after an error nobody waits for the other requests
+        finally:  # after an error this process does not wait for the other requests
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _complete(self, address: str, prompt: list[int], seed: int) -> Completion:
@@ -122,9 +121,9 @@ class OutsideSampler:
         else:
             settings |= {"max_new_tokens": limit, "sampling_seed": seed}
             body = {"input_ids": prompt, "sampling_params": settings, "return_logprob": True}
-            found = self._post(address, "/generate", body)["meta_info"]
-            logps, tokens, *_ = zip(*found["output_token_logprobs"])
-            reason = found["finish_reason"]["type"]
+            meta = self._post(address, "/generate", body)["meta_info"]
+            logps, tokens, *_ = zip(*meta["output_token_logprobs"])
+            reason = meta["finish_reason"]["type"]
         return Completion(list(tokens), list(logps), reason == "stop")
 
     def _fault(self, completion: Completion) -> str:
@@ -141,7 +140,7 @@ class OutsideSampler:
     def _post(self, address: str, path: str, body: Json) -> Json:
         url = address.partition("+")[2].rstrip("/") + path
         try:
-            return post(url, body, self.config.sampler_timeout)
+            return post(url, body, self.ppo.sampler_timeout)
         except (OSError, ValueError) as error:
             raise UserCodeError(
                 f"the sampling server {url} failed ({error}); look at its log, start it again and continue with "

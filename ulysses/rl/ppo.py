@@ -6,13 +6,14 @@
 
 ppo.advantage chooses how A is computed (ulysses.rl.advantages), ppo.ratio whether rho is that of a token or of its
 answer. The means run over the answers' tokens of one optimizer step, with the weights that loss_aggregation gives them.
-Rollouts (ulysses.rl.rollout) come through the loader; the stage sees their columns.
+The loader makes the rollouts (ulysses.rl.rollout); the losses read their columns.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,24 +40,25 @@ from ulysses.stages.base import (
     RunParts,
     Term,
 )
-from ulysses.stages.referenced import COLUMN, ReferencedStage
+from ulysses.stages.referenced import REFERENCE_LOGPS, ReferencedStage
 
-ROLLOUT = "rollout.safetensors"
-CHANGE = "policy/logp_change"  # the metric: mean |log-probability - what the rollout holds| per trained token
-HELD_OUT = 1 << 40  # evaluations draw with rollout numbers from here on: always the same noise
+ROLLOUT_FILE = "rollout.safetensors"  # in a checkpoint
+LOGP_CHANGE = "policy/logp_change"  # the metric: mean |log-probability now - in the rollout| per trained token
+# evaluations draw with rollout numbers from here on, so that each has the same noise
+EVALUATION = 1 << 40
 
 
-def policy_options(config: PpoSection) -> dict[str, object]:
-    """Return the arguments that the [ppo] table fixes in `losses.ppo_policy_loss`."""
-    bounds = {name: getattr(config, name) or None for name in ("clip_high", "dual_clip")}
-    return {"clip": config.clip, "kind": config.policy_loss, **bounds}
+def policy_options(ppo: PpoSection) -> dict[str, object]:
+    """Return the arguments of `losses.ppo_policy_loss` that are settings of the [ppo] table."""
+    bounds = {"clip_high": ppo.clip_high or None, "dual_clip": ppo.dual_clip or None}
+    return {"clip": ppo.clip, "kind": ppo.policy_loss, **bounds}
 
 
 class OverAnswers(torch.autograd.Function):
-    """Give every trained token of values [S] the sum over its answer, or the mean; zeros elsewhere.
+    """Return for every trained token the sum, or the mean, of the values [S] of its answer's trained tokens; else 0.
 
-    An answer's tokens lie on several ranks, each of which evaluates its own tokens' losses: the adjoint is this same
-    operation. All ranks of the group call it together, forward and backward.
+    An answer's tokens lie on several ranks, and each rank evaluates the losses of its own tokens: the adjoint is this
+    same operation. All ranks of the group call it together, forward and backward.
     """
 
     @staticmethod
@@ -67,8 +69,8 @@ class OverAnswers(torch.autograd.Function):
         ).T
         if mean:
             sums = sums / counts.clamp(min=1)
-        own = torch.cat([sums, sums.new_zeros(1)])  # the last one is the tail's
-        return own[batch.sequence_ids] * trained
+        by_sequence = torch.cat([sums, sums.new_zeros(1)])  # the last one is the tail's
+        return by_sequence[batch.sequence_ids] * trained
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -79,9 +81,7 @@ class OverAnswers(torch.autograd.Function):
 class PpoStage(ReferencedStage):
     """Proximal policy optimisation; `model` is an engine around models.scored.PolicyValue, or CausalLM.
 
-    Args:
-        maker: makes the rollouts.
-        tolerance: largest mean |log-probability difference| per token allowed at step 0.
+    `maker` makes the rollouts. The log-probabilities of a rollout and of the first step may differ by `tolerance`, too.
     """
 
     name, dataset_type = "ppo", "prompt"
@@ -89,7 +89,7 @@ class PpoStage(ReferencedStage):
 
     maker: RolloutMaker | None = None
 
-    # ---------------------------------------------------------------- checks and facts
+    # ---------------------------------------------------------------- checks and requirements
 
     def check(self) -> Iterator[str]:
         ppo, budget = self.table, self.config.batch.tokens_per_microbatch
@@ -137,35 +137,35 @@ class PpoStage(ReferencedStage):
         models = base.models
         if ppo.reward_model:
             models += (AuxiliaryModel("reward", "ppo.reward", ppo.reward_model),)
-        sampled = PlannedRollout(
+        rollout = PlannedRollout(
             answers,
-            0 if ppo.sampler else ppo.planned_batch,
-            prompts,
-            ppo.max_new_tokens,
-            ppo.epochs * ppo.minibatches,
+            batch=0 if ppo.sampler else ppo.planned_batch,
+            prompt_tokens=prompts,
+            new_tokens=ppo.max_new_tokens,
+            steps=ppo.steps_per_rollout,
             merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
             longest_example=prompts + ppo.max_new_tokens,
             examples_per_step=-(-self.config.batch.examples // ppo.minibatches) * answers,
-            steps_per_load=ppo.epochs * ppo.minibatches,
-            # every model reads a rollout once, which is trained on `epochs` times
+            steps_per_load=ppo.steps_per_rollout,
+            # every model reads a rollout once, and then `epochs` passes train on it
             extra_forwards=1 / ppo.epochs,
-            # entropies take several passes over the logits more
+            # entropies take several more passes over the logits
             logit_bytes=base.logit_bytes + 32,
             value=needs_value,
             scopes={"policy": 1.0, "value": ppo.value_lr_factor} if needs_value else None,
             models=tuple(model._replace(passes=1 / ppo.epochs) for model in models),
-            rollout=sampled,
+            rollout=rollout,
         )
 
-    def arguments(self, parts: RunParts) -> dict[str, object]:
-        found = super().arguments(parts)
+    def build(self, parts: RunParts) -> Self:
         ppo, engine, mesh, renew = self.table, parts.engine, parts.mesh, parts.renew
-        reward, scorer = None, found.pop("reward", None)
+        reward = None
         if functions := list(filter(is_function, ppo.reward)):
-            given = functions, parts.tokenizer, ppo.reward_workers, ppo.reward_timeout, renew
-            reward = Rewards(*given)
+            reward = Rewards(
+                functions, parts.tokenizer, ppo.reward_workers, ppo.reward_timeout, renew
+            )
             parts.resources.callback(reward.close)
         options = SamplingOptions(
             ppo.max_new_tokens,
@@ -177,24 +177,25 @@ class PpoStage(ReferencedStage):
             ppo.planned_batch,
         )
         if ppo.sampler:
-            where = self.config.sampler_folder, mesh.is_main
-            sampler = OutsideSampler(ppo, parts.export, *where, options, renew)
+            folder = self.config.sampler_folder
+            sampler = OutsideSampler(ppo, parts.export, folder, mesh.is_main, options, renew)
         else:
-            how = ppo.generation_batch == "auto", self.config.model
-            sampler = EngineSampler(engine, mesh, options, *how, renew)
-        found["maker"] = RolloutMaker(
+            automatic = ppo.generation_batch == "auto"
+            sampler = EngineSampler(engine, mesh, options, automatic, self.config.model, renew)
+        stage = super().build(parts)
+        maker = RolloutMaker(
             engine=engine,
             mesh=mesh,
-            config=ppo,
+            ppo=ppo,
             sampler=sampler,
             tokens_per_microbatch=parts.tokens_per_microbatch,
             share_prompts=parts.share_prompts,
-            reference=found.get("reference"),
+            reference=stage.reference,
             reward=reward,
-            scorer=scorer,
+            scorer=parts.frozen.get("reward"),
             phase=parts.phase,
         )
-        return found
+        return replace(stage, maker=maker)
 
     def show_rollouts(self, show: Callable[[Rollout], None]) -> None:
         self.maker.show = show
@@ -205,8 +206,8 @@ class PpoStage(ReferencedStage):
         return RolloutSteps(self.maker, data)
 
     def may_prepare(self, step: int) -> bool:
-        """A rollout needs the weights of its moment."""
-        return step % self.requirements.steps_per_load != 0
+        """Return False for the first step of a rollout, which is made with the weights of that moment."""
+        return step % self.table.steps_per_rollout != 0
 
     # ---------------------------------------------------------------- the loss
 
@@ -217,39 +218,39 @@ class PpoStage(ReferencedStage):
         return super().normalisers(batch)
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
-        config, weights = self.table, batch.loss_weights
+        ppo, weights = self.table, batch.loss_weights
         columns = batch.token_columns
         old, advantages = columns["old_logps"], columns["advantages"]
-        out = self.model(batch, entropy=True, temperature=config.temperature)
+        out = self.model(batch, entropy=True, temperature=ppo.temperature)
         logps, gap = out.logps, out.logps.detach() - old
-        if config.ratio != "token":
-            logps = old + OverAnswers.apply(logps - old, batch, config.ratio == "mean")
-        policy = ppo_policy_loss(logps, old, advantages, **policy_options(config))
-        importance = columns["importance"] if config.importance_cap else 1.0
+        if ppo.ratio != "token":
+            logps = old + OverAnswers.apply(logps - old, batch, ppo.ratio == "mean")
+        policy = ppo_policy_loss(logps, old, advantages, **policy_options(ppo))
+        importance = columns["importance"] if ppo.importance_cap else 1.0
         policy_losses = policy.losses * importance
         means = {
             "policy/approxkl_avg": 0.5 * gap.square(),
             "policy/clipfrac_avg": policy.clipped,
-            CHANGE: gap.abs(),
+            LOGP_CHANGE: gap.abs(),
             "val/ratio": policy.ratios,
             "policy/entropy_avg": out.entropy,
             "loss/policy_avg": policy_losses,
         }
         trained = [(policy_losses, 1.0)]
-        if ADVANTAGES[config.advantage].needs_value:
+        if ADVANTAGES[ppo.advantage].needs_value:
             value = ppo_value_loss(
-                out.values, columns["old_values"], columns["returns"], config.value_clip
+                out.values, columns["old_values"], columns["returns"], ppo.value_clip
             )
             means |= {"val/clipfrac_avg": value.clipped, "loss/value_avg": value.losses}
-            trained.append((value.losses, config.value_coefficient))
-        if config.kl_in != "reward" and config.kl_coefficient:
-            kl = kl_estimate(out.logps, columns[COLUMN], config.kl_estimator)
-            if config.kl_in == "loss_with_ratio":
+            trained.append((value.losses, ppo.value_coefficient))
+        if ppo.kl_in != "reward" and ppo.kl_coefficient:
+            kl = kl_estimate(out.logps, columns[REFERENCE_LOGPS], ppo.kl_estimator)
+            if ppo.kl_in == "loss_with_ratio":
                 kl = kl * (logps - old).exp()
             means["loss/kl_avg"] = kl
-            trained.append((kl, config.kl_coefficient))
-        if config.entropy_coefficient:
-            trained.append((out.entropy, -config.entropy_coefficient))
+            trained.append((kl, ppo.kl_coefficient))
+        if ppo.entropy_coefficient:
+            trained.append((out.entropy, -ppo.entropy_coefficient))
         count = weights.sum(dtype=torch.float64)
         for name, values in means.items():
             metrics.add(name, (values.detach() * weights).sum(dtype=torch.float64), count)
@@ -261,40 +262,41 @@ class PpoStage(ReferencedStage):
     def check_first_step(self, metrics: Metrics) -> None:
         super().check_first_step(metrics)
         # a step may train nothing: all of its answers were cut
-        change, allowed = metrics.get(CHANGE, 0.0), self.tolerance
-        if not change <= allowed:
+        change = metrics.get(LOGP_CHANGE, 0.0)
+        if not change <= self.tolerance:
             raise RuntimeError(
-                f"at step 0 the policy is the one that made the rollout, but its log-probabilities differ by "
-                f"{change:.3g} per token (at most {allowed:g} is rounding): the model is not deterministic; look for "
-                "dropout"
+                "at step 0 the policy is the one that made the rollout, but its log-probabilities differ "
+                f"by {change:.3g} per token (at most {self.tolerance:g} is rounding): the model is not deterministic; "
+                "look for dropout"
             )
 
     # ---------------------------------------------------------------- held-out prompts
 
     def evaluate(self, source: StepLoader) -> Metrics:
-        """Answer the held-out prompts and return the mean of their scores; the loss is its negative."""
+        """Answer the held-out prompts and return the metrics of their answers; the loss is minus the mean score."""
         self.maker.sampler.synchronise()
-        everything: list[Completion] = []
-        numbers, found = count(HELD_OUT), {}
-        for name, own in source.sets().items():
+        all_answers: list[Completion] = []
+        of_sets: Metrics = {}
+        numbers = count(EVALUATION)
+        for name, loader in source.sets().items():
             answers: list[Completion] = []
-            for k in range(own.steps_per_epoch):
-                asked = own.dataset, own.indices(0, k)
-                answers += self.maker.answer(next(numbers), *asked).answers
-            everything += answers
+            for k in range(loader.steps_per_epoch):
+                prompts = loader.indices(0, k)
+                answers += self.maker.answer(next(numbers), loader.dataset, prompts).answers
+            all_answers += answers
             if name:
-                found |= {f"{name}/{key}": x for key, x in _scores(answers).items()}
-        return _scores(everything) | found
+                of_sets |= {f"{name}/{key}": x for key, x in _scores(answers).items()}
+        return _scores(all_answers) | of_sets
 
     # ---------------------------------------------------------------- state
 
     def save(self, folder: Path) -> None:
-        """Write the last rollout, of which steps may be left."""
-        self.maker.rollout.save(folder / ROLLOUT)
+        """Write the current rollout, whose steps may not all be done."""
+        self.maker.rollout.save(folder / ROLLOUT_FILE)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote; the next rollout is made with the restored weights."""
-        self.maker.rollout = Rollout.load(folder / ROLLOUT)
+        """Restore the rollout; the next one is made with the restored weights."""
+        self.maker.rollout = Rollout.load(folder / ROLLOUT_FILE)
 
 
 def _scores(answers: list[Completion]) -> Metrics:

@@ -7,7 +7,7 @@
                  a list of these               their sum; {reward = weight} weighs them
 
 Functions and servers get the texts without special tokens (the prompt as the chat template wrote it) and the whole data
-row. They are called by the process that decoded the answers, while the others call theirs.
+row. Each process has the answers scored that it has decoded.
 """
 
 import inspect
@@ -36,36 +36,36 @@ from ulysses.rl.servers import post
 
 Reward = Callable[..., object]  # what users write: it may return anything
 Row = dict[str, object]
-Asked = tuple[list[str], list[str], list[Row]]  # prompts, completions and rows
+Batch = tuple[list[str], list[str], list[Row]]  # prompts, completions and rows
 
 
 def load_function(reward: str, timeout: float = 60.0) -> Reward:
-    """Import "module:function", or return what asks a server for `timeout` seconds for each answer at most.
+    """Import "module:function", or return a function that asks a server, for at most `timeout` seconds an answer.
 
     Raises ConfigError if there is no such module or function.
     """
     if "//" in reward:
         return partial(_ask_server, url=reward, timeout=timeout)
     try:
-        found = pkgutil.resolve_name(reward)
-        if not callable(found):
+        function = pkgutil.resolve_name(reward)
+        if not callable(function):
             raise AttributeError("it is not a function")
     except (Exception, SystemExit) as error:  # the module is the user's code
         raise ConfigError(
             f"ppo.reward is {reward!r} but it cannot be imported ({visible(str(error))}); name a function as "
             "module:function, with the module's folder on PYTHONPATH"
         ) from None
-    return found
+    return function
 
 
 def _ask_server(
     prompts: list[str], completions: list[str], rows: list[Row], *, url: str, timeout: float
 ) -> object:
-    asked = [
+    body = [
         {"prompt": prompt, "completion": completion, "row": row}
         for prompt, completion, row in zip(prompts, completions, rows)
     ]
-    return post(url, {"rows": asked}, timeout * len(asked))["scores"]
+    return post(url, {"rows": body}, timeout * len(body))["scores"]
 
 
 @dataclass
@@ -75,9 +75,13 @@ class Rewards:
     Args:
         names: module:function, or http://...
         tokenizer: decodes prompts and answers.
-        workers: processes that call functions of one answer; 0 calls them in this process.
+        workers: how many processes call the functions that score one answer; 0 calls them in this process.
         timeout: seconds that a worker, or a server, may take for one answer.
-        renew: is called before each answer and shows that the process makes progress.
+        renew: is called with every result and shows that the process makes progress.
+
+    Attributes:
+        processes: the workers, by our ends of their pipes.
+        idle: the pipes of workers that wait for an answer to score.
     """
 
     names: list[str]
@@ -87,9 +91,9 @@ class Rewards:
     renew: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        # a forked copy of this process would hold its locks without the threads that release them
+        # a forked worker could wait for a lock for ever: no thread of this process would be there to release it
         context = multiprocessing.get_context("spawn")
-        self.processes: dict[Connection, SpawnProcess] = {}  # by our ends of their pipes
+        self.processes: dict[Connection, SpawnProcess] = {}
         self.idle: Queue[Connection] = Queue()
         for _ in range(self.workers):
             pipe, theirs = context.Pipe()
@@ -98,7 +102,7 @@ class Rewards:
             theirs.close()
             self.processes[pipe] = process
             self.idle.put(pipe)
-        self.map = ThreadPool(self.workers).imap_unordered if self.workers else map
+        self.map = ThreadPool(self.workers).imap if self.workers else map
 
     def close(self) -> None:
         """Stop the workers."""
@@ -116,64 +120,60 @@ class Rewards:
 
         Args:
             prompts, answers: tokens.
-            rows, indices: the data row that each prompt came from, and the number that errors call it by.
+            rows: the data row of each prompt.
+            indices: the number of each row, which error messages name.
 
         Raises UserCodeError if one fails, takes too long, or returns no finite number; it names the example if it can.
         """
         if not answers:
             return []
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        asked = [*map(decode, prompts)], [*map(decode, answers)], rows
-        columns = [self._scores(name, asked, indices) for name in self.names]
+        batch = [*map(decode, prompts)], [*map(decode, answers)], rows
+        columns = [self._scores(name, batch, indices) for name in self.names]
         return [dict(zip(self.names, scores)) for scores in zip(*columns, strict=True)]
 
-    def _scores(self, name: str, asked: Asked, indices: list[int]) -> list[float]:
-        """Return the scores by one function; `asked` holds prompts, completions and rows."""
-        batch, where, found = takes_all(load_function(name)), "", {}
-        results = (
-            [(0, outcome(name, asked, self.timeout))]
-            if batch
-            else self.map(partial(self._score, name), enumerate(zip(*asked)))
-        )
-        for place, result in results:
+    def _scores(self, name: str, batch: Batch, indices: list[int]) -> list[float]:
+        """Return the scores of all answers by one function."""
+        if takes_all(load_function(name)):
+            places, results = [""], [outcome(name, batch, self.timeout)]
+        else:
+            places = [f" on example {index}" for index in indices]
+            results = self.map(partial(self._score, name), zip(*batch))
+        scores: list[float] = []
+        for place, result in zip(places, results):
             self.renew()
             if isinstance(result, str):
-                where = "" if batch else f" on example {indices[place]}"
-                raise UserCodeError(f"the reward {name}{where} {result}")
-            found |= enumerate(result, place)
-        scores = [found[place] for place in range(len(indices))]
+                raise UserCodeError(f"the reward {name}{place} {result}")
+            scores += result
         for index, score in zip(indices, scores):
-            if (
-                not abs(score) <= LARGEST
-            ):  # which float32 can square; not a number is none of them
+            # float32 can square LARGEST; no comparison with nan is true
+            if not abs(score) <= LARGEST:
                 raise UserCodeError(
                     f"the reward {name} on example {index} returned {score}; return a finite number, of at most 2^53"
                 )
         return scores
 
-    def _score(
-        self, name: str, numbered: tuple[int, tuple[str, str, Row]]
-    ) -> tuple[int, list[float] | str]:
-        """Return an answer's place, and the outcome of its call, or what became of the worker that was asked for it."""
-        place, call = numbered
-        if not self.workers:  # in this thread, which alone may set timers and handle signals
-            return place, outcome(name, call)
+    def _score(self, name: str, answer: tuple[str, str, Row]) -> list[float] | str:
+        """Return an answer's score, or the end of a sentence about what went wrong."""
+        # without workers this is the main thread, which alone may set timers and handle signals
+        if not self.workers:
+            return outcome(name, answer)
         pipe = self.idle.get()
         try:
-            pipe.send((name, call))
-            found = f"took longer than ppo.reward_timeout, {self.timeout:g} s"
+            pipe.send((name, answer))
+            result = f"took longer than ppo.reward_timeout, {self.timeout:g} s"
             if pipe.poll(self.timeout):
-                found = pipe.recv()
+                result = pipe.recv()
         except (EOFError, OSError):
             self.processes[pipe].join()
-            found = f"has ended its process with exit code {self.processes[pipe].exitcode}"
+            result = f"has ended its process with exit code {self.processes[pipe].exitcode}"
         self.idle.put(pipe)
-        return place, found
+        return result
 
 
 def serve(pipe: Connection) -> None:
-    """Score what comes through a pipe until that is closed: the main function of a worker."""
-    # what asks the run to stop reaches the workers too, and the run needs them for the step after which it saves
+    """Score the answers that come through a pipe until it is closed: the main function of a worker."""
+    # signals that ask the run to stop reach the workers too, but the run needs them until it has saved a checkpoint
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with suppress(EOFError):
@@ -187,23 +187,24 @@ def takes_all(function: Reward) -> bool:
 
 
 def outcome(
-    name: str, call: Asked | tuple[str, str, Row], timeout: float = 0.0
+    name: str, answers: Batch | tuple[str, str, Row], timeout: float = 0.0
 ) -> list[float] | str:
-    """Call a reward function, and return its numbers or, whatever went wrong, the end of a sentence about it."""
+    """Call a reward function, and return its scores or, if anything goes wrong, the end of a sentence about it."""
     try:
         function = load_function(name, timeout)
-        found = function(*deepcopy(call))  # it may change its row, which is the next one's too
+        # a copy, because the function may change a row, which several answers and functions share
+        scores = function(*deepcopy(answers))
         if not takes_all(function):
-            found = [found]
+            scores = [scores]
         else:
-            found = found.tolist() if hasattr(found, "tolist") else found
-            count = len(call[0])
-            if not isinstance(found, list | tuple) or len(found) != count:
+            scores = scores.tolist() if hasattr(scores, "tolist") else scores
+            count = len(answers[0])
+            if not isinstance(scores, list | tuple) or len(scores) != count:
                 return (
-                    f"returned {visible(repr(found)):.200} for {count} answers; return one number for each, in "
+                    f"returned {visible(repr(scores)):.200} for {count} answers; return one number for each, in "
                     "a list, tuple, array or Series"
                 )
-        return [math.fsum([score]) for score in found]  # float() would take texts
+        return [math.fsum([score]) for score in scores]  # float() would take texts
     except BaseException as error:
         said = visible(format_exception_only(error)[-1].strip())
         file, line, *_ = extract_tb(error.__traceback__)[-1]

@@ -1,15 +1,15 @@
 """PPO's data: prompts -> answers of the current policy -> rewards and advantages, the same on every rank.
 
     step r of the prompts, dealt to all ranks
-      -> every rank decodes its own        (weights gathered once, no lockstep)
-      -> exchange: all answers everywhere   so that packing does not depend on who decoded what
-      -> one packed pass each of policy with value, reference and reward model: log-probabilities, values, scores
-      -> rewards, advantages (of GAE with its returns, or of each answer among the others of its prompt)
+      -> every rank decodes its share       the weights are gathered once, and no rank waits for another
+      -> all ranks get all answers          so that packing does not depend on which rank decoded what
+      -> one packed pass of each model      log-probabilities and values of the policy, the reference's, reward scores
+      -> rewards and advantages             of GAE with its returns, or of each answer among the others to its prompt
 
     answers to prompt 0          to prompt 1
-    [ p p p a a ]                [ p a a a ]        the answers of a prompt lie one after the other; those that fit
-          [ p a a a ]            [ p a ]            into a micro-batch together share its prompt, which then is
-          [ p a ]                      [ p a a ]    computed once, and form one example
+    [ p p p a a ]                [ p a a a ]        the answers to a prompt lie one after the other; those that fit
+          [ p a a a ]            [ p a ]            into a micro-batch together form one example: they share the
+          [ p a ]                      [ p a a ]    prompt, which is computed once
 
 All columns are in prediction coordinates: row i of a sequence belongs to the prediction of its token i + 1.
 Letters: N sequences (answers with their prompts), T tokens of all sequences, K answers to each prompt.
@@ -41,7 +41,7 @@ from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import Completion
 from ulysses.stages.passes import token_values
-from ulysses.stages.referenced import COLUMN, GAP
+from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
 from ulysses.zero.engine import ZeroEngine
 
 SCORES = "objective/scores"  # the metric that an evaluation is judged by
@@ -51,13 +51,19 @@ SCORES = "objective/scores"  # the metric that an evaluation is judged by
 class Rollout:
     """Prompts with their answers and what training on them needs, as a dataset whose examples may share prompts.
 
-    layout [3, N]: lengths, the tokens that each answer's sequence holds; owners, the first of the answers that share a
-    prompt with this one (an example has its owner's number); prefixes, the tokens of the prompt that only the owner
-    holds, 0 for owners. columns, flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout
-    is finished, float32 columns for the loss. answers [N] and prompts: a checkpoint leaves them out.
-    answers_per_prompt: K.
+    An example has the number of its first answer, whose sequence alone holds the whole prompt.
 
-    sequence_lengths, prefix_lengths: of each sequence of an example, [N, K]; 0 where there is none.
+    Args:
+        layout: three rows [N] for the answers: `lengths`, the tokens of their sequences; `example_ids`, the numbers of
+            their examples; `prefixes`, the tokens of the prompt that a sequence leaves out, 0 for first answers.
+        columns: flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout is finished,
+            float32 columns for the loss.
+        answers, prompts: [N] and [N / K]; a checkpoint leaves them out.
+        answers_per_prompt: K.
+
+    Attributes:
+        ends: where each answer's tokens end in the columns, [N].
+        sequence_lengths, prefix_lengths: `lengths` and `prefixes` by example, [N, K]; 0 where there is no sequence.
     """
 
     number: int
@@ -81,77 +87,75 @@ class Rollout:
         """Lay out the answers, K to each prompt one after the other.
 
         Args:
-            tokens_per_microbatch: the most of the answers that share a prompt, which is in them once; 0 shares nothing.
+            tokens_per_microbatch: the most tokens of an example, whose prompt counts once; 0 shares no prompt.
             by_length: every answer weighs 1 in the loss, and not each of its tokens.
         """
         K = len(answers) // len(prompts)
-        parts, runs, weights, layout = [], [], [], []
-        owner, room = 0, 0
+        parts, counts, weights, layout = [], [], [], []
+        example, room = 0, 0
         for n, answer in enumerate(answers):
-            prompt, count = prompts[n // K], len(answer.tokens)
-            # the last token of a prompt predicts, so that every sequence keeps it
-            room -= 1 + count
+            prompt, length = prompts[n // K], len(answer.tokens)
+            # every sequence holds the prompt's last token, which predicts the answer's first
+            room -= 1 + length
             if n % K == 0 or room < 0:
-                owner, room = n, tokens_per_microbatch - len(prompt) - count
-            prefix = len(prompt) - 1 if owner < n else 0
-            held = len(prompt) - prefix
+                example, room = n, tokens_per_microbatch - len(prompt) - length
+            prefix = len(prompt) - 1 if example < n else 0
+            rest = len(prompt) - prefix
             parts += [prompt[prefix:], answer.tokens]
-            runs += [held, count]
-            weights += [0.0, 1 / count if by_length else 1.0]
-            layout.append((held + count, owner, prefix))
+            counts += [rest, length]
+            weights += [0.0, 1 / length if by_length else 1.0]
+            layout.append((rest + length, example, prefix))
         columns = {
             "tokens": torch.from_numpy(np.concatenate(parts).astype(np.int32)),
-            "weights": torch.tensor(weights).repeat_interleave(torch.tensor(runs)),
+            "weights": torch.tensor(weights).repeat_interleave(torch.tensor(counts)),
         }
         return cls(number, torch.tensor([*zip(*layout)]), columns, answers, prompts, K)
 
     def __post_init__(self) -> None:
-        self.lengths, self.owners, self.prefixes = self.layout.numpy()
+        self.lengths, self.example_ids, self.prefixes = self.layout.numpy()
         self.ends = self.lengths.cumsum()
         tables = np.zeros((2, len(self.ends), self.answers_per_prompt), np.int64)
-        places = np.arange(len(self.ends)) - self.owners
-        tables[:, self.owners, places] = self.lengths, self.prefixes
+        places = np.arange(len(self.ends)) - self.example_ids
+        tables[:, self.example_ids, places] = self.lengths, self.prefixes
         self.sequence_lengths, self.prefix_lengths = tables
 
     def examples(self, prompts: list[int]) -> list[int]:
         """Return the numbers of the examples that hold all answers to these prompts."""
-        owners = self.owners.reshape(-1, self.answers_per_prompt)[prompts]
-        return [*dict.fromkeys(owners.ravel().tolist())]
+        ids = self.example_ids.reshape(-1, self.answers_per_prompt)[prompts]
+        return [*dict.fromkeys(ids.ravel().tolist())]
 
     def __getitem__(self, i: int) -> Example:
-        columns = {name: column.numpy() for name, column in self.columns.items()}
+        arrays = {name: column.numpy() for name, column in self.columns.items()}
         lengths, prefixes = self.sequence_lengths[i].tolist(), self.prefix_lengths[i].tolist()
-        head = max(prefixes) + 1  # of the prompt, if it is shared
+        prompt_length = max(prefixes) + 1  # if the prompt is shared
         start = end = int(self.ends[i]) - lengths[0]
         sequences = []
         for length, prefix in zip(filter(None, lengths), prefixes):
             begin, end = end, end + length
-            own = {
+            columns = {
                 name: np.concatenate([column[start : start + prefix], column[begin:end]])
-                for name, column in columns.items()
+                for name, column in arrays.items()
             }
-            both = own.pop("tokens"), own.pop("weights")
-            sequences.append(Sequence(*both, own, {}, i, head))
+            tokens, weights = columns.pop("tokens"), columns.pop("weights")
+            sequences.append(Sequence(tokens, weights, columns, {}, i, prompt_length))
         return Example(i, tuple(sequences))
 
     def save(self, path: Path) -> None:
         """Write a finished rollout as safetensors."""
-        numbers = {
+        fields = {
             "number": self.number,
             "answers_per_prompt": self.answers_per_prompt,
             "metrics": self.metrics,
         }
-        write_tensors(
-            path, {"layout": self.layout, **self.columns}, rollout=json.dumps(numbers)
-        )
+        write_tensors(path, {"layout": self.layout, **self.columns}, rollout=json.dumps(fields))
 
     @classmethod
     def load(cls, path: Path) -> "Rollout":
         """Read what `save` wrote."""
         with safe_open(path, "pt") as file:
             columns = {name: file.get_tensor(name) for name in file.keys()}
-            numbers = json.loads(file.metadata()["rollout"])
-        return cls(layout=columns.pop("layout"), columns=columns, **numbers)
+            fields = json.loads(file.metadata()["rollout"])
+        return cls(layout=columns.pop("layout"), columns=columns, **fields)
 
 
 def answer_table(answers: list[Completion]) -> Tensor:
@@ -161,9 +165,9 @@ def answer_table(answers: list[Completion]) -> Tensor:
 
 
 def answer_metrics(answers: list[Completion]) -> dict[str, Tensor]:
-    """Return the metrics of answers and of each reward; held-out prompts have them too."""
+    """Return the metrics of answers, with the mean score by each reward, in training and in evaluation."""
     lengths, scores, ended = answer_table(answers)
-    parts = {
+    by_reward = {
         f"{SCORES}/{name}": torch.tensor([a.scores[name] for a in answers]).mean()
         for name in answers[0].scores
     }
@@ -173,33 +177,31 @@ def answer_metrics(answers: list[Completion]) -> dict[str, Tensor]:
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
-        **parts,
+        **by_reward,
     }
 
 
 @dataclass(eq=False, kw_only=True)
 class RolloutMaker:
-    """Make rollouts with the weights of the moment; all ranks call every method together.
+    """Make rollouts with the current weights; all ranks call every method together.
 
     Args:
         engine: trains models.scored.PolicyValue, or CausalLM without a value.
-        config: the [ppo] table.
-        sampler: decodes this rank's answers, with these weights here or on servers.
-        tokens_per_microbatch: the most of a packed one.
-        share_prompts: answers to one prompt that fit into a micro-batch share it.
+        ppo: the [ppo] table.
+        sampler: decodes this rank's answers with the current weights, in this process or on servers.
+        tokens_per_microbatch: the most tokens of a packed micro-batch.
+        share_prompts: whether answers to one prompt that fit into a micro-batch share it.
         reference: (batch, temperature) -> the reference's log-probabilities [S]; None without a KL penalty.
-        reward: scores answers by each function's name (ulysses.rl.rewards.Rewards); None without functions.
-        scorer: gives one more score, a frozen engine around models.scored.RewardModel, or None.
-        phase: is told of every phase of the work by name.
-        show: is given every finished rollout.
-
-    Attributes:
-        rollout: the one that was asked for last.
+        reward: scores answers by functions and servers (ulysses.rl.rewards.Rewards); None if there are none.
+        scorer: a frozen engine around models.scored.RewardModel, which gives one more score; or None.
+        phase: is called with the name of every phase of the work.
+        show: is called with every finished rollout.
+        rollout: the current one, whose steps are being trained.
     """
 
     engine: ZeroEngine
     mesh: ParallelMesh
-    config: PpoSection
+    ppo: PpoSection
     sampler: EngineSampler | OutsideSampler
     tokens_per_microbatch: int
     share_prompts: bool = False
@@ -216,7 +218,7 @@ class RolloutMaker:
         """Answer the prompts `indices` and turn scores into advantages."""
         began = time.perf_counter()
         self.sampler.synchronise(number)
-        rollout = self.answer(number, dataset, indices, self.config.answers_per_prompt)
+        rollout = self.answer(number, dataset, indices, self.ppo.answers_per_prompt)
         sampled = time.perf_counter()
         self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
         rollout.metrics["time/sampling"] = sampled - began
@@ -234,39 +236,39 @@ class RolloutMaker:
         """Decode and score answers to every prompt; token t of answer n is drawn by the key (seed, number, n, t)."""
         K = answers_per_prompt
         prompts = [torch.as_tensor(dataset[i].sequences[0].tokens).int() for i in indices]
-        mine = range(self.mesh.rank, len(prompts), self.mesh.world_size)
-        own = {p * K + k: prompts[p] for p in mine for k in range(K)}
+        local_prompts = range(self.mesh.rank, len(prompts), self.mesh.world_size)
+        to_answer = {p * K + k: prompts[p] for p in local_prompts for k in range(K)}
         self.phase("sampling")
-        found = self.sampler.sample(own, number)
+        local_answers = self.sampler.sample(to_answer, number)
         self.phase("reward")
         if self.reward is not None:
-            places = [indices[n // K] for n in found]
+            rows = [indices[n // K] for n in local_answers]
             scores = self.reward(
-                [own[n].tolist() for n in found],
-                [answer.tokens for answer in found.values()],
-                [dataset.row(place) for place in places],
-                places,
+                [to_answer[n].tolist() for n in local_answers],
+                [answer.tokens for answer in local_answers.values()],
+                [dataset.row(row) for row in rows],
+                rows,
             )
-            for answer, scored in zip(found.values(), scores, strict=True):
-                answer.scores = scored
-        everyone = ChainMap(*gather(found))
+            for answer, by_reward in zip(local_answers.values(), scores, strict=True):
+                answer.scores = by_reward
+        by_number = ChainMap(*gather(local_answers))
         self.phase("rollout")
-        answers = [everyone[n] for n in range(len(everyone))]
+        answers = [by_number[n] for n in range(len(by_number))]
         rollout = Rollout.of(
             number,
             prompts,
             answers,
             tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
-            by_length=self.config.loss_aggregation == "sequence",
+            by_length=self.ppo.loss_aggregation == "sequence",
         )
         if self.scorer is not None:
             with self.scorer.inference():
                 values = self._values(rollout, self.scorer)
             for answer, score in zip(answers, values[rollout.ends - 1].tolist(), strict=True):
-                answer.scores[self.config.reward_model] = score
-        weights = self.config.reward.items()
+                answer.scores[self.ppo.reward_model] = score
         for answer in answers:
-            answer.score = sum(weight * answer.scores[name] for name, weight in weights)
+            weighted = (w * answer.scores[name] for name, w in self.ppo.reward.items())
+            answer.score = sum(weighted)
             if not abs(answer.score) <= LARGEST:
                 raise FloatingPointError(
                     f"the weighted sum of the rewards {answer.scores} is {answer.score}, which is beyond 2^53 or no "
@@ -278,10 +280,10 @@ class RolloutMaker:
 
     def _policy_and_reference(self, batch: ShardedBatch) -> Tensor:
         """Return the policy's log-probabilities and values and the reference's log-probabilities, [S, 3]."""
-        temperature = self.config.temperature
+        temperature = self.ppo.temperature
         with self.engine.inference():
             out = self.engine(batch, temperature=temperature)
-        needs_value = ADVANTAGES[self.config.advantage].needs_value
+        needs_value = ADVANTAGES[self.ppo.advantage].needs_value
         values = out.values if needs_value else torch.zeros_like(out.logps)
         reference = out.logps
         if self.reference is not None:
@@ -291,8 +293,8 @@ class RolloutMaker:
     def _values(
         self, rollout: Rollout, compute: Callable[[ShardedBatch], Tensor], *columns: int
     ) -> Tensor:
-        """Return what `compute` gives for all tokens, [T, *columns]."""
-        examples = np.unique(rollout.owners).tolist()
+        """Return the values that `compute` returns for a batch, of all tokens of the rollout, [T, *columns]."""
+        examples = np.unique(rollout.example_ids).tolist()
         return token_values(
             compute,
             rollout.sequence_lengths[examples].sum(axis=1).tolist(),
@@ -312,29 +314,29 @@ class RolloutMaker:
             old, values, reference: the policy's log-probabilities and values (zeros without a value model) and the
                 reference's log-probabilities at all tokens, [T].
         """
-        config, weights = self.config, rollout.columns["weights"]
+        ppo, weights = self.ppo, rollout.columns["weights"]
         in_answer = weights.bool()
-        # a prompt comes first, so the weight of what follows a sequence's last token is 0
+        # a sequence's last token predicts nothing: what follows is a prompt's token, which has no weight
         predicts = in_answer.roll(-1)
         old, values, reference = (x[predicts].double() for x in (old, values, reference))
         lengths, scores, ended = answer_table(rollout.answers)
         cu_seqlens = F.pad(lengths.long().cumsum(0), (1, 0))
-        kept = (ended.bool() | (not config.mask_truncated)).repeat_interleave(lengths.long())
-        kl = kl_estimate(old, reference, config.kl_estimator) * kept
-        kl_coefficient = config.kl_coefficient if config.kl_in == "reward" else 0.0
+        kept = (ended.bool() | (not ppo.mask_truncated)).repeat_interleave(lengths.long())
+        kl = kl_estimate(old, reference, ppo.kl_estimator) * kept
+        kl_coefficient = ppo.kl_coefficient if ppo.kl_in == "reward" else 0.0
         rewards = token_rewards(
             kl,
             scores,
             cu_seqlens[1:] - 1,
             kl_coefficient,
-            missing_eos_penalty=config.missing_eos_penalty,
+            missing_eos_penalty=ppo.missing_eos_penalty,
             has_eos=ended,
         )
-        compute = ADVANTAGES[config.advantage].compute
-        columns, of_advantages = compute(rewards, values, cu_seqlens, config)
+        compute = ADVANTAGES[ppo.advantage].compute
+        columns, of_advantages = compute(rewards, values, cu_seqlens, ppo)
         columns["old_logps"] = old
-        if config.kl_in != "reward":
-            columns[COLUMN] = reference
+        if ppo.kl_in != "reward":
+            columns[REFERENCE_LOGPS] = reference
         gap = old - np.concatenate([answer.logps for answer in rollout.answers])
         N = len(rollout.answers)
         metrics = {
@@ -344,34 +346,34 @@ class RolloutMaker:
             "objective/entropy": -old.sum() / N,
             "objective/non_score_reward": -kl_coefficient * kl.sum() / N,
             "objective/rlhf_reward": rewards.sum() / N,
-            GAP: (old - reference).abs().mean(),
+            REFERENCE_GAP: (old - reference).abs().mean(),
             "sampler/logp_gap": gap.abs().mean(),
             "sampler/logp_gap_max": gap.abs().max(),
             **of_advantages,
         }
-        if config.importance_cap:
+        if ppo.importance_cap:
             ratio = gap.clamp(max=MAX_LOG_RATIO).exp()
-            columns["importance"] = ratio.clamp(max=config.importance_cap)
-            capped = ratio > config.importance_cap
+            columns["importance"] = ratio.clamp(max=ppo.importance_cap)
+            capped = ratio > ppo.importance_cap
             metrics["sampler/importance_capped"] = capped.double().mean()
         rollout.metrics = {name: float(value) for name, value in metrics.items()}
         weights[in_answer] *= kept
         for name, column in columns.items():
-            empty = torch.zeros(len(predicts))
-            rollout.columns[name] = empty.masked_scatter_(predicts, (column * kept).float())
+            zeros = torch.zeros(len(predicts))
+            rollout.columns[name] = zeros.masked_scatter_(predicts, (column * kept).float())
 
 
 @dataclass(eq=False)
 class RolloutSteps:
-    """Serve the optimizer steps over rollouts, with the face of a StepLoader.
+    """Serve the optimizer steps of rollouts, with the methods of a StepLoader that the loop calls.
 
     steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
 
-    A rollout is made when `step` is first asked for one of its steps; `config.epochs` passes over it take its prompts
-    in a new order each, in `config.minibatches` steps. All ranks call every method together.
+    A rollout is made when `step` is first called for one of its steps. Each of `ppo.epochs` passes takes its prompts in
+    a new order, in `ppo.minibatches` steps. All ranks call every method together.
 
     Args:
-        prompts: its step k has the prompts of rollout k of the epoch.
+        prompts: the loader whose step k holds the prompts of rollout k of the epoch.
     """
 
     maker: RolloutMaker
@@ -379,26 +381,23 @@ class RolloutSteps:
     holds = "the rollout"
 
     @property
-    def steps_per_rollout(self) -> int:
-        return self.maker.config.epochs * self.maker.config.minibatches
-
-    @property
     def steps_per_epoch(self) -> int:
-        return self.prompts.steps_per_epoch * self.steps_per_rollout
+        return self.prompts.steps_per_epoch * self.maker.ppo.steps_per_rollout
 
     def step(self, epoch: int, k: int) -> list[list[Example]]:
-        """Return this group's micro-batches of step k, and make its rollout if the last one is another."""
-        prompts, maker, load = self.prompts, self.maker, k // self.steps_per_rollout
-        number = epoch * prompts.steps_per_epoch + load
+        """Return this group's micro-batches of step k; its rollout is made first, unless it is the current one."""
+        prompts, maker = self.prompts, self.maker
+        of_epoch = k // maker.ppo.steps_per_rollout
+        number = epoch * prompts.steps_per_epoch + of_epoch
         if maker.rollout is None or maker.rollout.number != number:
-            asked = prompts.dataset, prompts.indices(epoch, load)
-            maker.rollout = maker.make(number, *asked)
+            indices = prompts.indices(epoch, of_epoch)
+            maker.rollout = maker.make(number, prompts.dataset, indices)
         return prompts.micro_batches(maker.rollout, self.indices(epoch, k))
 
     def indices(self, epoch: int, k: int) -> list[int]:
-        """Return the examples of step k, whose rollout is the last one, in a fixed order."""
-        rollout, parts = self.maker.rollout, self.maker.config.minibatches
-        one_pass, part = divmod(k % self.steps_per_rollout, parts)
+        """Return the examples of step k of the current rollout, in a fixed order."""
+        rollout, ppo = self.maker.rollout, self.maker.ppo
+        pass_number, minibatch = divmod(k % ppo.steps_per_rollout, ppo.minibatches)
         count = len(rollout.lengths) // rollout.answers_per_prompt
-        order = shuffled(count, self.prompts.seed, rollout.number, one_pass)
-        return rollout.examples(np.array_split(order, parts)[part].tolist())
+        order = shuffled(count, self.prompts.seed, rollout.number, pass_number)
+        return rollout.examples(np.array_split(order, ppo.minibatches)[minibatch].tolist())

@@ -1,4 +1,4 @@
-"""Batched sampling with a KV cache, from whole weights in layers of their own: no hooks, no communication.
+"""Batched sampling with a KV cache, in a model of its own around whole weights: no hooks, no communication.
 
     waiting answers      slots [B]                        one step, captured as a CUDA graph
     key 7: p p p    -->  [ p p p a a . . . ]   tokens -> decoder, keys and values written into the cache -> logits
@@ -6,9 +6,9 @@
     key 9: p p      -->  [ p p a a a a . . ]          -> all slots go on until the host looks which answers have ended
 
 A slot's cache holds its prompt except for the last token, which the first step takes: every step then does the same.
-Answers to one prompt prefill it once and copy it. Every LOOK steps the host takes the tokens that were drawn, cuts
-answers at their end, and gives their slots to waiting ones. What an answer gets depends on its key alone, not on the
-other slots; processes decode their own answers without waiting for each other.
+A prompt is prefilled once and copied to the slots of all its answers. Every LOOK steps the host takes the tokens that
+were drawn, cuts answers at their end, and gives their slots to waiting ones. The random numbers of an answer depend on
+its key alone, not on the other slots; processes decode their answers without waiting for each other.
 
 Shapes: B slots, n rows of them at work, L tokens of each, M longest sequence, D width, H query heads, K kv heads,
 E head dim, V vocabulary.
@@ -35,9 +35,9 @@ from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapp
 from ulysses.rl.states import HELD, States
 
 LOOK = 16  # steps
-GRAPH_COLUMNS = 256  # a graph serves all lengths of so many columns of the cache
-PREFILL_TOKENS = 8192  # of prompts that are computed together
-# Most bytes that drawing takes per slot and vocabulary entry, in the memory of the graphs and once more outside.
+GRAPH_COLUMNS = 256  # a graph reads a multiple of so many columns of the cache, and serves all shorter lengths
+PREFILL_TOKENS = 8192  # the most tokens of prompts that are computed together
+# The most bytes that drawing takes per slot and vocabulary entry, in the memory of the graphs and again outside.
 DRAWING_BYTES = 128
 # cuDNN is left out: it compiles a plan for every new length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -78,7 +78,7 @@ class Completion:
 
 
 class Task(NamedTuple):
-    """An answer that is asked for: its number in the rollout, its prompt, and what has been drawn of it."""
+    """An answer that is asked for: its number in the rollout, its prompt, and the tokens drawn so far."""
 
     key: int
     prompt: Prompt
@@ -86,14 +86,14 @@ class Task(NamedTuple):
 
 
 def sampling_bytes(config: ModelConfig, longest: int, element_size: int) -> tuple[float, float]:
-    """Return what sampling takes beside the weights: in any case, and for each slot of `longest` tokens."""
+    """Return the bytes that sampling takes beside the weights: once, and for each slot of `longest` tokens."""
     inner, copied, D = config.intermediate_size, 0, config.hidden_size
     if moe := config.moe:
         inner = moe.num_experts_per_tok * moe.moe_intermediate_size
         inner += moe.shared_expert_intermediate_size or 0
         copied = moe.num_experts_per_tok * D
     prefill = PREFILL_TOKENS * (3 * inner + copied + 4 * D)
-    # of every token a key and a value, which with a sink take one more step of kernels; of every answer a state
+    # a key and a value of every token, wider by 8 entries for sinks; a state of every answer
     E, states = config.head_dim + 8 * config.family.sinks, 0.0
     attending = sum(kind.mixer != "linear_attention" for kind in config.layers)
     cached = attending * longest * 2 * config.num_key_value_heads * E
@@ -123,19 +123,19 @@ class Sampler:
         graphs: capture the steps as CUDA graphs, on a GPU.
         look: steps between two looks at what was drawn, for which the host waits for a GPU; 0 is LOOK there and 1 on a
             CPU. It changes the speed only.
-        prefill: tokens of prompts that are computed together; it bounds the memory.
+        prefill: the most tokens of prompts that are computed together, which bounds the memory.
 
     Attributes:
         decoder: the layers, whose parameters are the weights.
-        waiting: what has not begun, the next one last.
-        held: a prompt that is in the cache, and its slot.
+        waiting: the answers that have not begun, the next one last.
+        held: the newest prompt in the cache, and its slot; later answers to it copy its keys and values.
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
 
     What steps read and write, in tensors whose addresses stay, as CUDA graphs need:
         cache: keys and values of the layers with attention, [layers, 2, B, K, M, E]. With sinks the first column holds
-            one more key, of the value 0: it alone has a 1 in a further entry, where queries have their sink's logit.
+            one more key, whose value is 0: it alone has a 1 in a further entry, where queries have their sink's logit.
         states: of the layers with linear attention; None if there are none.
-        state: [4, B] int64 of the answers at work: the newest token, its position, how many tokens were drawn before
+        slot_state: [4, B] int64 of the answers at work: the newest token, its position, how many were drawn before
             the next one, and the hash of the answer's number.
         new: the tokens of the last step and their log-probabilities, [2, B] float64.
     """
@@ -151,12 +151,12 @@ class Sampler:
     prefill: int = PREFILL_TOKENS
 
     def __post_init__(self) -> None:
-        c, options = self.config, self.options
-        model = empty_model(c)
+        config, options = self.config, self.options
+        model = empty_model(config)
         model.load_state_dict(self.weights, assign=True, strict=False)
         self.decoder = model.model.eval()
         embedding = self.decoder.embed_tokens.weight
-        self.head = embedding if c.tie_word_embeddings else self.weights["lm_head.weight"]
+        self.head = embedding if config.tie_word_embeddings else self.weights["lm_head.weight"]
         self.device = embedding.device
         on_gpu = self.device.type == "cuda"
         self.graphs = self.graphs and on_gpu and self.decoder.is_capturable
@@ -167,17 +167,17 @@ class Sampler:
         self.waiting = [Task(key, prompt, Completion()) for _, prompt, key in order[::-1]]
         count = min(options.batch, len(order))
         longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens
-        self.sink = int(c.family.sinks)  # the first column of a token
+        self.sink = int(config.family.sinks)  # the first column of a token
         columns = -8 * (-(longest + self.sink) // 8)  # aligned for half-precision kernels
-        mixers = [kind.mixer for kind in c.layers]
+        mixers = [kind.mixer for kind in config.layers]
         layers = len(mixers) - mixers.count("linear_attention")
-        width = c.head_dim + 8 * self.sink  # the step of kernels
-        shape = (layers, 2, count, c.num_key_value_heads, columns, width)
-        zeros = partial(torch.zeros, device=self.device)  # nothing that is masked may be NaN
+        width = config.head_dim + 8 * self.sink  # kernels take multiples of 8
+        shape = (layers, 2, count, config.num_key_value_heads, columns, width)
+        zeros = partial(torch.zeros, device=self.device)  # masked entries must not be NaN
         self.cache = zeros(shape, dtype=self.head.dtype)
-        self.cache[:, 0, :, :, : self.sink, c.head_dim :: 8] = 1
-        self.states = States(c, count, self.head) if c.delta else None
-        self.state = zeros(4, count, dtype=torch.int64)
+        self.cache[:, 0, :, :, : self.sink, config.head_dim :: 8] = 1
+        self.states = States(config, count, self.head) if config.delta else None
+        self.slot_state = zeros(4, count, dtype=torch.int64)
         self.new = zeros(2, count, dtype=torch.float64)
         self.held: dict[Prompt, int] = {}
         self.captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -189,14 +189,15 @@ class Sampler:
         """Return the completion of every prompt under the prompt's key."""
         rows, waiting = self.new.shape[1], self.waiting
         answers = {task.key: task.answer for task in sorted(waiting)}
-        busy: dict[int, Task] = {}  # what is at work in each slot
+        busy: dict[int, Task] = {}  # the answers at work, by their slots
         while busy or waiting:
             free = [slot for slot in range(rows) if slot not in busy]
             taken = {slot: waiting.pop() for slot in free[: len(waiting)]}
             if taken:
                 self._fill(taken)
                 busy |= taken
-            elif not self.graphs or 4 * len(busy) <= rows:  # a graph is worth a few steps
+            # with graphs only for a quarter of the rows: capturing another graph costs as much as a few steps
+            elif not self.graphs or 4 * len(busy) <= rows:
                 busy = self._close_up(busy)
                 rows = len(busy)
             steps, seen = self._plan(list(busy.values()))
@@ -208,14 +209,14 @@ class Sampler:
         """Move the answers at work into the first slots, if there is a gap."""
         slots, count = sorted(busy), len(busy)
         if slots[-1] >= count:
-            for part in (*self.cache.flatten(0, 1), *self.state):
+            for part in (*self.cache.flatten(0, 1), *self.slot_state):
                 part[:count] = part[slots]
             if self.states:
                 self.states.copy(slots, slice(count))
         return {place: busy[slot] for place, slot in enumerate(slots)}
 
     def _plan(self, tasks: list[Task]) -> tuple[int, int]:
-        """Return the steps until the next look, and the columns of the cache that they see."""
+        """Return the number of steps until the host looks again, and the columns of the cache that they see."""
         drawn = [len(task.answer.tokens) for task in tasks]
         steps = min(self.look, self.options.max_new_tokens - min(drawn))
         longest = max(len(task.prompt) + count for task, count in zip(tasks, drawn))
@@ -224,7 +225,7 @@ class Sampler:
         return steps, min(seen, self.cache.shape[4])
 
     def _take(self, busy: dict[int, Task], new: Tensor) -> None:
-        """Give the answers at work what some steps drew, [2, n, steps]; those that end leave their slots."""
+        """Add newly drawn tokens [2, n, steps] to the answers at work; answers that end leave their slots."""
         options, (tokens, logps), count = self.options, new.tolist(), 0
         for slot, (_, _, answer) in list(busy.items()):
             for token, logp in zip(tokens[slot], logps[slot]):
@@ -244,14 +245,16 @@ class Sampler:
         prompts = {slot: task.prompt for slot, task in taken.items()}
         fresh = {p: slot for slot, p in prompts.items() if p not in self.held}
 
-        def share(known: dict[Prompt, int]) -> None:
+        def share(sources: dict[Prompt, int]) -> None:
+            """Copy prompts to the slots of their further answers from the slots in `sources`."""
             for slot, prompt in prompts.items():
-                source = known.get(prompt, slot)
+                source = sources.get(prompt, slot)
                 if source != slot:
                     columns = self.cache[..., : len(prompt), :]
                     columns[:, :, slot] = columns[:, :, source]
-                if self.states and prompt in known:  # the state in a slot has gone on
-                    self.states.copy(HELD if known is self.held else source, slot)
+                # the state in the held prompt's slot has gone on to its answer, but a copy of it has been kept
+                if self.states and prompt in sources:
+                    self.states.copy(HELD if sources is self.held else source, slot)
 
         share(self.held)
         self._prefill(fresh)
@@ -264,7 +267,7 @@ class Sampler:
         state = torch.tensor(begun).T
         for part in (self.options.seed, self.rollout):
             state[3] = _mixed(state[3], torch.tensor(wrapped(part)))
-        self.state[:, slots] = state.to(self.device)
+        self.slot_state[:, slots] = state.to(self.device)
 
     def _prefill(self, prompts: dict[Prompt, int]) -> None:
         """Write the keys and values of prompts, except for their last tokens, into the cache of their slots."""
@@ -285,7 +288,7 @@ class Sampler:
     def _chunk(self, slots: Tensor, tokens: Tensor, first: int, lengths: Tensor) -> None:
         """Write the keys and values of prompts' tokens [n, L], which begin at position `first`.
 
-        Of a prompt the first `lengths` [n] tokens count.
+        `lengths` [n] are those of the whole prompts without their last tokens; further tokens are padding.
         """
         # brings in torch's compiler, which takes seconds
         from torch.nn.attention.bias import causal_lower_right
@@ -294,16 +297,16 @@ class Sampler:
         positions = torch.arange(first, last, device=self.device)
 
         def attend(
-            cache: Tensor, how: SelfAttention, query: Tensor, key: Tensor, value: Tensor
+            cache: Tensor, mixer: SelfAttention, query: Tensor, key: Tensor, value: Tensor
         ) -> Tensor:
             both = F.pad(torch.stack([key, value]), (0, 8 * sink))
             cache[:, slots, :, sink + first : sink + last] = both
             keys, values = cache[:, slots, :, : sink + last] if first or sink else both
-            window, mask = how.attention.window, causal_lower_right(last - first, last + sink)
+            window, mask = mixer.attention.window, causal_lower_right(last - first, last + sink)
             if window and window < last:
                 age = positions[:, None] - torch.arange(last, device=self.device)
                 mask = F.pad((age >= 0) & (age < window), (sink, 0), value=True)
-            return self._attention(how, query, keys, values, mask, enable_gqa=True)
+            return self._attention(mixer, query, keys, values, mask, enable_gqa=True)
 
         counted = (lengths - first).clamp(0, last - first)
         recur: Any = self.states and partial(self.states.read, slots, counted)
@@ -314,7 +317,7 @@ class Sampler:
     def _advance(self, rows: int, seen: int) -> Tensor:
         """Take a step and return its tokens and log-probabilities, [2, rows].
 
-        The first step of every size warms up what its graph, which takes the others, must find ready.
+        The first step of every size runs without a graph, which warms up the kernels that its graph captures then.
         """
         if graph := self.captured.get((rows, seen)):
             graph.replay()
@@ -334,58 +337,58 @@ class Sampler:
 
         The host neither waits for the device here nor copies anything to it.
         """
-        (token, place, drawn, key), sink = self.state[:, :rows], self.sink
-        each = torch.arange(rows, device=self.device)
-        age = place[:, None] - torch.arange(seen - sink, device=self.device)
-        nothing, masks = self.head.new_zeros(rows, seen - sink), {}
+        (token, position, drawn, key), sink = self.slot_state[:, :rows], self.sink
+        slots = torch.arange(rows, device=self.device)
+        age = position[:, None] - torch.arange(seen - sink, device=self.device)
+        zeros, masks = self.head.new_zeros(rows, seen - sink), {}
         for window in {*self.config.windows, None}:
-            mask = nothing.masked_fill((age < 0) | (age >= (window or seen)), -math.inf)
+            mask = zeros.masked_fill((age < 0) | (age >= (window or seen)), -math.inf)
             masks[window] = F.pad(mask, (sink, 0))[:, None, None]
 
         def attend(
-            cache: Tensor, how: SelfAttention, query: Tensor, key: Tensor, value: Tensor
+            cache: Tensor, mixer: SelfAttention, query: Tensor, key: Tensor, value: Tensor
         ) -> Tensor:
-            for kept, new in zip(cache, (key, value)):
-                kept[each, :, sink + place, : new.shape[-1]] = new[:, :, 0]
+            for cached, new in zip(cache, (key, value)):
+                cached[slots, :, sink + position, : new.shape[-1]] = new[:, :, 0]
             keys, values = cache[:, :, :, :seen]
-            # heads that share keys stand where a longer query's tokens would: no key is repeated
+            # heads that share keys take the axis of a longer query's tokens, so that no key is repeated
             grouped = query.view(rows, keys.shape[1], -1, query.shape[-1])
-            mask = masks[how.attention.window]
-            return self._attention(how, grouped, keys, values, mask).reshape(query.shape)
+            mask = masks[mixer.attention.window]
+            return self._attention(mixer, grouped, keys, values, mask).reshape(query.shape)
 
         recur: Any = self.states and self.states.step
-        work = self.cache[:, :, :rows], attend, recur
-        hidden = self._forward(token[:, None], place[:, None], *work)
+        cache = self.cache[:, :, :rows]
+        hidden = self._forward(token[:, None], position[:, None], cache, attend, recur)
         u = uniform_bits(scatter_bits(_mixed(key, drawn) + STEP)).double() * 2.0**-53
         tokens, logps = self._draw(hidden, u)
         self.new[:, :rows] = torch.stack([tokens.double(), logps])
         token.copy_(tokens)
         drawn += 1
-        # an answer that has ended goes on at the last column until the host takes its slot
-        place.add_(1).clamp_(max=self.cache.shape[4] - 1 - sink)
+        # an answer that has ended goes on in the last column at most, until the host takes its slot
+        position.add_(1).clamp_(max=self.cache.shape[4] - 1 - sink)
 
     def _attention(
         self,
-        how: SelfAttention,
+        mixer: SelfAttention,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
         mask: Tensor,
         **options: bool,
     ) -> Tensor:
-        """Attend, to a layer's sinks too."""
-        scale, width = how.attention.softmax_scale, self.config.head_dim
-        if how.sinks is not None:
+        """Return the queries' attention, to a layer's sinks too."""
+        scale, width = mixer.attention.softmax_scale, self.config.head_dim
+        if mixer.sinks is not None:
             query = F.pad(query, (0, 8))
-            query[..., width] = (how.sinks / scale).view(query.shape[1], -1)
+            query[..., width] = (mixer.sinks / scale).view(query.shape[1], -1)
         out = F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, **options)
         return out[..., :width]
 
     def _draw(self, hidden: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Draw one token per row of hidden [n, D] by u [n]; returns tokens [n] and their log-probabilities [n].
 
-        Probabilities are in units of 2^-52. Sums of integers are exact, so that the draw is the same on every run; CUDA
-        has no such running sum of floats. Of what top_k and top_p leave out, ties at the edge stay.
+        Probabilities are integers in units of 2^-52, whose running sums are exact, so that every run draws the same;
+        CUDA's running sums of floats are not. Tokens as probable as the last one that top_k or top_p keeps stay too.
         """
         options = self.options
         scaling = options.temperature * self.config.multipliers.logits_scaling
@@ -404,7 +407,7 @@ class Sampler:
             kept = kept.masked_fill(kept < edge, 0)
         cumulative = kept.cumsum(-1)
         total = cumulative[:, -1:]
-        # u times the total may round up to it: then the last token that has any probability
+        # u times the total may round up to the total: then the last token with any probability is drawn
         at = torch.minimum((u[:, None] * total).long(), total - 1)
         tokens = torch.searchsorted(cumulative, at, right=True)
         return tokens[:, 0], logps.gather(-1, tokens)[:, 0]
@@ -419,9 +422,11 @@ class Sampler:
     ) -> Tensor:
         """Return normalised hidden states [n L, D] of tokens [n, L] at `positions`.
 
-        `attend` gets a layer's cache and mixer with query, key and value [n, heads, L, E]; it stores the latter two
-        and returns the query's attention. `recur` gets the place of a layer of linear attention among them, its mixer,
-        and what this sends to the rule.
+        Args:
+            attend: gets a layer's cache and mixer with query, key and value [n, heads, L, E]; it stores key and value,
+                and returns the query's attention.
+            recur: gets the number of a layer among those of linear attention, its mixer and the mixer's projections,
+                and returns the layer's output before its last projection.
         """
         shape, decoder = tokens.shape, self.decoder
         ropes = rotary_tables(positions.reshape(-1), self.config)

@@ -1,4 +1,4 @@
-"""Talk to servers over HTTP: those that sample and those that score."""
+"""Send JSON to servers over HTTP, to those that sample and to those that score."""
 
 import json
 import threading
@@ -11,16 +11,19 @@ import httpx
 from ulysses.environment import api_headers
 
 Json = Any  # None, numbers, texts, and lists and objects of these
-PAUSE = 1.0  # seconds before a request that failed is sent again, twice as long before the last attempt
+PAUSE = (
+    1.0  # seconds before the second attempt of a request; before the third it is twice as long
+)
 MOST_BYTES = 256 << 20  # of an answer
 
 
 def post(url: str, body: Json, timeout: float) -> Json:
-    """POST a value as JSON, with the key in ULYSSES_API_KEY, and return the JSON of the answer, None if that is empty.
+    """POST a value as JSON, with the key in ULYSSES_API_KEY, and return the answer's JSON, or None if it is empty.
 
-    A request has `timeout` seconds for all of its answer, and one that takes longer is not sent again. Any other
-    failure is: twice at most. A redirect is a failure, because the body would not be sent to the other place.
-    Raises OSError if the server fails, ValueError if it answers something else than JSON, or JSON that nobody can read.
+    The whole answer must come within `timeout` seconds: a request that takes longer is not sent again. After any other
+    failure it is sent again, at most twice. A redirect is a failure, because it would not carry the body along.
+
+    Raises OSError if the server fails, and ValueError if its answer is not JSON or is nested too deeply.
     """
     data = json.dumps(body, default=str).encode()
     for pause in (PAUSE, 2 * PAUSE, None):
@@ -55,7 +58,7 @@ def _answer(url: str, data: bytes, timeout: float) -> bytes:
 
 def _read(url: str, data: bytes, timeout: float) -> bytes:
     body = bytearray()
-    # what is packed may be a thousand times as large, and packed again
+    # a compressed answer may become a thousand times as large
     headers = {
         "Content-Type": "application/json",
         "Accept-Encoding": "identity",

@@ -1,4 +1,4 @@
-"""What sampling keeps of layers of linear attention: the state of every answer, however long it is.
+"""The states of linear attention while sampling: one of a fixed size for every answer, however long it is.
 
 Shapes: B slots, n of them at work, L tokens of each, F columns of q | k | v, W the convolution's width, H value heads,
 E and V the widths of keys and values.
@@ -15,14 +15,14 @@ from models.delta import GatedDelta
 from models.ops.delta_rule import as_heads, decays, own_widths
 from ulysses.parallel.recurrence import Recurrence
 
-HELD = -1
+HELD = -1  # the last state, a copy of one slot's
 
 
 class States:
     """Hold the states of all slots, for the layers of linear attention in their order.
 
     inputs [layers, B + 1, W - 1, F]: what the convolution sees of the tokens before the next one.
-    memory [layers, B + 1, H, E, V]: in float32 or better. The last state of both, HELD, is a copy of a slot's.
+    memory [layers, B + 1, H, E, V]: in float32 or better. The last state of both is HELD.
     """
 
     def __init__(self, config: ModelConfig, slots: int, like: Tensor) -> None:
@@ -34,7 +34,7 @@ class States:
         self.parts = self.inputs, self.memory
 
     def clear(self, slots: list[int]) -> None:
-        """Begin new documents in these slots."""
+        """Clear the states of these slots, in which new prompts begin."""
         for part in self.parts:
             part[:, slots] = 0
 
@@ -46,9 +46,11 @@ class States:
     def read(
         self, slots: Tensor, lengths: Tensor, layer: int, mixer: GatedDelta, *rows: Tensor
     ) -> Tensor:
-        """Run a layer over tokens of prompts, of which the first `lengths` [n] count: [n L, H, V].
+        """Run a layer over tokens of prompts, L of each, and return its output [n L, H, V].
 
-        rows: q | k | v, b and a [n L, ...].
+        Args:
+            lengths: how many tokens of each prompt change its state, the first ones, [n].
+            rows: q | k | v, b and a [n L, ...].
         """
         qkv, b, a = rows[0].unflatten(0, (len(slots), -1)), *rows[1:]
         n, L = qkv.shape[:2]
@@ -74,13 +76,13 @@ class States:
             level=pack(L).tree_levels[0]._replace(final_states=slots),
             start=self.memory[layer, slots],
         )
-        kept = lengths[:, None] + torch.arange(before, device=qkv.device)
-        each = torch.arange(n, device=qkv.device)[:, None]
-        self.inputs[layer, slots], self.memory[layer, slots] = longer[each, kept], last
+        newest = lengths[:, None] + torch.arange(before, device=qkv.device)
+        prompts = torch.arange(n, device=qkv.device)[:, None]
+        self.inputs[layer, slots], self.memory[layer, slots] = longer[prompts, newest], last
         return out
 
     def step(self, layer: int, mixer: GatedDelta, qkv: Tensor, b: Tensor, a: Tensor) -> Tensor:
         """Run a layer over the next token of the first n slots, in place: [n, H, V]."""
         inputs, memory = (part[layer, : len(qkv)] for part in self.parts)
-        own = mixer.conv1d.weight[:, 0], mixer.A_log, mixer.dt_bias
-        return mixer.kernels(qkv).mix_step(mixer.delta, inputs, memory, qkv, b, a, *own)
+        weights = mixer.conv1d.weight[:, 0], mixer.A_log, mixer.dt_bias
+        return mixer.kernels(qkv).mix_step(mixer.delta, inputs, memory, qkv, b, a, *weights)

@@ -68,7 +68,7 @@ def dry_run(config: Config, options: Options) -> int:
     else:
         machine = planned_machine(config, options, world)
         train = _open(inputs, findings)
-        question = run_question(config, inputs.shape, machine, train)
+        question = run_question(inputs.stage, inputs.shape, machine, train)
         _plan_steps(inputs, question, train, findings)
         if not (torch.cuda.is_available() or options.gpus or options.gpu_memory):
             _plan_cpu(inputs, machine, train)
@@ -173,7 +173,7 @@ def _plan_cpu(inputs: RunInputs, machine: Machine, train: TokenizedDataset | Non
     """Print how long a step takes on this machine's CPU, and how much memory."""
     config = inputs.config
     dtype = config.model.dtype
-    plan = choose(run_question(config, inputs.shape, cpu_machine(machine.gpus), train))
+    plan = choose(run_question(inputs.stage, inputs.shape, cpu_machine(machine.gpus), train))
     flops = sum(step_flops(plan)) * plan.question.micro_batches
     seconds = flops * machine.gpus / cpu_flops(dtype)
     needed = predict(plan).gpu

@@ -1,4 +1,4 @@
-"""Write the trained model as a Hugging Face folder; ulysses/export.py does so without a run.
+"""Write a trained model as a Hugging Face folder, for a run and for the command `ulysses export`.
 
     RUN/tokenizer/   tokenizer and generation_config.json, as the run's exports carry them; written at the start
     RUN/export/      config.json, weights or adapters, the files of RUN/tokenizer, README.md (the model card)
@@ -49,16 +49,16 @@ CARD = "README.md"
 
 
 def save_tokenizer(inputs: RunInputs, target: Path) -> None:
-    """Write the tokenizer's own files and generation_config.json as every export of the run will carry them.
+    """Write the tokenizer's files and generation_config.json, which every export of the run will carry.
 
-    tokenizer.json is copied byte for byte. Of tokenizer_config.json only these keys change: a `tokenizer_class` that
-    transformers 4 does not know, `model_input_names` if that class is a generic one, special tokens that differ, and
-    `chat_template` if the run brings its own.
+    tokenizer.json is copied byte for byte unless the run adds tokens. In tokenizer_config.json only these keys change:
+    a `tokenizer_class` that transformers 4 does not know, `model_input_names` if that class is a generic one, special
+    tokens that differ, the template's variables, and `chat_template` if the run has another one.
     """
     tokenizer, stage, source = inputs.tokenizer, inputs.stage, inputs.place
     special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
     chat = stage.dataset_type != "text"
-    own_template = chat and inputs.config.data.chat_template != "tokenizer"
+    other_template = chat and inputs.config.data.chat_template != "tokenizer"
     with whole_folder(target, replaces=True) as new:
         if inputs.folder is not None:
             of_model = GENERATION, "*processor*.json", "LICENSE*"
@@ -67,14 +67,16 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
             shutil.copyfile(source, new / "tokenizer.json")
         else:
             copy_side_files(source, new, TOKENIZER_FILES)
-        if not (new / "tokenizer.json").exists():  # only vocab.json and merges.txt
+        if not (
+            new / "tokenizer.json"
+        ).exists():  # the source has only vocab.json and merges.txt
             tokenizer.save_pretrained(str(new))
         if inputs.config.model.add_tokens:
             tokenizer.backend_tokenizer.save(str(new / "tokenizer.json"))
-        if own_template:
+        if other_template:
             (new / "chat_template.json").unlink(missing_ok=True)
         if chat:
-            if own_template or isinstance(tokenizer.chat_template, str):
+            if other_template or isinstance(tokenizer.chat_template, str):
                 text = inputs.template.text
                 (new / "chat_template.jinja").write_text(text, encoding="utf-8")
             if not stage.reward:
@@ -87,22 +89,23 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
                         if (token := written[name]) is not None:
                             generation[name] = token
         with _edited(new / "tokenizer_config.json") as settings:
-            if not settings:  # a bare tokenizer.json
+            if not settings:  # the source is a tokenizer.json alone
                 settings["clean_up_tokenization_spaces"] = False
             for name, token in special.items():
                 old = settings.get(name)  # may be an object with its text as "content"
                 if token not in (None, old["content"] if isinstance(old, dict) else old):
                     settings[name] = token
-            generic = "PreTrainedTokenizerFast"  # transformers 4 also gives it token_type_ids, which no model takes
+            # transformers 4 would also return token_type_ids for the generic class, which no model takes
+            generic = "PreTrainedTokenizerFast"
             if settings.get("tokenizer_class", "Backend").endswith(("Backend", generic)):
                 settings["tokenizer_class"] = generic
                 settings["model_input_names"] = ["input_ids", "attention_mask"]
             # transformers 5 writes a list, 4 reads only a dict under this name
             if isinstance(settings.get("extra_special_tokens"), list):
                 settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-            if own_template:
+            if other_template:
                 settings.pop("chat_template", None)
-            # ulysses chat, generate and score give them to the template
+            # ulysses chat, generate and score pass the variables on to the template
             variables = inputs.config.data.chat_template_kwargs
             if settings.get("chat_template_kwargs", {}) != variables:
                 settings["chat_template_kwargs"] = variables
@@ -110,7 +113,7 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
 
 @contextmanager
 def _edited(path: Path) -> Iterator[Fields]:
-    """Yield the content of a JSON file to be changed; a file that says all of it already is left as it is."""
+    """Yield the content of a JSON file, to be changed; the file is written only if the content has changed."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     after = dict(before)
     yield after
@@ -132,15 +135,15 @@ def export_model(
     dtype: str = "",
     for_servers: bool = False,
 ) -> str:
-    """Write everything that an export after `step` consists of; all ranks call it together, and the first one writes.
+    """Write the export after `step`, which is complete when `out` exists; all ranks call it, and the first one writes.
 
-    Returns what is to be said of the weights' precision, or "".
+    Returns a remark about the weights' precision, or "".
 
     Args:
         read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
         reward: the policy is a reward model.
         dtype: of the weights in place of the configured one.
-        for_servers: whole weights as they are trained on, in place of those that were written to `out` before.
+        for_servers: write whole weights as they are trained on, in place of those that were written to `out` before.
     """
     source, lora = config.model, config.model.lora
     whole = for_servers or lora.merge or not lora.rank
@@ -152,16 +155,17 @@ def export_model(
     if dist.is_initialized() and dist.get_rank():
         deque(weights, maxlen=0)  # this rank only takes part in gathering them
         return ""
-    rounded = Rounding(dtype or config.export_dtype, shape)
+    rounding = Rounding(dtype or config.export_dtype, shape)
     auto = "SequenceClassification" if reward else "CausalLM"
-    card, files, carried = model_card(config, step), None, {}
+    card, base_files, carried = model_card(config, step), None, {}
     was_quantised = source.quantize != "none" and not for_servers
-    is_less = rounded.name < source.dtype and not lora.rank and Path(str(source.path)).is_dir()
-    has_others = (shape.around or shape.delta) and not reward  # tensors of vision, or of MTP
-    needs_files = was_quantised or is_less or has_others
-    if whole and source.init == "pretrained" and needs_files:
-        files = WeightFiles(resolve_model(str(source.path), source.revision))
-        carried = files.carried
+    from_folder = not lora.rank and Path(str(source.path)).is_dir()
+    reads_base = was_quantised or (rounding.name < source.dtype and from_folder)
+    # tensors of vision or multi-token prediction, which are copied from the base
+    has_others = (shape.around or shape.delta) and not reward
+    if whole and source.init == "pretrained" and (reads_base or has_others):
+        base_files = WeightFiles(resolve_model(str(source.path), source.revision))
+        carried = base_files.carried
     if not whole:
         adapted = shape.adapted_class(auto)
         card += f"""
@@ -171,64 +175,56 @@ The adapters are for transformers' {adapted}. PEFT loads them with their base:
 model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
 ```
 """
-
-    def described(note: str) -> str:
-        return card + f"\nThe metrics are of the trained weights: {note}.\n" * bool(note)
-
-    given = shape, rounded, [config.output / "tokenizer"], described, reward
-    with export_folder(out, *given, f" after step {step}", replaces=for_servers) as new:
+    with whole_folder(out, f" after step {step}", replaces=for_servers) as new:
         if whole:
-            before = files if was_quantised or is_less else None
-            found = whole_weights(shape, weights, adapters, source, before)
+            merged = whole_weights(
+                shape, weights, adapters, source, base_files if reads_base else None
+            )
             shard = int(config.export.shard_gib * 2**30)
-            named = starmap(rounded, found)
-            write_weights(new, named, shard, config=shape, reward=reward, carried=carried)
+            rounded = starmap(rounding, merged)
+            write_weights(new, rounded, shard, config=shape, reward=reward, carried=carried)
         else:
             is_text = not shape.around or adapted.endswith("ForCausalLM")
             adapters = {
-                name if is_text else multimodal_name(name): x.to(rounded.dtype)
+                name if is_text else multimodal_name(name): x.to(rounding.dtype)
                 for name, x in adapters.items()
             }
             by_parameter = shape.family.mlp_by_parameter
             save_adapters(new, adapters, source, reward=reward, by_parameter=by_parameter)
-    return rounded.note
+        if rounding.note:
+            card += f"\nThe metrics are of the trained weights: {rounding.note}.\n"
+        write_side_files(new, shape, rounding, reward, [config.output / "tokenizer"], card)
+    return rounding.note
 
 
-@contextmanager
-def export_folder(
-    out: Path,
+def write_side_files(
+    new: Path,
     shape: ModelConfig,
-    rounded: Rounding,
-    beside: Iterable[Path],
-    card: Callable[[str], str],
+    rounding: Rounding,
     reward: bool,
-    when: str = "",
-    *,
-    replaces: bool = False,
-) -> Iterator[Path]:
-    """Yield a new folder for weights or adapters, which then gets all that an export has beside them, and its name.
+    sources: Iterable[Path],
+    card: str,
+) -> None:
+    """Write what an export has beside its weights or adapters: config.json, README.md, and files of other folders.
 
     Args:
-        rounded: rounds the weights.
-        beside: folders of the tokenizer and other files that are copied.
-        card: makes the model card of what is to be said of the weights' precision.
-        when, replaces: as in whole_folder.
+        rounding: of the weights, which names their dtype.
+        sources: folders of the tokenizer and generation_config.json.
+        card: the text of README.md.
     """
-    with whole_folder(out, when, replaces=replaces) as new:
-        yield new
-        write_json(new / CONFIG, shape.to_hf(dtype=rounded.name, reward=reward))
-        for folder in beside:
-            copy_side_files(folder, new)
-        (new / CARD).write_text(card(rounded.note), encoding="utf-8")
+    write_json(new / CONFIG, shape.to_hf(dtype=rounding.name, reward=reward))
+    for folder in sources:
+        copy_side_files(folder, new)
+    (new / CARD).write_text(card, encoding="utf-8")
 
 
 # ---------------------------------------------------------------- model card
 
 
 def model_card(config: Config, step: int) -> str:
-    """Return README.md: the base, the data's names, the settings, the metrics at `step`, and the versions.
+    """Return the text of README.md: the base, the data's names, the settings, the metrics at `step`, the versions.
 
-    Where a folder or file lies concerns nobody else, so only its name is left.
+    Of paths only the last names are left, because a model may be published, and its folders are nobody else's business.
     """
     base = config.model.path if config.model.init == "pretrained" else None
     settings = config.model_dump(

@@ -1,4 +1,4 @@
-"""The log of a run's metrics: a progress bar, metrics.jsonl, which every run writes, and trackers."""
+"""The log of a run's metrics: a progress bar, the file metrics.jsonl, and the trackers of `run.trackers`."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from ulysses.options import TRACKERS, enter
 from ulysses.progress import progress
 from ulysses.run.trackers import TrackedRun, Tracker, Values
 
-SHOWN = {  # by the progress bar, of those that a stage has
+SHOWN = {  # the metrics beside the progress bar, if the stage has them, and their formats
     "loss": ".4f",
     "rewards/accuracies": ".3f",
     "objective/scores": ".3f",
@@ -24,13 +24,13 @@ METRICS = "metrics.jsonl"  # one JSON object for each logged step
 
 
 def logged(path: Path) -> list[Values]:
-    """Return the lines of a metrics.jsonl; a kill may have cut the last one short."""
+    """Return the lines of a metrics.jsonl, without a last one that was cut short when its run was killed."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 class MetricsFile(Tracker):
-    """Write a run's metrics into its folder, in place of what was there of later steps."""
+    """Write a run's metrics into its folder; lines of steps after the one that the run continues are dropped."""
 
     def start(self, run: TrackedRun) -> None:
         self.path, self.run_id = run.folder / METRICS, run.run_id
@@ -43,7 +43,7 @@ class MetricsFile(Tracker):
         with writing(self.path, f" at step {step}"):
             line = json.dumps({"step": step, "run": self.run_id, **values})
             print(line, file=self.file, flush=True)
-            self.path.stat()  # the open file takes lines that nobody can read any more
+            self.path.stat()  # an error if the file was deleted: lines written to it are lost
 
     def close(self) -> None:
         with writing(self.path, " at the end of the run"):
@@ -54,14 +54,14 @@ class MetricsFile(Tracker):
 class MetricsLog:
     """Show a progress bar, and give the metrics to the trackers of a run. Rank 0 only.
 
-    It is made when nothing else can be refused any more: trackers open a run on their servers, which nobody could know
-    before to be reached, and what metrics.jsonl holds of later steps is cut off.
+    It is constructed after all other refusals, because trackers then open a run on their servers and the lines of later
+    steps in metrics.jsonl are dropped. Whether a server can be reached is not known before.
 
     Args:
-        names: of trackers, as in ulysses/options.py or places of one's own; metrics.jsonl is always written.
+        names: of trackers, from ulysses/options.py or the user's own as module:Class; metrics.jsonl is always written.
 
     Attributes:
-        failure: the first file that could not be written; the loop stops once it has tried to save a checkpoint.
+        failure: the error of the first file that could not be written; the loop saves a checkpoint and stops.
 
     Raises ConfigError if a tracker does not start.
     """
@@ -71,11 +71,11 @@ class MetricsLog:
         self.trackers: dict[str, Tracker] = {}
         for name in dict.fromkeys((METRICS, *names)):
             try:
-                tracker = self._made(name)
-                tracker.start(deepcopy(run))  # it may change the settings
+                tracker = _new_tracker(name)
+                tracker.start(deepcopy(run))  # a copy, because trackers may change the settings
             except DiskError:
                 raise
-            # it is other people's code, which may also ask to end the process
+            # trackers are other people's code, which may also try to end the process
             except (Exception, SystemExit) as error:
                 raise ConfigError(
                     f"{name} does not start ({visible(repr(error))}); mend that, or leave it out",
@@ -83,14 +83,6 @@ class MetricsLog:
                 ) from None
             self.trackers[name] = tracker
         self.bar = progress(total=total_steps, initial=run.step, unit="steps", seconds=math.inf)
-
-    @staticmethod
-    def _made(name: str) -> Tracker:
-        """Make a tracker: the engine's own, one by its name, or the user's class at module:Class."""
-        if name == METRICS:
-            return MetricsFile()
-        kind = enter(TRACKERS, name, "run.trackers") if name in TRACKERS else resolve_name(name)
-        return kind()
 
     def report(self, step: int, values: dict[str, float], due: bool) -> None:
         """Move the progress bar to `step`, and log the values if that is due or if there was an evaluation.
@@ -132,8 +124,16 @@ class MetricsLog:
         self._tell(lambda tracker: tracker.fail())
 
     def close(self) -> None:
-        """Close everything; DiskError if something could not be written, which nobody has been told yet."""
+        """Close the bar and the trackers, and raise the DiskError of a file that could not be written."""
         self.bar.close()
         self._tell(lambda tracker: tracker.close())
         if self.failure is not None:
             raise self.failure
+
+
+def _new_tracker(name: str) -> Tracker:
+    """Return a tracker that is not started: the metrics' file, one of TRACKERS, or the user's module:Class."""
+    if name == METRICS:
+        return MetricsFile()
+    kind = enter(TRACKERS, name, "run.trackers") if name in TRACKERS else resolve_name(name)
+    return kind()

@@ -2,10 +2,10 @@
 
     samples.jsonl   {"step": 20, "run": "1a2b3c4d", "by": "step 20", "prompt": "...", "answer": "..."}
 
-Answers are greedy, and end at the model's window. Those by "step 0" are the initial policy's, which is the reference of
-a run that holds no other; "reference" and "teacher" are such a model's, and "data" is the row's own. "rollout 3" drew
-all answers to its first prompts, each of which stands after its score. A resumed run adds the lines of its steps again,
-with its own id.
+Answers are greedy, and end at the model's window. "by" says where an answer comes from: "step 0" is the initial policy,
+"reference" and "teacher" are the run's other models, and "data" is the answer of the data row. "rollout 3" stands with
+all answers to the rollout's first prompts, each of them after its score. A resumed run adds the lines of its steps
+again, with its own id.
 """
 
 import json
@@ -28,11 +28,11 @@ from ulysses.zero.engine import ZeroEngine
 
 
 class Samples:
-    """Write the answers of a run that begins to train; all ranks make this, and call its methods, together.
+    """Write answers to the prompts of `run.samples`; all ranks construct this, and call its methods, together.
 
     Args:
-        others: engines of the language models that the run holds besides, by their roles.
-        log: of rank 0, which writes; None on the other ranks.
+        eval_data: the held-out data, whose first rows are answered if `run.samples` is a number.
+        log: the log of rank 0, which writes; None on the other ranks.
     """
 
     def __init__(
@@ -40,30 +40,41 @@ class Samples:
         trainer: Trainer,
         inputs: RunInputs,
         eval_data: TokenizedDataset | None,
-        others: dict[str, ZeroEngine],
         log: MetricsLog | None,
     ) -> None:
-        config, wanted = inputs.config, inputs.config.run.samples
+        config, samples = inputs.config, inputs.config.run.samples
         self.trainer, self.log, self.path = trainer, log, config.output / "samples.jsonl"
         self.decode = partial(inputs.tokenizer.decode, skip_special_tokens=True)
-        if isinstance(wanted, int):
-            rows = [example.sequences[0] for example in islice(eval_data, wanted)]
-            # before the first token that is trained; a prompt alone has none
-            heads = [max(1, [*map(bool, row.loss_weights), True].index(True)) for row in rows]
-            self.prompts = [row.tokens[:head].tolist() for row, head in zip(rows, heads)]
-            rest = [row.tokens[head:] for row, head in zip(rows, heads)]
-            answers = [Completion(tokens) for tokens in rest if len(tokens)]
+        self.prompts: list[list[int]] = []
+        self.answers: list[Completion] = []  # of the data
+        if isinstance(samples, int):
+            for example in islice(eval_data, samples):
+                row = example.sequences[0]
+                # the prompt ends before the first trained token; a row of PPO's data has none
+                end = max(1, [*map(bool, row.loss_weights), True].index(True))
+                self.prompts.append(row.tokens[:end].tolist())
+                if len(row.tokens) > end:
+                    self.answers.append(Completion(row.tokens[end:]))
         else:
-            turns = [inputs.template.render([Message("user", text)]) for text in wanted]
-            encode = inputs.template.encoder.encode
-            self.prompts, answers = [encode(turn)[0][0] for turn in turns], []
-        longest, stops = config.ppo.max_new_tokens, inputs.shape.eos_token_id
-        options = SamplingOptions(longest, top_k=1, stop_tokens=stops)
-        how = config.ppo.generation_batch == "auto", config.model, self._renew
-        self.sampler = EngineSampler(trainer.engine, trainer.mesh, options, *how)
+            for text in samples:
+                turn = inputs.template.render([Message("user", text)])
+                self.prompts.append(inputs.template.encoder.encode(turn)[0][0])
+        options = SamplingOptions(
+            config.ppo.max_new_tokens, top_k=1, stop_tokens=inputs.shape.eos_token_id
+        )
+        automatic = config.ppo.generation_batch == "auto"
+        self.sampler = EngineSampler(
+            trainer.engine, trainer.mesh, options, automatic, config.model, self._renew
+        )
         self.window = inputs.shape.max_position_embeddings
-        if not trainer.step:
-            self._write("data", self.prompts, answers)
+
+    def begin(self, others: dict[str, ZeroEngine]) -> None:
+        """Write the answers of the data, of the run's other language models and of the initial policy.
+
+        A resumed run has them already. `others` are engines, by the roles of their models.
+        """
+        if not self.trainer.step:
+            self._write("data", self.prompts, self.answers)
             for role, engine in others.items():
                 self._ask(role, replace(self.sampler, engine=engine, settings=None))
             self.ask(0)
@@ -74,12 +85,12 @@ class Samples:
 
     def show(self, rollout: Rollout) -> None:
         """Write all answers to the first prompts of a rollout."""
-        each, count = rollout.answers_per_prompt, len(self.prompts)
-        asked = [prompt for prompt in rollout.prompts[:count] for _ in range(each)]
-        self._write(f"rollout {rollout.number}", asked, rollout.answers)
+        first = rollout.prompts[: len(self.prompts)]
+        prompts = [prompt for prompt in first for _ in range(rollout.answers_per_prompt)]
+        self._write(f"rollout {rollout.number}", prompts, rollout.answers)
 
     def _ask(self, by: str, sampler: EngineSampler) -> None:
-        # every rank answers all of them: they are few
+        # every rank answers all prompts, because they are few
         with suppress(InterruptedError):
             answers = sampler.sample(dict(enumerate(self.prompts)))
             for prompt, answer in zip(self.prompts, answers.values()):
@@ -87,7 +98,7 @@ class Samples:
             self._write(by, self.prompts, answers.values())
 
     def _renew(self) -> None:
-        """Show progress, and end the sampling where the run is asked to stop; each rank by itself samples on."""
+        """Show progress, and end this rank's sampling if it was asked to stop; the other ranks sample on."""
         self.trainer.watch.renew()
         if self.trainer.watch.stop_wanted:
             raise InterruptedError

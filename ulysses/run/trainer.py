@@ -41,14 +41,20 @@ class Trainer:
 
     Args:
         loader: gives each step's examples for this data-parallel group.
-        eval_loader: the same over held-out data, or None.
+        eval_loader: the same for held-out data, or None.
         policies: gradient policies, which act on the reduced gradient once per step.
         flops: (tokens, sum of squared lengths, tokens whose target is trained) -> model FLOPs of a forward and backward
             pass, for MFU.
-        predicted_gib: the planner's prediction of a GPU's tensors, printed beside what the first step took.
-        description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
+        predicted_gib: the planner's prediction of a GPU's tensors, printed beside the peak of the first step.
+        description: further keys of every checkpoint's run.json: the configuration, the model's shape and the inputs.
         say: prints a line.
         watch: takes note of every phase, and knows whether this process was asked to stop.
+
+    Attributes:
+        step: how many steps are done.
+        best: step and eval/loss of the best evaluation so far.
+        metrics: those of the last step.
+        stop_requested, save_due: what all ranks have agreed on at the end of the last step.
     """
 
     stage: Stage
@@ -66,20 +72,19 @@ class Trainer:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
         self.run, self.peak_flops = self.stage.config.run, (device_peaks() or (0.0,))[0]
         self.step = 0
-        self.best: list[float] | None = None  # step and eval/loss of the best evaluation
+        self.best: list[float] | None = None
         self.metrics: Metrics = {}
-        # agreed on by all ranks at a step's boundary
         self.stop_requested = self.save_due = False
         self._saved_at = time.monotonic()
-        # the coming step's batches, if they are read already
-        self._next: StepBatches | None = None
+        # the batches of the coming step, if they have been read ahead
+        self._read_ahead: StepBatches | None = None
         config = self.stage.config
         self.routers = None
         if self.engine.module.config.moe:
             from ulysses.run.routers import Routers
 
             self.routers = Routers(self.engine, config.model.router_aux_loss_coefficient)
-        self.host: HostTime | None = None  # for a GPU, which may have to wait for its host
+        self.host: HostTime | None = None  # only for a GPU, which may have to wait for its host
         if self.engine.device.type == "cuda":
             self.host = HostTime(config.batch.tokens_per_microbatch, self.mesh.world_size)
         self.stragglers = Stragglers(self.mesh) if self.mesh.world_size > 1 else None
@@ -91,11 +96,11 @@ class Trainer:
     ) -> None:
         """Train to the last step or to a requested stop, and evaluate, save and log as configured.
 
-        An error says in a note at which step it happened.
+        An error gets a note with the step at which it happened.
 
         Args:
-            log: where rank 0 writes the metrics; None on the other ranks.
-            samples: is called with the step of every evaluation, before it.
+            log: rank 0's log of the metrics; None on the other ranks.
+            samples: is called with the step number before every evaluation.
         """
         run, first = self.run, self.step + 1
         current = first
@@ -109,7 +114,7 @@ class Trainer:
                         self.say(
                             f"memory: predicted {self.predicted_gib:.1f} GiB, measured {measured:.1f} GiB"
                         )
-                # judged by the second step: the first takes longer than others
+                # by the time of the second step, because the first one takes longer
                 if current == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)
                 if self.finished or self._is_due(run.eval_every):
@@ -120,8 +125,9 @@ class Trainer:
                 improved = self._keep_best(values)
                 if log is not None:
                     log.report(self.step, values, self.finished or self._is_due(run.log_every))
+                    # all ranks stop after the coming step, with a checkpoint
                     if log.failure is not None:
-                        self.watch.ask_to_stop()  # after the coming step, with a checkpoint, which all ranks write
+                        self.watch.ask_to_stop()
                 is_due = self.save_due or self.stop_requested or self._is_due(run.save_every)
                 is_best = improved and (run.save_every or run.patience)
                 if is_due or is_best or (self.finished and run.save_last):
@@ -129,7 +135,8 @@ class Trainer:
         except BaseException as error:
             error.add_note(f"step {current}")
             raise
-        if self.best and self.finished and self.step < self.total_steps:  # by run.patience
+        # only run.patience ends a run before its last step
+        if self.best and self.finished and self.step < self.total_steps:
             self.say(
                 f"stopped at step {self.step}: eval/loss was not below that of step {self.best[0]} in {run.patience} "
                 "evaluations; ulysses export writes that step's checkpoint as a model"
@@ -144,9 +151,9 @@ class Trainer:
         return every > 0 and self.step % every == 0
 
     def _keep_best(self, values: Metrics) -> bool:
-        """Remember the step if it has the lowest eval/loss so far, and return whether it has."""
+        """Remember the step if its eval/loss is the lowest so far, and return whether it is."""
         loss = values.get("eval/loss", math.nan)
-        # false for a loss that is not finite
+        # a loss that is not finite is no improvement
         improved = -math.inf < loss < (self.best[1] if self.best else math.inf)
         if improved:
             self.best = [self.step, loss]
@@ -167,26 +174,27 @@ class Trainer:
         Raises FloatingPointError if loss or gradient is not finite; the weights are then untouched.
         """
         began, step = time.perf_counter(), self.step
-        # Only dropout draws from this generator, so a resumed run needs no generator state.
+        # Only dropout draws from this generator. It is seeded anew in every step, so that checkpoints need not hold it.
         torch.manual_seed(seed_of(self.run.seed, step, self.mesh.rank))
         self.watch.phase("data", step + 1)
-        read = self._next or self.stage.read(self.loader, step)
-        inputs_of_loss = self.stage.before_step(read)
-        normalisers = self._normalisers(read.batches)
+        batches = self._read_ahead or self.stage.read(self.loader, step)
+        inputs_of_loss = self.stage.before_step(batches)
+        normalisers = self._normalisers(batches.trained)
         metrics = MetricSums(self.engine.device)
         if self.routers:
-            self.routers.begin(read.batches)
-        for batch, inputs in zip(read.batches, inputs_of_loss, strict=True):
+            self.routers.begin(batches.trained)
+        for batch, inputs in zip(batches.trained, inputs_of_loss, strict=True):
             self.watch.phase("forward")
             terms = self.stage.losses(batch, metrics, *inputs)
             loss = self._loss(terms, normalisers, metrics)
             self._count(batch, metrics)
             self.watch.phase("backward")
-            only = len(read.batches) == 1
-            self.engine.backward(loss * float(self.mesh.world_size), only_microbatch=only)
+            self.engine.backward(
+                loss * float(self.mesh.world_size), only_microbatch=len(batches.trained) == 1
+            )
         # The host reads the next batches while the device still computes.
-        ahead = step + 1 < self.total_steps and self.stage.may_prepare(step + 1)
-        self._next = self.stage.read(self.loader, step + 1) if ahead else None
+        reads_ahead = step + 1 < self.total_steps and self.stage.may_prepare(step + 1)
+        self._read_ahead = self.stage.read(self.loader, step + 1) if reads_ahead else None
         self.watch.phase("optimizer step")
         if self.routers:
             self.routers.add(metrics)
@@ -201,7 +209,7 @@ class Trainer:
         self._measure(values, time.perf_counter() - began)
         if self.host:
             share = waited / values["seconds"]
-            if note := self.host.note(self.step, share, len(read.batches)):
+            if note := self.host.note(self.step, share, len(batches.trained)):
                 self.say(note)
         self.metrics = values
         return values
@@ -213,7 +221,7 @@ class Trainer:
             for name, value in self.stage.normalisers(batch).items():
                 sums.add(name, value)
         totals = sums.totals()
-        # with nothing to train on, loss and gradient are zero, and not a division by zero
+        # in a step with nothing to train on, loss and gradient become zero instead of 0 / 0
         return dict(zip(sums.sums, totals.masked_fill(totals == 0, 1).float(), strict=True))
 
     def _loss(
@@ -223,20 +231,22 @@ class Trainer:
         parts = []
         for term in terms:
             scaled = term._replace(weight=term.weight / normalisers[term.normaliser])
-            metrics.add("loss", self.stage.share(scaled))
+            metrics.add("loss", self.stage.local_sum(scaled))
             parts.append(scaled.value * scaled.weight)
         return sum(parts[1:], parts[0])
 
     def _count(self, batch: ShardedBatch, metrics: MetricSums) -> None:
         """Add the counts of a micro-batch from which speed is computed (`_measure`)."""
         metrics.add("projected", float(batch.num_valid))
-        for name in ("tokens", "tokens_shared", "squares"):
-            metrics.add(name, self.stage.on_first_rank(float(getattr(batch, f"num_{name}"))))
+        once = self.stage.on_first_rank
+        metrics.add("tokens", once(float(batch.num_tokens)))
+        metrics.add("tokens_shared", once(float(batch.num_tokens_shared)))
+        metrics.add("squares", once(float(batch.num_squares)))
 
     def _reduce(self, metrics: MetricSums) -> Metrics:
         """Return the step's metrics over all ranks. One collective, and the host waits for it.
 
-        With the metrics all ranks learn whether a stop or a checkpoint is asked for.
+        In the same collective all ranks agree on whether to stop, and whether to save a checkpoint.
         """
         metrics.add("stop", float(self.watch.stop_wanted))
         late = time.monotonic() - self._saved_at > 60 * self.run.save_minutes > 0
@@ -250,7 +260,7 @@ class Trainer:
         return self.stage.finalise_metrics(values)
 
     def _update(self, gradients: Gradients, values: Metrics) -> Metrics:
-        """Let the gradient policies act, update the weights, and return the metrics of both."""
+        """Let the gradient policies act, update the weights, and return the policies' metrics and the learning rate."""
         context = StepContext(
             step=self.step,
             total_steps=self.total_steps,
@@ -275,7 +285,7 @@ class Trainer:
         return report | {"lr": lr}
 
     def _measure(self, values: Metrics, seconds: float) -> None:
-        """Put the metrics of speed and memory in place of the counts that they are computed from."""
+        """Add the metrics of speed and memory, and remove the counts that they are computed from."""
         work = values["tokens"], values.pop("squares"), values.pop("projected")
         values |= {"tokens_per_second": values["tokens"] / seconds, "seconds": seconds}
         if self.peak_flops:
@@ -285,7 +295,7 @@ class Trainer:
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
 
     def evaluate(self) -> Metrics:
-        """Return `eval/...` metrics of all held-out data, weighted as in training, and of each named set."""
+        """Return the `eval/...` metrics of all held-out data, weighted as in training, and of each named set."""
         if self.eval_loader is None:
             return {}
         self.watch.phase("evaluation")

@@ -1,6 +1,8 @@
 """TrainingRun: a configuration in, a trained and exported model out. It only puts the parts together.
 
 configuration -> checks -> data -> processes meet -> plan -> engine -> stage -> Trainer -> export
+
+The constructor only holds what it is given; entering does all the rest up to the first step.
 """
 
 import os
@@ -52,14 +54,25 @@ from ulysses.zero.construct import (
 )
 from ulysses.zero.engine import ZeroEngine, full_parameters
 
-IMPORT_SECONDS = 60.0  # by which a process may start later than another
+IMPORT_SECONDS = 60.0  # how much later than another process one may start
 
 
 class TrainingRun:
     """Train by a configuration; use it as a context manager so that everything is released even after an error.
 
-    The configuration is a checked one, or a dict of nested tables as in the TOML file. Raises ConfigError for anything
-    that cannot be honoured, before any process group or allocation.
+    Entering raises ConfigError, before the model is built, for anything that cannot be honoured; `train` raises it for
+    a tracker that does not start.
+
+    Args:
+        config: a checked configuration, or a dict of nested tables as in the TOML file.
+        debug: let other ranks than the first print their lines too.
+        verify_weights: have the processes compare the contents of the weights' files.
+        imports: seconds that imports took, for the line about the start.
+
+    Attributes:
+        trainer: the loop, from entering on.
+        log: the metrics' log, on rank 0 while it trains.
+        resources: what must be released at the end, whatever happens.
     """
 
     def __init__(
@@ -70,37 +83,27 @@ class TrainingRun:
         verify_weights: bool = False,
         imports: float = 0.0,
     ) -> None:
-        config = check(config) if isinstance(config, dict) else config
-        self.config = config
+        self.config = check(config) if isinstance(config, dict) else config
         self.debug, self.verify_weights = debug, verify_weights
-        self.log: MetricsLog | None = None  # of rank 0, while it trains
-        self.watch = Watch(config.run.stall_warning, config.run.timeout, imports)
-        self.watch.start(partial(meet, max(config.run.timeout, IMPORT_SECONDS)))
+        self.watch = Watch(self.config.run.stall_warning, self.config.run.timeout, imports)
+        self.resources = ExitStack()
+        self.trainer: Trainer | None = None
+        self.log: MetricsLog | None = None
+
+    def __enter__(self) -> "TrainingRun":
+        self.watch.phase("checks")
+        # the processes meet in another thread, while each of them checks and tokenises
+        self.watch.start(partial(meet, max(self.config.run.timeout, IMPORT_SECONDS)))
         try:
-            self.watch.phase("checks")
-            self.inputs = inputs = prepare(config)
-            self.config = inputs.config
-            self.watch.phase("tokenising")
-            self.say("reading the data ...")
-            self.train_data, self.eval_data = data = open_data(inputs)
-            self.digests = digests_of_inputs(inputs, *data)
-            self.changes: list[str] = []  # since the checkpoint that the run continues
-            if inputs.resume_from:
-                start = inputs.weights, inputs.kernel.name
-                self.changes = changes(inputs.config, inputs.resume_from, self.digests)
-                refuse([*inputs.stage.check_resumed(*start, filter(None, data))])
-            self.watch.pause()  # a host program may look at the data, and never enter
+            self._check()
+            self._read_data()
         except BaseException:
             self.watch.stop()
             raise
-        self.trainer: Trainer | None = None  # from entering on
-        self.resources = ExitStack()  # what must be released, whatever happens
-
-    def __enter__(self) -> "TrainingRun":
         self.watch.phase("start")
         self.device = initialize_distributed(self.watch.wait_for_store())
         try:
-            self._meet()
+            self._agree()
             self._plan()
             self.trainer = self._build()
             self._begin()
@@ -109,16 +112,36 @@ class TrainingRun:
             raise
         return self
 
-    def _meet(self) -> None:
+    def _check(self) -> None:
+        """Refuse a configuration that cannot be honoured on this machine; from here on it has what the checks chose."""
+        self.inputs = prepare(self.config)
+        self.config = self.inputs.config
+
+    def _read_data(self) -> None:
+        """Open the data, tokenised, and note what has changed since the checkpoint that the run continues."""
+        inputs = self.inputs
+        self.watch.phase("tokenising")
+        self.say("reading the data ...")
+        self.train_data, self.eval_data = data = open_data(inputs)
+        self.digests = digests_of_inputs(inputs, *data)
+        self.changes: list[str] = []
+        if inputs.resume_from:
+            self.changes = changes(inputs.config, inputs.resume_from, self.digests)
+            lacking = inputs.stage.check_resumed(
+                inputs.weights, inputs.kernel.name, filter(None, data)
+            )
+            refuse([*lacking])
+
+    def _agree(self) -> None:
         """Refuse processes that differ, and take the run folder."""
         inputs, output = self.inputs, self.config.output
         if dist.get_world_size() > 1:
             with error_context():
                 agree(facts_of(inputs, self.digests, self.verify_weights))
         with error_context():
-            self.run_id, left_by = hold_output(self.config, self.resources)
-        if left_by:
-            self.say(f"{output} was left by {left_by}, which has ended, and is taken over")
+            self.run_id, earlier_run = hold_output(self.config, self.resources)
+        if earlier_run:
+            self.say(f"{output} was left by {earlier_run}, which has ended, and is taken over")
         if restarts(self.config.run):
             self.say("torchrun may restart this run, so run.resume is auto")
 
@@ -127,38 +150,38 @@ class TrainingRun:
         config, inputs, shape = self.config, self.inputs, self.inputs.shape
         torch.backends.cuda.matmul.allow_tf32 = False
         machine = this_machine(self.device, config.memory.host_memory)
-        question = run_question(config, shape, machine, self.train_data)
+        question = run_question(inputs.stage, shape, machine, self.train_data)
         if config.parallel.sequence_parallel_size == "auto":
             self.say(f"parallel.sequence_parallel_size is auto: {question.sp}")
-        heads = question.common_heads
-        self.mesh = ParallelMesh(question.sp, num_heads=heads, windows=shape.windows)
+        self.mesh = ParallelMesh(
+            question.sp, num_heads=question.common_heads, windows=shape.windows
+        )
         self.watch.phase("kernels")
         with error_context():
-            given = config, inputs.stage, shape, inputs.attention, self.device, self.mesh
-            check_kernel(*given)
-            self.memory = memory = choose_memory(question)
-            check_host(config, memory)
+            check_kernel(config, inputs.stage, shape, inputs.attention, self.device, self.mesh)
+            self.plan = plan = choose_memory(question)
+            check_host(config, plan)
         self.say(f"attention kernel: {inputs.kernel.name} ({inputs.kernel.reason})")
         if self.device.type == "cpu" and (slow := slow_products(config.model.dtype)):
             self.say(slow)
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data:
                 self.say(f"{name} data: {data.report}")
-        self.say(memory_line(memory))
+        self.say(memory_line(plan))
         self.say(micro_batch_line(question, config.batch.tokens_per_microbatch == "auto"))
 
     def _build(self) -> Trainer:
-        """Put the parts together."""
-        config, inputs, memory = self.config, self.inputs, self.memory
+        """Build the engines, the stage around them, and the loop."""
+        config, inputs, plan = self.config, self.inputs, self.plan
         self.watch.phase("building the model")
-        self.say(f"building the model of {memory.question.model.parameters:,} parameters ...")
+        self.say(f"building the model of {plan.question.model.parameters:,} parameters ...")
         self.engine = trained_engine(
-            config, inputs.stage, inputs.weights, self.mesh, memory, inputs.attention
+            config, inputs.stage, inputs.weights, self.mesh, plan, inputs.attention
         )
         self._hold(self.engine)
-        lift_time_limits()  # the groups exist, and the watch ends a run that does not move
+        lift_time_limits()  # the process groups exist, and the watch ends a run without progress
         self.watch.phase("preparing the stage")
-        self.frozen = {m.role: self._frozen(m) for m in inputs.stage.requirements.models}
+        self.frozen = {m.role: self._frozen_engine(m) for m in inputs.stage.requirements.models}
         parts = RunParts(
             engine=self.engine,
             weights=inputs.weights,
@@ -166,8 +189,8 @@ class TrainingRun:
             mesh=self.mesh,
             kernel=inputs.kernel.name,
             tokenizer=inputs.tokenizer,
-            tokens_per_microbatch=memory.tokens_per_microbatch,
-            share_prompts=config.batch.share_prompts and not memory.graphs,
+            tokens_per_microbatch=plan.tokens_per_microbatch,
+            share_prompts=config.batch.share_prompts and not plan.graphs,
             resources=self.resources,
             phase=self.watch.phase,
             renew=self.watch.renew,
@@ -176,10 +199,11 @@ class TrainingRun:
         )
         stage = inputs.stage.build(parts)
         train_data, eval_data = (
-            each and stage.extend_data(parts, each)
-            for each in (self.train_data, self.eval_data)
+            data and stage.extend_data(parts, data)
+            for data in (self.train_data, self.eval_data)
         )
-        if memory.graphs:  # which take whole sequences
+        is_gpu = plan.question.machine.is_gpu
+        if plan.graphs:  # CUDA graphs take whole sequences
             train_data = train_data.apart
         loader = self._loader(train_data)
         for line in remarks(inputs, loader):
@@ -190,10 +214,8 @@ class TrainingRun:
             eval_loader=eval_data and self._loader(eval_data, evaluation=True),
             total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
-            flops=partial(model_flops, memory.question.model),
-            predicted_gib=predict(memory).allocated / GIB
-            if memory.question.machine.is_gpu
-            else 0.0,
+            flops=partial(model_flops, plan.question.model),
+            predicted_gib=predict(plan).allocated / GIB if is_gpu else 0.0,
             description={
                 "run": self.run_id,
                 "config": config.model_dump(mode="json"),
@@ -205,7 +227,7 @@ class TrainingRun:
         )
 
     def _begin(self) -> None:
-        """Restore the checkpoint that the run continues and, now that nothing can be refused, begin its folder."""
+        """Restore the checkpoint that the run continues, and begin the run folder, now that nothing is refused."""
         config, inputs, checkpoint = self.config, self.inputs, self.inputs.resume_from
         if checkpoint is not None:
             self.trainer.resume(checkpoint)
@@ -220,12 +242,17 @@ class TrainingRun:
 
     def _loader(self, dataset: TokenizedDataset, *, evaluation: bool = False) -> StepLoader:
         """Return the loader of this data-parallel group; an evaluation takes every example once, in order."""
-        place = self.mesh.data_parallel_size, self.mesh.dp_rank
-        tokens = self.memory.tokens_per_microbatch
-        return step_loader(self.inputs, dataset, tokens, *place, evaluation=evaluation)
+        return step_loader(
+            self.inputs,
+            dataset,
+            self.plan.tokens_per_microbatch,
+            self.mesh.data_parallel_size,
+            self.mesh.dp_rank,
+            evaluation=evaluation,
+        )
 
-    def _frozen(self, model: AuxiliaryModel) -> ZeroEngine:
-        """Build a frozen engine of another model, or find one of the initial policy."""
+    def _frozen_engine(self, model: AuxiliaryModel) -> ZeroEngine:
+        """Build the engine of a frozen model, or return the trained one if that serves as it."""
         if model.shares_weights:
             if not self.config.model.lora.rank:
                 return self.engine
@@ -240,13 +267,13 @@ class TrainingRun:
             self.mesh,
             inputs.attention,
             reward=model.is_reward,
-            resident=self.memory.resident,
+            resident=self.plan.resident,
         )
         self._hold(engine)
         return engine
 
     def _hold(self, engine: ZeroEngine) -> None:
-        """Release an engine at the end of the run; each pass that it begins is progress."""
+        """Release an engine at the end of the run, and count each forward pass that begins as progress."""
         engine.module.register_forward_pre_hook(lambda *_: self.watch.renew())
         self.resources.callback(engine.destroy)
 
@@ -257,40 +284,43 @@ class TrainingRun:
         trainer, run, folder = self.trainer, self.config.run, self.config.output
         if self.mesh.is_main:
             settings = {"run_id": self.run_id, **trainer.description["config"]}
-            # run.wandb is short for the tracker and its project
+            # run.wandb names a project, and asks for the tracker too
             project = run.wandb or run.project
-            names = [*run.trackers, "wandb"] if run.wandb else run.trackers
+            trackers = [*run.trackers, "wandb"] if run.wandb else run.trackers
             tracked = TrackedRun(folder, project, self.run_id, trainer.step, settings)
-            self.log = MetricsLog(tracked, names, trainer.total_steps)
+            self.log = MetricsLog(tracked, trackers, trainer.total_steps)
             self.resources.callback(self.log.close)
         self.resources.enter_context(self.watch.signals())
         samples = None
         if run.samples:
             from ulysses.run.samples import Samples
 
-            models = self.inputs.stage.requirements.models
-            own = [m.role for m in models if not (m.is_reward or m.shares_weights)]
-            others = {role: self.frozen[role] for role in own}
-            samples = Samples(trainer, self.inputs, self.eval_data, others, self.log)
+            others = {
+                m.role: self.frozen[m.role]
+                for m in self.inputs.stage.requirements.models
+                if not (m.is_reward or m.shares_weights)
+            }
+            samples = Samples(trainer, self.inputs, self.eval_data, self.log)
+            samples.begin(others)
             trainer.stage.show_rollouts(samples.show)
             if self.log:
-                self.log.bar.unpause()  # what comes once tells nothing of the time that remains
+                self.log.bar.unpause()  # the first samples say nothing about the time that remains
         trainer.train(self.log, samples and samples.ask)
         if run.export and not trainer.stop_requested:
             out = folder / "export"
-            if out.exists():  # of the run that was continued, at an earlier end
+            if out.exists():  # the run that is continued had ended, and exported
                 out = folder / f"export-step-{trainer.step}"
             if out.exists():
                 self.say(f"{out} is there already")
             else:
                 self.export(out)
         if self.mesh.world_size == 1:
-            self.watch.pause()  # nobody waits for what else the program does
+            self.watch.pause()  # no other process waits while the program goes on to something else
 
     def export(self, folder: Path, *, for_servers: bool = False) -> None:
         """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together.
 
-        `for_servers` writes whole weights, with the adapters added, and says nothing.
+        `for_servers` writes whole weights, with the adapters added, and prints nothing.
         """
         config, step = self.config, self.trainer.step
         self.watch.phase("export")
@@ -303,15 +333,22 @@ class TrainingRun:
                 exact=dtype > config.model.dtype,
             )
 
-        given = read, folder, self.inputs.shape, config, step
-        how = {"reward": self.inputs.stage.reward, "dtype": dtype, "for_servers": for_servers}
-        note = export_model(*given, **how)
+        note = export_model(
+            read,
+            folder,
+            self.inputs.shape,
+            config,
+            step,
+            reward=self.inputs.stage.reward,
+            dtype=dtype,
+            for_servers=for_servers,
+        )
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}; {note}" if note else f"exported {folder}")
         dist.barrier()
 
     def say(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one; other ranks than the first say it with --debug only."""
+        """Print a line, above the progress bar if there is one; only with `debug` on other ranks than the first."""
         rank = environment.rank()
         if self.log is not None:
             self.log.bar.write(text)
@@ -321,23 +358,24 @@ class TrainingRun:
             print(f"[rank {rank}] {text}", flush=True)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Release files, engines and the process group, which after an error still has to tell the other processes."""
+        """Release files, engines and, unless other processes must still hear of an error, the process group."""
         if error is not None:
-            self.watch.name_lost_rank(error)  # while the signals of a launcher are still caught
+            self.watch.name_lost_rank(error)  # while a launcher's signals are still caught
             if self.log is not None:
                 self.log.fail()
         try:
             self.resources.close()
         except BaseException:
-            self.watch.stop()  # who catches this error tells it
+            self.watch.stop()  # the caller reports this error
             raise
         self.trainer = self.engine = self.log = None
         self.frozen = {}
         if dist.get_world_size() > 1 and error is not None:
-            self.watch.stop()  # this process may go on, and a later run's good end is no failure
+            # this process may go on with another run, whose good end must not look like a failure of this one
+            self.watch.stop()
             return
         self.watch.phase("end")
         dist.barrier()
         self.watch.stop()
-        dist.barrier()  # nobody takes the store away from one who still watches it
+        dist.barrier()  # the store stays until no process watches it any more
         end_distributed()

@@ -1,10 +1,10 @@
 """What a stage is: everything that one training algorithm decides, and nothing about the loop.
 
-A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
-ulysses/config/stage_sections.py. The rest asks ulysses/options.py and never compares `config.stage` with a name.
+A stage's file holds its checks, its requirements, its losses and its construction. Its table of settings is in
+ulysses/config/stage_sections.py. Other files get the stage from ulysses/options.py, and never ask for its name.
 
 before the run     check, check_tokenizer, check_data, check_resumed, requirements, exported_config
-construction       build, arguments, extend_data, show_rollouts, loader, total_steps
+construction       build, extend_data, show_rollouts, loader, total_steps
 every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step
 now and then       evaluate; save and load, of a stage with a state of its own
 """
@@ -31,18 +31,20 @@ from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import HOST_WAITS, ParallelMesh
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 
-Normaliser = Literal[
-    "tokens", "chosen_tokens", "pairs", "examples"
-]  # what a loss term is a mean over
+# what a loss term is a mean over
+Normaliser = Literal["tokens", "chosen_tokens", "pairs", "examples"]
 Number = TypeVar("Number", float, Tensor)
 Metrics = dict[str, float]  # by name
 
 
 class PlannedRollout(NamedTuple):
-    """The answers to each prompt that PPO trains on, which a process decodes before, `batch` of them at a time.
+    """The answers that are decoded before each round of PPO's training, for the planner.
 
-    batch: 0 if servers decode. steps: optimizer steps on them. merged: adapters are added into a copy of the matrices
-    first.
+    answers: to each prompt.
+    batch: how many of them a process decodes at a time; 0 if servers decode.
+    prompt_tokens, new_tokens: the most of a prompt and of an answer.
+    steps: optimizer steps that are taken on them.
+    merged: adapters are added to a copy of the matrices first.
     """
 
     answers: int
@@ -90,8 +92,8 @@ class MetricSums:
 
     def include(self, other: "MetricSums") -> None:
         """Add what other sums hold, which may have names that these lack."""
-        for own, more in ((self.sums, other.sums), (self.counts, other.counts)):
-            own |= {name: own[name] + x if name in own else x for name, x in more.items()}
+        for sums, more in ((self.sums, other.sums), (self.counts, other.counts)):
+            sums |= {name: sums[name] + x if name in sums else x for name, x in more.items()}
 
     def totals(self) -> Tensor:
         """Return the global sums, and then the counts, float64 on the device. One collective."""
@@ -104,24 +106,25 @@ class MetricSums:
     def reduce(self) -> Metrics:
         """Return the global sums and means; a mean over nothing is left out. One collective and one host read."""
         numbers = iter(self.totals().tolist())
-        found = dict(zip(self.sums, numbers))
+        means = dict(zip(self.sums, numbers))
         for name, count in zip(self.counts, numbers):
             if count:
-                found[name] /= count
+                means[name] /= count
             else:
-                del found[name]
-        return found
+                del means[name]
+        return means
 
 
 class AuxiliaryModel(NamedTuple):
-    """A frozen model that the run reads besides the trained one: the checks, the planner and the builder ask this.
+    """A frozen model that the run reads besides the trained one, as the checks, the planner and the builder know it.
 
-    role: what it is for, which also says whether it is a language model or a reward model. A teacher's logits are
-        compared with the trained model's, tile by tile, so its vocabulary matrix stays whole until that head is done.
+    role: what it is for; a "reward" is a reward model, the others are language models. A teacher's logits are
+        compared with the trained model's, tile by tile, so its vocabulary matrix stays whole while the trained model's
+        head runs.
     setting: the setting that names it.
     path: its folder or hub id; an empty one is the initial policy.
     passes: its forward passes over each trained token.
-    shares_weights: the trained model itself serves as it, its adapters off; no other weights are held.
+    shares_weights: the trained model itself serves as this one, with its adapters off; no other weights are held.
     """
 
     role: Literal["reference", "reward", "teacher"]
@@ -136,9 +139,13 @@ class AuxiliaryModel(NamedTuple):
 
 
 class StepBatches(NamedTuple):
-    """What one optimizer step reads on this rank: its micro-batches, and those that `before_step` only looks at."""
+    """What one optimizer step reads on this rank.
 
-    batches: list[ShardedBatch]
+    trained: the micro-batches whose loss is computed, in training or in evaluation.
+    looked_at: further ones, which only `before_step` reads, without gradient.
+    """
+
+    trained: list[ShardedBatch]
     looked_at: list[ShardedBatch] = []
 
 
@@ -146,17 +153,17 @@ class Requirements(NamedTuple):
     """What follows from a stage's settings for the planner, the data loader and the builder.
 
     longest_example: tokens of the longest sequence that the settings allow.
-    examples_per_load, steps_per_load: the examples that one step of the data loader reads over all processes, and the
-        optimizer steps that are taken on them.
+    examples_per_load, steps_per_load: the examples that one step of the data loader reads over all processes, and how
+        many optimizer steps are taken on them.
     examples_per_step: examples of one optimizer step over all processes.
     extra_forwards: the trained model's forward passes without gradient over each trained token.
-    logit_bytes: what the loss reads and writes for each logit more than the likelihood of the targets alone, which
-        makes its gradient at once (losses/logprobs.py).
+    logit_bytes: bytes that the loss reads and writes for each logit, beyond those of the targets' likelihood, whose
+        gradient is computed in the forward pass (losses/logprobs.py).
     value: whether the trained model has a value too (models.scored).
-    scopes: the submodules that form parameter groups of their own, with factors of their learning rates; gradient
-        policies can be limited to one of them. None leaves all parameters in one group.
+    scopes: the submodules with parameter groups of their own, and factors of their learning rates; a gradient policy
+        may clip each by its own norm. None leaves all parameters in one scope.
     models: the models that the run reads besides the trained one.
-    rollout: the answers to each prompt that are drawn before each round of training; None if there are none.
+    rollout: the answers that are drawn before each round of training; None for a stage that draws none.
     """
 
     longest_example: int
@@ -173,16 +180,18 @@ class Requirements(NamedTuple):
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a stage is built with (ulysses/run/training_run.py).
+    """The parts of a run that a stage is built with (ulysses/run/training_run.py).
 
     Args:
-        engine: of the trained model, and the weights that its training starts from.
+        engine: of the trained model.
+        weights: those that its training starts from.
         frozen: engines of the models in `Requirements`, by their roles.
         kernel: name of the attention kernel.
-        tokens_per_microbatch: the most of a packed one.
+        tokens_per_microbatch: the most tokens of a packed micro-batch.
         share_prompts: whether answers to one prompt that fit into a micro-batch share it.
-        resources: closed at the end of the run, whatever happens.
-        phase, renew: tell the watch what begins, and that this process still works.
+        resources: what is registered here is closed at the end of the run, whatever happens.
+        phase: tells the watch what begins.
+        renew: tells the watch that this process makes progress.
         export: writes the current weights into a folder for sampling servers; all ranks call it together.
         say: prints a line.
     """
@@ -208,13 +217,13 @@ class Stage:
 
     Args:
         config: of the run.
-        model: the trained engine, called like the module it wraps; None before the stage is built, as is the mesh.
+        model: the trained engine, called like the module it wraps. It and the mesh are None before the stage is built.
     """
 
     name: ClassVar[str]  # of the stage and of its table
     dataset_type: ClassVar[str]  # text, sequence, pair, ranked, unpaired or prompt
-    reward: ClassVar[bool] = False  # a RewardModel is trained
-    sequences_per_example: ClassVar[int] = 1  # all in the same micro-batch
+    reward: ClassVar[bool] = False  # whether a RewardModel is trained
+    sequences_per_example: ClassVar[int] = 1  # all of them lie in the same micro-batch
 
     config: Config
     model: TrainedEngine | None = None
@@ -238,7 +247,7 @@ class Stage:
     def check_resumed(
         self, weights: InitialWeights, kernel: str, data: Iterable[TokenizedDataset]
     ) -> Iterator[str]:
-        """Yield what a run lacks that continues a checkpoint; `data` are its training and its held-out data."""
+        """Yield what a run that continues a checkpoint lacks; `data` are its training and its held-out data."""
         yield from ()
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
@@ -267,49 +276,45 @@ class Stage:
     # ---------------------------------------------------------------- construction
 
     def extend_data(self, parts: RunParts, data: TokenizedDataset) -> TokenizedDataset:
-        """Return training or held-out data with what the losses need besides; all ranks call it together."""
+        """Return training or held-out data with further columns that the losses need; all ranks call it together."""
         return data
 
     def build(self, parts: RunParts) -> Self:
         """Return the stage around its engine; all ranks call it together."""
-        return replace(self, model=parts.engine, mesh=parts.mesh, **self.arguments(parts))
-
-    def arguments(self, parts: RunParts) -> dict[str, object]:
-        """Return the further arguments of the stage's constructor, its frozen models under their roles among them."""
-        return dict(parts.frozen)
+        return replace(self, model=parts.engine, mesh=parts.mesh)
 
     def show_rollouts(self, show: Callable[..., None]) -> None:
-        """Let `show` see every finished rollout, of a stage that makes some."""
+        """Call `show` with every finished rollout, if the stage makes rollouts."""
 
     # ---------------------------------------------------------------- every step
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return what a step reads on this rank."""
-        batches = []
+        trained = []
         for examples in source.step(*divmod(step, source.steps_per_epoch)):
-            # those of one example one after the other
+            # the sequences of an example lie one after the other
             packed = [sequence for example in examples for sequence in self.sequences(example)]
-            batches.append(pack_shard(packed, self.mesh, self.model.device, may_be_empty=True))
-        return StepBatches(batches)
+            trained.append(pack_shard(packed, self.mesh, self.model.device, may_be_empty=True))
+        return StepBatches(trained)
 
     def sequences(self, example: Example) -> list[Sequence]:
         """Return the example's sequences as they are packed, each with the example's numbers."""
         numbers = example.columns
         return [replace(s, columns={**s.columns, **numbers}) for s in example.sequences]
 
-    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
-        """Return for each micro-batch what `losses` must know of the whole optimizer step, found without gradient."""
-        return [()] * len(read.batches)
+    def before_step(self, batches: StepBatches) -> list[tuple[Tensor, ...]]:
+        """Return for each micro-batch what `losses` must know of the whole step, computed without gradient."""
+        return [()] * len(batches.trained)
 
     def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
-        """Return this rank's own share of what each loss term is divided by, by default tokens.
+        """Return what this rank adds to each number that loss terms are divided by: by default its trained tokens.
 
-        A sequence counts on sequence-parallel rank 0 only.
+        A count of sequences is added by sequence-parallel rank 0 only.
         """
         return {"tokens": batch.loss_weights.sum(dtype=torch.float64)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums, *of_step: Tensor) -> list[Term]:
-        """Return the loss terms of one micro-batch and add its metrics; `of_step` is what `before_step` found."""
+        """Return the loss terms of one micro-batch and add its metrics; `of_step` is what `before_step` returned."""
         raise NotImplementedError
 
     def finalise_metrics(self, metrics: Metrics) -> Metrics:
@@ -329,7 +334,7 @@ class Stage:
         """Return the value on sequence-parallel rank 0 and zero elsewhere: a sequence counts once per group."""
         return value if self.mesh.sp_rank == 0 else value * 0
 
-    def share(self, term: Term) -> Tensor:
+    def local_sum(self, term: Term) -> Tensor:
         """Return what this rank adds to the global weighted sum of a term."""
         value = term.value * term.weight
         return self.on_first_rank(value) if term.per_sequence else value
@@ -345,7 +350,7 @@ class Stage:
     # ---------------------------------------------------------------- steps, evaluation and state
 
     def loader(self, data: StepLoader) -> StepLoader:
-        """Return what the loop reads its steps from: the data, or what the stage makes of them."""
+        """Return the loader that the loop reads: the data's own, or one of rollouts, which are made from the data."""
         return data
 
     def may_prepare(self, step: int) -> bool:
@@ -355,26 +360,26 @@ class Stage:
     def evaluate(self, source: StepLoader) -> Metrics:
         """Return the metrics of held-out data, `loss` among them, with the training's own weighting.
 
-        Those of a named set have its name before theirs, as in NAME/loss.
+        The metrics of a named set begin with its name, as in NAME/loss.
         """
-        whole, found = MetricSums(self.model.device), {}
+        all_sums, of_sets = MetricSums(self.model.device), {}
         with self.model.inference():
-            for name, own in source.sets().items():
-                sums = self._measured(own)
-                whole.include(sums)
+            for name, loader in source.sets().items():
+                sums = self._evaluation_sums(loader)
+                all_sums.include(sums)
                 if name:
-                    found |= {f"{name}/{key}": x for key, x in self._means(sums).items()}
-        return self._means(whole) | found
+                    of_sets |= {f"{name}/{key}": x for key, x in self._means(sums).items()}
+        return self._means(all_sums) | of_sets
 
-    def _measured(self, source: StepLoader) -> MetricSums:
-        """Return the sums of held-out data, those of the loss's terms among them."""
+    def _evaluation_sums(self, source: StepLoader) -> MetricSums:
+        """Return the sums of held-out data, with each term of the loss under "term" and its number."""
         sums = MetricSums(self.model.device)
         for step in range(source.steps_per_epoch):
-            read = self.read(source, step)
-            for batch, known in zip(read.batches, self.before_step(read), strict=True):
+            batches = self.read(source, step)
+            for batch, of_step in zip(batches.trained, self.before_step(batches), strict=True):
                 normalisers = self.normalisers(batch)
-                for i, term in enumerate(self.losses(batch, sums, *known)):
-                    sums.add(f"term{i}", self.share(term), normalisers[term.normaliser])
+                for i, term in enumerate(self.losses(batch, sums, *of_step)):
+                    sums.add(f"term{i}", self.local_sum(term), normalisers[term.normaliser])
         return sums
 
     def _means(self, sums: MetricSums) -> Metrics:

@@ -1,13 +1,14 @@
 """What the initial policy says of DPO's data, computed once before the first update and then memory-mapped.
 
     examples of the data    [ example 0: t t t t | t t t ][ example 1: ... ] ...
-    what the file holds     [            l l l l | l l l ][ ...                    float32, same positions
+    the file                [ example 0: l l l l | l l l ][ ...          ] ...     float32, one for each token
 
 The file is written under another name and renamed when it is complete; one process of each node writes it, so that it
 need not lie on a shared disk, but may.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,21 +28,21 @@ from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.progress import progress
 from ulysses.stages.passes import token_values
 
-CHUNK = 32  # items per data-parallel group that are computed before their values are written
+CHUNK = 32  # the fewest examples per data-parallel group that are computed between two writes
 
 
 def cache_file(
     config: Config, weights: InitialWeights, kernel: str, data: TokenizedDataset
 ) -> Path:
-    """Return the file in data.cache of the initial policy's values, named after everything that they depend on."""
+    """Return the path of the file in data.cache; its name is a digest of all that the log-probabilities depend on."""
     cache, content = Path(config.data.cache), f"seed {weights.seed}"
     if weights.paths:
         content = content_digest(weights.paths, cache)
-    # adapters, even switched off, take the base another way through the kernels
+    # with adapters, even switched off, the base runs through other kernels, which round differently
     adapted = config.model.lora.rank > 0
     source = f"""{weights.shape} {content} {weights.quantize} {config.model.dtype}
             {kernel} {adapted}"""
-    # the empty list has been part of the name since KTO had such files
+    # the empty list stands for a part of the key that is gone; without it existing caches would not be found
     key = digest_of_value(f"{source} {data.fingerprint} []")
     return cache / f"reference-{key[:24]}.bin"
 
@@ -60,60 +61,56 @@ def read_reference(
     They are computed if any node lacks the file; all ranks call this together.
 
     Args:
-        path: of `cache_file`; a .json next to it holds the file's digest.
+        path: of `cache_file`; a .json beside it, which is written last, holds the file's digest.
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
-        tokens_per_microbatch: the most of a packed one.
+        tokens_per_microbatch: the most tokens of a packed micro-batch.
     """
-    sizes, seal = dataset.lengths.tolist(), path.with_suffix(".json")
-    if not all(gather(seal.exists())):
-        numbers = range(len(dataset))
-        say(f"computing reference log-probabilities of {len(numbers)} examples -> {path}")
+    sizes, digest_file = dataset.lengths.tolist(), path.with_suffix(".json")
+    count, total = len(sizes), sum(sizes)
+    if not all(gather(digest_file.exists())):
+        say(f"computing reference log-probabilities of {count} examples -> {path}")
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
-        # several micro-batches of them, or CHUNK
-        size = mesh.data_parallel_size * max(
-            CHUNK, 4 * tokens_per_microbatch * len(numbers) // sum(sizes)
-        )
-        bar = {
-            "desc": "reference",
-            "unit": "examples",
-            "leave": False,
-            "disable": not mesh.is_main,
-        }
+        # about four micro-batches of each data-parallel group
+        per_group = max(CHUNK, 4 * tokens_per_microbatch * count // total)
+        per_chunk = mesh.data_parallel_size * per_group
 
         def computed_chunks() -> Iterator[np.ndarray]:
-            with progress(total=len(numbers), **bar) as shown:
-                for at in numbers[::size]:
-                    some = sizes[at : at + size]
+            bar = progress(
+                total=count, desc="reference", unit="examples", leave=False, disable=not mesh.is_main
+            )  # fmt: skip
+            with bar:
+                for first in range(0, count, per_chunk):
+                    chunk = sizes[first : first + per_chunk]
                     yield token_values(
                         logprobs,
-                        some,
-                        lambda number, at=at: dataset[at + number].sequences,
+                        chunk,
+                        lambda number, first=first: dataset[first + number].sequences,
                         mesh,
                         device,
                         tokens_per_microbatch,
                     ).numpy()
-                    shown.update(len(some))
+                    bar.update(len(chunk))
 
         chunks = computed_chunks()
         with writing(temporary, advice="set data.cache to another folder"):
+            # all ranks compute the chunks together, and one of each node writes them
             if local_rank() == 0:
-                _keep(path, seal, temporary, write_digested(temporary, chunks, 4 * sum(sizes)))
-            for (
-                _
-            ) in chunks:  # all ranks compute them together, and one of each node writes them
-                pass
-        gather(None)  # no node reads what is still written
+                digest = write_digested(temporary, chunks, 4 * total)
+                _publish(path, digest_file, temporary, digest)
+            deque(chunks, maxlen=0)
+        gather(None)  # no node reads a file that is still written
     with error_context("data.cache"):
-        check_once(seal, path.parent)
+        check_once(digest_file, path.parent)
     return np.asarray(np.memmap(path, np.float32, "r"))
 
 
-def _keep(path: Path, seal: Path, temporary: Path, digest: str) -> None:
-    """Give the complete file its name, unless another run came first, whose file is read then."""
+def _publish(path: Path, digest_file: Path, temporary: Path, digest: str) -> None:
+    """Give the complete file its name, unless another run has done so first; then that run's file is read."""
     lock = path.with_suffix(".lock")
     with lock_file(lock):
-        if not seal.exists():
+        if not digest_file.exists():
             os.replace(temporary, path)
-            write_json(seal, {path.name: digest})
-    lock.unlink(missing_ok=True)  # those who wait for it will find the seal
+            write_json(digest_file, {path.name: digest})
+    # runs that wait for the lock will find the digest
+    lock.unlink(missing_ok=True)
     temporary.unlink(missing_ok=True)

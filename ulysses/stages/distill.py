@@ -4,19 +4,19 @@ teacher's layers -> rows [M, D_t] --+
                                     +--> one tile of both models' logits at a time --> sum_t w_t (divergence + nll)
 student's layers -> rows [M, D] ----+
 
-The rows are conversations, or prompts with answers of the student's own: what a token is trained on is its context, and
-both models read the same.
+Both models read the same rows: conversations, or prompts with answers that the student has drawn before.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from losses.distill import distillation
 from losses.token_nll import weighted_sum
 from models.folders import folder_with, resolve_model
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast, load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term
+from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, RunParts, Stage, Term
 from ulysses.zero.engine import ZeroEngine
 
 
@@ -25,7 +25,7 @@ class DistillStage(Stage):
     """Learning from a teacher.
 
     Args:
-        teacher: its frozen engine, around models.decoder.CausalLM.
+        teacher: a frozen engine around models.decoder.CausalLM.
     """
 
     name, dataset_type = "distill", "sequence"
@@ -39,12 +39,12 @@ class DistillStage(Stage):
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
         path = self.table.teacher
         folder = resolve_model(path, need_weights=False, key="distill.teacher")
-        words = load_tokenizer(folder_with(folder, "tokenizer*")).get_vocab()
-        for word, number in tokenizer.get_vocab().items():
-            if words.get(word) != number:
+        teachers = load_tokenizer(folder_with(folder, "tokenizer*")).get_vocab()
+        for token, number in tokenizer.get_vocab().items():
+            if teachers.get(token) != number:
                 yield (
-                    f"distill.teacher {path} has another tokenizer: {word!r} is token {number} of the student and "
-                    f"{words.get(word)} of the teacher; use a teacher with the student's tokenizer"
+                    f"distill.teacher {path} has another tokenizer: {token!r} is token {number} of the student and "
+                    f"{teachers.get(token)} of the teacher; use a teacher with the student's tokenizer"
                 )
                 return
 
@@ -53,8 +53,11 @@ class DistillStage(Stage):
         teacher = AuxiliaryModel("teacher", "distill.teacher", self.table.teacher)
         return super().requirements._replace(models=(teacher,))
 
+    def build(self, parts: RunParts) -> Self:
+        return replace(super().build(parts), teacher=parts.frozen["teacher"])
+
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
-        config = self.table
+        table = self.table
         with self.teacher.inference():
             rows = self.teacher(batch, project=False)
         matrix = self.teacher.module.lm_head.weight
@@ -62,12 +65,12 @@ class DistillStage(Stage):
             loss = distillation(
                 rows,
                 matrix,
-                beta=config.jsd_beta,
-                temperature=config.temperature,
-                nll_weight=config.nll_weight,
+                beta=table.jsd_beta,
+                temperature=table.temperature,
+                nll_weight=table.nll_weight,
             )
             out = self.model(batch, nll=True, tile_loss=loss)
         nll, count = weighted_sum(-out.logps, batch.loss_weights)
         metrics.add("nll", nll, count)
-        metrics.add("divergence", out.nll - config.nll_weight * nll, count)
+        metrics.add("divergence", out.nll - table.nll_weight * nll, count)
         return [Term(out.nll, "tokens")]

@@ -36,10 +36,10 @@ from ulysses.stages.base import (
     Term,
 )
 from ulysses.stages.cached_reference import cache_file, read_reference
-from ulysses.stages.referenced import COLUMN, ReferencedStage
+from ulysses.stages.referenced import REFERENCE_LOGPS, ReferencedStage
 
-STATE = "dpo.json"  # in a checkpoint
-MEAN = "rewards/mean"  # the metric that bco_pair averages over all steps
+STATE_FILE = "dpo.json"  # in a checkpoint
+MEAN_REWARD = "rewards/mean"  # the metric that bco_pair averages over all steps
 
 
 class DpoStage(ReferencedStage):
@@ -53,7 +53,7 @@ class DpoStage(ReferencedStage):
 
     @property
     def options(self) -> dict[str, object]:
-        """The arguments that the configuration fixes in `losses.dpo_loss`."""
+        """The arguments of `losses.dpo_loss` that are settings."""
         return self.table.model_dump(exclude={"ld_alpha", "sft_weight", "reference"})
 
     def check(self) -> Iterator[str]:
@@ -72,7 +72,7 @@ class DpoStage(ReferencedStage):
 
     @property
     def is_cached(self) -> bool:
-        """Whether the data carry what the reference says."""
+        """Whether the data carry the reference's log-probabilities."""
         return self.needs_reference and self.table.reference == "cached"
 
     @property
@@ -81,18 +81,19 @@ class DpoStage(ReferencedStage):
 
     @property
     def requirements(self) -> Requirements:
-        found = super().requirements
-        if self.is_cached:  # the trained model has served as it before the first step
-            own = [model._replace(passes=0.0, shares_weights=True) for model in found.models]
-            found = found._replace(models=tuple(own))
-        return found
+        requirements = super().requirements
+        if not self.is_cached:
+            return requirements
+        # the trained model serves as the reference, before the first step
+        (reference,) = requirements.models
+        cached = reference._replace(passes=0.0, shares_weights=True)
+        return requirements._replace(models=(cached,))
 
     def check_resumed(
         self, weights: InitialWeights, kernel: str, data: Iterable[TokenizedDataset]
     ) -> Iterator[str]:
-        if (
-            not self.is_cached or self.config.model.lora.rank
-        ):  # adapters can still be switched off
+        # with adapters off the trained model is the initial policy at any time
+        if not self.is_cached or self.config.model.lora.rank:
             return
         files = (cache_file(self.config, weights, kernel, each) for each in data)
         if gone := [str(path) for path in files if not path.with_suffix(".json").exists()]:
@@ -105,16 +106,28 @@ class DpoStage(ReferencedStage):
     def extend_data(self, parts: RunParts, data: TokenizedDataset) -> TokenizedDataset:
         """Let the data carry the initial policy's log-probabilities if they are to be cached.
 
-        They are computed now, with the weights that are about to be trained, unless data.cache holds them.
+        Unless data.cache holds them they are computed now, with the weights that training starts from.
         """
         if not self.is_cached:
             return data
         path = cache_file(self.config, parts.weights, parts.kernel, data)
-        how = self.mesh, self.model.device, parts.tokens_per_microbatch, parts.say
-        return data.with_column(COLUMN, read_reference(data, path, self.reference, *how))
+        logps = read_reference(
+            data,
+            path,
+            self.reference,
+            self.mesh,
+            self.model.device,
+            parts.tokens_per_microbatch,
+            parts.say,
+        )
+        return data.with_column(REFERENCE_LOGPS, logps)
 
     def reference_logps(self, batch: ShardedBatch) -> Tensor:
-        return batch.token_columns[COLUMN] if self.is_cached else super().reference_logps(batch)
+        return (
+            batch.token_columns[REFERENCE_LOGPS]
+            if self.is_cached
+            else super().reference_logps(batch)
+        )
 
     def sequences(self, example: Example) -> list[Sequence]:
         pair, alpha = super().sequences(example), self.table.ld_alpha
@@ -139,25 +152,27 @@ class DpoStage(ReferencedStage):
             "chosen_tokens": chosen.sum(dtype=torch.float64),
         }
 
-    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
-        """Return what aot compares each micro-batch's margins with: those of the whole step, sorted, [N/2] each."""
+    def before_step(self, batches: StepBatches) -> list[tuple[Tensor, ...]]:
+        """Return for each micro-batch the reference's margins that aot compares the policy's with, [N/2] each."""
         if not self.looks_ahead:
-            return super().before_step(read)
+            return super().before_step(batches)
         with self.model.inference():
-            passes = [(b, self.model(b).logps, self.reference_logps(b)) for b in read.batches]
-            own = [torch.stack(self.answer_sums(*each)[:2]).cpu() for each in passes]
-        # all groups have as many micro-batches
-        sums: list[Tensor] = sum(gather(own)[:: self.mesh.sequence_parallel_size], [])
-        whole = torch.cat(sums, dim=1)
-        margins = aot_margins(*(whole[:, 0::2] - whole[:, 1::2]))
-        parts = margins.split([each.shape[1] // 2 for each in sums])
-        mine = parts[self.mesh.dp_rank * len(own) :][: len(own)]
-        return [(part.to(self.model.device),) for part in mine]
+            passes = [
+                (b, self.model(b).logps, self.reference_logps(b)) for b in batches.trained
+            ]
+            local = [torch.stack(self.answer_sums(*each)[:2]).cpu() for each in passes]
+        # [2, N] of every micro-batch of the step, group by group; every group has equally many micro-batches
+        sums: list[Tensor] = sum(gather(local)[:: self.mesh.sequence_parallel_size], [])
+        of_step = torch.cat(sums, dim=1)
+        margins = aot_margins(*(of_step[:, 0::2] - of_step[:, 1::2]))
+        by_microbatch = margins.split([each.shape[1] // 2 for each in sums])
+        first = self.mesh.dp_rank * len(local)
+        return [(m.to(self.model.device),) for m in by_microbatch[first : first + len(local)]]
 
     def losses(
         self, batch: ShardedBatch, metrics: MetricSums, reference_margins: Tensor | None = None
     ) -> list[Term]:
-        config, weights = self.table, batch.loss_weights
+        table, weights = self.table, batch.loss_weights
         logps, reference = self.both_logps(batch, metrics)
         policy, base, lengths = self.answer_sums(batch, logps, reference)
         chosen, rejected = policy[0::2], policy[1::2]
@@ -181,29 +196,29 @@ class DpoStage(ReferencedStage):
             "logps/chosen": chosen,
             "logps/rejected": rejected,
         }
-        if "bco_pair" in config.loss_types:
+        if "bco_pair" in table.loss_types:
             ratios = (chosen - base[0::2] + rejected - base[1::2]) / 2
-            means[MEAN] = config.beta * ratios
+            means[MEAN_REWARD] = table.beta * ratios
         terms = [Term(losses.sum(), "pairs", per_sequence=True)]
-        if config.sft_weight:
+        if table.sft_weight:
             weights = weights * (batch.sequence_ids % 2 == 0)
             nll = -(logps * weights).sum()
-            terms.append(Term(nll, "chosen_tokens", config.sft_weight))
+            terms.append(Term(nll, "chosen_tokens", table.sft_weight))
             metrics.add("nll/chosen", nll, weights.sum(dtype=torch.float64))
             means["loss/preference"] = losses
         self.add_means(metrics, means, len(losses))
         return terms
 
     def after_step(self, metrics: Metrics) -> None:
-        """Count the step's rewards in the mean that bco_pair subtracts from the next step on."""
-        if MEAN in metrics:
+        """Add the step's mean reward to the running mean, which bco_pair subtracts from the next step on."""
+        if MEAN_REWARD in metrics:
             mean, steps = self.rewards
-            self.rewards = mean + (metrics[MEAN] - mean) / (steps + 1), steps + 1
+            self.rewards = mean + (metrics[MEAN_REWARD] - mean) / (steps + 1), steps + 1
 
     def save(self, folder: Path) -> None:
-        write_json(folder / STATE, self.rewards)
+        write_json(folder / STATE_FILE, self.rewards)
 
     def load(self, folder: Path) -> None:
         # a run may continue another stage's checkpoint (run.resume_anyway)
-        if (file := folder / STATE).exists():
+        if (file := folder / STATE_FILE).exists():
             self.rewards = json.loads(file.read_text())

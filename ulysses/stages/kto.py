@@ -5,8 +5,8 @@
           j = the next example of the step (cyclic) with a different prompt
     good: weight * (1 - sigmoid(beta (r - z0)))       bad: weight * (1 - sigmoid(beta (z0 - r)))
 
-Mismatched sequences (x_i, y_j) are packed by themselves and only looked at, before the first backward;
-z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_unpaired (2408.06266) has no baseline.
+Mismatched sequences (x_i, y_j) are packed by themselves and are only read without gradient, before the first backward
+pass; z0 is a constant. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_unpaired (2408.06266) has no baseline.
 """
 
 from collections.abc import Iterator
@@ -52,37 +52,34 @@ class KtoStage(ReferencedStage):
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return the step's micro-batches, and those of the mismatched sequences."""
-        read = super().read(source, step)
+        batches, dataset = super().read(source, step), source.dataset
         indices = source.indices(*divmod(step, source.steps_per_epoch))
-        dataset = source.dataset
-        pairs = []
-        if self.looks_ahead:
-            pairs = mismatched_pairs(dataset.columns["prompt_id"], indices)
+        pairs = self.looks_ahead and mismatched_pairs(dataset.columns["prompt_id"], indices)
         if not pairs:
-            return read
-        batches = packed_batches(
+            return batches
+        mismatched = packed_batches(
             mismatched_lengths(dataset, pairs),
             lambda numbers: [dataset.mismatch(*pairs[number]) for number in numbers],
             self.mesh,
             self.model.device,
             source.tokens_per_microbatch,
         )
-        return read._replace(looked_at=[batch for _, batch in batches])
+        return batches._replace(looked_at=[batch for _, batch in mismatched])
 
-    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
+    def before_step(self, batches: StepBatches) -> list[tuple[Tensor, ...]]:
         """Return z0, which is the same for every micro-batch."""
         if not self.looks_ahead:
-            return super().before_step(read)
+            return super().before_step(batches)
         gaps = MetricSums(self.model.device)
         gaps.add("gap", 0.0, 0.0)  # of a step without any mismatch
         with self.model.inference():
-            for batch in read.looked_at:
+            for batch in batches.looked_at:
                 gap = self.model(batch).logps.double() - self.reference_logps(batch).double()
                 count = self.on_first_rank(batch.num_sequences)
                 gaps.add("gap", (gap * batch.loss_weights).sum(), count)
         total, count = gaps.totals()
         baseline = (total / count.clamp(min=1)).clamp(min=0)
-        return [(baseline,)] * len(read.batches)
+        return [(baseline,)] * len(batches.trained)
 
     def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         return {"examples": self.on_first_rank(batch.num_sequences)}
@@ -90,13 +87,13 @@ class KtoStage(ReferencedStage):
     def losses(
         self, batch: ShardedBatch, metrics: MetricSums, baseline: Tensor | None = None
     ) -> list[Term]:
-        config = self.table
+        table = self.table
         policy, base, _ = self.answer_sums(batch, *self.both_logps(batch, metrics))
         desirable = batch.sequence_columns["label"] > 0.5
-        # Both losses of every example, of which its label takes one: no index that the host would have to wait for.
+        # Each example has both losses, and its label chooses one: an index would make the host wait for the device.
         both, rewards, _, _ = kto_loss(
-            policy, policy, None, base, base, None, config.beta, config.desirable_weight, config.undesirable_weight,
-            kl=baseline, loss_type=config.loss_type,
+            policy, policy, None, base, base, None, table.beta, table.desirable_weight, table.undesirable_weight,
+            kl=baseline, loss_type=table.loss_type,
         )  # fmt: skip
         count = batch.num_sequences
         losses = torch.where(desirable, both[:count], both[count:])
@@ -114,9 +111,9 @@ class KtoStage(ReferencedStage):
 
 
 def mismatched_pairs(prompts: np.ndarray, indices: list[int]) -> list[tuple[int, int]]:
-    """Pair each example of a step with the one whose completion it takes for KTO's baseline.
+    """Return (example, partner) for each example of a step; KTO's baseline takes the partner's completion.
 
-    That is the next example of the step, cyclically, that has another prompt. Examples without one are left out.
+    The partner is the next example of the step, cyclically, that has another prompt. Examples without one are left out.
     `prompts` are the ids of the dataset's prompts.
     """
     pairs = []
@@ -130,6 +127,6 @@ def mismatched_pairs(prompts: np.ndarray, indices: list[int]) -> list[tuple[int,
 
 def mismatched_lengths(dataset: TokenizedDataset, pairs: list[tuple[int, int]]) -> list[int]:
     """Return the tokens of each `dataset.mismatch(i, j)` without reading one."""
-    heads, lengths = dataset.columns.get("prompt_length"), dataset.sequence_lengths
-    whole = (int(heads[i] + lengths[j, 0] - heads[j]) for i, j in pairs)
-    return [min(dataset.max_length, length) for length in whole]
+    prompts, lengths = dataset.columns["prompt_length"], dataset.sequence_lengths
+    uncut = (int(prompts[i] + lengths[j, 0] - prompts[j]) for i, j in pairs)
+    return [min(dataset.max_length, length) for length in uncut]

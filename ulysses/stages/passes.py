@@ -1,6 +1,6 @@
 """Passes without gradient over many sequences, dealt to all ranks like the micro-batches of one optimizer step.
 
-An item is what must stay in one micro-batch: one sequence, or both sides of a pair.
+An item is what must stay in one micro-batch: one sequence, both sides of a pair, or answers that share a prompt.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -23,19 +23,19 @@ def packed_batches(
     device: torch.device,
     tokens_per_microbatch: int,
 ) -> Iterator[tuple[list[int], ShardedBatch]]:
-    """Yield this data-parallel group's micro-batches with the numbers of their items, as many on every rank.
+    """Yield this data-parallel group's micro-batches with the numbers of their items; every rank gets as many.
 
     Args:
-        lengths: tokens of each item; at least one.
+        lengths: tokens of each item; at least one item.
         sequences: returns the sequences of one micro-batch by the numbers of its items.
-        tokens_per_microbatch: the most of one, which the longest item may exceed.
+        tokens_per_microbatch: the most tokens of a micro-batch, unless the longest item is longer.
     """
     costs = [sequence_cost(length, windows=mesh.windows) for length in lengths]
     budget = max([tokens_per_microbatch, *lengths])
     groups = pack_step(lengths, costs, budget, mesh.data_parallel_size)
     for numbers in groups[mesh.dp_rank]:
-        given = sequences(numbers) if numbers else [s.emptied for s in sequences([0])]
-        yield numbers, pack_shard(given, mesh, device, may_be_empty=True)
+        packed = sequences(numbers) if numbers else [s.emptied for s in sequences([0])]
+        yield numbers, pack_shard(packed, mesh, device, may_be_empty=True)
 
 
 def token_values(
@@ -52,22 +52,25 @@ def token_values(
     Args:
         compute: maps a batch to its tokens' values [S, *columns].
         sizes: tokens of each item, where a prompt that its sequences share counts once.
-        sequences: returns those of an item by its number; the other arguments are those of `packed_batches`.
+        sequences: returns the sequences of an item by its number; the other arguments are those of `packed_batches`.
     """
     flat = torch.zeros(sum(sizes), *columns, device=device)
     rows = flat.split(sizes)
 
-    def packed(numbers: list[int]) -> list[Sequence]:
-        """Let every item share prompts inside of itself only, so that it has its size."""
+    def sequences_of(numbers: list[int]) -> list[Sequence]:
+        """Return the items' sequences; two items with the same prompt do not share it, so that each has its size."""
         return [
             s if s.prompt is None else replace(s, prompt=i)
             for i in numbers
             for s in sequences(i)
         ]
 
-    for numbers, batch in packed_batches(sizes, packed, mesh, device, tokens_per_microbatch):
+    for numbers, batch in packed_batches(
+        sizes, sequences_of, mesh, device, tokens_per_microbatch
+    ):
         values = gather_tokens(compute(batch).float(), batch)
-        if mesh.sp_rank == 0:  # all ranks of its group hold the same values, which count once
+        # all ranks of the sequence-parallel group hold the same values, which count once
+        if mesh.sp_rank == 0:
             for i, part in zip(numbers, values.split([sizes[i] for i in numbers]), strict=True):
                 rows[i].copy_(part)
     if dist.is_initialized():

@@ -7,9 +7,9 @@ reference = "live"     a frozen copy of the initial policy, or the trained model
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -26,10 +26,10 @@ from ulysses.stages.base import (
 )
 from ulysses.zero.engine import ZeroEngine
 
-COLUMN = "reference_logps"  # of the sequences
-GAP = "reference_gap"  # the metric: mean |policy - reference| per trained token
-# mean |policy - reference| per token that rounding alone explains: between two ways through 30 layers of a pretrained
-# model of 135M parameters it was 0.028 in bfloat16
+REFERENCE_LOGPS = "reference_logps"  # the column of the sequences
+REFERENCE_GAP = "reference_gap"  # the metric: mean |policy - reference| per trained token
+# The largest mean |policy - reference| per token that rounding alone explains. Between two ways of computing the same
+# 30 layers of a pretrained model of 135M parameters it was 0.028 in bfloat16.
 STEP0_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
 
 
@@ -39,8 +39,8 @@ class ReferencedStage(Stage):
 
     Args:
         reference: computes the reference's log-probabilities [S] of a batch's targets; None for a reference-free loss.
-        tolerance: largest mean |policy - reference| per token allowed at step 0, where a reference that is no other
-            model equals the policy.
+        tolerance: largest mean |policy - reference| per token allowed at step 0, where policy and reference are equal
+            unless the reference is another model.
     """
 
     reference_words: ClassVar[tuple[str, ...]] = ("live",)
@@ -52,12 +52,10 @@ class ReferencedStage(Stage):
 
     def check(self) -> Iterator[str]:
         reference = self.table.reference
-        known = ", ".join(f'"{word}"' for word in self.reference_words)
-        named = (
-            reference in self.reference_words or "/" in reference or Path(reference).exists()
-        )
-        if not named:
-            yield f"{self.name}.reference is {reference!r} but must be {known} or a model's folder or hub id"
+        is_word = reference in self.reference_words
+        if not (is_word or "/" in reference or Path(reference).exists()):
+            words = ", ".join(f'"{word}"' for word in self.reference_words)
+            yield f"{self.name}.reference is {reference!r} but must be {words} or a model's folder or hub id"
 
     @property
     def needs_reference(self) -> bool:
@@ -66,33 +64,35 @@ class ReferencedStage(Stage):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether policy and reference read as much once more before the step's first backward."""
+        """Whether policy and reference read the step once more, before its first backward pass."""
         return False
 
     @property
     def requirements(self) -> Requirements:
-        given, ahead = self.table.reference, self.looks_ahead
+        reference, ahead = self.table.reference, self.looks_ahead
         lora = self.config.model.lora
         model = AuxiliaryModel(
             "reference",
             f"{self.name}.reference",
-            path="" if given in self.reference_words else given,
+            path="" if reference in self.reference_words else reference,
             passes=1.0 + ahead,
-            shares_weights=given == "live" and lora.rank > 0 and not lora.train,
+            shares_weights=reference == "live" and lora.rank > 0 and not lora.train,
         )
         models = (model,) if self.needs_reference else ()
-        # log-probabilities are found forward, and their gradient from other logits backward
+        # backward computes the logits again, for the gradient of the log-probabilities
         return super().requirements._replace(
             extra_forwards=float(ahead), models=models, logit_bytes=12
         )
 
     # ---------------------------------------------------------------- construction
 
-    def arguments(self, parts: RunParts) -> dict[str, object]:
-        found = super().arguments(parts)
-        if engine := found.get("reference"):
-            found["reference"] = logps_of(engine)
-        return {**found, "tolerance": STEP0_TOLERANCE[self.config.model.dtype]}
+    def build(self, parts: RunParts) -> Self:
+        engine = parts.frozen.get("reference")
+        return replace(
+            super().build(parts),
+            reference=engine and logps_of(engine),
+            tolerance=STEP0_TOLERANCE[self.config.model.dtype],
+        )
 
     # ---------------------------------------------------------------- every step
 
@@ -107,11 +107,11 @@ class ReferencedStage(Stage):
         """
         if not self.needs_reference:
             return self.model(batch).logps, torch.zeros_like(batch.loss_weights)
-        # the reference comes first: it may be this very model with its adapters off
+        # the reference comes first: it may be the policy itself, with its adapters off
         reference, logps = self.reference_logps(batch), self.model(batch).logps
         trained = batch.loss_weights != 0
         gap = (logps.detach() - reference).abs() * trained
-        metrics.add(GAP, gap.sum(), trained.sum())
+        metrics.add(REFERENCE_GAP, gap.sum(), trained.sum())
         return logps, reference
 
     def answer_sums(
@@ -128,7 +128,7 @@ class ReferencedStage(Stage):
         return policy, base.detach(), lengths.detach()
 
     def check_first_step(self, metrics: Metrics) -> None:
-        gap = metrics.get(GAP, 0.0)
+        gap = metrics.get(REFERENCE_GAP, 0.0)
         if self.table.reference in self.reference_words and not gap <= self.tolerance:
             raise RuntimeError(
                 f"at step 0 the policy is the reference, but their log-probabilities differ by {gap:.3g} per token "
@@ -138,7 +138,7 @@ class ReferencedStage(Stage):
 
 
 def logps_of(engine: ZeroEngine) -> Callable[..., Tensor]:
-    """Return what computes an engine's log-probabilities [S] of a batch's targets, without gradient."""
+    """Return a function that computes an engine's log-probabilities [S] of a batch's targets, without gradient."""
 
     def logps(batch: ShardedBatch, **options: object) -> Tensor:
         with engine.inference():

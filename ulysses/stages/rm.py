@@ -40,10 +40,10 @@ class RmStage(Stage):
         return replace(model_config, pad_token_id=None if ends else pad)
 
     def sequences(self, example: Example) -> list[Sequence]:
-        found = super().sequences(example)
+        # answers without a rank are ranked in the order of their list
         return [
-            replace(s, columns={"rank": place, "margin": 0.0, **s.columns, "first": not place})
-            for place, s in enumerate(found)
+            replace(s, columns={"rank": i, "margin": 0.0, **s.columns, "first": i == 0})
+            for i, s in enumerate(super().sequences(example))
         ]
 
     def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:

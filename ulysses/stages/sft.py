@@ -18,7 +18,7 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import Metrics, MetricSums, Stage, Term
 
 LARGEST_EXPONENT = 700.0  # e^700 is still finite
-# of positions, each twice as long as all before it
+# ranges of positions, each of which ends at twice its start
 OCTAVES = ["0-1k", *(f"{2**i}k-{2 ** (i + 1)}k" for i in range(13))]
 
 
@@ -35,19 +35,19 @@ class SftStage(Stage):
             )
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
-        config, weights = self.table, batch.loss_weights
-        smoothing = config.label_smoothing
-        needs_lse = bool(smoothing or config.z_loss)
+        table, weights = self.table, batch.loss_weights
+        smoothing = table.label_smoothing
+        needs_lse = bool(smoothing or table.z_loss)
         # the loss needs nothing of the head but its nll
-        plain = config.loss_type == "nll" and not needs_lse
+        plain = table.loss_type == "nll" and not needs_lse
         out = self.model(batch, nll=plain, lse=needs_lse, mean_logit=bool(smoothing))
         loss, count = token_nll(out.logps, weights)
         metrics.add("nll", loss, count)
         if not torch.is_grad_enabled():
             nll = -out.logps.double()
-            # a row predicts the next token; an exponent e stands for 2^(e - 1) to 2^e - 1, and 0 for 0
+            # a row predicts the token after it; exponent e means 2^(e - 1) <= thousands < 2^e, and 0 means none
             octaves = ((batch.positions + 1) // 1024).float().frexp().exponent
-            # every rank adds all of them; those without a trained token fall out
+            # every rank adds the same names; octaves without a trained token are left out of the means
             for i, name in enumerate(OCTAVES):
                 inside = weights.double() * (octaves == i)
                 metrics.add(f"nll/{name}", *weighted_sum(nll, inside))
@@ -55,14 +55,14 @@ class SftStage(Stage):
                 metrics.add(f"weights/{name}", inside.sum())
         if plain:
             loss = out.nll
-        elif config.loss_type == "dft":
+        elif table.loss_type == "dft":
             loss, _ = weighted_sum(dft_nll(out.logps), weights)
         elif smoothing:
             each = label_smoothed_nll(out.logps, out.lse, out.mean_logit, smoothing)
             loss, _ = weighted_sum(each, weights)
         terms = [Term(loss, "tokens")]
-        if config.z_loss:
-            penalty, _ = weighted_sum(z_loss(out.lse, config.z_loss), weights)
+        if table.z_loss:
+            penalty, _ = weighted_sum(z_loss(out.lse, table.z_loss), weights)
             metrics.add("z_loss", penalty, count)
             terms.append(Term(penalty, "tokens"))
         return terms

@@ -175,7 +175,7 @@ class StepGradients(Gradients):
 
     def apply_factors(self) -> None:
         """Make every slice float32 first, so that no change by a gradient policy is rounded."""
-        self.entries = [replace(e, grad=e.grad.to(self.wide)) for e in self.entries]
+        self.entries = [replace(e, grad=e.grad.to(self.sum_dtype)) for e in self.entries]
         super().apply_factors()
 
 
