@@ -8,14 +8,24 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, TypeVar
 
+from models.config_json import (
+    check_fixed,
+    check_kinds,
+    check_quantisation,
+    join_fields,
+    number,
+    numbers,
+    read_experts,
+    read_layers,
+    read_scaling,
+    rotary_fields,
+)
 from models.families import (
     FAMILIES,
     MULTIMODAL,
-    TABLES,
     Delta,
     Experts,
     Family,
@@ -24,27 +34,17 @@ from models.families import (
     Multipliers,
     RopeScaling,
 )
-from models.multimodal import around_text, text_config
+from models.multimodal import multimodal_config, text_config
 
-# Fields that change what transformers' classes of these families compute, with the one value that is computed here.
-NEUTRAL: Fields = TABLES["neutral"]
-# The fields of every type of rotary scaling; yarn needs the first two only.
-_ROPE_TYPES: Mapping[str, list[str]] = TABLES["rope_types"]
-
-# Below which a number is taken for a mistake; others must be below 2^31.
-MOST: Mapping[str, float] = TABLES["most"]
-# What fields that are no plain numbers must be, each with an example.
-KINDS: Mapping[str, tuple[str, object]] = TABLES["kinds"]
-# What a file may say besides in other words: lists with an entry for every layer, and fields of two names.
-LISTS: Mapping[str, str] = TABLES["lists"]
-
-T = TypeVar("T", int, float, str)  # of a field
 _NO_MULTIPLIERS = Multipliers()
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Describe a decoder; field names are those of config.json."""
+    """Describe a decoder; field names are those of config.json.
+
+    The digests of frozen models contain its repr: a run from before a field was renamed could not be resumed.
+    """
 
     model_type: str
     vocab_size: int
@@ -70,8 +70,8 @@ class ModelConfig:
     multipliers: Multipliers = _NO_MULTIPLIERS
     moe: Experts | None = None
     delta: Delta | None = None  # of "linear_attention" layers
-    partial_rotary_factor: float = 1.0  # the part of a head's columns that turn
-    around: str = ""  # config.json of the multimodal model that this one is the text model of
+    partial_rotary_factor: float = 1.0  # the part of a head's columns that are rotated
+    around: str = ""  # of a multimodal folder's text model: the whole config.json
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -79,11 +79,11 @@ class ModelConfig:
                 f"num_attention_heads is {self.num_attention_heads} but must be a multiple of "
                 f"num_key_value_heads = {self.num_key_value_heads}; correct the config"
             )
-        turned = int(self.head_dim * self.partial_rotary_factor)
-        if turned % 2 or not 0 < turned <= self.head_dim:
+        rotated = int(self.head_dim * self.partial_rotary_factor)
+        if rotated % 2 or not 0 < rotated <= self.head_dim:
             raise ValueError(
                 f"head_dim is {self.head_dim} and partial_rotary_factor {self.partial_rotary_factor:g}, so that "
-                f"{turned} columns would turn, but these must be an even number up to head_dim; correct the config"
+                f"{rotated} columns would turn, but these must be an even number up to head_dim; correct the config"
             )
 
     @property
@@ -103,7 +103,7 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of every layer, None where one sees all before it; empty if all of them do."""
+        """The sliding window of every layer, None for one that sees all tokens before; empty if every layer does."""
         return tuple(map(self.window, self.layers)) if self.sliding_window else ()
 
     def window(self, kind: LayerKind) -> int | None:
@@ -112,7 +112,7 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float | None:
-        """What attention's scores are multiplied by, if it is not E^-1/2."""
+        """The factor of attention's scores; None for the usual E^-1/2, E being the width of a head."""
         scalar = self.multipliers.query_pre_attn_scalar
         return scalar**-0.5 if scalar else self.multipliers.attention_multiplier
 
@@ -120,7 +120,7 @@ class ModelConfig:
     def from_hf(cls, raw: Fields, **rope: object) -> "ModelConfig":
         """Read a config.json in transformers' old (rope_theta, rope_scaling) or new (rope_parameters) style.
 
-        `rope` changes the rotary settings: rope_type, rope_theta and the other fields of RopeScaling. A factor then
+        `rope` changes the rotary settings: rope_type, rope_theta and the other fields of RopeScaling. Its factor
         stretches the window that the model had before any scaling.
 
         Raises ValueError, one sentence, for a family, field or value that these models do not compute.
@@ -136,81 +136,50 @@ class ModelConfig:
             )
         family = FAMILIES[model_type]
         check_kinds(raw)
-        if quantised := raw.get("quantization_config"):
-            method = quantised.get("quant_method")
-            is_nf4 = method == "bitsandbytes" and quantised.get("bnb_4bit_quant_type") == "nf4"
-            if not is_nf4 and (method != "mxfp4" or not family.clamped_experts):
-                raise ValueError(
-                    f"quantization_config in config.json says that the weights are quantised by {method}, but only "
-                    "bitsandbytes' NF4 can be trained on; use the model that they were made from, with model.quantize"
-                )
-        # rotary settings lie among the others or, in either style, in a table of their own
-        table = raw.get("rope_parameters") or {}
-        if "full_attention" in table:  # by mixers
-            full, local = (table.get(f"{x}_attention") or {} for x in ("full", "sliding"))
-            if {type(full), type(local)} != {dict}:
-                raise ValueError(
-                    f"config.json has rope_parameters = {table!r:.60}, where each kind of layers must have a table; "
-                    "correct the file"
-                )
-            others = {"rope_local_base_freq": "rope_theta", "local_rope_type": "rope_type"}
-            table = full | {name: local.get(key) for name, key in others.items()}
-        scaling = raw.get("rope_scaling") or {}
-        # "type" is the older name, also beside a newer table
-        table = told_once({"type": "rope_type"}, table, scaling) or family.rope_scaling
-        told_once({}, {"rope_theta": raw.get("rope_theta")}, table)
-        kind = table.get("rope_type")
-        if (scaling or "factor" in table) and not isinstance(kind, str):
-            raise ValueError(
-                f"config.json has rotary scaling {table!r:.60} without a rope_type; name it, or remove the scaling"
-            )
-        check_kinds(table)
-        named = told_once(family.aliases, raw)
-        if "rope_local_base_freq" not in family.defaults:  # nor has the class
+        check_quantisation(raw, family)
+        rotary = rotary_fields(raw, family)
+        named = join_fields(family.aliases, raw)
+        # transformers' other classes do not read it
+        if "rope_local_base_freq" not in family.defaults:
             named.pop("rope_local_base_freq", None)
-        stated = {**family.defaults, **named, **table}
-        fixed = {**NEUTRAL, "hidden_act": family.activation, **family.fixed}
-        for name, value in fixed.items():
-            is_neutral = name in NEUTRAL and name in family.defaults  # the family computes it
-            if not is_neutral and stated.get(name) not in (None, value):
-                raise ValueError(
-                    f"config.json has {name} = {stated[name]!r:.60}, which these models do not compute; use a model "
-                    "without it"
-                )
-        known = family.defaults | {k: v for k, v in stated.items() if v is not None}
-        # Qwen2.5-1M was trained on this many tokens; only a server computes the chunks that reach further
-        if chunks := known.get("dual_chunk_attention_config"):
-            known["max_position_embeddings"] = chunks.get("original_max_position_embeddings")
-        heads = number(known, "num_attention_heads", int)
-        known.setdefault("partial_rotary_factor", 1.0)
-        if stated.get("num_key_value_heads") is None:  # so does null, whatever the default is
-            known["num_key_value_heads"] = heads
-        known.setdefault("head_dim", number(known, "hidden_size", int) // heads)
-        pattern = read_layers(known, family)
+        stated = {**family.defaults, **named, **rotary}
+        check_fixed(stated, family)
+        # the same fields, with the default in place of null
+        values = family.defaults | {k: v for k, v in stated.items() if v is not None}
+        # Qwen2.5-1M was trained on this many tokens; only servers compute the chunked attention that reaches further
+        if chunks := values.get("dual_chunk_attention_config"):
+            values["max_position_embeddings"] = chunks.get("original_max_position_embeddings")
+        heads = number(values, "num_attention_heads", int)
+        values.setdefault("partial_rotary_factor", 1.0)
+        # null, too, means as many as query heads, whatever the default is
+        if stated.get("num_key_value_heads") is None:
+            values["num_key_value_heads"] = heads
+        values.setdefault("head_dim", number(values, "hidden_size", int) // heads)
+        pattern = read_layers(values, family)
         kinds = {kind.rotary for kind in pattern} | {kind.mixer for kind in pattern}
         local_theta = window = None
-        if "local" in kinds:  # the default is the model's own, whatever `rope` changes
-            known.setdefault("rope_local_base_freq", known["rope_theta"])
-            local_theta = number(known, "rope_local_base_freq", float)
+        if "local" in kinds:  # by default the file's rope_theta, whatever `rope` changes
+            values.setdefault("rope_local_base_freq", values["rope_theta"])
+            local_theta = number(values, "rope_local_base_freq", float)
         if "sliding_attention" in kinds and stated.get("sliding_window") is not None:
-            window = number(known, "sliding_window", int)
-        multipliers = {name: number(known, name, float) for name in family.multipliers}
+            window = number(values, "sliding_window", int)
+        multipliers = {name: number(values, name, float) for name in family.multipliers}
         if family.scaled_embeddings:
-            multipliers["embedding_multiplier"] = known["hidden_size"] ** 0.5
-        if family.scaled_window and "factor" in table:
-            most = number(known, "max_position_embeddings", int)
-            original = int(most / number(known, "factor", float))
-            known.setdefault("original_max_position_embeddings", original)
-        scaling = read_scaling(known, rope)
-        # null is no token, whatever the default is
+            multipliers["embedding_multiplier"] = values["hidden_size"] ** 0.5
+        if family.scaled_window and "factor" in rotary:
+            longest = number(values, "max_position_embeddings", int)
+            original = int(longest / number(values, "factor", float))
+            values.setdefault("original_max_position_embeddings", original)
+        scaling = read_scaling(values, rope)
+        # a null means that there is no such token, whatever the default is
         bos, eos, pad = (stated.get(f"{name}_token_id") for name in ("bos", "eos", "pad"))
         eos = [] if eos is None else eos
         return cls(
             model_type=model_type,
-            **numbers(cls, known),
+            **numbers(cls, values),
             rope_scaling=scaling,
-            tie_word_embeddings=bool(known["tie_word_embeddings"]),
-            attention_bias=family.qkv_bias or bool(known.get("attention_bias")),
+            tie_word_embeddings=bool(values["tie_word_embeddings"]),
+            attention_bias=family.qkv_bias or bool(values.get("attention_bias")),
             bos_token_id=bos,
             eos_token_id=tuple(eos) if isinstance(eos, list) else (eos,),
             pad_token_id=pad,
@@ -218,9 +187,9 @@ class ModelConfig:
             rope_local_theta=local_theta,
             sliding_window=window,
             multipliers=Multipliers(**multipliers),
-            moe=read_experts(known, family) if family.experts else None,
+            moe=read_experts(values, family) if family.experts else None,
             around=around,
-            delta=Delta(**numbers(Delta, known)) if "linear_attention" in kinds else None,
+            delta=Delta(**numbers(Delta, values)) if "linear_attention" in kinds else None,
         )
 
     def to_hf(self, *, dtype: str = "bfloat16", reward: bool = False) -> Fields:
@@ -240,10 +209,9 @@ class ModelConfig:
             )
         scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}
         rope = {"rope_type": "default", "rope_theta": self.rope_theta, **scaling}
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _INNER}
         written = {
             "architectures": [name],
-            **own,
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in _REWORDED},
             "rope_scaling": scaling or None,
             "rope_parameters": rope,
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
@@ -269,7 +237,7 @@ class ModelConfig:
             written |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
         if self.delta:
             written |= asdict(self.delta)
-            # SGLang reads the interval alone, and fails without one
+            # SGLang reads no list of layers, but this interval, and fails without one
             mixers = written["layer_types"]
             full = [i for i, mixer in enumerate(mixers, 1) if mixer == "full_attention"]
             interval = min(full, default=len(mixers) + 1)
@@ -287,10 +255,10 @@ class ModelConfig:
         written |= family.fixed
         if not self.around or reward:
             return written
-        return around_text(written, self.around)
+        return multimodal_config(written, self.around)
 
     def adapted_class(self, auto: str) -> str:
-        """Return the class that transformers' AutoModelFor... makes of the model's folder; adapters are for it.
+        """Return the class of transformers that adapters are for: the one that AutoModelFor... makes of the folder.
 
         auto: CausalLM or SequenceClassification.
         """
@@ -307,161 +275,17 @@ class ModelConfig:
         return f"window: {self.max_position_embeddings:,} tokens ({rope}, theta {self.rope_theta:,g})"
 
 
-# Fields of ModelConfig that config.json says in other words.
-_INNER = (
-    *("pattern", "rope_local_theta", "sliding_window", "multipliers", "moe", "delta"),
-    *("partial_rotary_factor", "around"),
-)
-
-
-# ---------------------------------------------------------------- fields of config.json
-
-
-def told_once(aliases: Mapping[str, str], *tables: Fields) -> Fields:
-    """Join tables, with one name for each field; ValueError if they give a field two values, of which null is none."""
-    joined: dict[str, Any] = {}
-    for name, value in chain.from_iterable(table.items() for table in tables):
-        name = aliases.get(name, name)
-        before = joined.get(name)
-        if before not in (None, "default") and value not in (None, before):
-            raise ValueError(
-                f"config.json has {name} = {before!r:.60} and, in another place or under another name, {value!r:.60}; "
-                "correct one of them"
-            )
-        joined[name] = before if value is None else value
-    return joined
-
-
-def check_kinds(given: Fields) -> None:
-    """Raise ValueError for a field of KINDS that holds something of another kind."""
-    for name, (wanted, example) in KINDS.items():
-        value: Any = given.get(name)
-        several = name in ("eos_token_id", "mlp_only_layers") and isinstance(value, list)
-        kinds = {int} if several else {type(example), type(None)}
-        if {*map(type, value if several else [value])} - kinds:
-            raise ValueError(
-                f"config.json has {name} = {value!r:.60} but it must be {wanted}; correct the file or setting"
-            )
-
-
-def read_experts(known: Fields, family: Family) -> Experts:
-    """Read the fields of Experts, all of them positive numbers but for norm_topk_prob."""
-    if family.clamped_experts:  # their width has the name that others give to the MLP's
-        known = {**known, "moe_intermediate_size": known.get("intermediate_size")}
-    name = "shared_expert_intermediate_size"
-    return Experts(
-        **numbers(Experts, known),
-        norm_topk_prob=bool(known.get("norm_topk_prob")),
-        shared_expert_intermediate_size=number(known, name, int)
-        if family.shared_expert
-        else None,
-    )
-
-
-def read_layers(known: Fields, family: Family) -> tuple[LayerKind, ...]:
-    """Read the kinds of all layers; the shortest pattern that repeats to them."""
-    count = number(known, "num_hidden_layers", int)
-
-    def of_layers(name: str, kind: type, default: list) -> list:
-        """Return the entries of a list that has one for every layer."""
-        given = known.get(name) or default
-        if type(given) is not list or {*map(type, given)} != {kind} or len(given) < count:
-            raise ValueError(
-                f"config.json has {name} = {given!r:.60} but it must be a list of {kind.__name__} with an entry for "
-                f"each of num_hidden_layers = {count} layers; correct the file"
-            )
-        return given[:count]
-
-    period = family.mixers
-    for name in {"full_attention_interval", "sliding_window_pattern"} & family.defaults.keys():
-        interval = number(known, name, int)
-        period = (*period[:1] * (interval - 1), period[-1])
-    mixers = of_layers("layer_types", str, [*islice(cycle(period), count)])
-    rotated = [1] * count
-    if "no_rope_layer_interval" in family.defaults:
-        interval = number(known, "no_rope_layer_interval", int)
-        every = [(i + 1) % interval for i in range(count)]
-        rotated = of_layers("no_rope_layers", int, every)
-    dense = known.get("mlp_only_layers") or []
-    step = number({"decoder_sparse_step": 1} | known, "decoder_sparse_step", int)
-    if strange := {*mixers} - {*family.mixers}:
-        raise ValueError(
-            f"config.json has layer_types of {', '.join(sorted(strange))} but {known['model_type']} has layers of "
-            f"{', '.join(dict.fromkeys(family.mixers))} here; use a model of these"
-        )
-    kinds = [
-        LayerKind(
-            mixer,
-            "experts" if family.experts and i not in dense and not (i + 1) % step else "mlp",
-            family.rotary.get(mixer, "main") if rotates else "none",
-        )
-        for i, (mixer, rotates) in enumerate(zip(mixers, rotated))
-    ]
-    if family.experts and not any(kind.feed_forward == "experts" for kind in kinds):
-        raise ValueError(
-            f"config.json has mlp_only_layers = {dense!r:.60} and decoder_sparse_step = {step}, which leave no layer "
-            "with experts; correct the file, or use a dense model"
-        )
-    shorter = (kinds[:n] for n in range(1, count + 1))
-    return tuple(next(x for x in shorter if [*islice(cycle(x), count)] == kinds))
-
-
-def number(known: Fields, name: str, kind: type[T]) -> T:
-    """Return a positive number; ValueError names the field that holds none."""
-    value: Any = known.get(name)
-    most = MOST.get(name, 1 << 31 if kind is int else 1e38)
-    if type(value) not in (int, float) or not 0 < value < most or kind(value) != value:
-        raise ValueError(
-            f"config.json has {name} = {value!r:.60} but it must be a {'whole ' * (kind is int)}number above 0 and "
-            f"below {most:,.15g}; correct the file or the setting"
-        )
-    return kind(value)
-
-
-def numbers(table: type, known: Fields) -> Fields:
-    """Read every number that a dataclass declares."""
-    return {
-        f.name: number(known, f.name, f.type) for f in fields(table) if f.type in (int, float)
-    }
-
-
-def read_scaling(known: Fields, changes: Fields) -> RopeScaling | None:
-    """Lay `changes` over the rotary settings in `known`, read the scaling and put the window right.
-
-    The window is max_position_embeddings, and for yarn and linear at least factor x the original one. Without an
-    original one, max_position_embeddings counts as such, as in transformers.
-    """
-    window = number(known, "max_position_embeddings", int)
-    known.setdefault("original_max_position_embeddings", window)
-    known |= changes
-    kind = str(known.get("rope_type", "default"))
-    if kind not in _ROPE_TYPES:
-        raise ValueError(
-            f"config.json has rope type {kind!r} but only {', '.join(_ROPE_TYPES)} are computed; set model.rope.type "
-            '= "yarn" and model.rope.factor, or use another model'
-        )
-    own = _ROPE_TYPES[kind]
-    for name in changes.keys() - {"rope_type", "rope_theta", *own}:
-        raise ValueError(
-            f"model.rope.{name} is set but rope type {kind!r} does not use it; remove it, or set model.rope.type"
-        )
-    for name in own[: 2 if kind == "yarn" else None] if changes else ():
-        if known.get(name) is None:
-            raise ValueError(f"rope type {kind!r} needs model.rope.{name}; set it")
-    if changes and kind != "llama3":
-        window = known["original_max_position_embeddings"]
-    scaling = None
-    if kind != "default":
-        values: Fields = {
-            name: known[name] if name == "truncate" else number(known, name, float)
-            for name in own[2:]
-            if name in known or kind != "yarn"
-        }
-        scaling = RopeScaling(kind, **numbers(RopeScaling, known), **values)
-        if kind != "llama3":
-            window = max(window, int(scaling.factor * scaling.original_max_position_embeddings))
-    known["max_position_embeddings"] = window
-    return scaling
+# Fields of ModelConfig that config.json does not have, or not in this form.
+_REWORDED = {
+    "pattern",
+    "rope_local_theta",
+    "sliding_window",
+    "multipliers",
+    "moe",
+    "delta",
+    "partial_rotary_factor",
+    "around",
+}
 
 
 # ---------------------------------------------------------------- published shapes
@@ -485,10 +309,11 @@ def architecture(name: str) -> ModelConfig:
 
 
 def recognised(name: str) -> ModelConfig | None:
-    """Return the shape that a model's own name, such as "Meta-Llama-3-8B-Instruct", contains the name of, or None."""
+    """Return the published shape whose name a model's name contains, as in "Meta-Llama-3-8B-Instruct", or None."""
     name = name.lower()
-    names = name + " " + re.sub(r"^([a-z-]+)-(\d)", r"\1\2", name)
-    shape = next((shape for key, shape in ARCHITECTURES.items() if key in names), None)
+    # llama-3-8b, and llama3-8b
+    spellings = name + " " + re.sub(r"^([a-z-]+)-(\d)", r"\1\2", name)
+    shape = next((shape for key, shape in ARCHITECTURES.items() if key in spellings), None)
     for variant in _PUBLISHED["variants"]:
         if shape and all(word in name for word in variant["words"]):
             shape = replace(shape, **variant["changes"])

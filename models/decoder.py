@@ -26,9 +26,8 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import keyed_generator
 
-VALUE = (
-    "value."  # begins the names of what a PolicyValue (models/scored.py) has besides the policy
-)
+# The names of the parameters that a PolicyValue (models/scored.py) has besides the policy begin with this.
+VALUE = "value."
 
 
 class Decoder(nn.Module):
@@ -49,7 +48,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        kernels = {
+        attention_by_window = {
             window: UlyssesAttention(
                 mesh, *heads, attention, window=window, softmax_scale=config.softmax_scale
             )
@@ -63,7 +62,13 @@ class Decoder(nn.Module):
             self.record = RouterRecord(config)
         self.layers = nn.ModuleList(
             [
-                DecoderLayer(config, kind, kernels[config.window(kind)], quantize, self.record)
+                DecoderLayer(
+                    config,
+                    kind,
+                    attention_by_window[config.window(kind)],
+                    quantize,
+                    self.record,
+                )
                 for kind in config.layers
             ]
         )
@@ -74,13 +79,13 @@ class Decoder(nn.Module):
     def forward(self, batch: ShardedBatch) -> Tensor:
         hidden = self.embed(batch.tokens)
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            # frozen embeddings: ZeRO-3 would release the first layer's weights before its backward has run
+            # under frozen embeddings ZeRO-3 would release the first layer's weights before its backward has run
             hidden = hidden.detach().requires_grad_()
         ropes = rotary_tables(batch.positions, self.config)
         if self.graphs is not None and torch.is_grad_enabled():
-            done = self.graphs(hidden, ropes, batch.attention_plan)
-            if done is not None:
-                return done
+            graph_output = self.graphs(hidden, ropes, batch.attention_plan)
+            if graph_output is not None:
+                return graph_output
         if self.record is not None:
             self.record.open(batch)
         for layer in self.layers:
@@ -99,7 +104,7 @@ class Decoder(nn.Module):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph may run the layers' feed-forwards: none makes the host wait."""
+        """Whether a CUDA graph may run the layers' feed-forwards, because none of them makes the host wait."""
         return all(layer.mlp.is_capturable for layer in self.layers)
 
     def set_memory(self, memory: LayerMemory) -> None:
@@ -112,9 +117,9 @@ class Decoder(nn.Module):
                 f"recompute is {memory.recompute} but must be one of {', '.join(LEVELS)}, or a list of one for each of "
                 f"the {count} layers"
             )
-        away = count if memory.offloaded_layers is None else memory.offloaded_layers
+        offloaded = count if memory.offloaded_layers is None else memory.offloaded_layers
         for number, (layer, level) in enumerate(zip(self.layers, levels)):
-            offloader = memory.offloader if number < away else None
+            offloader = memory.offloader if number < offloaded else None
             layer.set_memory(level, memory.mlp_tile, offloader)
         self.graphs = None
         if memory.graphs:
@@ -141,12 +146,10 @@ class VocabularyHead(nn.Module):
 
 
 class HeadedDecoder(nn.Module):
-    """A decoder of a family of models/families.py and a head; the weights are uninitialised memory until filled.
+    """A decoder of a family of models/families.py and a head; parameter names are those of transformers.
 
-    config: the shape. mesh: None is one process. attention: the kernel's name. memory: what is kept
-    for backward. quantize: how the layers' matrices are kept (models/quantized.py).
-
-    A loader, or `init_parameter`, fills the weights; names are those of transformers.
+    mesh: None is one process. attention: the kernel's name. memory: what is kept for backward. quantize: how the
+    layers' matrices are held (models/quantized.py). A loader, or `init_parameter`, fills the weights.
     """
 
     def __init__(
@@ -164,12 +167,12 @@ class HeadedDecoder(nn.Module):
         self.add_head()
 
     def add_head(self) -> None:
-        """Create the module that turns hidden states into the model's results."""
+        """Create the modules that turn hidden states into the model's results."""
         raise NotImplementedError
 
 
 class CausalLM(HeadedDecoder):
-    """A language model: the log-probabilities of a batch's own targets."""
+    """A language model: the log-probabilities of a batch's targets."""
 
     def add_head(self) -> None:
         tied = self.model.embed_tokens.weight if self.config.tie_word_embeddings else None
@@ -187,8 +190,8 @@ class CausalLM(HeadedDecoder):
 
         Positions of weight 0 cost no vocabulary projection. `nll` asks for this rank's sum of loss weights * -logps,
         which then has the only gradient and costs one projection less. `options` are those of linear_logprobs:
-        `entropy`, `lse` and `mean_logit` ask for those of the same positions, `temperature` divides the logits,
-        `tile_loss` is a loss of all of them. Without `project` what the vocabulary's matrix makes logits of is
+        `entropy`, `lse` and `mean_logit` ask for these values of the same positions, `temperature` divides the logits,
+        `tile_loss` is a loss of all logits. Without `project` the rows that the vocabulary's matrix would multiply are
         returned, [M, D] of the positions whose weight is not 0. All ranks of the sequence-parallel group call together.
         """
         rows = self.rows(batch)
@@ -204,9 +207,9 @@ class CausalLM(HeadedDecoder):
         return self.model.norm(self.model(batch).index_select(0, batch.valid_index))
 
     def log_probs(self, rows: Tensor, batch: ShardedBatch, options: HeadOptions) -> LogProbs:
-        """Return the log-probabilities [S] of the batch's targets from those hidden states."""
+        """Return the log-probabilities [S] of the batch's targets from the hidden states that `rows` returns."""
         if (scaling := self.config.multipliers.logits_scaling) != 1:
-            if "tile_loss" in options:  # which reads logits of temperature 1
+            if "tile_loss" in options:  # it reads logits of temperature 1
                 rows = rows / scaling
             else:
                 options["temperature"] = options.get("temperature", 1.0) * scaling
@@ -229,7 +232,7 @@ def init_parameter(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Draw one whole parameter: the values depend on (seed, name, shape) and the device type only, on no topology.
+    """Draw one whole parameter; its values depend on seed, name, shape and the type of the device alone.
 
     Linear and embedding weights are N(0, initializer_range^2), norms multiply by 1, biases are 0, `score.weight` has
     the standard deviation 1 / (D + 1). Drawn in float32, then cast.

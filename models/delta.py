@@ -1,9 +1,9 @@
-"""The gated delta rule as the mixer of a layer: linear attention, whose memory of a document is a matrix of every head.
+"""The gated delta rule as the mixer of a layer: linear attention, whose memory of a document is one matrix per head.
 
     normalised rows -> q | k | v, b, a -> to heads -> convolution, rule -> to tokens -> norm, times silu(z) -> out_proj
 
-Convolution and rule run on whole documents of a rank's heads. The gate z is projected after the rule, so that nothing
-keeps it.
+Convolution and rule run over whole documents, for the heads of one rank. The gate z is projected after the rule, so
+that it is not kept.
 
 Shapes: S local tokens, T packed tokens, D width, K key heads of width E, H value heads of width V.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.arch import ModelConfig
-from models.modules import Exact, Linear, Norm, RMSNorm, Unfilled
+from models.modules import Float32Parameter, Linear, Norm, RMSNorm, Uninitialised
 from models.ops import delta_kernels, delta_rule
 from models.ops.gated_mlp import ActivateNode
 from models.ops.linear import Matrix, linear
@@ -27,7 +27,7 @@ from ulysses.parallel.layout import AttentionPlan, Context, Tensors
 from ulysses.parallel.whole_rows import HeadExchange
 
 
-class Filters(Unfilled, nn.Conv1d):
+class Filters(Uninitialised, nn.Conv1d):
     """Hold the convolution's filter of every column of q | k | v, [F, 1, W]."""
 
     weight: nn.Parameter
@@ -43,10 +43,10 @@ class GatedDelta(nn.Module):
     ) -> None:
         super().__init__()
         assert config.delta is not None
-        D, self.shape = config.hidden_size, config.delta
+        D, self.delta = config.hidden_size, config.delta
         self.kernel, self.fused = attention.kernel, config.family.fused_projections
-        widths, H = self.shape.widths, self.shape.linear_num_value_heads
-        # as many columns as heads are too few for the blocks of a quantised matrix
+        widths, H = self.delta.widths, self.delta.linear_num_value_heads
+        # the matrices of b and a have one row for every head, too few for the blocks of a quantised matrix
         if self.fused:
             self.in_proj_qkvz = linear(D, sum(widths) + widths[-1], bias=False)
             self.in_proj_ba = Linear(D, 2 * H, bias=False)
@@ -55,11 +55,11 @@ class GatedDelta(nn.Module):
             self.in_proj_z = linear(D, widths[-1], bias=False)
             self.in_proj_b = Linear(D, H, bias=False)
             self.in_proj_a = Linear(D, H, bias=False)
-        F, W = sum(widths), self.shape.linear_conv_kernel_dim
+        F, W = sum(widths), self.delta.linear_conv_kernel_dim
         self.conv1d = Filters(F, F, W, groups=F, bias=False)
-        self.A_log = Exact(torch.empty(H))
-        self.dt_bias = Exact(torch.empty(H))
-        self.norm = RMSNorm(self.shape.linear_value_head_dim, NormRule(config.rms_norm_eps))
+        self.A_log = Float32Parameter(torch.empty(H))
+        self.dt_bias = Float32Parameter(torch.empty(H))
+        self.norm = RMSNorm(self.delta.linear_value_head_dim, NormRule(config.rms_norm_eps))
         self.out_proj = linear(widths[-1], D, bias=False)
 
     def project(self, hidden: Tensor, norm: Norm, rope: Rope) -> tuple[Tensor, ...]:
@@ -69,39 +69,39 @@ class GatedDelta(nn.Module):
             parts = self.in_proj_qkv, self.in_proj_b, self.in_proj_a
             return *linear(x, *(part.operands() for part in parts)), hidden
         qkv, both = linear(x, self._rows(slice(3)), self.in_proj_ba.operands())
-        both = both.unflatten(1, (self.shape.linear_num_key_heads, 2, -1))
+        both = both.unflatten(1, (self.delta.linear_num_key_heads, 2, -1))
         b, a = (part.flatten(1) for part in both.unbind(2))
         return qkv, b, a, hidden
 
     def _rows(self, part: slice) -> Matrix:
-        """Return some of q, k, v and z in the fused projection's matrix, whose rows stand together by key head."""
-        count, heads = self.in_proj_qkvz.out_features, self.shape.linear_num_key_heads
-        each = [width // heads for width in self.shape.widths]
+        """Return some of q, k, v and z from the fused matrix, in which the rows of a key head stand together."""
+        count, heads = self.in_proj_qkvz.out_features, self.delta.linear_num_key_heads
+        each = [width // heads for width in self.delta.widths]
         rows = torch.arange(count, device=self.in_proj_qkvz.weight.device).view(heads, -1)
         parts = rows.split([*each, each[-1]], 1)[part]
-        chosen = torch.cat([own.flatten() for own in parts])
-        return self.in_proj_qkvz.operands()._replace(chosen=chosen)
+        index = torch.cat([part_rows.flatten() for part_rows in parts])
+        return self.in_proj_qkvz.operands()._replace(row_index=index)
 
     def _gate(self, x: Tensor) -> Tensor:
-        own = self._rows(slice(3, 4)) if self.fused else self.in_proj_z.operands()
-        return linear(x, own)[0]
+        matrix = self._rows(slice(3, 4)) if self.fused else self.in_proj_z.operands()
+        return linear(x, matrix)[0]
 
     def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Run the rule; with a graph, which keeps the shards and runs the rule again in backward."""
+        """Run the rule with a graph, which keeps the shards and runs the rule again in backward."""
         return _Mix.apply(self, plan, *heads, *self._trained)
 
     def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
             return heads
-        (qkv, *others), exchange = heads, HeadExchange(self.shape.parts, plan)
-        rows = exchange.to_heads([*qkv.split(self.shape.widths, 1), *others])
+        (qkv, *others), exchange = heads, HeadExchange(self.delta.parts, plan)
+        rows = exchange.to_heads([*qkv.split(self.delta.widths, 1), *others])
         *each, b, a = exchange.widths
         return tuple(x.contiguous() for x in rows.split([sum(each), b, a], 1))
 
     def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
             return grads
-        exchange = HeadExchange(self.shape.parts, plan)
+        exchange = HeadExchange(self.delta.parts, plan)
         *qkv, b, a = exchange.to_heads_backward(torch.cat([*grads], 1))
         return torch.cat(qkv, 1), b, a
 
@@ -116,26 +116,29 @@ class GatedDelta(nn.Module):
         results: Tensors,
         plan: AttentionPlan,
     ) -> tuple[Tensors, Tensors]:
-        wanted = [x.detach().requires_grad_() for x in shards] + self._trained
+        leaves = [x.detach().requires_grad_() for x in shards]
         with torch.enable_grad():
-            out = self._mixed(wanted[: len(shards)], plan)
-        grads = torch.autograd.grad(out, wanted, grad)
+            out = self._mixed(leaves, plan)
+        grads = torch.autograd.grad(out, (*leaves, *self._trained), grad)
         return grads[: len(shards)], grads[len(shards) :]
 
     @property
     def _trained(self) -> list[nn.Parameter]:
+        """The trained parameters of the mix itself."""
         return [p for p in (self.conv1d.weight, self.A_log, self.dt_bias) if p.requires_grad]
 
     def _mixed(self, shards: Tensors, plan: AttentionPlan) -> Tensor:
-        """Convolve, and run the rule, over all documents with a rank's heads: [T, own H, V]."""
-        (qkv, b, a), own = shards, HeadExchange(self.shape.parts, plan).my_columns
-        parts = self.conv1d.weight[:, 0].split(self.shape.widths)
-        filters = torch.cat([own(x, part) for part, x in enumerate(parts)])
-        given = qkv, b, a, filters, own(self.A_log, -1), own(self.dt_bias, -1)
-        return delta_rule.mix_pack(self.shape, plan.recurrence, self.kernels(qkv), *given)
+        """Run convolution and rule over all documents, for this rank's heads: [T, heads, V]."""
+        qkv, b, a = shards
+        my_columns = HeadExchange(self.delta.parts, plan).my_columns
+        parts = self.conv1d.weight[:, 0].split(self.delta.widths)
+        filters = torch.cat([my_columns(x, part) for part, x in enumerate(parts)])
+        log_rates, bias = my_columns(self.A_log, -1), my_columns(self.dt_bias, -1)
+        inputs = qkv, b, a, filters, log_rates, bias
+        return delta_rule.mix_pack(self.delta, plan.recurrence, self.kernels(qkv), *inputs)
 
     def kernels(self, rows: Tensor) -> ModuleType:
-        """Return who runs rule and convolution of such rows: plain torch, or kernels on a GPU in half precision."""
+        """Return the module that runs rule and convolution of such rows: on a GPU in half precision the kernels'."""
         if not rows.is_cuda or rows.dtype.itemsize > 2 or self.kernel == "reference":
             return delta_rule
         return delta_kernels
@@ -143,21 +146,21 @@ class GatedDelta(nn.Module):
     def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
         if plan.mesh.sequence_parallel_size == 1:
             return out
-        return HeadExchange(self.shape.parts, plan).to_tokens(out)
+        return HeadExchange(self.delta.parts, plan).to_tokens(out)
 
     def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
         if plan.mesh.sequence_parallel_size == 1:
             return grad
-        return HeadExchange(self.shape.parts, plan).to_tokens_backward(grad)
+        return HeadExchange(self.delta.parts, plan).to_tokens_backward(grad)
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
-        """Return what the layer adds of the rule's output [S, H, V] and of the layer's input."""
+        """Return what the layer adds to its input, from the rule's output [S, H, V] and from that input."""
         gate = self._gate(norm(hidden))
         normal = NormNode.apply(mixed, self.norm.weight, self.norm.rule)
         return self.out_proj(ActivateNode.apply(gate, normal.flatten(1), "silu"))
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return False: the rule's chunks are counted on the host."""
+        """Return False, because the rule's chunks are counted on the host."""
         return False
 
     @property
@@ -177,7 +180,7 @@ MixContext = Context[tuple[GatedDelta, AttentionPlan]]
 
 
 class _Mix(torch.autograd.Function):
-    """Exchange, run the rule and exchange; keeps the shards."""
+    """Exchange to whole documents, run the rule, and exchange back; keeps the shards."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
-"""Experts in weight files: transformers saves the matrices of each one by itself, the model holds them in one tensor.
+"""Experts in weight files: transformers saves each expert's matrices by themselves, the model holds all in one tensor.
 
     ...mlp.experts.0.gate_proj.weight, ...experts.0.up_proj.weight, ...1.gate_proj...    ...mlp.experts.gate_up_proj
     ...mlp.experts.0.down_proj.weight, ...experts.1.down_proj.weight, ...                ...mlp.experts.down_proj
 
-Those on the right, which some folders hold, are read as they are. gpt-oss's are saved so, transposed, or in MXFP4:
+Files may also hold the tensors on the right, which are read as they are. gpt-oss is saved so, transposed, or in MXFP4:
 
     ...mlp.experts.gate_up_proj_blocks, ...gate_up_proj_scales                            ...mlp.experts.gate_up_proj
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class JoinedTensor(NamedTuple):
-    """One tensor whose parts, one after the other, are tensors of their own in the files: every expert's matrices."""
+    """One tensor whose parts, one after the other, are tensors of their own in the files: each expert's matrices."""
 
     parts: list[Any]  # StoredTensors of models/hf_format.py
     shape: torch.Size
@@ -32,7 +32,7 @@ class JoinedTensor(NamedTuple):
 
     def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; only the parts that hold them are touched."""
-        found, before = [torch.empty(0, dtype=self.dtype, device=device)], 0
+        pieces, before = [torch.empty(0, dtype=self.dtype, device=device)], 0
         with ExitStack() as stack:
             opened = cache(lambda file: stack.enter_context(safe_open(file, "pt")))
             for part in self.parts:
@@ -40,19 +40,20 @@ class JoinedTensor(NamedTuple):
                 low, high = max(start - before, 0), min(stop - before, size)
                 before += size
                 if low < high:
-                    found.append(part.part(opened(part.file), low, high, device))
-            return torch.cat(found)
+                    pieces.append(part.read_from(opened(part.file), low, high, device))
+            return torch.cat(pieces)
 
 
 BLOCKS, SCALES = "_blocks", "_scales"
-# what the codes of MXFP4 stand for: a sign, two bits of exponent, one of mantissa
+# The values of MXFP4's codes without the sign bit, which is the highest: two bits of exponent, one of mantissa.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class BlockTensor(NamedTuple):
     """Matrices [N, K, O] whose files hold them in MXFP4, as blocks of 32 elements along K; read into bfloat16.
 
-    blocks [N, O, K/32, 16]: two codes in a byte, the first one low. scales [N, O, K/32]: powers of two, plus 127.
+    blocks [N, O, K/32, 16]: two codes in a byte, the first in the low bits. scales [N, O, K/32]: exponents of two, plus
+    127.
     """
 
     blocks: Any  # StoredTensors of models/hf_format.py
@@ -68,10 +69,10 @@ class BlockTensor(NamedTuple):
     def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; only the experts that hold them are touched."""
         size = self.shape[1:].numel()
-        every = torch.arange(256, device=device)
+        byte = torch.arange(256, device=device)
         values = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=self.dtype, device=device)
-        pairs = values[torch.stack([every & 15, every >> 4], -1)]  # of every byte
-        found = [values[:0]]
+        pairs = values[torch.stack([byte & 15, byte >> 4], -1)]  # the two values of each byte
+        pieces = [values[:0]]
         with ExitStack() as stack:
             blocks, scales = (
                 stack.enter_context(safe_open(part.file, "pt")).get_tensor(part.name)
@@ -86,49 +87,46 @@ class BlockTensor(NamedTuple):
                         "download it again"
                     )
                 matrix, begin = columns.flatten(1).t().flatten(), number * size
-                found.append(matrix[max(start - begin, 0) : stop - begin])
-        return torch.cat(found)
+                pieces.append(matrix[max(start - begin, 0) : stop - begin])
+        return torch.cat(pieces)
 
 
-def join_blocks(found: dict[str, Any]) -> None:
-    """Make one tensor of the blocks and the scales of matrices in MXFP4, under the name of the matrices.
+def join_blocks(tensors: dict[str, Any]) -> None:
+    """Replace the blocks and the scales of matrices in MXFP4 by one tensor under the name of the matrices.
 
-    Raises ValueError for blocks or scales of other shapes than these have.
+    Raises ValueError for blocks or scales of other shapes than BlockTensor says.
     """
-    for name in [name for name in found if name.endswith(BLOCKS)]:
+    for name in [name for name in tensors if name.endswith(BLOCKS)]:
         stem = name.removesuffix(BLOCKS)
-        if stem + SCALES in found:
-            blocks, scales = found.pop(name), found.pop(stem + SCALES)
-            kinds = {blocks.dtype, scales.dtype}
-            if (len(scales.shape), *scales.shape, 16, kinds) != (
-                3,
-                *blocks.shape,
-                {torch.uint8},
-            ):
+        if stem + SCALES in tensors:
+            blocks, scales = tensors.pop(name), tensors.pop(stem + SCALES)
+            are_bytes = blocks.dtype == scales.dtype == torch.uint8
+            fit = len(scales.shape) == 3 and (*scales.shape, 16) == (*blocks.shape,)
+            if not are_bytes or not fit:
                 raise ValueError(
                     f"{blocks.file.absolute()} holds {name} of shape {[*blocks.shape]} with scales of shape "
                     f"{[*scales.shape]}, but MXFP4 has bytes: blocks [experts, outputs, groups, 16] and scales "
                     "[experts, outputs, groups]; download it again"
                 )
-            found[stem] = BlockTensor(blocks, scales)
+            tensors[stem] = BlockTensor(blocks, scales)
 
 
-# What files hold in place of a parameter with all experts' matrices: a matrix of each expert, or two.
+# What files hold for each expert in place of a parameter with all experts' matrices: two matrices, or one.
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.(\w+)\.weight")
 
 
-def join_experts(found: dict[str, Any]) -> None:
-    """Make one tensor of the matrices of a layer's experts, where files hold them one by one and all of them.
+def join_experts(tensors: dict[str, Any]) -> None:
+    """Replace the matrices of a layer's experts, where files hold them one by one, by tensors of all experts.
 
-    Raises ValueError if an expert before the last one is missing, or they are quantised, each with scales of its own.
+    Raises ValueError if an expert before the last one is missing, or if they are quantised each for itself.
     """
-    each: dict[str, dict[tuple[int, str], str]] = {}
-    for name in found:
+    names_of_layers: dict[str, dict[tuple[int, str], str]] = {}
+    for name in tensors:
         if match := _EXPERT.fullmatch(name):
             stem, number, matrix = match.groups()
-            each.setdefault(stem, {})[int(number), matrix] = name
-    for stem, names in each.items():
+            names_of_layers.setdefault(stem, {})[int(number), matrix] = name
+    for stem, names in names_of_layers.items():
         numbers = {number for number, _ in names}
         count = len(numbers)
         if count <= max(numbers):
@@ -137,31 +135,32 @@ def join_experts(found: dict[str, Any]) -> None:
                 "download them again"
             )
         for joined, matrices in EXPERT_PARTS.items():
-            wanted = [names.get((i, matrix), "") for i in range(count) for matrix in matrices]
-            sides, *others = {found[name].shape if name else torch.Size() for name in wanted}
+            parts = [names.get((i, matrix), "") for i in range(count) for matrix in matrices]
+            # matrices that are missing or of several shapes stay as they are, and do not fit the model
+            sides, *others = {tensors[name].shape if name else torch.Size() for name in parts}
             if len(sides) == 2 and not others:
-                if any(found[name].is_packed for name in wanted):
+                if any(tensors[name].is_packed for name in parts):
                     raise ValueError(
-                        f"{found[wanted[0]].file.absolute()} holds {wanted[0]} quantised apart from other experts'; "
+                        f"{tensors[parts[0]].file.absolute()} holds {parts[0]} quantised apart from other experts'; "
                         "use the model that they were made from, with model.quantize"
                     )
                 shape = torch.Size([count, sides[0] * len(matrices), sides[1]])
-                parts = [found.pop(name) for name in wanted]
-                found[f"{stem}.{joined}"] = JoinedTensor(parts, shape)
+                stored = [tensors.pop(name) for name in parts]
+                tensors[f"{stem}.{joined}"] = JoinedTensor(stored, shape)
 
 
 def as_stored(
     weights: Iterable[tuple[str, Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's weights as transformers saves them: the matrices of experts one by one."""
+    """Yield a model's weights as transformers saves them, which has the matrices of experts one by one."""
     for name, tensor in weights:
         stem, _, last = name.rpartition(".")
         if not stem.endswith(".experts"):
             yield name, tensor
             continue
         matrices = EXPERT_PARTS[last]
-        for number, own in enumerate(tensor):
-            for matrix, part in zip(matrices, own.chunk(len(matrices))):
+        for number, of_expert in enumerate(tensor):
+            for matrix, part in zip(matrices, of_expert.chunk(len(matrices))):
                 yield f"{stem}.{number}.{matrix}.weight", part
 
 
@@ -171,22 +170,22 @@ MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 
 
 def adapted_experts(targets: Iterable[str]) -> list[str]:
-    """Return which of the experts' parameters the targets of LoRA mean."""
+    """Return the experts' parameters that LoRA adapts for these targets."""
     return [name for name, matrices in EXPERT_PARTS.items() if {*matrices} <= {*targets}]
 
 
 def adapter_parameters(model: Any, targets: Collection[str]) -> tuple[int, int]:
-    """Count the parameters that LoRA of rank 1 adds to a model without adapters, and those that a token leaves out."""
-    own, count, unmet = adapted_experts(targets), 0, 0
+    """Count the parameters that LoRA of rank 1 adds to a model, and those of them that a token does not use."""
+    of_experts, count, unused = adapted_experts(targets), 0, 0
     for name, matrix in model.named_parameters():
         stem = name.removesuffix(".weight").rpartition(".")[2]
-        if matrix.dim() == 3 and stem in own:  # of all experts
-            each = sum(matrix.shape[1:])
-            count += len(matrix) * each
-            unmet += (len(matrix) - model.config.moe.num_experts_per_tok) * each
+        if matrix.dim() == 3 and stem in of_experts:
+            of_one = sum(matrix.shape[1:])
+            count += len(matrix) * of_one
+            unused += (len(matrix) - model.config.moe.num_experts_per_tok) * of_one
         elif matrix.dim() == 2 and stem in targets:
             count += sum(matrix.shape)
-    return count, unmet
+    return count, unused
 
 
 def is_of_experts(name: str) -> bool:
@@ -195,7 +194,11 @@ def is_of_experts(name: str) -> bool:
 
 
 def peft_tensor(name: str, tensor: Tensor, adapted: list[str]) -> tuple[str, Tensor]:
-    """Return an adapter's name and tensor as PEFT saves them, which wraps one of two parameters inside the other."""
+    """Return an adapter's name and tensor as PEFT saves them.
+
+    Of two adapted parameters of the same experts PEFT wraps one inside the other, so that the inner one's name has
+    `.base_layer`.
+    """
     if not is_of_experts(name):
         return name + ".weight" * (".lora_" in name), tensor
     stem, _, last = name.rpartition(".")
@@ -205,10 +208,10 @@ def peft_tensor(name: str, tensor: Tensor, adapted: list[str]) -> tuple[str, Ten
 
 
 def adapted_name(stem: str, parameters: Iterable[str]) -> str:
-    """Return the name of what an adapter belongs to, from that of PEFT without its `.lora_`."""
+    """Return the name of the parameter that is adapted, from the name in PEFT's file up to `.lora_`."""
     inner = stem.removesuffix(".base_layer")
     if not inner.endswith(".experts"):
         return f"{stem}.weight"
-    named = {name.rpartition(".")[2] for name in parameters}  # some have `experts.` before
+    named = {name.rpartition(".")[2] for name in parameters}  # some names begin with `experts.`
     names = [name for name in EXPERT_PARTS if name in named]
     return f"{inner}.{names[0 if inner != stem else -1]}"

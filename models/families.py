@@ -12,7 +12,8 @@ Fields = dict[str, Any]  # of a config.json, or of another object of JSON
 class LayerKind(NamedTuple):
     """Say of which kinds a layer's parts are; the names of mixers are transformers' layer_types.
 
-    rotary: "main" has the model's base and scaling, "local" no scaling and rope_local_theta, "none" no rotation.
+    rotary: "main" rotates with the model's base and scaling, "local" with rope_local_theta and no scaling, "none" not
+    at all.
     """
 
     mixer: str = "full_attention"
@@ -26,32 +27,34 @@ class Family:
 
     Args:
         class_name: what transformers' classes of the family begin with.
-        classifier: the same for the class of reward models where it is another; "none" if there is no such class.
+        classifier: the same for the class of reward models, if it differs; "none" if transformers has no such class.
         fixed: fields of config.json that must have this value, and are written so.
         defaults: what transformers assumes for a field that config.json leaves out.
-        aliases: other names that files have for a field.
+        aliases: the field that another name in files stands for.
         qkv_bias: q_proj, k_proj and v_proj have a bias and o_proj has none, whatever config.json says; elsewhere its
             `attention_bias` gives a bias to all four.
         qk_norm: queries and keys are normalised before they are rotated: "none", each "head", or the whole "row".
-        norms: the names of a layer's norms before and after the mixer and before and after the feed-forward; "" where
-            there is none.
+        norms: the names of a layer's four norms, before and after the mixer and before and after the feed-forward; ""
+            where there is none.
         centred_norms: norms multiply by 1 + weight, in float32.
         activation: of the feed-forward, by transformers' name.
         mixers: of the layers, repeated from the first layer on; config.json's layer_types may arrange them otherwise.
         rotary: the kind of rotary positions by mixer, where it is not "main".
         experts: layers may have experts in place of the MLP.
-        shared_expert: beside the experts there is one for all rows, times the sigmoid of a gate.
-        mlp_by_parameter: PEFT takes the names of MLPs' modules for the experts', so it is given those of the weights.
+        shared_expert: beside the experts there is one for all rows, whose output the sigmoid of a gate multiplies.
+        mlp_by_parameter: PEFT would take the names of MLPs' modules for the experts', so that adapters of MLPs are
+            exported under the names of their weights.
         output_gate: attention's output is multiplied by the sigmoid of a gate, whose rows stand in q_proj.
-        fused_projections: those of linear attention are two matrices, in which the rows of a key head stand together.
-        clamped_experts: these are as gpt-oss has them. They and the router have biases, their matrices are [N, inputs,
+        fused_projections: the projections of linear attention are two matrices, in which the rows of a key head stand
+            together.
+        clamped_experts: the experts are gpt-oss's. They and the router have biases, their matrices are [N, inputs,
             outputs] with gate and up in turns, the activation is (up + 1) * gate * sigmoid(1.702 * gate) of values
             clamped to 7, and files hold all experts of a layer in one tensor.
         sinks: every head has a trained logit that takes its part of the softmax and adds nothing.
         rope_scaling: what transformers assumes if config.json has neither rope_scaling nor rope_parameters.
         multipliers: the fields of Multipliers that config.json has.
         scaled_embeddings: embeddings are multiplied by the square root of their width.
-        scaled_window: max_position_embeddings counts what the file's rotary scaling adds, whatever its type.
+        scaled_window: max_position_embeddings is the window that the file's rotary scaling leads to, whatever its type.
     """
 
     class_name: str
@@ -81,17 +84,17 @@ class Family:
 
 TABLES: Fields = json.loads(Path(__file__).with_name("families.json").read_text())
 FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in TABLES["families"].items()}
-# Multimodal models by model_type; that of the text model is the same with "_text". class_name: transformers' class.
-# CausalLM, SequenceClassification: the classes that transformers' AutoModelFor... make of the folder.
-# prefix: what files have before the text model's names, if they are not those of modules.
+# Multimodal models by model_type; the text model's is the same with "_text". class_name: transformers' class.
+# CausalLM, SequenceClassification: the classes that transformers' AutoModelFor... makes of the folder.
+# prefix: what files have before the text model's names, where these differ from the names of modules.
 MULTIMODAL: Mapping[str, dict[str, str]] = TABLES["multimodal"]
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Hold how rotary positions reach beyond the original window, which is in tokens; names are those of config.json.
+    """Say how rotary positions reach beyond the original window of so many tokens; names are those of config.json.
 
-    What a type does not use, or leaves to its default, is None.
+    Fields that a type does not use, or leaves to its default, are None.
     """
 
     rope_type: str
@@ -116,7 +119,7 @@ class RopeScaling:
             )
 
     def to_hf(self) -> Fields:
-        """Return what transformers calls rope_scaling."""
+        """Return the table that transformers calls rope_scaling."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -125,9 +128,9 @@ class Multipliers:
     """Constants that some families multiply by; names are those of config.json."""
 
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what a layer's halves add
-    attention_multiplier: float | None = None  # of query and key; None is E^-1/2
-    query_pre_attn_scalar: float | None = None  # the same is this number's ^-1/2
+    residual_multiplier: float = 1.0  # of what the mixer and the feed-forward add
+    attention_multiplier: float | None = None  # of attention's scores; None is E^-1/2
+    query_pre_attn_scalar: float | None = None  # attention's scores are multiplied by its ^-1/2
     logits_scaling: float = 1.0  # the logits are divided by it
 
 
@@ -138,7 +141,7 @@ class Experts:
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
-    norm_topk_prob: bool = False  # the chosen experts' weights sum to 1
+    norm_topk_prob: bool = False  # the weights of a row's experts are made to sum to 1
     shared_expert_intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +171,7 @@ class Delta:
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """The heads and their width of queries, keys, values, b and a."""
+        """The number of heads and their width, of queries, keys, values, b and a."""
         key = self.linear_num_key_heads, self.linear_key_head_dim
         heads = self.linear_num_value_heads
         return [key, key, (heads, self.linear_value_head_dim), (heads, 1), (heads, 1)]

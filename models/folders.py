@@ -12,11 +12,17 @@ from models.families import TABLES, Fields
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"
-# "*.safetensors" comes with them where weights are needed
+EMBEDDINGS, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VOCABULARY = EMBEDDINGS, LM_HEAD  # the matrices with a row for every token
+# Patterns of the files that are downloaded; "*.safetensors" is added where weights are needed.
 DOWNLOADED = ["*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja", "LICENSE*"]
 NOT_DOWNLOADED = ["original/*", "*/*.safetensors", "consolidated*"]
-HUB_SECONDS = 5.0  # that the hub may take to say that it has a model
+HUB_SECONDS = 5.0  # for the hub to answer whether it has a model
+# Fields of adapter_config.json that change what an adapter computes, with the values of plain LoRA. Other changes, such
+# as trained biases, show in the names of tensors.
+_PLAIN_LORA: Mapping[str, list[object]] = TABLES["plain_lora"]
+# The other fields that are read there: the least number, and an example of every type that the field may have.
+_LORA_KINDS: Mapping[str, list[Any]] = TABLES["lora_kinds"]
 
 
 def resolve_model(
@@ -42,7 +48,8 @@ def resolve_model(
 
     unreached: Exception | None = None
     try:
-        # asked first, because the download waits for an answer without end; the cache may have what is not reached
+        # asked first, because the download would wait for an answer without end; a model that is not reached may be in
+        # the cache
         HfApi().model_info(path_or_id, revision=revision or "main", timeout=HUB_SECONDS)
     except HFValidationError:
         raise FileNotFoundError(
@@ -59,8 +66,9 @@ def resolve_model(
             ignore_patterns=NOT_DOWNLOADED,
             local_files_only=unreached is not None,
         )
-    # one of a dozen classes; they all mean that the model cannot be fetched
-    except Exception as error:
+    except (
+        Exception
+    ) as error:  # one of a dozen classes, which all mean that the model cannot be fetched
         cause = unreached or error
         reason = str(cause).strip().split("\n")[0]
         offline = " (HF_HUB_OFFLINE is set)" * constants.HF_HUB_OFFLINE
@@ -74,19 +82,20 @@ def resolve_model(
 
 
 def read_config(folder: Path, **rope: object) -> ModelConfig:
-    """Read config.json of a model folder; an adapter's folder without one has its base's.
+    """Read config.json of a model folder; for an adapter's folder without one, that of its base.
 
     `rope` changes the rotary settings, as in ModelConfig.from_hf.
     """
-    shape = ModelConfig.from_hf(read_json(folder_with(folder, CONFIG) / CONFIG), **rope)
-    ids = [("eos_token_id", token) for token in shape.eos_token_id]
-    ids.append(("pad_token_id", max(shape.pad_token_id or 0, 0)))  # -1 is none in old files
+    config = ModelConfig.from_hf(read_json(folder_with(folder, CONFIG) / CONFIG), **rope)
+    ids = [("eos_token_id", token) for token in config.eos_token_id]
+    # in old files -1 means that there is none
+    ids.append(("pad_token_id", max(config.pad_token_id or 0, 0)))
     for name, token in ids:
-        if not 0 <= token < shape.vocab_size:
+        if not 0 <= token < config.vocab_size:
             raise ValueError(
-                f"config.json has {name} {token!r:.60} but vocab_size {shape.vocab_size}; correct one of them"
+                f"config.json has {name} {token!r:.60} but vocab_size {config.vocab_size}; correct one of them"
             )
-    return shape
+    return config
 
 
 def read_json(path: Path) -> Fields:
@@ -101,17 +110,10 @@ def read_json(path: Path) -> Fields:
         ) from None
 
 
-# Fields of adapter_config.json that change what an adapter computes, and the values of a plain LoRA. Others, such as
-# trained biases, show in the tensors' names.
-_PLAIN_LORA: Mapping[str, list[object]] = TABLES["plain_lora"]
-# What else is read there: the least number, and values of the kinds that it may have.
-_LORA_KINDS: Mapping[str, list[Any]] = TABLES["lora_kinds"]
-
-
 def read_adapter_config(folder: Path) -> Fields:
     """Read adapter_config.json.
 
-    Raises ValueError naming the first field that makes the adapter more than plain LoRA.
+    Raises ValueError for the first field that is wrong, or makes the adapter more than plain LoRA.
     """
     path = folder / ADAPTER_CONFIG
     raw = read_json(path)
@@ -150,21 +152,21 @@ def base_folder(
 ) -> Path:
     """Return the local folder of the base model that an adapter's adapter_config.json names.
 
-    `above` are the adapters that lie on this one, of which its base can be none.
+    `above` are the adapters that have this one as their base; its own base cannot be one of them.
     """
     base, revision = name_of_base(folder)
     key = f"base_model_name_or_path in {(folder / ADAPTER_CONFIG).absolute()}"
-    found = resolve_model(base, revision, need_weights=need_weights, key=key)
+    resolved = resolve_model(base, revision, need_weights=need_weights, key=key)
     above = (*above, folder.resolve())
-    if found.resolve() in above:
+    if resolved.resolve() in above:
         raise ValueError(f"{key} is {base}, an adapter of itself; write the base model's there")
-    if (found / ADAPTER_CONFIG).is_file():
-        base_folder(found, need_weights=False, above=above)
-    return found
+    if (resolved / ADAPTER_CONFIG).is_file():
+        base_folder(resolved, need_weights=False, above=above)  # raises if they form a circle
+    return resolved
 
 
 def folder_with(folder: Path, pattern: str) -> Path:
-    """Return the folder to read such a file from: the model's own or, for an adapter that lacks it, its base's."""
+    """Return the folder with files of the pattern: the model's own or, for an adapter that has none, its base's."""
     if (folder / ADAPTER_CONFIG).exists() and not any(folder.glob(pattern)):
         return folder_with(base_folder(folder, need_weights=False), pattern)
     return folder

@@ -1,6 +1,6 @@
-"""The weights of Hugging Face model folders: read slices of them, adapters added in.
+"""Read slices of the weights in Hugging Face model folders, with adapters added to them.
 
-Reading touches only the bytes asked for. models/writing.py writes new ones.
+Only the bytes that are asked for are read. models/writing.py writes folders.
 """
 
 import math
@@ -17,16 +17,18 @@ from models.families import Fields
 from models.folders import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    EMBEDDINGS,
     INDEX,
+    LM_HEAD,
     VOCABULARY,
     WEIGHTS,
     base_folder,
     read_adapter_config,
     read_json,
 )
-from models.multimodal import CARRIED, inside
+from models.multimodal import CARRIED, text_name
 
-STAGED = 32 << 20  # elements that are on their way to a GPU together
+STAGED = 32 << 20  # elements that are copied to a GPU at a time
 
 
 class StoredTensor(NamedTuple):
@@ -45,16 +47,16 @@ class StoredTensor(NamedTuple):
     def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major; on the CPU a view of the file's pages."""
         with safe_open(self.file, "pt") as file:
-            return self.part(file, start, stop, device)
+            return self.read_from(file, start, stop, device)
 
-    def part(
+    def read_from(
         self, file: safe_open, start: int, stop: int, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Return those elements from its file, which is open, on the CPU as a view of the file's pages."""
+        """Return the same elements from the tensor's file, which is open; on the CPU a view of the file's pages."""
         part = file.get_tensor(self.name).view(-1)[start:stop]
         if torch.device(device).type == "cuda":
             part = _on_gpu(part, device)
-        # the least and the greatest are not numbers if any element is not one
+        # if any element is no number, neither are the least and the greatest
         if part.numel() and not torch.isfinite(torch.stack(part.aminmax())).all():
             raise FloatingPointError(
                 f"{self.name} in {self.file.absolute()} holds infinite weights, or some that are not numbers; download "
@@ -64,9 +66,10 @@ class StoredTensor(NamedTuple):
 
 
 def _on_gpu(pages: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a view of a file's pages through pinned memory, which all of torch's threads fill while the GPU takes more.
+    """Copy a view of a file's pages to a GPU through pinned memory.
 
-    CUDA's own copy reads the file by one thread, which waits for the disk at every few pages.
+    All of torch's threads fill the next piece of pinned memory while the GPU copies one. CUDA's own copy would read the
+    file by one thread, which waits for the disk at every few pages.
     """
     out = torch.empty_like(pages, device=device)
     for target, piece in zip(out.split(STAGED), pages.split(STAGED)):
@@ -75,45 +78,45 @@ def _on_gpu(pages: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _stored_tensors(path: Path) -> dict[str, Any]:
-    """Read a safetensors file's header; ValueError if it is broken, or holds weights quantised otherwise than here."""
-    found: dict[str, Any] = {}
+    """Read a safetensors file's header; ValueError if it is broken, or holds weights in a form that is not read."""
+    tensors: dict[str, Any] = {}
     try:
         with safe_open(path, "pt") as file:
             for name in file.keys():
-                tensor = file.get_tensor(name)  # nothing is read yet
-                found[name] = StoredTensor(path, name, tensor.shape, tensor.dtype)
+                tensor = file.get_tensor(name)  # maps the file's pages, and reads none
+                tensors[name] = StoredTensor(path, name, tensor.shape, tensor.dtype)
     except SafetensorError as error:
         raise ValueError(
             f"{path.absolute()} is not a whole safetensors file ({error}); download it again"
         ) from None
-    if any(".quant_state." in name for name in found):
+    if any(".quant_state." in name for name in tensors):
         from models.quantized import join_packed
 
-        join_packed(path, found)
-    for name, tensor in found.items():
-        # those of MXFP4 are joined by models/expert_files.py
+        join_packed(path, tensors)
+    for name, tensor in tensors.items():
+        # the parts of matrices in MXFP4, which models/expert_files.py joins
         is_mxfp4 = tensor.dtype == torch.uint8 and name.endswith(("_blocks", "_scales"))
         if not is_mxfp4 and (not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1):
             raise ValueError(
                 f"{path.absolute()} holds {name} as {tensor.dtype}, but quantised weights cannot be trained; use the "
                 "model that they were made from, or dequantise them to bfloat16"
             )
-    return found
+    return tensors
 
 
 def lora_scale(rank: int, alpha: float, rslora: bool) -> float:
-    """Return the factor of B A in an adapted matrix."""
+    """Return the factor of B A in what an adapter adds to a matrix."""
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
 def low_rank(a: Tensor, b: Tensor, scale: float, transposed: bool) -> Tensor:
-    """Return what an adapter adds to a matrix, or to those of experts: scale * B A in float32, perhaps transposed."""
+    """Return what an adapter adds to a matrix, or to each expert's: scale * B A in float32, transposed if asked to."""
     update = scale * (b.float() @ a.float())
     return update.mT if transposed else update
 
 
 class StoredAdapter(NamedTuple):
-    """A and B of a matrix [outputs, inputs], or of those of N experts, as PEFT's files hold them.
+    """A and B of a matrix [outputs, inputs], or of the matrices of N experts, as PEFT's files hold them.
 
     a: [r, inputs], or [N * r, inputs]. b: [outputs, r], or [outputs, r * N], the expert's number last.
     transposed: the matrices are [inputs, outputs].
@@ -135,7 +138,7 @@ class StoredAdapter(NamedTuple):
 
 
 class NamedTensors(dict[str, Any]):
-    """The tensors of a folder by name; a second one of a name, however files hold it, is refused with ValueError."""
+    """The tensors of a folder by name; ValueError for a second one of the same name, in whatever form files hold it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -156,13 +159,13 @@ class WeightFiles:
     The folder of a LoRA adapter is read together with its base model: a slice of an adapted matrix is the base's slice
     plus scale * B A, added in float32. A score head in the adapter's file replaces the base's.
 
-    tensors: all that is stored, by name: StoredTensors, or what models/expert_files.py and models/quantized.py make of
+    tensors: the stored tensors by name: StoredTensors, or what models/expert_files.py and models/quantized.py make of
         several. An adapted matrix has its base's dtype, although it is read in float32.
     adapter: adapter_config.json of an adapter's folder.
-    dtype: of the adapters, which is the precision that they were trained in; None without them.
-    quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
-    carried: tensors that no model here has, which exports hold as they are: those of vision, and of MTP.
-    paths: the files that hold the tensors, and those that say how much of them adapters add.
+    dtype: in which the adapters were trained; None without adapters.
+    quantize: how the base's matrices were quantised when the adapter was trained, or "none".
+    carried: tensors that no model here has, of vision and of MTP, which exports hold as they are.
+    paths: the files that hold the tensors, and adapter_config.json, which has the scale of an adapter.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -172,8 +175,8 @@ class WeightFiles:
         self.adapter: Fields | None = None
         self.dtype: torch.dtype | None = None
         self.quantize = "none"
-        # what adapters add to a matrix: scale * B A
-        self._updates: dict[str, list[StoredAdapter]] = {}
+        # of each adapted matrix, the topmost last
+        self._adapters: dict[str, list[StoredAdapter]] = {}
         if (self.folder / ADAPTER_CONFIG).is_file():
             self._read_adapter()
         else:
@@ -182,7 +185,7 @@ class WeightFiles:
                 if name.startswith(CARRIED):
                     self.carried[name] = tensor
                 else:
-                    self.tensors[inside(name)] = tensor
+                    self.tensors[text_name(name)] = tensor
             if any(".experts." in name for name in self.tensors):
                 from models.expert_files import join_blocks, join_experts
 
@@ -207,10 +210,8 @@ class WeightFiles:
             rank, self.adapter.get("lora_alpha") or 8, bool(self.adapter.get("use_rslora"))
         )
         base = WeightFiles(base_folder(self.folder))
-        self.tensors, self._updates = dict(base.tensors), base._updates
-        is_tied = (
-            VOCABULARY[1] not in base.tensors and self.adapter.get("task_type") != "SEQ_CLS"
-        )
+        self.tensors, self._adapters = dict(base.tensors), base._adapters
+        is_tied = LM_HEAD not in base.tensors and self.adapter.get("task_type") != "SEQ_CLS"
         self.carried = base.carried
         self.paths = [*base.paths, path, self.folder / ADAPTER_CONFIG]
         pairs: dict[str, dict[str, StoredTensor]] = {}
@@ -221,12 +222,12 @@ class WeightFiles:
                 f"{path.absolute()} was trained on a base of {self.quantize} numbers, which is read no more; merge the "
                 "adapter into its base with PEFT"
             )
-        found = NamedTensors(self.folder)
-        for key, tensor in _stored_tensors(path).items():
-            found[inside(key.removeprefix("base_model.model."))] = tensor
-        for key, tensor in found.items():
+        tensors = NamedTensors(self.folder)
+        for name, tensor in _stored_tensors(path).items():
+            tensors[text_name(name.removeprefix("base_model.model."))] = tensor
+        for name, tensor in tensors.items():
             self.dtype = tensor.dtype
-            stem, _, kind = key.partition(".lora_")
+            stem, _, kind = name.partition(".lora_")
             if stem in ("score.weight", *VOCABULARY):
                 self.tensors[stem] = tensor
             elif kind in ("A.weight", "B.weight"):
@@ -236,8 +237,12 @@ class WeightFiles:
                     f"{path.absolute()} holds {tensor.name}, which is neither a LoRA matrix nor a score head; merge "
                     "the adapter into its base with PEFT"
                 )
-        own = [name for name in VOCABULARY if self.tensors.get(name) != base.tensors.get(name)]
-        if own and is_tied and (len(own) < 2 or not torch.equal(*map(self.read, own))):
+        replaced = [x for x in VOCABULARY if self.tensors.get(x) != base.tensors.get(x)]
+        if (
+            replaced
+            and is_tied
+            and (len(replaced) < 2 or not torch.equal(*map(self.read, replaced)))
+        ):
             raise ValueError(
                 f"{path.absolute()} has another lm_head than embedding, which are one matrix in its base model; merge "
                 "the adapter into its base with PEFT"
@@ -246,8 +251,10 @@ class WeightFiles:
             adapted = self.tensors.get(name)
             shapes = {kind: list(tensor.shape) for kind, tensor in pair.items()}
             shape = adapted.shape if adapted else ()
+            # a matrix, or the matrices of experts; zeros fit nothing
             experts, outputs, inputs = {2: (0, *shape), 3: shape}.get(len(shape), (0, 0, 0))
-            transposed = f"{name}_bias" in self.tensors  # such experts have biases
+            # of experts, those with transposed matrices have biases, and no others
+            transposed = f"{name}_bias" in self.tensors
             if transposed:
                 outputs, inputs = inputs, outputs
             rows = rank * (experts or 1)
@@ -257,7 +264,7 @@ class WeightFiles:
                     f"{base.folder.absolute()} does not fit; correct base_model_name_or_path"
                 )
             adapter = StoredAdapter(pair["A"], pair["B"], scale, experts, transposed)
-            self._updates.setdefault(name, []).append(adapter)
+            self._adapters.setdefault(name, []).append(adapter)
 
     def read(
         self,
@@ -270,11 +277,12 @@ class WeightFiles:
     ) -> Tensor:
         """Return the flat elements [start, stop), row-major, of a tensor; all of them by default.
 
-        `quantize` reads a layer's whole matrix as it is after it was quantised so, with adapters.
+        With `quantize` a matrix of a layer, which must be read whole, is quantised and dequantised before adapters are
+        added.
         """
-        stored, updates = self.tensors[name], self._updates.get(name, ())
+        stored, adapters = self.tensors[name], self._adapters.get(name, ())
         stop = stored.shape.numel() if stop is None else stop
-        flat = stored.read(start, stop, "cpu" if updates else device)
+        flat = stored.read(start, stop, "cpu" if adapters else device)
         endings = "_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"
         is_matrix = name.removesuffix(".weight").endswith(endings)
         if quantize != "none" and is_matrix and not stored.is_packed:
@@ -285,7 +293,7 @@ class WeightFiles:
         # the rows, or the experts, that these elements lie in
         size = stored.shape[1:].numel()
         first, last = start // size, -(-stop // size)
-        for adapter in updates:
+        for adapter in adapters:
             a, b = adapter.read()
             a = a[first:last] if adapter.experts else a
             update = low_rank(a, b[first:last], adapter.scale, adapter.transposed)
@@ -293,11 +301,11 @@ class WeightFiles:
         return flat
 
     def take_adapter(self) -> dict[str, StoredAdapter]:
-        """Take the topmost adapter out of the weights; return what it consists of by the names of what it adapts."""
-        return {name: updates.pop() for name, updates in self._updates.items()}
+        """Take the topmost adapter out of the weights; return its matrices by the names of what they adapt."""
+        return {name: adapters.pop() for name, adapters in self._adapters.items()}
 
     def base(self, name: str) -> Tensor:
-        """Return all elements of a tensor without what adapters add to it."""
+        """Return all elements of a tensor, without adapters."""
         return self.tensors[name].read(0, self.tensors[name].shape.numel())
 
     def check(
@@ -305,39 +313,40 @@ class WeightFiles:
     ) -> None:
         """Compare with a model's parameters (name -> shape).
 
-        Raises ValueError on a missing parameter that is not in `may_lack` or a different shape. Stored tensors that the
-        model does not have are ignored if they are a reward model's unused head, an equal copy of tied embeddings or a
-        cached table, and refused otherwise.
+        Raises ValueError for a parameter of another shape, and for one that is missing and not in `may_lack`. Of stored
+        tensors that the model does not have, an unused head, an equal copy of tied embeddings and a cached table are
+        ignored, and others are refused.
         """
-        unused = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
-        found = {
-            name: stored.shape
-            for name, stored in self.tensors.items()
-            if name in expected or not name.endswith(unused)
+        ignored = (LM_HEAD, "score.weight", "rotary_emb.inv_freq")
+        stored = {
+            name: tensor.shape
+            for name, tensor in self.tensors.items()
+            if name in expected or not name.endswith(ignored)
         }
         wrong = [
             name
-            for name in {**expected, **found}
-            if found.get(name) != expected.get(name) and (name in found or name not in may_lack)
+            for name in {**expected, **stored}
+            if stored.get(name) != expected.get(name)
+            and (name in stored or name not in may_lack)
         ]
         if wrong:
             name = wrong[0]
             fault = "is missing" if name in expected else "has no place in the model"
-            if name in expected and name in found:
-                fault = f"has the shape {[*found[name]]} instead of {[*expected[name]]}"
+            if name in expected and name in stored:
+                fault = f"has the shape {[*stored[name]]} instead of {[*expected[name]]}"
             raise ValueError(
                 f"{self.folder.absolute()} does not fit its config.json: {name} {fault}, the first of {len(wrong)} "
                 "differences; merge adapters, or check that config.json belongs to these weights"
             )
-        is_tied = not {VOCABULARY[1], "score.weight"} & expected.keys()
-        # transformers leaves two such matrices untied
+        is_tied = not {LM_HEAD, "score.weight"} & expected.keys()
+        # where files hold two different ones, transformers would leave them untied
         if (
             is_tied
             and {*VOCABULARY} <= self.tensors.keys()
             and not torch.equal(*map(self.read, VOCABULARY))
         ):
             raise ValueError(
-                f"{self.folder.absolute()} holds another {VOCABULARY[1]} than {VOCABULARY[0]}, but its config.json "
+                f"{self.folder.absolute()} holds another {LM_HEAD} than {EMBEDDINGS}, but its config.json "
                 "says that they are one matrix; set tie_word_embeddings to false there"
             )
 
@@ -345,12 +354,12 @@ class WeightFiles:
 def weight_paths(folder: Path) -> list[Path]:
     """Return the files that hold a model's weights; FileNotFoundError or ValueError if one is absent."""
     names = [WEIGHTS]
-    # beside the whole file, which transformers prefers too, an index is left from an earlier save in several files
+    # an index beside a whole file is left from an earlier save in several files; transformers prefers the file too
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
-        table = read_json(folder / INDEX).get("weight_map")
-        names = (
-            sorted({str(name) for name in table.values()}) if isinstance(table, dict) else []
-        )
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        names = []
+        if isinstance(weight_map, dict):
+            names = sorted({str(name) for name in weight_map.values()})
         if not names or any(Path(name).name != name for name in names):
             raise ValueError(
                 f"{(folder / INDEX).absolute()} must hold a weight_map from parameters to names of files in its own "

@@ -1,4 +1,4 @@
-"""The weights that training starts from: read from files, or drawn at random."""
+"""The weights that training starts from, read from files or drawn at random."""
 
 import math
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ from ulysses.parallel.random_keys import keyed_generator
 
 
 class InitialWeights:
-    """The weights that training starts from, given slice by slice; the same on any number of ranks.
+    """The weights that training starts from, slice by slice; they are the same on any number of ranks.
 
-    They come from safetensors files. What these lack (a new score head), or everything without a folder, is drawn at
-    random, keyed by (seed, name). A policy and its value both start from the same model. Of an adapter A is uniform in
-    +-1 / sqrt(inputs) and B zero.
+    They come from the folder's files. Weights that these lack, such as a new score head, or all weights if there is no
+    folder, are drawn at random, keyed by (seed, name). A policy and its value both start from the same model. Of a new
+    adapter A is uniform in +-1 / sqrt(inputs), and B is zero.
 
     Args:
-        continues: the folder holds an adapter, whose A and B are the start of those that are trained; its base has the
-            other weights. Otherwise an adapter is a part of them.
-        new_rows: rows of the vocabulary's matrices that the files lack, or have for no token yet, and those of which
-            each is the mean.
+        continues: the folder holds an adapter, whose A and B the trained adapters start from; the other weights are its
+            base's. Otherwise a folder's adapter is a part of the weights.
+        new_rows: rows of the vocabulary's matrices that the files lack, or have for no token yet, each with the rows
+            whose mean it is.
     """
 
     def __init__(
@@ -42,63 +42,70 @@ class InitialWeights:
     ) -> None:
         self.shape, self.quantize, self.new_rows = shape, quantize, new_rows
         self.seed = seed
-        self.files, self.started = None, {}
+        self.files, self.adapters = None, {}
         self.stored: Mapping[str, Any] = {}
         self.paths: list[Path] = []
         if folder:
             self.files = WeightFiles(folder)
-            self.started = self.files.take_adapter() if continues else {}
+            self.adapters = self.files.take_adapter() if continues else {}
             self.stored, self.paths = self.files.tensors, self.files.paths
 
-    def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
-        plain = name.removeprefix(VALUE)
+    def fill(self, name: str, size: torch.Size, start: int, out: Tensor) -> None:
+        """Write the elements from `start` on of a parameter of that size, row-major, into `out`."""
+        stored_name = name.removeprefix(VALUE)
         stop, device = start + out.numel(), out.device
         if out.dtype == torch.uint8:
-            whole = self._packed(plain, device)
-        elif self.files and plain in self.stored:
-            held = self.stored[plain].shape.numel()
-            known = self.files.read(plain, start, min(stop, held), device=device)
-            out[: len(known)].copy_(known)
-            if plain in VOCABULARY:
-                self._fill_rows(plain, shape[1], start, out)
+            whole = self._packed(stored_name, device)
+        elif self.files and stored_name in self.stored:
+            count = self.stored[stored_name].shape.numel()
+            elements = self.files.read(stored_name, start, min(stop, count), device=device)
+            out[: len(elements)].copy_(elements)
+            if stored_name in VOCABULARY:
+                self._fill_rows(stored_name, size[1], start, out)
             return
         elif ".lora_" in name:
-            owner, _, kind = plain.partition(".lora_")
-            last = kind.rpartition(".")[2] if len(shape) == 3 else "weight"
-            whole = torch.zeros(shape, device=device)
-            if stored := self.started.get(f"{owner}.{last}"):
-                whole = stored.read()[kind[0] == "B"]
-            elif ".lora_A" in name:
-                bound = 1 / math.sqrt(shape[-1])
-                # PEFT's name of a module's first adapter, by which values have always been drawn
-                key = f"{name}.default.weight" if name.endswith(".lora_A") else name
-                generator = keyed_generator(device, self.seed, key)
-                whole.uniform_(-bound, bound, generator=generator)
+            whole = self._adapter(name, size, device)
         else:
             whole = init_parameter(
-                plain, shape, self.shape, self.seed, device=device, dtype=out.dtype
+                stored_name, size, self.shape, self.seed, device=device, dtype=out.dtype
             )
         out.copy_(whole.reshape(-1)[start:stop])
 
+    def _adapter(self, name: str, size: torch.Size, device: torch.device) -> Tensor:
+        """Return A or B of an adapter: that of the folder's adapter, or a new one."""
+        module, _, kind = name.removeprefix(VALUE).partition(".lora_")
+        adapted = kind.rpartition(".")[2] if len(size) == 3 else "weight"
+        if stored := self.adapters.get(f"{module}.{adapted}"):
+            a, b = stored.read()
+            return b if kind[0] == "B" else a
+        whole = torch.zeros(size, device=device)
+        if kind[0] == "A":
+            bound = 1 / math.sqrt(size[-1])
+            # PEFT's name of a module's first adapter, by which values have always been drawn
+            key = f"{name}.default.weight" if name.endswith(".lora_A") else name
+            generator = keyed_generator(device, self.seed, key)
+            whole.uniform_(-bound, bound, generator=generator)
+        return whole
+
     def _fill_rows(self, name: str, width: int, start: int, out: Tensor) -> None:
-        """Write what a slice of a matrix holds of the new rows."""
+        """Write the parts of new rows that lie in `out`, a slice of a matrix whose rows have that width."""
         assert self.files is not None
-        for row, others in self.new_rows.items():
+        for row, sources in self.new_rows.items():
             first = row * width - start
             low, high = max(first, 0), min(first + width, len(out))
             if low < high:
-                old = [self.files.read(name, i * width, (i + 1) * width) for i in others]
-                out[low:high] = torch.stack(old).float().mean(0)[low - first : high - first]
+                rows = [self.files.read(name, i * width, (i + 1) * width) for i in sources]
+                out[low:high] = torch.stack(rows).float().mean(0)[low - first : high - first]
 
     def _packed(self, name: str, device: torch.device) -> Tensor:
-        """Return the bytes of a quantised matrix, on the device; nothing else of the model is held."""
+        """Return the bytes of a quantised matrix on the device, where nothing else of the model is held meanwhile."""
         from models.quantized import pack
 
         stored = self.stored.get(name)
         if stored and stored.is_packed:
             return stored.read_packed()
-        shape = parameter_shapes(self.shape)[name]
+        size = parameter_shapes(self.shape)[name]
         dtype = stored.dtype if stored else torch.float32
-        matrix = torch.empty(shape, dtype=dtype, device=device)
-        InitialWeights.fill(self, name, shape, 0, matrix.view(-1))
+        matrix = torch.empty(size, dtype=dtype, device=device)
+        InitialWeights.fill(self, name, size, 0, matrix.view(-1))
         return pack(matrix)

@@ -1,7 +1,4 @@
-"""The kinds of models by what they are for, and a model without memory, for its names and sizes.
-
-A kind is imported when it is asked for.
-"""
+"""The classes of models by their purpose, and models without memory, for the names and shapes of parameters."""
 
 import functools
 from collections.abc import Mapping
@@ -12,7 +9,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, HeadedDecoder
 
 
-def model_class(*, reward: bool = False, value: bool = False) -> "type[HeadedDecoder]":
+def model_class(*, reward: bool = False, value: bool = False) -> type[HeadedDecoder]:
     """Return the class of a reward model, of a policy with a value, or else of a language model."""
     if reward or value:
         from models.scored import PolicyValue, RewardModel
@@ -23,8 +20,8 @@ def model_class(*, reward: bool = False, value: bool = False) -> "type[HeadedDec
 
 def empty_model(
     config: ModelConfig, *, reward: bool = False, quantize: str = "none"
-) -> "HeadedDecoder":
-    """Build a model on torch's meta device, which has no memory: for its parameters' names and shapes."""
+) -> HeadedDecoder:
+    """Build a model on torch's meta device, which has no memory."""
     with torch.device("meta"):
         return model_class(reward=reward)(config, quantize=quantize)
 

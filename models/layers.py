@@ -1,10 +1,10 @@
-"""The decoder layer: a mixer and a feed-forward, each of a kind, in the stages that the memory levels know.
+"""The decoder layer: a mixer and a feed-forward, in the steps that the memory levels tell apart.
 
     hidden -norm-> mixer: project -> to heads -> mix -> to tokens -> output -norm-> + -> middle
     middle -norm-> feed-forward -norm-> + -> hidden
 
-Parameter names are those of transformers. The modules inside hold weights for the operations of models/ops: hooks see a
-layer's calls, but not those of what is inside it.
+Parameter names are those of transformers. The modules inside a layer hold weights for the operations of models/ops,
+which read them directly: hooks on a layer are called, hooks on the modules inside it are not.
 
 Shapes: S local tokens, D width.
 """
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.arch import LayerKind, ModelConfig
+from models.arch import ModelConfig
+from models.families import LayerKind
 from models.modules import MLP, NO_NORM, Linear, Norm, RMSNorm
 from models.ops.gated_mlp import SecondHalf
 from models.ops.norm import NormRule
@@ -31,9 +32,9 @@ from ulysses.parallel.layout import AttentionPlan
 class DecoderLayer(nn.Module):
     """One layer on this rank's tokens; ZeRO-3 gathers it as a whole.
 
-    forward(hidden [S, D], the tables (cos, sin) of its kind, plan) -> hidden [S, D]; `plan` is the batch's attention
-    plan. `set_memory` says what its graph keeps, before the first forward. `record` is the RouterRecord of a model with
-    experts.
+    forward(hidden [S, D], the rotary tables (cos, sin) of its kind, plan) -> hidden [S, D]; `plan` is the batch's
+    attention plan. `set_memory` says what the layer's graph keeps, before the first forward. `record` is the
+    RouterRecord of a model with experts.
     """
 
     def __init__(
@@ -54,16 +55,26 @@ class DecoderLayer(nn.Module):
             from models.quantized import QuantizedLinear
 
             linear = QuantizedLinear
-        mixer, feed_forward = _classes(kind)
-        self.mixer_name = "self_attn" if mixer is SelfAttention else "linear_attn"
-        self.register_module(self.mixer_name, mixer(config, attention, linear))
-        of_experts = () if feed_forward is MLP else (record,)
-        self.mlp: Any = feed_forward(config, linear, *of_experts)
+        if kind.mixer == "linear_attention":
+            from models.delta import GatedDelta
+
+            self.linear_attn = GatedDelta(config, attention, linear)
+            self.mixer_name = "linear_attn"
+        else:
+            self.self_attn = SelfAttention(config, attention, linear)
+            self.mixer_name = "self_attn"
+        self.mlp: Any
+        if kind.feed_forward == "experts":
+            from models.moe import MoE
+
+            self.mlp = MoE(config, linear, record)
+        else:
+            self.mlp = MLP(config, linear)
         for name in filter(None, family.norms):
             self.register_module(name, RMSNorm(config.hidden_size, self.rule))
 
     def set_memory(self, recompute: str, mlp_tile: int, offloader: Offloader | None) -> None:
-        """Set the level, the rows of a feed-forward's tile, and where what is kept waits, if not on the GPU."""
+        """Set the level, the rows of a feed-forward's tile, and what offloads the saved tensors, if anything does."""
         self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 
     @property
@@ -86,19 +97,19 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
-        """Return what the mixer sends to the heads' ranks, and the layer's input, for `output`."""
+        """Return the tensors that the mixer sends to the heads' ranks, and the layer's input, for `output`."""
         return self.mixer.project(hidden, self.norms[0], rope)
 
     def output(self, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """Add what the mixer makes of its rows to the layer's input."""
-        (before, after, *_), mixer = self.norms, self.mixer
-        out = after(mixer.output(mixed, hidden, before))
+        """Add the mixer's output to the layer's input."""
+        before, after, *_ = self.norms
+        out = after(self.mixer.output(mixed, hidden, before))
         if self.multiplier != 1:
             out = out * self.multiplier
         return out.add_(hidden)
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
-        """Add the feed-forward of the rows; each row is independent, so it can run in tiles."""
+        """Add the feed-forward's output to the rows; each row is independent, so it can run in tiles."""
         return self._fused().add(hidden)
 
     def feed_forward_tiles(self, rows: Tensor) -> Tensor:
@@ -121,35 +132,20 @@ class DecoderLayer(nn.Module):
     def parameters_by_step(self) -> tuple[list[nn.Parameter], ...]:
         """Return the trained parameters of project, mix, output and feed_forward, adapters included.
 
-        What two of them use, because `output` makes a gate of the layer's input, is in both.
+        Parameters that make a gate of the layer's input are used by project and by output, and are in both.
         """
-        before, after, *around = self.norms
+        before_mixer, after_mixer, before_mlp, after_mlp = self.norms
         project, mix, output = self.mixer.modules_by_step
-        gated = before if self.mixer.has_gate else NO_NORM
+        norm_of_gate = before_mixer if self.mixer.has_gate else NO_NORM
         steps = (
-            (before, *project),
+            (before_mixer, *project),
             mix,
-            (gated, *output, after),
-            (around[0], self.mlp, around[1]),
+            (norm_of_gate, *output, after_mixer),
+            (before_mlp, self.mlp, after_mlp),
         )
         return tuple(
             [p for part in step for p in _parameters(part) if p.requires_grad] for step in steps
         )
-
-
-def _classes(kind: LayerKind) -> tuple[Any, Any]:
-    """Return the classes of a layer's mixer and feed-forward; the rarer ones are imported when asked for."""
-    mixer: type = SelfAttention
-    feed_forward: type = MLP
-    if kind.mixer == "linear_attention":
-        from models.delta import GatedDelta
-
-        mixer = GatedDelta
-    if kind.feed_forward == "experts":
-        from models.moe import MoE
-
-        feed_forward = MoE
-    return mixer, feed_forward
 
 
 def _parameters(part: nn.Module | nn.Parameter) -> Iterable[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""The modules that layers are made of; their weights are uninitialised memory until somebody fills them.
+"""The modules that layers are made of; a file or `init_parameter` fills their weights, which are uninitialised before.
 
 Shapes: S local tokens, D width, F feed-forward width.
 """
@@ -14,48 +14,48 @@ from models.ops.linear import Matrix, Products, linear
 from models.ops.norm import NormNode, NormRule
 
 
-class Exact(nn.Parameter):
+class Float32Parameter(nn.Parameter):
     """A parameter that stays in float32 in models of half precision, and in their exports."""
 
     in_float32 = True
 
 
-class Unfilled(nn.Module):
-    """Leave a module of torch without its random start: a file or `init_parameter` fills the weights."""
+class Uninitialised(nn.Module):
+    """Leave the weights of a module of torch without the random values that it would draw."""
 
     def reset_parameters(self) -> None:
         pass
 
 
-class Linear(Unfilled, nn.Linear):
+class Linear(Uninitialised, nn.Linear):
     """Multiply rows [S, D] by a matrix.
 
-    packed: what the bytes of a quantised one stand for.
+    packed: what the bytes of a quantised matrix stand for; None for other matrices.
     """
 
     packed: Any = None
 
     @staticmethod
     def empty(shape: tuple[int, ...]) -> tuple[nn.Parameter, Any]:
-        """Return uninitialised matrices [..., F, D] as modules of this class hold theirs, and `packed` of them."""
+        """Return uninitialised matrices [..., F, D] in the form that modules of this class hold, and their `packed`."""
         return nn.Parameter(torch.empty(shape)), None
 
     def operands(self) -> Matrix:
-        """Return what the operations of models/ops need of it."""
+        """Return what the operations of models/ops need of the module."""
         return Matrix(self.weight, self.bias, packed=self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.operands())[0]
 
 
-class Embedding(Unfilled, nn.Embedding):
+class Embedding(Uninitialised, nn.Embedding):
     """Look up the rows of token ids [S]."""
 
     weight: nn.Parameter
 
 
-class RMSNorm(Unfilled, nn.RMSNorm):
-    """Scale every row of [..., D] to unit mean square, times what the rule makes of `weight`."""
+class RMSNorm(Uninitialised, nn.RMSNorm):
+    """Scale every row of [..., D] to unit mean square, and multiply it by what the rule makes of `weight`."""
 
     def __init__(self, width: int, rule: NormRule) -> None:
         super().__init__(width, rule.eps)
@@ -78,11 +78,13 @@ Norm = RMSNorm | NoNorm
 class MLP(nn.Module):
     """Compute down(act(gate(x)) * up(x)) for rows [S, D].
 
-    tile_factor: a tile has so many times as many rows as usual. is_capturable, fits_graphs: CUDA graphs may run it in
-    sampling, and in training.
+    tile_factor: multiplies the rows of a tile. is_capturable: CUDA graphs may run it in sampling. fits_graphs: CUDA
+    graphs may run it in training.
     """
 
-    tile_factor, is_capturable, fits_graphs = 1, True, True
+    tile_factor = 1
+    is_capturable = True
+    fits_graphs = True
 
     def __init__(
         self, config: ModelConfig, linear: type[Linear], width: int | None = None
@@ -99,7 +101,7 @@ class MLP(nn.Module):
         return self.down_proj(ActivateNode.apply(gate, up, self.activation))
 
     def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> GatedMLP:
-        """Return the operation that does this module, the norms around it and the factor."""
-        pair = Products(self.gate_proj.operands(), self.up_proj.operands())
+        """Return the operation that computes this module with the norms before and after it, times the factor."""
+        gate_up = Products(self.gate_proj.operands(), self.up_proj.operands())
         down = Products(self.down_proj.operands())
-        return GatedMLP(norm.weight, pair, down, after.weight, rule, self.activation, factor)
+        return GatedMLP(norm.weight, gate_up, down, after.weight, rule, self.activation, factor)

@@ -22,39 +22,40 @@ from ulysses.parallel.batch import ShardedBatch
 
 
 def times_counted(batch: ShardedBatch) -> Tensor:
-    """Return for each local row [S] how many sequences it is of: none in the tail, several where a prompt is shared."""
+    """Return to how many sequences each local row [S] belongs: none in the tail, several in a shared prompt."""
     ids, plan = batch.sequence_ids, batch.attention_plan
     times = (ids < batch.num_sequences).long()
     for start, end in plan.prefixes.values():
-        owner = plan.cu_seqlens.index(start)
-        times += (ids == owner) & (batch.positions < end - start)
+        sequence = plan.cu_seqlens.index(start)  # the one that holds the prompt
+        times += (ids == sequence) & (batch.positions < end - start)
     return times
 
 
 class RouterRecord:
     """What the routers of a model choose in an optimizer step.
 
-    The decoder opens it for a pass forward whose gradient is wanted, and closes it: what backward computes again is not
-    noted again. Each row counts as often as `times_counted` says.
+    The decoder opens it before a forward pass and closes it after the last layer, so that what backward computes again
+    is not noted twice. Each row counts as often as `times_counted` says.
 
-    layers, number: the layers with experts, which count themselves, and N. counts: rows of every layer's experts,
-    [layers, N] int64. probabilities: summed over rows and layers [N] float64, if they are wanted. balance: what the
-    balance loss adds to the gradient of every row's probabilities [N], or None.
-    counts_all: passes without gradient are noted too. on_close: is called at the end of a pass.
+    layers: how many layers have experts; each counts itself when it is built. num_experts: N.
+    counts: how many rows chose each expert of every layer, [layers, N] int64.
+    probabilities: summed over rows and layers [N] float64, if they are asked for.
+    balance: what the balance loss adds to the gradient of every row's probabilities [N], or None.
+    counts_all: passes without gradient are noted too. on_close: is called at the end of a noted pass.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         assert config.moe is not None
-        self.layers, self.number = 0, config.moe.num_experts
+        self.layers, self.num_experts = 0, config.moe.num_experts
         self.counts_all = self.is_open = False
         self.on_close: Callable[[], None] | None = None
-        self.times: Tensor | None = None  # [S], of the newest pass
+        self.times: Tensor | None = None  # of the newest pass, [S]
         self.restart()
 
     def restart(
         self, *, with_probabilities: bool = False, balance: Tensor | None = None
     ) -> None:
-        """Forget everything but what the balance loss adds."""
+        """Forget what was noted, and set what later passes note and add."""
         self.counts: Tensor | None = None
         self.probabilities: Tensor | None = None
         self.with_probabilities, self.balance = with_probabilities, balance
@@ -66,9 +67,11 @@ class RouterRecord:
             return
         self.times = times_counted(batch)
         if self.counts is None:
-            self.counts = self.times.new_zeros(self.layers, self.number)
+            self.counts = self.times.new_zeros(self.layers, self.num_experts)
             if self.with_probabilities:
-                self.probabilities = self.counts.new_zeros(self.number, dtype=torch.float64)
+                self.probabilities = self.counts.new_zeros(
+                    self.num_experts, dtype=torch.float64
+                )
 
     def close(self) -> None:
         """End the pass."""
@@ -76,10 +79,10 @@ class RouterRecord:
             self.on_close()
         self.is_open = False
 
-    def note(self, place: int, chosen: Tensor, probabilities: Tensor, part: slice) -> None:
-        """Note the experts chosen [n, k] for a part of the rows by one layer, of all probabilities [n, N].
+    def note(self, layer: int, chosen: Tensor, probabilities: Tensor, part: slice) -> None:
+        """Note the experts chosen [n, k] by one layer for a part of the rows, and their probabilities [n, N].
 
-        Where these have a gradient, the balance loss adds its own.
+        Where the probabilities have a gradient, that of the balance loss is added to it.
         """
         if self.times is None:
             return
@@ -87,8 +90,8 @@ class RouterRecord:
         if probabilities.requires_grad:
             probabilities.register_hook(partial(self._add_balance, times))
         if self.is_open and self.counts is not None:
-            every = times.repeat_interleave(chosen.shape[1])
-            self.counts[place].index_add_(0, chosen.flatten(), every)
+            by_copy = times.repeat_interleave(chosen.shape[1])
+            self.counts[layer].index_add_(0, chosen.flatten(), by_copy)
             if self.probabilities is not None:
                 self.probabilities += times.double() @ probabilities.detach().double()
 
@@ -97,12 +100,12 @@ class RouterRecord:
 
 
 class Router(nn.Module):
-    """Hold what chooses k experts for every row."""
+    """Hold the weights that choose k experts for every row."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.moe is not None
-        self.count, self.normalise = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
+        self.top_k, self.normalise = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
         N = config.moe.num_experts
         self.weight = nn.Parameter(torch.empty(N, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(N)) if config.family.clamped_experts else None
@@ -111,25 +114,25 @@ class Router(nn.Module):
 class ExpertMatrices(nn.Module):
     """Hold the experts' matrices: gate_up_proj [N, 2F, D], gate before up, and down_proj [N, D, F].
 
-    Clamped ones are the other way round, [N, D, 2F] and [N, F, D], and have biases [N, 2F] and [N, D].
-    linear: the class of linear modules, which says how matrices are held. Adapters are lora_A [N, r, inputs] and lora_B
-    [N, outputs, r] by the names of the matrices.
+    Clamped experts have them transposed, [N, D, 2F] and [N, F, D], with gate and up in turns, and have biases [N, 2F]
+    and [N, D]. linear: the class of linear modules, which says how matrices are held. Adapters are lora_A
+    [N, r, inputs] and lora_B [N, outputs, r] by the names of the matrices.
     """
 
     def __init__(self, config: ModelConfig, linear: type[Linear]) -> None:
         super().__init__()
         assert config.moe is not None
         N, F, D = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
-        self.number, self.clamped = N, config.family.clamped_experts
+        self.num_experts, self.clamped = N, config.family.clamped_experts
         self.activation = "clamped" if self.clamped else config.family.activation
         self.sizes = {"gate_up_proj": (2 * F, D), "down_proj": (D, F)}  # outputs and inputs
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.packed: dict[str, Any] = {}  # what the bytes stand for
-        self.scale, self.adapted = 1.0, True
+        self.packed: dict[str, Any] = {}  # what the bytes of quantised matrices stand for
+        self.scale, self.is_on = 1.0, True  # of the adapters
         for name, (outputs, inputs) in self.sizes.items():
-            size = (inputs, outputs) if self.clamped else (outputs, inputs)
-            self.shapes[name] = shape = (N, *size)
-            matrices, self.packed[name] = linear.empty(shape)
+            sides = (inputs, outputs) if self.clamped else (outputs, inputs)
+            self.shapes[name] = (N, *sides)
+            matrices, self.packed[name] = linear.empty(self.shapes[name])
             self.register_parameter(name, matrices)
             bias = nn.Parameter(torch.empty(N, outputs)) if self.clamped else None
             self.register_parameter(f"{name}_bias", bias)
@@ -137,40 +140,42 @@ class ExpertMatrices(nn.Module):
         self.lora_B: nn.Module | None = None
 
     def add_adapters(self, names: Iterable[str], rank: int, scale: float) -> None:
-        """Give matrices adapters, whose values somebody fills."""
-        self.scale, N = scale, self.number
-        a, b = [], []  # pairs, of which torch keeps the order
+        """Give matrices adapters, whose values are uninitialised."""
+        self.scale, N = scale, self.num_experts
+        a, b = [], []  # pairs, because torch sorts the names of a plain dict
         for name in names:
             outputs, inputs = self.sizes[name]
             a.append((name, nn.Parameter(torch.empty(N, rank, inputs))))
             b.append((name, nn.Parameter(torch.empty(N, outputs, rank))))
-        if a:  # ZeRO-3 partitions what a new module holds
+        if a:  # made whole, because ZeRO-3 partitions what a new module holds
             self.lora_A, self.lora_B = nn.ParameterDict(a), nn.ParameterDict(b)
 
     def enable_adapters(self, enabled: bool) -> None:
         """Switch the adapters on or off."""
-        self.adapted = enabled
+        self.is_on = enabled
 
     def _stack(self, name: str) -> Stack:
         adapter = None
-        if self.adapted and hasattr(self.lora_A, name):
-            own = getattr(self.lora_A, name), getattr(self.lora_B, name)
-            adapter = Adapter(*own, self.scale)
+        if self.is_on and hasattr(self.lora_A, name):
+            adapter = Adapter(
+                getattr(self.lora_A, name), getattr(self.lora_B, name), self.scale
+            )
         bias = getattr(self, f"{name}_bias")
         return Stack(getattr(self, name), self.packed[name], adapter, bias, self.clamped)
 
     @property
     def stacks(self) -> ExpertStacks:
-        """The operations' view of the matrices."""
+        """The matrices in the form that operations take."""
         gate_up, down = self._stack("gate_up_proj"), self._stack("down_proj")
-        trained = [p for p in self.parameters() if p.requires_grad] if self.adapted else []
+        trained = [p for p in self.parameters() if p.requires_grad] if self.is_on else []
         return ExpertStacks(gate_up, down, trained, self.activation)
 
 
 class MoE(nn.Module):
-    """Hold the MLPs of which a router chooses some for each of rows [S, D]; `fused` sums them, times its weights."""
+    """Hold the experts of a layer and the router that chooses k of them for each row; `fused` adds up their outputs."""
 
-    tile_factor, fits_graphs = EXPERT_TILES, False  # graphs would not note what routers choose
+    tile_factor = EXPERT_TILES
+    fits_graphs = False  # graphs would not note what routers choose
 
     def __init__(
         self,
@@ -182,7 +187,7 @@ class MoE(nn.Module):
         self.router_name = "router" if config.family.clamped_experts else "gate"
         self.register_module(self.router_name, Router(config))
         self.experts = ExpertMatrices(config, linear)
-        self.record, self.place = record, record.layers
+        self.record, self.layer_number = record, record.layers
         record.layers += 1
         self.shared_expert: Any = None
         if config.family.shared_expert:
@@ -192,39 +197,42 @@ class MoE(nn.Module):
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
     def shared(self, x: Tensor) -> Tensor:
-        """Return what the expert for all rows adds."""
+        """Return the gated output of the expert that all rows go through."""
         return self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
     @property
-    def chooser(self) -> Router:
+    def router_module(self) -> Router:
         """The router, under the name that files have for it."""
         return getattr(self, self.router_name)  # type: ignore[no-any-return]
 
     @property
     def is_capturable(self) -> bool:
-        """Whether the host does not wait for the sizes of groups, in the dtype of the router."""
-        matrices = self.chooser.weight.new_empty(
+        """Whether products of all experts run without waiting for the sizes of groups, in the router's dtype."""
+        matrices = self.router_module.weight.new_empty(
             1, *self.experts.shapes["gate_up_proj"][1:], device="meta"
         )
         return is_grouped(matrices, matrices.mT.contiguous())
 
     def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP:
-        """Return the operation that does the norm and this module; no family has a norm after it, or a factor."""
+        """Return the operation that computes the norm and this module.
+
+        No family with experts has a norm after them, or a factor.
+        """
         assert after is NO_NORM and factor == 1
-        router = self.chooser
-        beside: tuple = ()
+        router = self.router_module
+        shared: tuple = ()
         if self.shared_expert is not None:
             parts = self.shared_expert, self.shared_expert_gate
-            beside = self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]
+            shared = self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]
         return SparseMLP(
             norm.weight,
             router.weight,
             self.experts.stacks,
             rule,
-            router.count,
+            router.top_k,
             router.normalise,
             self.record,
-            self.place,
+            self.layer_number,
             router.bias,
-            *beside,
+            *shared,
         )

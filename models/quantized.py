@@ -1,9 +1,10 @@
 """Frozen matrices of four bits, for LoRA: NF4 with double quantisation (QLoRA, 2305.14314).
 
-An element is a code of 4 bits, and the largest size of a block of 64 a code of 8 bits in blocks of 256. A matrix is one
-parameter of bytes, which ZeRO-3 partitions and gathers like any other; products dequantise it first:
+Every element is a code of 4 bits, to be multiplied by the largest absolute value (absmax) of its block of 64 elements.
+The absmax values are codes of 8 bits in their turn, in blocks of 256. A matrix is one parameter of bytes, which ZeRO-3
+partitions and gathers like any other; products dequantise it first:
 
-    codes [n / 2] | codes of the sizes [n / 64] | float32: their mean, the table of sizes [256], block sizes
+    codes [n / 2] | absmax codes [n / 64] | nested, in float32: the mean absmax, the table of codes [256], their absmax
 
 Shapes: S rows, D inputs, F outputs, n = F * D.
 """
@@ -20,16 +21,16 @@ from torch import Tensor, nn
 from models.modules import Linear
 from models.ops.norm import triton_kernels
 
-# bits of an element: its code, and its share of scales and their tables
-BITS = 4 + 8 / 64 + 32 / 64 / 256
-BLOCK, OUTER = 64, 256  # elements whose largest size is stored; and of these sizes
+BLOCK, NESTED_BLOCK = 64, 256  # elements with one absmax, and absmax values with one of theirs
+# of an element: its code, and its share of the absmax values of both kinds
+BITS = 4 + 8 / BLOCK + 32 / BLOCK / NESTED_BLOCK
 
 
 def packed_parts(shape: tuple[int, ...]) -> list[int]:
-    """Return the bytes of codes, of codes of sizes, and of float32 numbers that matrices [..., F, D] take."""
+    """Return how many bytes matrices [..., F, D] take for codes, for absmax codes, and for `nested`."""
     n = math.prod(shape)
     blocks = -(-n // BLOCK)
-    return [-(-n // 2), blocks, 4 * (1 + 256 - (-blocks // OUTER))]
+    return [-(-n // 2), blocks, 4 * (1 + 256 - (-blocks // NESTED_BLOCK))]
 
 
 def pack(matrix: Tensor) -> Tensor:
@@ -40,9 +41,8 @@ def pack(matrix: Tensor) -> Tensor:
     codes, state = quantize_4bit(
         matrix, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
-    sizes = state.state2
-    numbers = state.offset.view(1), sizes.code, sizes.absmax
-    return join_parts(codes, state.absmax, torch.cat([x.float() for x in numbers]))
+    nested = state.offset.view(1), state.state2.code, state.state2.absmax
+    return join_parts(codes, state.absmax, torch.cat([x.float() for x in nested]))
 
 
 def join_parts(*parts: Tensor) -> Tensor:
@@ -59,31 +59,33 @@ def unpack(
     """Return the matrices [..., F, D] that the bytes stand for, in `out` if it is given."""
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=data.device)
-    codes, sizes, numbers = split_parts(data, shape)
+    codes, absmax_codes, nested = split_parts(data, shape)
     if kernels := triton_kernels(out):
-        kernels.dequantize_nf4(codes, sizes, numbers, out)
+        kernels.dequantize_nf4(codes, absmax_codes, nested, out)
         return out
     import bitsandbytes  # noqa: F401 - registers torch.ops.bitsandbytes
 
     ops = torch.ops.bitsandbytes
-    mean, table, outer = numbers.split([1, 256, len(numbers) - 257])
-    largest = ops.dequantize_blockwise(sizes, outer, table, OUTER, torch.float32).add_(mean)
+    mean, table, nested_absmax = nested.split([1, 256, len(nested) - 257])
+    absmax = ops.dequantize_blockwise(
+        absmax_codes, nested_absmax, table, NESTED_BLOCK, torch.float32
+    ).add_(mean)
     # as rows of one block: bitsandbytes 0.50 is wrong on CPUs where a row ends within a block
     rows = ops.dequantize_4bit(
-        codes[:, None], largest, BLOCK, "nf4", [len(largest), BLOCK], dtype
+        codes[:, None], absmax, BLOCK, "nf4", [len(absmax), BLOCK], dtype
     )
     return out.copy_(rows.view(shape))
 
 
 def split_parts(data: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return the codes, the codes of sizes and the numbers; the last, small, as a copy if they are not aligned."""
-    codes, sizes, numbers = data.split(packed_parts(shape))
-    aligned = numbers if numbers.storage_offset() % 4 == 0 else numbers.clone()
-    return codes, sizes, aligned.view(torch.float32)
+    """Return the codes, the absmax codes and `nested`, which is small and copied if it is not aligned."""
+    codes, absmax_codes, nested = data.split(packed_parts(shape))
+    aligned = nested if nested.storage_offset() % 4 == 0 else nested.clone()
+    return codes, absmax_codes, aligned.view(torch.float32)
 
 
 class Packed(NamedTuple):
-    """What bytes stand for: a matrix, or several, of such a shape."""
+    """What the bytes of a parameter stand for: a matrix, or several, of this shape."""
 
     shape: tuple[int, ...]
 
@@ -114,13 +116,13 @@ class QuantizedLinear(Linear):
 
 # ---------------------------------------------------------------- files of bitsandbytes
 
-# What the names of a matrix's description and of its parts end with; codes have the name of the matrix.
+# Endings of the names that files give to a matrix's description and to its parts; the codes have the matrix's own name.
 STATE = ".quant_state.bitsandbytes__nf4"
 PARTS = "", ".absmax", ".nested_quant_map", ".nested_absmax"
 
 
 class PackedTensor(NamedTuple):
-    """A matrix that a file holds in NF4. dtype: what it had before. mean: of the sizes of blocks."""
+    """A matrix that a file holds in NF4. dtype: of the matrix before it was quantised. mean: of its absmax values."""
 
     file: Path
     name: str
@@ -132,29 +134,32 @@ class PackedTensor(NamedTuple):
     def read_packed(self) -> Tensor:
         """Return the matrix as a parameter of bytes."""
         with safe_open(self.file, "pt") as file:
-            codes, sizes, *numbers = (file.get_tensor(self.name + part) for part in PARTS)
-        return join_parts(codes, sizes, torch.cat([torch.tensor([self.mean]), *numbers]))
+            codes, absmax_codes, *others = (file.get_tensor(self.name + part) for part in PARTS)
+        nested = torch.cat([torch.tensor([self.mean]), *others])
+        return join_parts(codes, absmax_codes, nested)
 
     def read(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the flat elements [start, stop), row-major, in float32 on the CPU."""
         return unpack(self.read_packed(), self.shape, torch.float32).view(-1)[start:stop]
 
 
-def join_packed(path: Path, found: dict[str, Any]) -> None:
-    """Make one PackedTensor of the StoredTensors of a file that a quantised matrix consists of, under its name.
+def join_packed(path: Path, tensors: dict[str, Any]) -> None:
+    """Replace the StoredTensors of a file that make up a quantised matrix by one PackedTensor under its name.
 
     Raises ValueError for matrices that are quantised otherwise than here.
     """
-    for description in [name for name in found if name.endswith(STATE)]:
+    for description in [name for name in tensors if name.endswith(STATE)]:
         name = description.removesuffix(STATE)
         try:
-            state = json.loads(bytes(found[description].whole().tolist()))
+            state = json.loads(bytes(tensors[description].whole().tolist()))
             layout = state["blocksize"], state["nested_blocksize"], state["quant_type"]
             shape, dtype = torch.Size(state["shape"]), getattr(torch, state["dtype"])
             mean = state["nested_offset"]
-            codes, sizes, *numbers = (found[name + part].shape.numel() for part in PARTS)
-            sums = [codes, sizes, 4 * (1 + sum(numbers))]
-            is_nf4 = layout == (BLOCK, OUTER, "nf4") and sums == packed_parts(shape)
+            codes, absmax_codes, *nested = (
+                tensors[name + part].shape.numel() for part in PARTS
+            )
+            sizes = [codes, absmax_codes, 4 * (1 + sum(nested))]
+            is_nf4 = layout == (BLOCK, NESTED_BLOCK, "nf4") and sizes == packed_parts(shape)
         except (ValueError, TypeError, KeyError, AttributeError):
             is_nf4 = False
         if not is_nf4:
@@ -162,6 +167,6 @@ def join_packed(path: Path, found: dict[str, Any]) -> None:
                 f"{path.absolute()} holds {name} otherwise than in NF4 doubly quantised, in blocks of 64 and "
                 "256; quantise the original model anew with model.quantize"
             )
-        for part in [part for part in found if part.startswith(f"{name}.")]:
-            del found[part]
-        found[name] = PackedTensor(path, name, shape, dtype, mean)
+        for part in [part for part in tensors if part.startswith(f"{name}.")]:
+            del tensors[part]
+        tensors[name] = PackedTensor(path, name, shape, dtype, mean)

@@ -33,20 +33,20 @@ class SelfAttention(nn.Module):
         linear: type[Linear],
     ) -> None:
         super().__init__()
-        D, family = config.hidden_size, config.family
-        self.head_dim, self.has_gate = (E := config.head_dim), family.output_gate
-        heads, kv_heads = config.num_attention_heads * E, config.num_key_value_heads * E
+        D, E, family = config.hidden_size, config.head_dim, config.family
+        self.head_dim, self.has_gate = E, family.output_gate
+        width, kv_width = config.num_attention_heads * E, config.num_key_value_heads * E
         # with a gate, the rows of every head's query are followed by those of its gate
-        self.q_proj = linear(D, heads * (1 + self.has_gate), bias=config.attention_bias)
-        self.k_proj = linear(D, kv_heads, bias=config.attention_bias)
-        self.v_proj = linear(D, kv_heads, bias=config.attention_bias)
-        self.o_proj = linear(heads, D, bias=config.output_bias)
+        self.q_proj = linear(D, width * (1 + self.has_gate), bias=config.attention_bias)
+        self.k_proj = linear(D, kv_width, bias=config.attention_bias)
+        self.v_proj = linear(D, kv_width, bias=config.attention_bias)
+        self.o_proj = linear(width, D, bias=config.output_bias)
         self.rule = NormRule(config.rms_norm_eps, family.centred_norms)
         self.norms: list[RMSNorm] = []  # of queries and of keys, or none
         if family.qk_norm != "none":
-            whole = family.qk_norm == "row"
-            self.q_norm = RMSNorm(heads if whole else E, self.rule)
-            self.k_norm = RMSNorm(kv_heads if whole else E, self.rule)
+            of_rows = family.qk_norm == "row"
+            self.q_norm = RMSNorm(width if of_rows else E, self.rule)
+            self.k_norm = RMSNorm(kv_width if of_rows else E, self.rule)
             self.norms = [self.q_norm, self.k_norm]
         self.attention = attention
         self.sinks: nn.Parameter | None = None
@@ -55,20 +55,20 @@ class SelfAttention(nn.Module):
 
     def project(self, hidden: Tensor, norm: Norm, rope: Rope) -> tuple[Tensor, ...]:
         """Return query [S, H, E], key and value [S, K, E] of the layer's input, and the input, for `output`."""
-        query = self._half(0) if self.has_gate else self.q_proj.operands()
+        query = self._half_of_q_proj(0) if self.has_gate else self.q_proj.operands()
         matrices = Products(query, self.k_proj.operands(), self.v_proj.operands())
         norms = [n.weight for n in self.norms]
-        own = Projection(matrices, self.head_dim, self.rule, norm.weight, norms)
-        return own.apply(hidden, *rope)
+        projection = Projection(matrices, self.head_dim, self.rule, norm.weight, norms)
+        return projection.apply(hidden, *rope)
 
-    def _half(self, half: int) -> Matrix:
-        """Return the rows of the queries' matrix that make the queries, or the gates [H E]."""
+    def _half_of_q_proj(self, half: int) -> Matrix:
+        """Return q_proj with the rows of the queries [H E] alone, or for half 1 with those of the gates."""
         rows = torch.arange(self.q_proj.out_features, device=self.q_proj.weight.device)
-        chosen = rows.view(-1, 2, self.head_dim)[:, half].flatten()
-        return self.q_proj.operands()._replace(chosen=chosen)
+        index = rows.view(-1, 2, self.head_dim)[:, half].flatten()
+        return self.q_proj.operands()._replace(row_index=index)
 
     def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Attend; with a graph."""
+        """Attend, with a graph."""
         return self.attention(*heads, plan=plan, sink=self.sinks)
 
     def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
@@ -96,21 +96,23 @@ class SelfAttention(nn.Module):
         return self.attention.attend_backward(grad, shards, results, plan, self.sinks)
 
     def output(self, attended: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
-        """Return what the layer adds of the attention's output [S, H, E] and of the layer's input."""
+        """Return what the layer adds to its input, from the attention's output [S, H, E] and from that input."""
         rows = attended.flatten(1)
         if self.has_gate:
-            rows = rows * linear(norm(hidden), self._half(1))[0].sigmoid()
+            rows = rows * linear(norm(hidden), self._half_of_q_proj(1))[0].sigmoid()
         return self.o_proj(rows)
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether the kernel reads the documents' bounds on the device."""
-        case = self.attention.kernel, device, dtype, self.head_dim
-        return resolve_kernel(*case, window=self.attention.window).name in VARLEN
+        kernel = resolve_kernel(
+            self.attention.kernel, device, dtype, self.head_dim, window=self.attention.window
+        )
+        return kernel.name in VARLEN
 
     @property
     def modules_by_step(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
         """The modules and parameters of project, of the mix itself and of output."""
-        gate = [self.q_proj] * self.has_gate
+        gate = [self.q_proj] if self.has_gate else []
         project = self.q_proj, self.k_proj, self.v_proj, *self.norms
         mix = [] if self.sinks is None else [self.sinks]
         return project, mix, (*gate, self.o_proj)

@@ -1,6 +1,6 @@
-"""Write weights, and what lies beside them, into a Hugging Face model folder, holding one shard at a time.
+"""Write Hugging Face model folders: weights, a shard at a time, and the files beside them.
 
-A run, `ulysses export`, and samplers that read the model while it trains take whole weights from here.
+A run, `ulysses export`, and the sampler of an inference engine take whole weights from here, with adapters added.
 """
 
 import math
@@ -17,8 +17,8 @@ from models.arch import ModelConfig
 from models.folders import INDEX, WEIGHTS
 from models.hf_format import WeightFiles, lora_scale, low_rank
 from models.kinds import empty_model, parameter_shapes
-from models.modules import Exact
-from models.multimodal import file_prefix, outside
+from models.modules import Float32Parameter
+from models.multimodal import file_prefix, multimodal_name
 from ulysses.disk import write_json, write_tensors
 
 GENERATION = "generation_config.json"
@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
     "*processor*.json",  # of multimodal models
     "LICENSE*",
 )
-SHARD_GIB = 2.0  # written to one file, and held in host memory meanwhile
+SHARD_GIB = 2.0  # weights that are written to one file, and are held in host memory meanwhile
 
 
 def whole_weights(
@@ -42,13 +42,13 @@ def whole_weights(
     settings: Any,
     files: WeightFiles | None = None,
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Yield the names of weights, the values with adapters added in float32, and what these were before, if known.
+    """Yield the names of weights, the values with adapters added in float32, and the values before training, if known.
 
     Args:
         weights: a model's parameters, of which those of adapters are left out.
         adapters: by their names; other tensors may be among them.
         settings: the table [model].
-        files: what the weights were before training; quantised ones are read from them and not dequantised.
+        files: the weights before training; matrices that training quantised are read from them, and not dequantised.
     """
     shapes, lora = parameter_shapes(config), settings.lora
     for name, weight in weights:
@@ -62,12 +62,13 @@ def whole_weights(
                 from models.quantized import unpack
 
                 weight = unpack(weight, shapes[name], getattr(torch, settings.dtype))
-        owner, _, last = name.rpartition(".")
-        end = "" if last == "weight" else f".{last}"  # of a matrix of every expert
-        if f"{owner}.lora_A{end}" in adapters:
-            a, b = (adapters[f"{owner}.lora_{kind}{end}"] for kind in "AB")
+        module, _, last = name.rpartition(".")
+        # the module of experts has adapters of several parameters, whose names the adapters' end with
+        ending = "" if last == "weight" else f".{last}"
+        if f"{module}.lora_A{ending}" in adapters:
+            a, b = (adapters[f"{module}.lora_{kind}{ending}"] for kind in "AB")
             scale = lora_scale(lora.rank, lora.alpha, lora.rslora)
-            transposed = bool(end) and config.family.clamped_experts
+            transposed = bool(ending) and config.family.clamped_experts
             base, weight = weight, weight.float() + low_rank(a, b, scale, transposed)
         elif (
             files
@@ -80,46 +81,48 @@ def whole_weights(
 
 
 class Rounding:
-    """Round weights to the dtype in which they are written, and say what that takes of what training changed.
+    """Round weights to the dtype in which they are written, and say how much of training's change the rounding loses.
 
-    name, dtype: in which they are written.
-    exact: names of those that are written in float32.
-    change, lost: sums of squares: of what training changed, and of what is written otherwise than it was trained.
+    name, dtype: of the written weights.
+    in_float32: names of the weights that are written in float32.
+    change, lost: sums of squares, of training's change and of the differences between written and trained weights.
     """
 
     def __init__(self, dtype: str, config: ModelConfig) -> None:
         self.name, self.dtype = dtype, getattr(torch, dtype)
         parameters = empty_model(config).named_parameters() if config.delta else ()
-        self.exact = {name for name, p in parameters if isinstance(p, Exact)}
+        self.in_float32 = {name for name, p in parameters if isinstance(p, Float32Parameter)}
         self.change, self.lost = 0.0, 0.0
-        self.cure = "ulysses export --dtype float32 does not round"
+        self.remark = "ulysses export --dtype float32 does not round"
 
     def __call__(
         self, name: str, weight: Tensor, base: Tensor | None, trained: Tensor | None = None
     ) -> tuple[str, Tensor]:
-        """Return the name and the weight as it is written; `base` is what it was before training, if known.
+        """Return the name and the weight as it is written; `base` is the weight before training, if known.
 
-        `trained` is what was trained if that is not `weight` itself: its base was quantised.
+        `trained` is the trained weight where that is not `weight` itself, because its base was quantised in training.
         """
-        if name in self.exact:
+        if name in self.in_float32:
             return name, weight.float()
         written = weight.to(self.dtype)
         if base is not None:
             if trained is not None:
-                self.cure = "their base, quantised in training, is written as it was before"
+                self.remark = "their base, quantised in training, is written as it was before"
             self.change += float((weight - base).square().sum())
-            lost = written - (weight if trained is None else trained)
-            self.lost += float(lost.square().sum())
+            difference = written - (weight if trained is None else trained)
+            self.lost += float(difference.square().sum())
         return name, written
 
     @property
     def note(self) -> str:
         """A sentence if more than a hundredth is lost, or an empty text."""
         share = math.sqrt(self.lost / self.change) if self.change else 0.0
-        return (share > 0.01) * (
-            f"the weights written in {self.name} differ from the trained ones by {share:.0%} of what training changed; "
-            f"{self.cure}, and adapters exported alone keep all of it"
-        )
+        if share > 0.01:
+            return (
+                f"the weights written in {self.name} differ from the trained ones by {share:.0%} of what training "
+                f"changed; {self.remark}, and adapters exported alone keep all of it"
+            )
+        return ""
 
 
 def write_weights(
@@ -135,33 +138,33 @@ def write_weights(
 
     Args:
         folder: an empty folder; the caller moves it into place when all is written.
-        config: of the model, whose files have names of their own and perhaps each expert's matrices for itself.
-        reward: it gives scores, and there is nothing around it.
-        carried: tensors of other files (WeightFiles.carried), which are written as they are.
+        config: of the model; it says whether files have other names, or each expert's matrices by themselves.
+        reward: whether the model gives scores: then no multimodal model is written around it.
+        carried: stored tensors (WeightFiles.carried) that are written as they are.
         max_shard_bytes: bounds a file; a larger tensor has a file of its own.
     """
-    files: list[list[str]] = []  # the names in each
+    files: list[list[str]] = []  # the names of the tensors in each
     shard: dict[str, Tensor] = {}
     size = total = 0
 
     def write_shard() -> None:
-        # the file's final name tells how many there are
+        # renamed later, because the final name says how many files there are
         write_tensors(folder / f"{len(files)}.tmp", shard, format="pt")
         files.append([*shard])
         shard.clear()
 
-    others = (
+    of_other_files = (
         (name, stored.read(0, stored.shape.numel()).view(stored.shape))
         for name, stored in carried.items()
     )
     if config and config.around and not reward:
         prefix = file_prefix(config.around)
-        tensors = ((outside(name, prefix), tensor) for name, tensor in tensors)
+        tensors = ((multimodal_name(name, prefix), tensor) for name, tensor in tensors)
     if config and config.moe and not config.family.clamped_experts:
         from models.expert_files import as_stored
 
         tensors = as_stored(tensors)
-    for name, tensor in chain(tensors, others):
+    for name, tensor in chain(tensors, of_other_files):
         if shard and size + tensor.nbytes > max_shard_bytes:
             write_shard()
             size = 0
@@ -185,14 +188,14 @@ def copy_side_files(
 ) -> None:
     """Copy tokenizer, chat template and generation config as they are.
 
-    Raises ValueError for a link out of the folder; a snapshot of the hub's cache may link to the blobs next to it.
+    Raises ValueError for a link out of the folder; a snapshot in the hub's cache may link to the blobs beside it.
     """
-    inside = source.resolve()
-    if inside.parent.name == "snapshots":
-        inside = inside.parents[1]
+    root = source.resolve()
+    if root.parent.name == "snapshots":
+        root = root.parents[1]
     for pattern in patterns:
         for path in source.glob(pattern):
-            if not path.resolve().is_relative_to(inside):
+            if not path.resolve().is_relative_to(root):
                 raise ValueError(
                     f"{path.absolute()} is a link to {path.resolve()}, outside of the model's folder; put a copy of "
                     "the file in its place"

@@ -30,7 +30,7 @@ with explained_imports():
     from ulysses.config.section import ConfigError, Values
     from ulysses.data import DropRowError
     from ulysses.data.read.chat import ChatTemplate
-    from ulysses.data.read.formats import Event, Record, dropping, read_row
+    from ulysses.data.read.formats import Record, dropping, read_row
     from ulysses.data.read.messages import Message, Row
     from ulysses.data.read.sources import Report, locate_rows, parse_sources
     from ulysses.data.read.tokenizer import load_tokenizer
@@ -183,18 +183,12 @@ def read(
     The model is loaded when the first row is read. Raises DataError for a missing or broken file or row.
     """
     sources = parse_sources(rows)
-    events: list[Event] = []
     for row in filter(None, locate_rows(sources, report)):
-
-        def note(what: str, where: str = row.where) -> None:
-            events.append(("notes", what, where))
-
-        with dropping(events, "error", row.where):
-            for record in read_row(row.found, sources[row.source], kind, note):
+        note = partial(report.note, where=row.where)
+        with dropping(report, "error", row.where):
+            for record in read_row(row.value, sources[row.source], kind, note):
                 tokens = partial(load().tokens, record)
                 yield record.row, [tokens(*answer) for answer in record.answers]
-    for event in events:
-        report.count(*event)
 
 
 def write(load: Callable[[], Trained], rows: str, out: Path, *, reward: bool) -> None:

@@ -1,6 +1,6 @@
-"""The gated delta rule on GPUs: fla-core's kernels, which run FlashQLA's where it is installed, and those around them.
+"""The gated delta rule on GPUs in half precision: fla-core's kernels, which run FlashQLA's where it is installed.
 
-Only half precision comes here; models/ops/delta_rule.py does the rest, and is what these kernels are measured against.
+Other precisions run models/ops/delta_rule.py, with which these kernels are also compared (`prove_rule`).
 """
 
 import functools
@@ -19,10 +19,10 @@ from ulysses.parallel.recurrence import Recurrence, TreeLevel
 
 @functools.cache
 def load() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the rule; ValueError, one sentence, where it cannot be imported."""
+    """Return fla-core's kernel of the rule; ValueError, one sentence, where it cannot be imported."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except Exception as error:  # of any kind: they compile, and look for a driver
+    except Exception as error:  # of any kind: the packages compile, and look for a driver
         raise ValueError(
             f"layers of linear attention need fla-core and flash-qla on a GPU, which cannot be imported ({error}); "
             'install them with pip install -e ".[hybrid]"'
@@ -32,7 +32,7 @@ def load() -> Callable[..., tuple[Tensor, Tensor]]:
 
 def delta_rule(*rows: Tensor, level: TreeLevel, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """Do models/ops/delta_rule.py's `delta_rule`."""
-    out, last = load()(
+    out, states = load()(
         *(x.contiguous()[None] for x in rows),
         initial_state=start,
         output_final_state=level.final_states is not None,
@@ -40,8 +40,8 @@ def delta_rule(*rows: Tensor, level: TreeLevel, start: Tensor | None) -> tuple[T
         cu_seqlens=level.cu_seqlens,
         cu_seqlens_cpu=torch.tensor(level.bounds),
     )
-    # out[0] would have a gradient of zeros, to which this one's is copied
-    return out.squeeze(0), last
+    # squeeze, because the backward of out[0] would fill zeros first and copy the gradient into them
+    return out.squeeze(0), states
 
 
 def convolve(
@@ -61,14 +61,14 @@ def convolve(
     return out.squeeze(0)[pack.originals].split(widths, 1)
 
 
-def mix_step(shape: Delta, *given: Tensor) -> Tensor:
+def mix_step(delta: Delta, *inputs: Tensor) -> Tensor:
     """Do models/ops/delta_rule.py's `mix_step`."""
-    return delta_triton.step(shape, *given)
+    return delta_triton.step(delta, *inputs)
 
 
-# Lengths of prove_rule's documents, some of which end inside a chunk, and the rows that the last two share
-PROOF, SHARED = (300, 1, 129, 70), {2: (0, 200), 3: (0, 64)}
-PROOF_ERROR = 2e-2  # of a tensor's norm; half precision reaches 3e-3 to 4e-3
+# Lengths of the documents of prove_rule, some of which end inside a chunk, and the rows that two of them leave out.
+PROOF_LENGTHS, PREFIXES = (300, 1, 129, 70), {2: (0, 200), 3: (0, 64)}
+PROOF_ERROR = 2e-2  # as a part of a tensor's norm; half precision reaches 3e-3 to 4e-3
 
 
 def prove_rule(name: str, device: torch.device, *case: int) -> None:
@@ -79,28 +79,28 @@ def prove_rule(name: str, device: torch.device, *case: int) -> None:
     Raises FloatingPointError, which names the wrong tensor and the size of its error; ValueError without kernels.
     """
     draw = torch.Generator().manual_seed(0)
-    recurrence = Recurrence([0, *accumulate(PROOF)], SHARED, device)
-    shape, rows = Delta(*case), sum(PROOF)
-    heads, columns = shape.linear_num_value_heads, sum(shape.widths)
-    given = {
+    recurrence = Recurrence([0, *accumulate(PROOF_LENGTHS)], PREFIXES, device)
+    delta, rows = Delta(*case), sum(PROOF_LENGTHS)
+    heads, columns = delta.linear_num_value_heads, sum(delta.widths)
+    tensors = {
         "rows": torch.randn(rows, columns, generator=draw),
         "b": torch.randn(rows, heads, generator=draw),
         "a": torch.randn(rows, heads, generator=draw),
-        "filters": torch.randn(columns, shape.linear_conv_kernel_dim, generator=draw),
+        "filters": torch.randn(columns, delta.linear_conv_kernel_dim, generator=draw),
         "A_log": torch.linspace(-6, 3, heads),
         "dt_bias": torch.linspace(-4, 1, heads),
     }
     # all but the decays are in the model's dtype
-    given = {
-        key: x.to(device, torch.bfloat16 if x.dim() > 1 else None) for key, x in given.items()
+    tensors = {
+        key: x.to(device, torch.bfloat16 if x.dim() > 1 else None) for key, x in tensors.items()
     }
-    upstream = torch.randn(rows, heads, shape.linear_value_head_dim, generator=draw).to(device)
+    upstream = torch.randn(rows, heads, delta.linear_value_head_dim, generator=draw).to(device)
     results = []
     for dtype, kernels in (None, sys.modules[__name__]), (torch.float64, plain):
-        inputs = [x.to(dtype=dtype).detach().requires_grad_() for x in given.values()]
-        out = plain.mix_pack(shape, recurrence, kernels, *inputs)
+        inputs = [x.to(dtype=dtype).detach().requires_grad_() for x in tensors.values()]
+        out = plain.mix_pack(delta, recurrence, kernels, *inputs)
         results.append([out, *torch.autograd.grad((out * upstream).sum(), inputs)])
-    for tensor, got, wanted in zip(("output", *given), *results):
+    for tensor, got, wanted in zip(("output", *tensors), *results):
         error = float((got.double() - wanted).norm() / wanted.norm())
         if not error < PROOF_ERROR:
             raise FloatingPointError(

@@ -2,8 +2,8 @@
 
     S_t = exp(g_t) S_{t-1} + k_t (x) beta_t (v_t - exp(g_t) S_{t-1}^T k_t)        out_t = S_t^T q_t / sqrt(K)
 
-A chunk of C tokens is one step: with G the sums of g from the chunk's beginning on, which are float64, and
-D_ij = exp(G_i - G_j) for i >= j, what the tokens write into the state S before them is
+A chunk of C tokens is one step. With S the state before the chunk, G the sums of g from the chunk's beginning on (in
+float64), and D_ij = exp(G_i - G_j) for i >= j, its tokens write U:
 
     U = (1 + tril(beta k k^T * D, -1))^-1 beta (v - exp(G) k S)
     out = (exp(G) q S + (q k^T * D) U) / sqrt(K)          S' = exp(G_C) S + (exp(G_C - G) k)^T U
@@ -46,12 +46,12 @@ def convolve(
 
 
 def decays(a: Tensor, log_rates: Tensor, bias: Tensor) -> Tensor:
-    """Return g [T, H], the logarithms of what is left of a state, from the projection a [T, H]."""
+    """Return g [T, H], the logarithm of the share of a state that each token leaves, from the projection a [T, H]."""
     return -at_least_float32(log_rates).exp() * F.softplus(at_least_float32(a) + bias)
 
 
 def unit(x: Tensor) -> Tensor:
-    """Scale heads to unit length."""
+    """Scale the vector of every head to unit length."""
     return x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
 
 
@@ -66,14 +66,16 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Run the rule over the parts of a level.
 
-    query and key [T, K, E], of any length, value [T, H, V], g and beta [T, H], start [P, H, E, V] the states before the
-    parts, zeros by default -> out [T, H, V] and the states after them [P, H, E, V], in float32 or better.
+    query and key [T, K, E] are scaled to unit length here; value [T, H, V]; g and beta [T, H]. start [P, H, E, V]: the
+    states before the parts, zeros by default. Returns out [T, H, V] and the states after the parts [P, H, E, V], which
+    are in float32 or better.
     """
     dtype, device = value.dtype, value.device
     query, key, value, beta = map(at_least_float32, (query, key, value, beta))
     group = value.shape[1] // key.shape[1]
     query, key = (unit(x).repeat_interleave(group, 1) for x in (query, key))
-    # steps run over the first chunks of all parts, the second ones, ...; the longest parts come first
+    # the first step takes the first chunk of every part, the second step the second chunks, ...; parts are sorted by
+    # length, so that those that still have a chunk are the first ones
     spans = [range(*bounds) for bounds in pairwise(level.bounds)]
     order = sorted(range(len(spans)), key=lambda i: -len(spans[i]))
     steps = [
@@ -96,31 +98,31 @@ def delta_rule(
         for x in (between, sums[..., None], (sums[..., -1:] - sums)[..., None])
     )
     system, scores = beta * (k @ k.mT) * between, (q @ k.mT) * between
-    # its diagonal counts as ones
+    # the solver takes ones for the system's diagonal
     solved = torch.linalg.solve_triangular(
         system, torch.cat([beta * v, beta * since * k], -1), upper=False, unitriangular=True
     )
-    new, old = solved.split([v.shape[-1], k.shape[-1]], -1)
+    new, old = solved.split([v.shape[-1], k.shape[-1]], -1)  # U = new - old S
     q, k = since * q, until * k
     state = value.new_zeros(len(spans), value.shape[1], key.shape[-1], value.shape[-1])
     if start is not None:
         state = start[order].to(state.dtype)
-    done, last, chunk = [], [], 0
+    outs, final_states, first = [], [], 0
     for count in map(len, steps):
-        last.append(state[count:])
-        now, state = slice(chunk, chunk + count), state[:count]
+        final_states.append(state[count:])  # of the parts that ended with the step before
+        now, state = slice(first, first + count), state[:count]
         written = new[now] - old[now] @ state
-        done.append(q[now] @ state + scores[now] @ written)
+        outs.append(q[now] @ state + scores[now] @ written)
         state = since[now, :, -1:] * state + k[now].mT @ written
-        chunk += count
-    out = torch.cat(done).transpose(1, 2).flatten(0, 1)
+        first += count
+    out = torch.cat(outs).transpose(1, 2).flatten(0, 1)
     out = out[rows.flatten().argsort()[: len(value)]]
-    states = torch.cat([state, *reversed(last)])
+    states = torch.cat([state, *reversed(final_states)])
     return out.to(dtype), states[torch.tensor(order, device=device).argsort()]
 
 
 def mix_step(
-    shape: Delta,
+    delta: Delta,
     inputs: Tensor,
     memory: Tensor,
     qkv: Tensor,
@@ -132,13 +134,13 @@ def mix_step(
 ) -> Tensor:
     """Take one token of each of n documents, q | k | v [n, F], through convolution and rule: out [n, H, V].
 
-    inputs [n, W - 1, F], what the convolution has seen last, and the states `memory` [n, H, E, V] are changed.
+    inputs [n, W - 1, F], the last inputs of the convolution, and the states `memory` [n, H, E, V] are changed in place.
     """
     window = torch.cat([inputs, qkv[:, None]], 1)
     inputs.copy_(window[:, 1:])
     mixed = F.silu((window * at_least_float32(filters.T)).sum(1)).to(qkv.dtype).to(memory.dtype)
-    widths = own_widths(shape, qkv.shape[1], b.shape[1])
-    query, key, value = as_heads(shape, mixed.split(widths, 1))
+    widths = own_widths(delta, qkv.shape[1], b.shape[1])
+    query, key, value = as_heads(delta, mixed.split(widths, 1))
     group = value.shape[1] // key.shape[1]
     query, key = (unit(x).repeat_interleave(group, 1)[:, :, None] for x in (query, key))
     memory *= decays(a, log_rates, bias).exp()[..., None, None]
@@ -149,7 +151,7 @@ def mix_step(
 
 
 def mix_pack(
-    shape: Delta,
+    delta: Delta,
     recurrence: Recurrence,
     kernels: ModuleType,
     qkv: Tensor,
@@ -161,34 +163,34 @@ def mix_pack(
 ) -> Tensor:
     """Convolve q | k | v [T, F] of any heads of a layer, and run the rule over the pack: out [T, H, V].
 
-    kernels: this module, or delta_kernels. Shared prompts run before what comes after them.
+    kernels: this module, or delta_kernels. Shared prompts run before the sequences that continue them.
     """
-    widths = own_widths(shape, qkv.shape[1], b.shape[1])
-    heads = as_heads(shape, kernels.convolve(qkv, filters, recurrence, widths))
-    given = *heads, decays(a, log_rates, bias), at_least_float32(b).sigmoid()
-    done: list[Tensor] = []
-    handed: list[Tensor] = []
+    widths = own_widths(delta, qkv.shape[1], b.shape[1])
+    heads = as_heads(delta, kernels.convolve(qkv, filters, recurrence, widths))
+    inputs = *heads, decays(a, log_rates, bias), at_least_float32(b).sigmoid()
+    outs: list[Tensor] = []
+    final_states: list[Tensor] = []  # of all levels so far, from which later ones start
     for level in recurrence.tree_levels:
-        start = torch.cat(handed)[level.initial_states] if handed else None
-        out, last = kernels.delta_rule(
-            *(x[level.rows] for x in given), level=level, start=start
+        start = torch.cat(final_states)[level.initial_states] if final_states else None
+        out, states = kernels.delta_rule(
+            *(x[level.rows] for x in inputs), level=level, start=start
         )
-        done.append(out)
+        outs.append(out)
         if level.final_states is not None:
-            handed.append(last[level.final_states])
-    if not handed:
+            final_states.append(states[level.final_states])
+    if not final_states:
         return out
     rows = torch.cat([level.rows for level in recurrence.tree_levels])  # type: ignore[misc]
-    return torch.cat(done)[rows.argsort()]
+    return torch.cat(outs)[rows.argsort()]
 
 
-def own_widths(shape: Delta, columns: int, values: int) -> list[int]:
-    """Return how many of the columns of q | k | v are of q, of k and of v, which has so many heads."""
-    wide = values * shape.linear_value_head_dim
-    return [(columns - wide) // 2, (columns - wide) // 2, wide]
+def own_widths(delta: Delta, columns: int, values: int) -> list[int]:
+    """Return how many columns q, k and v have, from those of q | k | v together and the number of value heads."""
+    of_values = values * delta.linear_value_head_dim
+    return [(columns - of_values) // 2, (columns - of_values) // 2, of_values]
 
 
-def as_heads(shape: Delta, parts: Sequence[Tensor]) -> list[Tensor]:
+def as_heads(delta: Delta, parts: Sequence[Tensor]) -> list[Tensor]:
     """View q, k and v [..., columns] as heads [..., heads, width]."""
-    E, V = shape.linear_key_head_dim, shape.linear_value_head_dim
+    E, V = delta.linear_key_head_dim, delta.linear_value_head_dim
     return [x.unflatten(-1, (-1, width)) for x, width in zip(parts, (E, E, V))]

@@ -73,10 +73,10 @@ if triton is not None:
             store(out + at * V + v, tl.sum(q[:, None] * state, axis=0), v < V)
 
 
-def step(shape: Delta, inputs: Tensor, memory: Tensor, qkv: Tensor, *others: Tensor) -> Tensor:
+def step(delta: Delta, inputs: Tensor, memory: Tensor, qkv: Tensor, *others: Tensor) -> Tensor:
     """Do models/ops/delta_rule.py's `mix_step`; all tensors are dense."""
     n, H, E, V = memory.shape
-    heads, out = shape.linear_num_key_heads, qkv.new_empty(n, H, V)
+    heads, out = delta.linear_num_key_heads, qkv.new_empty(n, H, V)
     with torch.cuda.device(qkv.device):
         _step_kernel[(n, heads)](
             inputs, memory, qkv, *others, out, qkv.shape[1], EPSILON,

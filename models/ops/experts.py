@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from losses.precision import at_least_float32
-from models.ops.gated_mlp import ACTIVATIONS, Kept, SecondHalf, value_and_slope
-from models.ops.linear import Adapter, Sums
+from models.ops.gated_mlp import ACTIVATIONS, Saved, SecondHalf, value_and_slope
+from models.ops.linear import Adapter, GradientSums
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 
 
 def clamped(both: Tensor) -> Tensor:
-    """Return (up + 1) * gate * sigmoid(1.702 * gate), as gpt-oss has it, of rows [M, 2F] with gate and up in turns."""
+    """Return gpt-oss's (up + 1) * gate * sigmoid(1.702 * gate) of rows [M, 2F], in which gate and up alternate."""
     gate, up = both.unflatten(1, (-1, 2)).unbind(-1)
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
@@ -35,11 +35,11 @@ def activate_weighted(
 ) -> Tensor:
     """Return the activation times the weights [M] of rows [M, 2F], gate and up side by side, without a graph.
 
-    kind: of the activation, or "clamped". room: so many columns more, to be written later.
+    kind: one of ACTIVATIONS, or "clamped". room: how many columns are added, to be written later.
     """
     if kind in ("silu", "clamped") and (kernels := triton_kernels(both)):
-        how = {"clamped": kind == "clamped", "room": (room, 0)}
-        return kernels.weighted_swiglu(both, weights, **how)[0]
+        is_clamped = kind == "clamped"
+        return kernels.weighted_swiglu(both, weights, clamped=is_clamped, room=(room, 0))[0]
     wide = at_least_float32(both)
     if kind == "clamped":
         active = clamped(wide)
@@ -56,15 +56,17 @@ def activate_weighted_backward(
     kind: str = "silu",
     room: Sequence[int] = (0, 0),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted activation, and the gradients of `both` and of the weights; those in float32 or better.
+    """Return the weighted activation, and the gradients of `both` and of the weights, these in float32 or better.
 
-    The first two have so many columns more, to be written later.
+    room: how many columns are added to the first and to the second result, to be written later.
     """
     if kind in ("silu", "clamped") and (kernels := triton_kernels(both)):
-        given = both, weights, grad.contiguous()
-        return kernels.weighted_swiglu(*given, clamped=kind == "clamped", room=room)
-    d = at_least_float32(grad)
-    wide = d * weights[:, None]
+        is_clamped = kind == "clamped"
+        return kernels.weighted_swiglu(
+            both, weights, grad.contiguous(), clamped=is_clamped, room=room
+        )
+    grad = at_least_float32(grad)
+    wide = grad * weights[:, None]
     if kind == "clamped":
         x = at_least_float32(both).detach().requires_grad_()
         with torch.enable_grad():
@@ -75,69 +77,70 @@ def activate_weighted_backward(
         gate, up = at_least_float32(both).chunk(2, 1)
         value, slope = value_and_slope(gate, kind)
         active, to_both = value * up, torch.cat((wide * up * slope, wide * value), -1)
-    to_weights = (d * active).sum(1)
+    to_weights = (grad * active).sum(1)
     active = F.pad((active * weights[:, None]).to(both.dtype), (0, room[0]))
     return active, F.pad(to_both.to(both.dtype), (0, room[1])), to_weights
 
 
 def route(
-    x: Tensor, router: Tensor, count: int, normalise: bool, bias: Tensor | None = None
+    x: Tensor, router: Tensor, top_k: int, normalise: bool, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights [S, k] and the numbers of every row's experts, and all probabilities [S, N]; with a graph.
+    """Return the weights and the numbers of every row's experts [S, k], and all probabilities [S, N]; with a graph.
 
     Probabilities are a softmax in float32 or better; `normalise` makes the weights sum to 1, which is the same as a
     softmax of the chosen ones alone.
     """
     wide = bias if bias is None else at_least_float32(bias)
     probabilities = F.linear(at_least_float32(x), at_least_float32(router), wide).softmax(-1)
-    weights, chosen = probabilities.topk(count, dim=-1)
+    weights, chosen = probabilities.topk(top_k, dim=-1)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, chosen, probabilities
 
 
 class Order(NamedTuple):
-    """How copies of the rows are sorted by expert.
+    """How the k copies of every row are sorted by expert.
 
-    numbers [M]: the expert of each copy. source [M]: the row that a copy is of, k times over. places [M]: where the
-    copies of each row stand, the first row's first. ends [N] int32: the copies of each expert end before. each: k.
+    experts [M]: the expert of each sorted copy. source [M]: which of the unsorted copies it is; those of a row are
+    neighbours. places [M]: where each unsorted copy stands among the sorted ones. ends [N] int32: the place after the
+    last copy of each expert. top_k: k.
     """
 
-    numbers: Tensor
+    experts: Tensor
     source: Tensor
     places: Tensor
     ends: Tensor
-    each: int
+    top_k: int
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int) -> "Order":
-        """Sort the copies of rows whose experts are chosen [S, k]."""
-        numbers, source = chosen.flatten().sort(stable=True)
+    def of(cls, chosen: Tensor, num_experts: int) -> "Order":
+        """Sort the copies of rows by the experts chosen for them [S, k]."""
+        experts, source = chosen.flatten().sort(stable=True)
         places = torch.empty_like(source)
         places.scatter_(0, source, torch.arange(len(source), device=source.device))
-        every = torch.arange(experts, device=source.device)
-        ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
-        return cls(numbers, source, places, ends, chosen.shape[1])
+        numbers = torch.arange(num_experts, device=source.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        return cls(experts, source, places, ends, chosen.shape[1])
 
     def copies(self, rows: Tensor, room: int = 0) -> Tensor:
-        """Return rows [S, D] as sorted copies [M, D], with so many columns more, to be written later."""
+        """Return rows [S, D] as sorted copies [M, D + room]; the columns of `room` are to be written later."""
         width = rows.shape[1]
         out = rows.new_empty(len(self.source), width + room)
-        torch.index_select(rows, 0, self.source // self.each, out=out[:, :width])
+        torch.index_select(rows, 0, self.source // self.top_k, out=out[:, :width])
         return out
 
     def shares(self, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
         """Return [M, N]: each copy's weight, or 1, at its expert and 0 elsewhere."""
-        experts = torch.arange(len(self.ends), device=self.numbers.device)
-        ours = (self.numbers[:, None] == experts).to(dtype)
-        return ours if weights is None else ours.mul_(weights[:, None])
+        numbers = torch.arange(len(self.ends), device=self.experts.device)
+        shares = (self.experts[:, None] == numbers).to(dtype)
+        return shares if weights is None else shares.mul_(weights[:, None])
 
     def sums(self, parts: Tensor) -> Tensor:
-        """Return the sums [S, D] of the rows' sorted parts [M, D], in float32 or better and rounded once."""
+        """Return the sums [S, D] over each row's sorted copies [M, D], taken in float32 or better and rounded once."""
         if kernels := triton_kernels(parts):
-            return kernels.sum_parts(parts, self.places, self.each)
-        found = parts.index_select(0, self.places).unflatten(0, (-1, self.each))
-        return at_least_float32(found).sum(1).to(parts.dtype)
+            return kernels.sum_parts(parts, self.places, self.top_k)
+        by_row = parts.index_select(0, self.places).unflatten(0, (-1, self.top_k))
+        return at_least_float32(by_row).sum(1).to(parts.dtype)
 
 
 def is_grouped(*tensors: Tensor) -> bool:
@@ -147,6 +150,7 @@ def is_grouped(*tensors: Tensor) -> bool:
 
 
 def _groups(ends: Tensor) -> Sequence[tuple[int, int, int]]:
+    """Return each group's number and the bounds of its rows."""
     bounds = [0, *ends.tolist()]
     return [(i, a, b) for i, (a, b) in enumerate(pairwise(bounds))]
 
@@ -174,11 +178,12 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 class Stack(NamedTuple):
     """A matrix [O, K] of every expert, all in one tensor [N, O, K], and perhaps biases [N, O] or an adapter.
 
-    packed: what bytes stand for (models/quantized.py). adapter: a [N, r, K] and b [N, O, r], which are trained.
-    transposed: the tensor is [N, K, O]. Where copies have weights [M], the biases are multiplied by them.
+    packed: what the bytes of quantised matrices stand for (models/quantized.py). adapter: a [N, r, K] and b [N, O, r],
+    which are trained. transposed: the tensor is [N, K, O].
 
-    With an adapter, rows and the gradients of results have `room` columns more, for scale * x a^T and scale * grad b.
-    Bytes, which are unpacked for every product, are unpacked beside b, or above a, so that one product does all.
+    With an adapter, rows and the gradients of results have `room` columns at their end: the narrow ones, which hold
+    scale * x a^T, or scale * grad b. Quantised matrices are dequantised for every product, and then beside b (or above
+    a), so that one product does both.
     """
 
     matrices: Tensor
@@ -189,55 +194,56 @@ class Stack(NamedTuple):
 
     @property
     def room(self) -> int:
-        """The adapter's rank, made one that a call for all groups can multiply."""
+        """How many columns an adapter adds: its rank, rounded up to what one call for all groups can multiply."""
         return 0 if self.adapter is None else -(-self.adapter.a.shape[1] // 8) * 8
 
     def _split(self, rows: Tensor) -> Sequence[Tensor]:
-        """Return the columns of rows, or of gradients, and those after them."""
+        """Return the columns of rows, or of gradients, and the narrow ones after them."""
         return rows.split([rows.shape[1] - self.room, self.room], 1)
 
     def narrow(self, rows: Tensor, ends: Tensor, *, back: bool = False) -> Tensor | None:
-        """Write the last columns of rows, or of a gradient if `back`; return what they are multiplied by."""
+        """Write the narrow columns of rows, or of a gradient if `back`; return the matrices that they go through."""
         if self.adapter is None:
             return None
         a, b, scale, _ = self.adapter
         more = self.room - a.shape[1]
         a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-        first, last = (b, a) if back else (a.mT, b.mT)
-        own, narrow = self._split(rows)
-        torch.mul(grouped_product(own, first, ends), scale, out=narrow)
-        return last
+        to_narrow, from_narrow = (b, a) if back else (a.mT, b.mT)
+        wide, narrow = self._split(rows)
+        torch.mul(grouped_product(wide, to_narrow, ends), scale, out=narrow)
+        return from_narrow
 
     def _through(self, rows: Tensor, ends: Tensor, *, back: bool) -> Tensor:
         """Multiply rows by the matrices, or gradients by their transposes."""
-        last, is_turned = self.narrow(rows, ends, back=back), back == self.transposed
+        from_narrow = self.narrow(rows, ends, back=back)
+        is_turned = back == self.transposed
         if self.packed is None:
             matrices = self.matrices.mT if is_turned else self.matrices
-            if last is None:
+            if from_narrow is None:
                 return grouped_product(rows, matrices, ends)
-            own, narrow = self._split(rows)
-            return grouped_product(own, matrices, ends).add_(
-                grouped_product(narrow, last, ends)
+            wide, narrow = self._split(rows)
+            return grouped_product(wide, matrices, ends).add_(
+                grouped_product(narrow, from_narrow, ends)
             )
         size, axis = list(self.packed.shape), 2 if is_turned else 1
         size[axis] += self.room
-        wide = torch.empty(size, dtype=rows.dtype, device=rows.device)
-        inside = wide.narrow(axis, 0, size[axis] - self.room)
-        self.packed.unpack(self.matrices, rows.dtype, inside)
-        matrices = wide.mT if is_turned else wide
-        if last is not None:
-            matrices[:, -self.room :] = last
+        joined = torch.empty(size, dtype=rows.dtype, device=rows.device)
+        dequantised = joined.narrow(axis, 0, size[axis] - self.room)
+        self.packed.unpack(self.matrices, rows.dtype, dequantised)
+        matrices = joined.mT if is_turned else joined
+        if from_narrow is not None:
+            matrices[:, -self.room :] = from_narrow
         return grouped_product(rows, matrices, ends)
 
     def product(self, rows: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
-        """Return the product [M, O] of sorted rows [M, K]."""
+        """Return the product [M, O] of sorted rows [M, K]; `weights` [M] multiply the biases."""
         out = self._through(rows, order.ends, back=False)
         if self.bias is not None:
             out.addmm_(order.shares(out.dtype, weights), self.bias)
         return out
 
     def back(self, grad: Tensor, ends: Tensor) -> Tensor:
-        """Return the gradient of `product`'s rows."""
+        """Return the gradient of the rows of `product`."""
         return self._through(grad, ends, back=True)
 
     def gradients(
@@ -245,15 +251,15 @@ class Stack(NamedTuple):
         grad: Tensor,
         rows: Tensor,
         order: Order,
-        sums: Sums,
+        sums: GradientSums,
         weights: Tensor | None = None,
     ) -> None:
-        """Add the gradients of what is trained; `grad` went through `back`, and rows through `narrow`."""
+        """Add the gradients of what is trained, after `back` for `grad` and `product` or `narrow` for the rows."""
         ends = order.ends
         if self.adapter is not None:
             a, b = self.adapter[:2]
-            (grad, to_narrow), (rows, narrow) = self._split(grad), self._split(rows)
-            sums.add(a, grouped_outer(to_narrow, rows, ends)[:, : a.shape[1]])
+            (grad, narrow_grad), (rows, narrow) = self._split(grad), self._split(rows)
+            sums.add(a, grouped_outer(narrow_grad, rows, ends)[:, : a.shape[1]])
             sums.add(b, grouped_outer(grad, narrow, ends)[..., : b.shape[2]])
         if self.matrices.requires_grad:
             sides = (rows, grad) if self.transposed else (grad, rows)
@@ -263,7 +269,7 @@ class Stack(NamedTuple):
 
 
 class ExpertStacks(NamedTuple):
-    """The experts' matrices, what of them is trained, in the module's order, and their activation."""
+    """The experts' matrices, the trained tensors among them in the module's order, and the activation."""
 
     gate_up: Stack
     down: Stack
@@ -283,30 +289,29 @@ class ExpertStacks(NamedTuple):
         x: Tensor,
         weights: Tensor,
         order: Order,
-        sums: Sums,
+        sums: GradientSums,
         both: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the weights, and add those of what is trained.
 
-        `both` is gate and up if they were kept.
+        `both` is gate and up if forward has saved them.
         """
         copies, ends = order.copies(x, self.gate_up.room), order.ends
         if both is None:
             both = self.gate_up.product(copies, order)
         else:
             self.gate_up.narrow(copies, ends)
-        to_out, sorted_weights = (
-            order.copies(grad, self.down.room),
-            weights.flatten()[order.source],
-        )
+        to_out = order.copies(grad, self.down.room)
+        sorted_weights = weights.flatten()[order.source]
         room = self.down.room, self.gate_up.room
         active, to_both, to_weights = activate_weighted_backward(
             self.down.back(to_out, ends), both, sorted_weights, self.activation, room
         )
         del both
         if self.down.bias is not None:
-            own = to_out[:, : x.shape[1]]
-            to_weights += (own @ self.down.bias.t()).gather(1, order.numbers[:, None])[:, 0]
+            # a copy's weight multiplies its expert's bias too
+            by_expert = to_out[:, : x.shape[1]] @ self.down.bias.t()
+            to_weights += by_expert.gather(1, order.experts[:, None])[:, 0]
         self.down.narrow(active, ends)
         self.down.gradients(to_out, active, order, sums, sorted_weights)
         del to_out, active
@@ -320,63 +325,67 @@ class ExpertStacks(NamedTuple):
 class SparseMLP(SecondHalf):
     """The weights of a norm, of a router and of its experts, and what they compute; norm and bias may be None.
 
-    record: notes which experts were chosen, as a models.moe.RouterRecord does. place: of the layer among those with
-    experts. beside: is added to the experts' sum of normalised rows; `of_beside` is what is trained of it.
+    record: notes which experts were chosen, as a models.moe.RouterRecord does. layer_number: among the layers with
+    experts. shared: what is added to the experts' sum, from the normalised rows; `of_shared` are its trained
+    tensors.
     """
 
     norm: Tensor | None
     router: Tensor
     experts: ExpertStacks
     rule: NormRule
-    each: int
+    top_k: int
     normalise: bool
     record: Any
-    place: int
+    layer_number: int
     bias: Tensor | None = None
-    beside: Callable[[Tensor], Tensor] | None = None
-    of_beside: Sequence[Tensor] = ()
+    shared: Callable[[Tensor], Tensor] | None = None
+    of_shared: Sequence[Tensor] = ()
 
     @property
     def trained(self) -> list[Tensor]:
-        own = self.norm, self.router, self.bias
-        trained = [t for t in own if t is not None and t.requires_grad]
-        return [*trained, *self.experts.trained, *self.of_beside]
+        tensors = self.norm, self.router, self.bias
+        trained = [t for t in tensors if t is not None and t.requires_grad]
+        return [*trained, *self.experts.trained, *self.of_shared]
 
-    def forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Kept]:
+    def forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Saved]:
         x = rms_norm(rows, self.norm, self.rule)
-        weights, chosen, p = route(x, self.router, self.each, self.normalise, self.bias)
-        self.record.note(self.place, chosen, p, part)
+        weights, chosen, probabilities = route(
+            x, self.router, self.top_k, self.normalise, self.bias
+        )
+        self.record.note(self.layer_number, chosen, probabilities, part)
         both, out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))
-        return out if self.beside is None else out.add_(self.beside(x)), (both,)
+        return out if self.shared is None else out.add_(self.shared(x)), (both,)
 
     def backward(
-        self, rows: Tensor, grad: Tensor, part: slice, kept: Kept, sums: Sums
+        self, rows: Tensor, grad: Tensor, part: slice, saved: Saved, sums: GradientSums
     ) -> Tensor:
         x = rms_norm(rows, self.norm, self.rule)
-        own = [t for t in (self.router, self.bias) if t is not None]
-        row = at_least_float32(x).detach().requires_grad_()
-        wide = [at_least_float32(t).detach().requires_grad_(t.requires_grad) for t in own]
+        of_router = [t for t in (self.router, self.bias) if t is not None]
+        wide_x = at_least_float32(x).detach().requires_grad_()
+        wide = [at_least_float32(t).detach().requires_grad_(t.requires_grad) for t in of_router]
         with torch.enable_grad():
-            weights, chosen, p = route(row, wide[0], self.each, self.normalise, *wide[1:])
-            self.record.note(self.place, chosen, p, part)
+            weights, chosen, probabilities = route(
+                wide_x, wide[0], self.top_k, self.normalise, *wide[1:]
+            )
+            self.record.note(self.layer_number, chosen, probabilities, part)
         order = Order.of(chosen, len(self.router))
-        to_x, to_weights = self.experts.backward(grad, x, weights.detach(), order, sums, *kept)
-        through_router, *to_own = torch.autograd.grad(
-            weights,
-            (row, *(t for t in wide if t.requires_grad)),
-            to_weights.to(weights.dtype),
+        to_x, to_weights = self.experts.backward(grad, x, weights.detach(), order, sums, *saved)
+        leaves = wide_x, *(t for t in wide if t.requires_grad)
+        through_router, *grads = torch.autograd.grad(
+            weights, leaves, to_weights.to(weights.dtype)
         )
+        for tensor, tensor_grad in zip([t for t in of_router if t.requires_grad], grads):
+            sums.add(tensor, tensor_grad)
         to_x = through_router.add_(to_x).to(x.dtype)
-        if self.beside is not None:
+        if self.shared is not None:
             leaf = x.detach().requires_grad_()
             with torch.enable_grad():
-                out = self.beside(leaf)
-            more, *of_beside = torch.autograd.grad(out, (leaf, *self.of_beside), grad)
-            to_x.add_(more)
-            for parameter, found in zip(self.of_beside, of_beside):
-                sums.add(parameter, found)
-        to_x, to_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
-        sums.add(self.norm, to_norm)
-        for parameter, found in zip([t for t in own if t.requires_grad], to_own):
-            sums.add(parameter, found)
-        return to_x
+                out = self.shared(leaf)
+            through_shared, *grads = torch.autograd.grad(out, (leaf, *self.of_shared), grad)
+            to_x.add_(through_shared)
+            for tensor, tensor_grad in zip(self.of_shared, grads):
+                sums.add(tensor, tensor_grad)
+        to_rows, of_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
+        sums.add(self.norm, of_norm)
+        return to_rows

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
-from models.ops.linear import Products, Sums
+from models.ops.linear import GradientSums, Products
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.memory.tiling import add_by_tiles, tiles
 from ulysses.parallel.layout import Context
@@ -40,10 +40,10 @@ def activate_backward(
     """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F]."""
     if kernels := triton_kernels(gate):
         return kernels.gated(gate, up, grad.contiguous(), gelu=kind != "silu")
-    d = at_least_float32(grad)
+    wide = at_least_float32(grad)
     value, slope = value_and_slope(at_least_float32(gate), kind)
-    both = torch.cat((d * up * slope, d * value), -1)
-    return (value * up).to(gate.dtype), both.to(gate.dtype)
+    grads = torch.cat((wide * up * slope, wide * value), -1)
+    return (value * up).to(gate.dtype), grads.to(gate.dtype)
 
 
 def value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -77,47 +77,50 @@ class ActivateNode(torch.autograd.Function):
         return *activate_backward(grad, gate, up, ctx.rest)[1].chunk(2, 1), None
 
 
-# what backward may take in place of computing it again
-Kept = Sequence[Any]
+# What a forward saves, so that backward does not compute it again.
+Saved = Sequence[Any]
 
 
 class SecondHalf:
-    """A layer's second half, which adds something to each of its rows: whole, with a graph, or in tiles."""
+    """A layer's second half, which adds to each of its rows: to all at once with a graph, or in tiles without one."""
 
     @property
     def trained(self) -> list[Tensor]:
         """The tensors that are trained, as modules list them."""
         raise NotImplementedError
 
-    def forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Kept]:
-        """Return what is added to a part of all rows, in new memory, and what `backward` may take; without a graph."""
+    def forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Saved]:
+        """Return what is added to these rows, which are a part of all rows, and what it saves; without a graph.
+
+        What is added lies in new memory.
+        """
         raise NotImplementedError
 
     def backward(
-        self, rows: Tensor, grad: Tensor, part: slice, kept: Kept, sums: Sums
+        self, rows: Tensor, grad: Tensor, part: slice, saved: Saved, sums: GradientSums
     ) -> Tensor:
-        """Return the gradient of a part of all rows, and add those of what is trained; `kept` may be empty."""
+        """Return the gradient of these rows, and add those of what is trained to `sums`; `saved` may be empty."""
         raise NotImplementedError
 
     def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
-        """Return rows + what is added to them, in tiles and without a graph."""
+        """Return the rows with what is added to them, in tiles and without a graph."""
         return add_by_tiles(lambda part: self.forward(rows[part], part)[0], rows, tile)
 
     def add(self, rows: Tensor) -> Tensor:
-        """Return the same with a graph, which keeps the rows and what `forward` returns for it."""
+        """Return the rows with what is added to them, with a graph, which keeps the rows and what `forward` saves."""
         return _SecondHalfNode.apply(rows, self, *self.trained)
 
     @torch.no_grad()
     def gradients(
-        self, rows: Tensor, grad: Tensor, tile: int, kept: Kept = ()
+        self, rows: Tensor, grad: Tensor, tile: int, saved: Saved = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """Run forward and backward of each tile of `add`; return the gradients of rows and of what is trained.
 
-        `kept` is what `forward` has returned, if all rows are one tile.
+        `saved` is what `forward` has saved, if it ran and all rows are one tile.
         """
-        sums, grad = Sums(tile >= len(rows)), grad.contiguous()
+        sums, grad = GradientSums(tile >= len(rows)), grad.contiguous()
         if sums.whole:
-            to_rows = self.backward(rows, grad, slice(0, len(rows)), kept, sums)
+            to_rows = self.backward(rows, grad, slice(0, len(rows)), saved, sums)
         else:
             to_rows = torch.empty_like(rows)
             for part in tiles(len(rows), tile):
@@ -130,17 +133,17 @@ class _SecondHalfNode(torch.autograd.Function):
     def forward(
         ctx: Context[SecondHalf], rows: Tensor, half: SecondHalf, *trained: Tensor
     ) -> Tensor:
-        out, kept = half.forward(rows, slice(0, len(rows)))
-        ctx.save_for_backward(rows, *kept)
+        out, saved = half.forward(rows, slice(0, len(rows)))
+        ctx.save_for_backward(rows, *saved)
         ctx.rest = half
         return out.add_(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[SecondHalf], grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *kept = ctx.saved_tensors
-        to_rows, found = ctx.rest.gradients(rows, grad, len(rows), kept)
-        return to_rows, None, *found
+        rows, *saved = ctx.saved_tensors
+        to_rows, of_trained = ctx.rest.gradients(rows, grad, len(rows), saved)
+        return to_rows, None, *of_trained
 
 
 @dataclass
@@ -148,7 +151,7 @@ class GatedMLP(SecondHalf):
     """The matrices of an MLP and the norms before and after it, which may be None, and what these compute."""
 
     norm: Tensor | None
-    pair: Products  # gate and up
+    gate_up: Products
     down: Products
     after: Tensor | None
     rule: NormRule
@@ -157,28 +160,30 @@ class GatedMLP(SecondHalf):
 
     @property
     def trained(self) -> list[Tensor]:
-        tensors = self.norm, *self.pair.trained, *self.down.trained, self.after
+        tensors = self.norm, *self.gate_up.trained, *self.down.trained, self.after
         return [t for t in tensors if t is not None and t.requires_grad]
 
-    def forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Kept]:
-        gate, up = self.pair.forward(rms_norm(rows, self.norm, self.rule))
+    def forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Saved]:
+        gate, up = self.gate_up.forward(rms_norm(rows, self.norm, self.rule))
         (product,) = self.down.forward(activate(gate, up, self.activation))
         out = rms_norm(product, self.after, self.rule)
-        before = None if self.after is None else product
-        return (
-            out if self.factor == 1 else out * self.factor,
-            (gate, up, before, *self.pair.kept, *self.down.kept),
-        )
+        if self.factor != 1:
+            out = out * self.factor
+        input_of_after = None if self.after is None else product
+        return out, (gate, up, input_of_after, *self.gate_up.saved, *self.down.saved)
 
     def backward(
-        self, rows: Tensor, grad: Tensor, part: slice, kept: Kept, sums: Sums
+        self, rows: Tensor, grad: Tensor, part: slice, saved: Saved, sums: GradientSums
     ) -> Tensor:
         x = rms_norm(rows, self.norm, self.rule)
-        gate, up, product = kept[:3] or (*self.pair.forward(x), None)
-        if not kept and self.after is None:
-            self.down.start(gate)
-        elif not kept:
-            (product,) = self.down.forward(activate(gate, up, self.activation))
+        if saved:
+            gate, up, product = saved[:3]
+        else:
+            (gate, up), product = self.gate_up.forward(x), None
+            if self.after is None:
+                self.down.start(gate)
+            else:
+                (product,) = self.down.forward(activate(gate, up, self.activation))
         to_product = grad if self.factor == 1 else grad * self.factor
         if self.after is not None:
             to_product, of_after = rms_norm_backward(
@@ -186,13 +191,13 @@ class GatedMLP(SecondHalf):
             )
             sums.add(self.after, of_after)
         to_active = self.down.back(to_product)
-        active, to_pair = activate_backward(to_active, gate, up, self.activation)
-        del gate, up, product, to_active, kept
+        active, to_gate_up = activate_backward(to_active, gate, up, self.activation)
+        del gate, up, product, to_active, saved
         self.down.gradients(to_product, active, sums)
         del active, to_product
-        done = self.pair.back(to_pair)
-        self.pair.gradients(to_pair, x, sums)
-        del to_pair, x
-        done, of_norm = rms_norm_backward(done, rows, self.norm, self.rule, grad)
+        to_x = self.gate_up.back(to_gate_up)
+        self.gate_up.gradients(to_gate_up, x, sums)
+        del to_gate_up, x
+        to_rows, of_norm = rms_norm_backward(to_x, rows, self.norm, self.rule, grad)
         sums.add(self.norm, of_norm)
-        return done
+        return to_rows

@@ -2,8 +2,8 @@
 
     y = x W^T + bias + scale * (x a^T) b^T        a [r, D] and b [N, r] of an adapter
 
-Matrices that are neighbours in memory (zero/resident.py) are multiplied as one, and so are all a's of the same rows.
-Their results, [S, r] of each, are all that adapters keep for backward.
+Matrices that are neighbours in memory (zero/resident.py) are multiplied as one, and so are the a's of all adapters of
+the same rows. For backward an adapter keeps the narrow result of its a alone, [S, r].
 
 Shapes: S local tokens, D width, N rows of a matrix, r an adapter's rank.
 """
@@ -21,9 +21,9 @@ from ulysses.parallel.layout import Context
 
 
 class Adapter(NamedTuple):
-    """What is added to a matrix, scale * b a; `dropout` is the probability of dropping an input of a.
+    """What is added to a matrix, scale * b a; `dropout` is the probability that an input of a is dropped.
 
-    Adapters of the same rows drop the same inputs.
+    All adapters of the same rows drop the same inputs.
     """
 
     a: Tensor
@@ -33,7 +33,7 @@ class Adapter(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix [N, D], what else its product needs, and the rows of it that are wanted; None stands for all.
+    """A matrix [N, D], what else its product needs, and the numbers of the rows that are used; None stands for all.
 
     packed: what the bytes of a quantised weight stand for (models/quantized.py).
     """
@@ -42,27 +42,27 @@ class Matrix(NamedTuple):
     bias: Tensor | None = None
     adapter: Adapter | None = None
     packed: Any = None
-    chosen: Tensor | None = None
+    row_index: Tensor | None = None
 
     @property
     def outputs(self) -> int:
-        """How many rows are wanted."""
-        if self.chosen is not None:
-            return len(self.chosen)
+        """How many rows are used, each of which makes one column of the result."""
+        if self.row_index is not None:
+            return len(self.row_index)
         return len(self.weight) if self.packed is None else self.packed.shape[0]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the rows that are wanted."""
+        """Return the rows that are used, dequantised."""
         weight = self.packed.unpack(self.weight, dtype) if self.packed else self.weight
-        return weight if self.chosen is None else weight[self.chosen]
+        return self.used_rows(weight)
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """Return those of all rows that are wanted."""
-        return tensor if self.chosen is None else tensor[self.chosen]
+    def used_rows(self, tensor: Tensor) -> Tensor:
+        """Return the rows that are used of the weight, or of a bias or b, which have as many rows."""
+        return tensor if self.row_index is None else tensor[self.row_index]
 
 
-class Sums:
-    """The gradients of trained tensors, as sums over tiles: in float32 or better unless one tile is the `whole`."""
+class GradientSums:
+    """The gradients of trained tensors as sums over tiles, in float32 or better unless one tile is the `whole`."""
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole
@@ -78,67 +78,71 @@ class Sums:
                 self._sums[tensor,] = grad if self.whole else at_least_float32(grad)
 
     def add_product(self, tensors: Sequence[Tensor], grad: Tensor, rows: Tensor) -> None:
-        """Add grad^T rows, in which the gradients of these tensors lie one below the other, if any is trained."""
+        """Add grad^T rows, which holds the gradients of all these tensors one below the other, if any is trained."""
         key = tuple(tensors)
-        if any(t.requires_grad for t in key):
-            self._sums[key] = add_product(self._sums.get(key), grad, rows, self.whole)
+        if not any(t.requires_grad for t in key):
+            return
+        wide = rows.dtype if self.whole else torch.promote_types(rows.dtype, torch.float32)
+        left = grad.t()
+        if not has_wide_products(rows):
+            left, rows = left.to(wide), rows.to(wide)
+        self._sums[key] = wide_product(left, rows, wide, self._sums.get(key))
 
     def of(self, trained: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of these tensors, of their dtypes."""
-        found: dict[Tensor, Tensor] = {}
+        """Return the gradients of these tensors, in their dtypes."""
+        grads: dict[Tensor, Tensor] = {}
         for tensors, total in self._sums.items():
-            found |= zip(tensors, total.split([len(t) for t in tensors]))
-        return [found[t].to(t.dtype) for t in trained]
+            grads |= zip(tensors, total.split([len(t) for t in tensors]))
+        return [grads[t].to(t.dtype) for t in trained]
 
 
 class Products:
-    """The product of some rows with several matrices, once to its results and back; these lie side by side.
+    """The products of the same rows with several matrices, forward once and back; the results lie side by side.
 
-    Backward needs what forward has left here: made, scale * x a^T of all adapters, [S, r] of each, and the mask of what
-    they drop of x, times what the rest is scaled by. Another tile may follow when that is done.
+    Forward leaves here what backward needs, so that the next tile may begin when backward is done.
 
     trained: the tensors that are trained, as modules list them.
+    narrow: scale * x a^T of all adapters, [S, r] of each, side by side.
+    mask: of x [S, D]: 0 where adapters drop an input, and elsewhere what dropout scales it by.
     """
 
     def __init__(self, *matrices: Matrix) -> None:
         self.matrices, self.widths = matrices, [m.outputs for m in matrices]
         self.adapters = [m.adapter for m in matrices if m.adapter is not None]
-        own = ((m.weight, m.bias, *(m.adapter or ())[:2]) for m in matrices)
-        self.trained = [
-            t for of_one in own for t in of_one if t is not None and t.requires_grad
-        ]
+        tensors = (t for m in matrices for t in (m.weight, m.bias, *(m.adapter or ())[:2]))
+        self.trained = [t for t in tensors if t is not None and t.requires_grad]
         self.mask: Tensor | None = None
-        self.made: Any = None
-        self.grads: Any = None  # scale * grad b of all adapters
+        self.narrow: Any = None
+        self.narrow_grads: Any = None  # scale * grad b of all adapters
 
     @property
-    def kept(self) -> tuple[Tensor | None, Tensor | None]:
+    def saved(self) -> tuple[Tensor | None, Tensor | None]:
         """What backward needs; nodes save it, so that it counts among what a graph holds."""
-        return self.made, self.mask
+        return self.narrow, self.mask
 
     def start(self, rows: Tensor) -> None:
-        """Draw what adapters drop of such rows [S, D]; `forward` does it itself."""
-        self.mask = self.made = None
+        """Draw what adapters drop of such rows [S, D]; `forward` does so itself."""
+        self.mask = self.narrow = None
         if any(x.dropout for x in self.adapters):
             self.mask = F.dropout(torch.ones_like(rows), self.adapters[0].dropout)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the results [S, N]."""
-        biases = [None if m.bias is None else m.part(m.bias) for m in self.matrices]
+        biases = [None if m.bias is None else m.used_rows(m.bias) for m in self.matrices]
         if not self.adapters:
             return products(x, self._dense(x.dtype), biases)
         self.start(x)
-        self._make(x)
+        self._multiply_by_a(x)
         out = x.new_empty(len(x), sum(self.widths))
-        results, parts = list(out.split(self.widths, 1)), self._parts()
+        results, narrow = list(out.split(self.widths, 1)), self._narrow_by_adapter()
         # the small products come first, and the large one adds to them as it writes
         for m, bias, result in zip(self.matrices, biases, results):
             if m.adapter is None:
                 result.copy_(x.new_zeros(1) if bias is None else bias)
             elif bias is None:
-                torch.mm(next(parts), m.part(m.adapter.b).t(), out=result)
+                torch.mm(next(narrow), m.used_rows(m.adapter.b).t(), out=result)
             else:
-                torch.addmm(bias, next(parts), m.part(m.adapter.b).t(), out=result)
+                torch.addmm(bias, next(narrow), m.used_rows(m.adapter.b).t(), out=result)
         dense = stacked(self._dense(x.dtype))
         for result, matrix in zip(results if len(dense) > 1 else [out], dense):
             result.addmm_(x, matrix.t())
@@ -148,40 +152,46 @@ class Products:
         """Return the gradient of x from that of the results."""
         total = None
         if self.adapters:
-            own = zip(self.matrices, grad.split(self.widths, 1))
+            pairs = zip(self.matrices, grad.split(self.widths, 1))
             each = [
-                _scaled(g, m.part(m.adapter.b), m.adapter.scale) for m, g in own if m.adapter
+                _scaled_product(g, m.used_rows(m.adapter.b), m.adapter.scale)
+                for m, g in pairs
+                if m.adapter
             ]
-            self.grads = torch.cat(each, 1)
-            total = self.grads @ self._a
+            self.narrow_grads = torch.cat(each, 1)
+            total = self.narrow_grads @ self._a
             if self.mask is not None:
                 total.mul_(self.mask)
         return products_backward(grad, self._dense(grad.dtype), total)
 
-    def gradients(self, grad: Tensor, x: Tensor, sums: Sums) -> None:
+    def gradients(self, grad: Tensor, x: Tensor, sums: GradientSums) -> None:
         """Add the gradients of what is trained; after `back`."""
-        whole = all(m.chosen is None for m in self.matrices)
-        if whole:
+        uses_all_rows = all(m.row_index is None for m in self.matrices)
+        grads = grad.split(self.widths, 1)
+        if uses_all_rows:
             sums.add_product([m.weight for m in self.matrices], grad, x)
-        for m, own in zip(self.matrices, grad.split(self.widths, 1)):
-            if not whole:
-                _add_rows(sums, m, m.weight, own, x)
+        for m, part in zip(self.matrices, grads):
+            if not uses_all_rows:
+                _add_product_of_rows(sums, m, m.weight, part, x)
             if m.bias is not None and m.bias.requires_grad:
-                sums.add(m.bias, _placed(column_sums(own), m, m.bias))
+                wide = torch.promote_types(part.dtype, torch.float32)
+                sums.add(m.bias, _of_all_rows(part.sum(0, dtype=wide), m, m.bias))
         if not self.adapters:
             return
-        if self.made is None:
-            self._make(x)
-        parts = self._parts()
-        for m, own in zip(self.matrices, grad.split(self.widths, 1)):
+        if self.narrow is None:
+            self._multiply_by_a(x)
+        narrow = self._narrow_by_adapter()
+        for m, part in zip(self.matrices, grads):
             if m.adapter is not None:
-                _add_rows(sums, m, m.adapter.b, own, next(parts))
-        sums.add_product([adapter.a for adapter in self.adapters], self.grads, self._kept(x))
+                _add_product_of_rows(sums, m, m.adapter.b, part, next(narrow))
+        sums.add_product([x.a for x in self.adapters], self.narrow_grads, self._dropped(x))
 
     def _dense(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return the matrices, those of bytes as neighbours in memory."""
+        """Return the matrices; several quantised ones are dequantised to neighbours in memory."""
         first, *others = self.matrices
-        if not others or any(m.packed is None or m.chosen is not None for m in self.matrices):
+        if not others or any(
+            m.packed is None or m.row_index is not None for m in self.matrices
+        ):
             return [m.dense(dtype) for m in self.matrices]
         size = sum(self.widths), first.packed.shape[1]
         parts = torch.empty(size, dtype=dtype, device=first.weight.device).split(self.widths)
@@ -189,43 +199,45 @@ class Products:
 
     @property
     def _a(self) -> Tensor:
-        """All a's, one below the other."""
+        """The a's of all adapters, one below the other."""
         whole, *others = stacked([x.a for x in self.adapters])
         return torch.cat([x.a for x in self.adapters]) if others else whole
 
-    def _kept(self, x: Tensor) -> Tensor:
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Return the rows after dropout."""
         return x if self.mask is None else x * self.mask
 
-    def _make(self, x: Tensor) -> None:
-        """Multiply by the a's, and scale before the result is rounded, so that b stays as it is."""
-        self.made = _scaled(self._kept(x), self._a.t(), self.adapters[0].scale)
+    def _multiply_by_a(self, x: Tensor) -> None:
+        """Set `narrow`, scaled before it is rounded, so that b needs no scaling."""
+        self.narrow = _scaled_product(self._dropped(x), self._a.t(), self.adapters[0].scale)
 
-    def _parts(self) -> Iterator[Tensor]:
-        """Return what each adapter made."""
-        return iter(self.made.chunk(len(self.adapters), 1))
+    def _narrow_by_adapter(self) -> Iterator[Tensor]:
+        return iter(self.narrow.chunk(len(self.adapters), 1))
 
 
-def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
 
 
-def _add_rows(sums: Sums, matrix: Matrix, tensor: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """Add grad^T rows to the gradient of a tensor, in those rows that were wanted."""
-    if matrix.chosen is None:
+def _add_product_of_rows(
+    sums: GradientSums, matrix: Matrix, tensor: Tensor, grad: Tensor, rows: Tensor
+) -> None:
+    """Add grad^T rows to the gradient of those rows of a tensor that the matrix uses."""
+    if matrix.row_index is None:
         sums.add_product([tensor], grad, rows)
     elif tensor.requires_grad:
-        sums.add(tensor, _placed(grad.t() @ rows, matrix, tensor))
+        sums.add(tensor, _of_all_rows(grad.t() @ rows, matrix, tensor))
 
 
-def _placed(rows: Tensor, matrix: Matrix, tensor: Tensor) -> Tensor:
-    """Return the gradient of a whole tensor from that of the rows that were wanted."""
-    if matrix.chosen is None:
-        return rows
-    return rows.new_zeros(tensor.shape).index_copy_(0, matrix.chosen, rows)
+def _of_all_rows(grad: Tensor, matrix: Matrix, tensor: Tensor) -> Tensor:
+    """Return the gradient of a whole tensor from that of the rows that the matrix uses."""
+    if matrix.row_index is None:
+        return grad
+    return grad.new_zeros(tensor.shape).index_copy_(0, matrix.row_index, grad)
 
 
 def stacked(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return one view over matrices [N, D] that lie one after the other in memory, or else the matrices."""
+    """Return one view over matrices [N, D] if they lie one after the other in memory, and else the matrices."""
     first = matrices[0]
     end = first.storage_offset()
     for m in matrices:
@@ -237,7 +249,7 @@ def stacked(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def products(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Any]) -> list[Tensor]:
-    """Return x W^T + b of each matrix and bias; those of stacked matrices are parts of one product."""
+    """Return x W^T + bias for each matrix; matrices that are neighbours in memory are multiplied as one."""
     whole, *others = stacked(matrices)
     if others or len(matrices) == 1:
         return [F.linear(x, matrix, bias) for matrix, bias in zip(matrices, biases)]
@@ -248,7 +260,7 @@ def products(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Any]) -> li
 def products_backward(
     grad: Tensor, matrices: Sequence[Tensor], total: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of `products`' x, from those of its results side by side, added to `total` in place."""
+    """Return the gradient of x from those of the results of `products`, side by side; it is added to `total`."""
     matrices = stacked(matrices)
     for part, matrix in zip(grad.split([len(m) for m in matrices], 1), matrices):
         total = part @ matrix if total is None else total.addmm_(part, matrix)
@@ -257,9 +269,9 @@ def products_backward(
 
 
 def linear(x: Tensor, *matrices: Matrix) -> tuple[Tensor, ...]:
-    """Return the products [S, N] of rows x [S, D] with these matrices, of which the graph keeps no view."""
-    own = Products(*matrices)
-    return LinearNode.apply(x, own, *own.trained)
+    """Return the products [S, N] of rows x [S, D] with these matrices; the graph keeps no view of them."""
+    operation = Products(*matrices)
+    return LinearNode.apply(x, operation, *operation.trained)
 
 
 class LinearNode(torch.autograd.Function):
@@ -267,36 +279,19 @@ class LinearNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context[Products], x: Tensor, own: Products, *trained: Tensor
+        ctx: Context[Products], x: Tensor, operation: Products, *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        results = own.forward(x)
-        ctx.save_for_backward(x if trained else None, *own.kept)
-        ctx.rest = own
+        results = operation.forward(x)
+        ctx.save_for_backward(x if trained else None, *operation.saved)
+        ctx.rest = operation
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[Products], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, *_), own, sums = ctx.saved_tensors, ctx.rest, Sums(whole=True)
+        (x, *_), operation, sums = ctx.saved_tensors, ctx.rest, GradientSums(whole=True)
         grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1)
-        to_x = own.back(grad)
-        if own.trained:
-            own.gradients(grad, x, sums)
-        return to_x, None, *sums.of(own.trained)
-
-
-def column_sums(x: Tensor) -> Tensor:
-    """Return the gradient of a bias, summed in float32 or better."""
-    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def add_product(total: Tensor | None, grad: Tensor, rows: Tensor, whole: bool) -> Tensor:
-    """Return the sum of weights' gradients with grad.T @ rows added.
-
-    It is kept in float32 or better unless one tile is the whole.
-    """
-    wide = rows.dtype if whole else torch.promote_types(rows.dtype, torch.float32)
-    left = grad.t()
-    if not has_wide_products(rows):
-        left, rows = left.to(wide), rows.to(wide)
-    return wide_product(left, rows, wide, total)
+        to_x = operation.back(grad)
+        if operation.trained:
+            operation.gradients(grad, x, sums)
+        return to_x, None, *sums.of(operation.trained)

@@ -60,7 +60,7 @@ def rms_norm_backward(
         return grad, kernels.rms_norm(x, weight, rule.eps, grad, residual, back=True)
     v, w = (at_least_float32(t).detach().requires_grad_() for t in (x, weight))
     with torch.enable_grad():
-        # a number: to start from a gradient torch imports sympy, which takes a second
+        # backward starts from a number: to start from a gradient torch imports sympy, which takes a second
         total = (F.rms_norm(v, w.shape, w, rule.eps) * at_least_float32(grad)).sum()
     grad_x, grad_weight = torch.autograd.grad(total, (v, w))
     if residual is not None:
@@ -69,7 +69,7 @@ def rms_norm_backward(
 
 
 def triton_kernels(x: Tensor) -> ModuleType | None:
-    """Return passes_triton.py if its kernels take the tensor, else None; a run without a GPU imports no Triton."""
+    """Return passes_triton.py if its kernels take the tensor, else None."""
     if not x.is_cuda:
         return None
     fits = (
@@ -94,7 +94,7 @@ class NormNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context[NormRule], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        # in the gradient's place, which may be somebody else's
+        # cloned, because autograd may give the same gradient to another node, and this one writes into it
         grad = grad.clone(memory_format=torch.contiguous_format)
-        # autograd itself rounds what is wider than its weight
+        # autograd rounds the weight's gradient where it is wider than the weight
         return *rms_norm_backward(grad, x, weight, ctx.rest), None

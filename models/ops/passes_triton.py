@@ -2,7 +2,7 @@
 """Triton kernels of the elementwise operations: one pass over memory each, float32 inside, rounded once.
 
 Row offsets are 64-bit: a tensor may hold more than 2^31 elements. No atomics: every result is the same on every run.
-Triton launches on the current device, so every launch makes that of its tensors current.
+Triton launches on the current device, so every launch makes its tensors' device the current one.
 
 Shapes: S rows, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
@@ -144,7 +144,7 @@ if triton is not None:
 
     @triton.jit
     def _gated_kernel(
-        gate, up, out, grad, both, count, gap,
+        gate, up, out, grad, grads, count, gap,
         GELU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -155,7 +155,7 @@ if triton is not None:
         value, slope = _value_and_slope(g, GELU)
         if grad is not None:
             d = load(grad + at, mask)
-            target = both + at + row * WIDTH
+            target = grads + at + row * WIDTH
             store(target, d * u * slope, mask)
             store(target + WIDTH, d * value, mask)
         store(out + at, value * u, mask)
@@ -264,12 +264,12 @@ if triton is not None:
     @triton.jit
     def _nf4_kernel(
         codes,
-        sizes,
-        numbers,
+        absmax_codes,
+        nested,
         levels,
         out,
         count,
-        apart,
+        stride,
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
@@ -278,16 +278,16 @@ if triton is not None:
         mask = at < count
         code = tl.load(codes + at, mask=mask, other=0).to(tl.int32)
         block = at // 32
-        size = tl.load(sizes + block, mask=mask, other=0).to(tl.int32)
-        outer = tl.load(numbers + 257 + block // 256, mask=mask, other=0.0)
-        largest = tl.load(numbers + 1 + size) * outer + tl.load(numbers)
+        absmax_code = tl.load(absmax_codes + block, mask=mask, other=0).to(tl.int32)
+        nested_absmax = tl.load(nested + 257 + block // 256, mask=mask, other=0.0)
+        absmax = tl.load(nested + 1 + absmax_code) * nested_absmax + tl.load(nested)
         high, low = tl.load(levels + (code >> 4)), tl.load(levels + (code & 15))
-        both = tl.interleave(high * largest, low * largest)
+        both = tl.interleave(high * absmax, low * absmax)
         at = 2 * start + tl.arange(0, 2 * BLOCK)
-        store(out + at // WIDTH * apart + at % WIDTH, both, at < 2 * count)
+        store(out + at // WIDTH * stride + at % WIDTH, both, at < 2 * count)
 
 
-# what the codes of NF4 stand for, as bitsandbytes has them
+# The values that the codes of NF4 stand for, as in bitsandbytes.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -296,22 +296,24 @@ NF4 = (
 
 
 @cache
-def _nf4(device: torch.device) -> Tensor:
+def _nf4_levels(device: torch.device) -> Tensor:
     return torch.tensor(NF4, device=device)
 
 
-def dequantize_nf4(codes: Tensor, sizes: Tensor, numbers: Tensor, out: Tensor) -> None:
-    """Write the matrices of models/quantized.py's codes into `out` [..., F, D], with gaps after rows or matrices.
+def dequantize_nf4(codes: Tensor, absmax_codes: Tensor, nested: Tensor, out: Tensor) -> None:
+    """Write the matrices of the parts of models/quantized.py into `out` [..., F, D].
 
-    Every product and sum is rounded by itself, as in bitsandbytes.
+    Rows of `out`, or else its matrices, may have gaps between them. Every product and sum is rounded by itself, as in
+    bitsandbytes.
     """
-    width, apart = out.shape[-1], out.stride(-2)
-    if width == apart:
-        width, apart = width * out.shape[-2], out.stride(0)
-    count, levels = len(codes), _nf4(out.device)
-    given = codes, sizes, numbers, levels, out, count, apart, width, _BLOCK
+    width, stride = out.shape[-1], out.stride(-2)
+    if width == stride:
+        width, stride = width * out.shape[-2], out.stride(0)
+    count, levels = len(codes), _nf4_levels(out.device)
+    arguments = codes, absmax_codes, nested, levels, out, count, stride, width, _BLOCK
     with torch.cuda.device(out.device):
-        _nf4_kernel[(triton.cdiv(count, _BLOCK),)](*given, enable_fp_fusion=False)
+        # without fused products and sums
+        _nf4_kernel[(triton.cdiv(count, _BLOCK),)](*arguments, enable_fp_fusion=False)
 
 
 def rotate(
@@ -353,19 +355,19 @@ def rotate(
 def gated(
     gate: Tensor, up: Tensor, grad: Tensor | None = None, *, gelu: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return act(gate) * up of dense rows [S, F], and for a contiguous `grad` the gradients side by side [S, 2F].
+    """Return act(gate) * up of dense rows [S, F], and for a contiguous `grad` both gradients side by side [S, 2F].
 
     act is silu, or gelu's tanh form. gate and up have the same strides.
     """
     (rows, width), count = gate.shape, gate.numel()
     out = gate.new_empty(rows, width)
-    both = None if grad is None else gate.new_empty(rows, 2 * width)
+    grads = None if grad is None else gate.new_empty(rows, 2 * width)
     gap = gate.stride(0) - width
     with torch.cuda.device(gate.device):
         _gated_kernel[(triton.cdiv(count, _BLOCK),)](
-            gate, up, out, grad, both, count, gap, GELU=gelu, WIDTH=width, BLOCK=_BLOCK
+            gate, up, out, grad, grads, count, gap, GELU=gelu, WIDTH=width, BLOCK=_BLOCK
         )
-    return out, both
+    return out, grads
 
 
 def weighted_swiglu(
@@ -378,8 +380,8 @@ def weighted_swiglu(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return silu(gate) * up * weight of dense rows [M, 2F], and for a contiguous `grad` [M, F] the gradients.
 
-    weights [M] are float32, and so is their gradient. `clamped` is the activation of that name in activation.py. The
-    result and the gradient of `both` have so many columns more, which are not written.
+    weights [M] are float32, and so is their gradient. `clamped` is the activation of that name in experts.py. room: how
+    many columns the result and the gradient of `both` have at their end that are not written.
     """
     rows, width = len(both), both.shape[1] // 2
     out, to_both, to_weights = both.new_empty(rows, width + room[0]), None, None
@@ -387,9 +389,9 @@ def weighted_swiglu(
         to_both = both.new_empty(rows, 2 * width + room[1])
         to_weights = torch.empty_like(weights)
     block = triton.next_power_of_2(width)
-    at_once = max(1, 4096 // block)
+    rows_at_once = max(1, 4096 // block)
     with torch.cuda.device(both.device):
-        _weighted_swiglu_kernel[(triton.cdiv(rows, at_once),)](
+        _weighted_swiglu_kernel[(triton.cdiv(rows, rows_at_once),)](
             both,
             weights,
             out,
@@ -401,7 +403,7 @@ def weighted_swiglu(
             2 * width + room[1],
             WIDTH=width,
             BLOCK=block,
-            ROWS=at_once,
+            ROWS=rows_at_once,
             CLAMPED=clamped,
             num_warps=8,
         )
@@ -409,7 +411,7 @@ def weighted_swiglu(
 
 
 def sum_parts(parts: Tensor, places: Tensor, count: int) -> Tensor:
-    """Return [S, D]: each row is the sum of `count` dense rows of parts [M, D], which stand at places [S * count]."""
+    """Return the sums [S, D] of `count` dense rows of parts [M, D] each, whose numbers are places [S * count]."""
     rows, width = len(places) // count, parts.shape[1]
     out = parts.new_empty(rows, width)
     block = min(2048, triton.next_power_of_2(width))
@@ -431,17 +433,17 @@ def rms_norm(
 ) -> Tensor | None:
     """Write x [S, D] or [S, H, D], its last axis scaled to unit mean square, times weight into `out`.
 
-    If `back`, turn `out` from the result's gradient into that of x, `residual` (contiguous) added, and return weight's
-    in float32. The last axis must be dense.
+    With `back`, `out` holds the gradient of the result and becomes that of x, to which `residual` (contiguous) is
+    added; the gradient of weight is returned in float32. The last axis must be dense.
     """
     width = x.shape[-1]
     rows = x.numel() // width
     block = triton.next_power_of_2(width)
-    # a thread has 16 numbers of each tensor; 64 where many of them would be beyond the row's end
+    # a thread has 16 numbers of each tensor, or 64 where a block is wider than the row
     each = 16 if width == block else 64
-    at_once = max(1, (2048 if width == block else 4096) // block)
-    warps = min(16, max(1, at_once * block // (32 * each)))
-    programs, partial = triton.cdiv(rows, at_once), None
+    rows_at_once = max(1, (2048 if width == block else 4096) // block)
+    warps = min(16, max(1, rows_at_once * block // (32 * each)))
+    programs, partial = triton.cdiv(rows, rows_at_once), None
     if back:
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
         programs = min(programs, 20 // warps * processors)  # as many as run at once
@@ -460,7 +462,7 @@ def rms_norm(
             HEADS=x.shape[1:-1].numel(),
             WIDTH=width,
             BLOCK=block,
-            ROWS=at_once,
+            ROWS=rows_at_once,
             num_warps=warps,
         )
     return None if partial is None else partial.sum(0)

@@ -2,10 +2,10 @@
 
 Angles in float32 are off by 0.03 rad at one million tokens. The frequencies are therefore the float32 values that
 transformers computes (a trained model has seen those), and angle, cosine and sine are taken in float64 once per batch.
-All scaling to longer windows happens in the table of cosines and sines, so that whoever rotates by it has it.
+All scaling to longer windows happens in the table of cosines and sines, so that the rotation knows nothing of it.
 
-Queries and keys are turned in one pass over memory in each direction, with the norms before it.
-A Projection is all that a layer does to its input before attention: hidden -> norm -> q, k, v -> rotate, as one node.
+Queries and keys are normalised and rotated in one pass over memory in each direction. A Projection is all that a layer
+does to its input before attention, as one node: hidden -> norm -> q, k, v -> rotate.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.families import RopeScaling
-from models.ops.linear import Products, Sums
+from models.ops.linear import GradientSums, Products
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.parallel.layout import Context, copy_strided
 
-NO_NORM = NormRule(0.0)
+NO_NORM_RULE = NormRule(0.0)
 
 
 # ---------------------------------------------------------------- the tables
@@ -40,57 +40,65 @@ def rope_parameters(
 
     `kind` is the rotary kind of a layer.
 
-    Computed on the CPU whatever `device` is, so that every device rotates by the same values, and moved once: a copy
-    makes the host wait.
+    They are computed on the CPU whatever `device` is, so that every device rotates by the same values, and moved once
+    for each device, because a copy makes the host wait.
     """
-    dim = int(config.head_dim * config.partial_rotary_factor)  # the columns that turn
+    dim = int(config.head_dim * config.partial_rotary_factor)  # the columns that are rotated
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     theta: float = config.rope_theta
-    s = config.rope_scaling
+    scaling = config.rope_scaling
     if kind == "local":
-        theta, s = config.rope_local_theta or theta, None
+        theta, scaling = config.rope_local_theta or theta, None
     periods = theta**exponents
     frequencies, factor = 1.0 / periods, 1.0
-    if s is not None:
-        frequencies, factor = scaled(periods, s, theta)
+    if scaling is not None:
+        frequencies, factor = scaled_frequencies(periods, scaling, theta)
     return frequencies.to(device), factor
 
 
-def scaled(periods: Tensor, s: RopeScaling, theta: float) -> tuple[Tensor, float]:
+def scaled_frequencies(
+    periods: Tensor, scaling: RopeScaling, theta: float
+) -> tuple[Tensor, float]:
     """Scale rotary frequencies to windows longer than the original one, as transformers does.
 
     Returns float32 inverse frequencies [E/2] for the periods of base `theta`, and the factor of cosine and sine.
     """
     dim, frequencies, factor = 2 * len(periods), 1.0 / periods, 1.0
-    # `stays` is 0 for long waves, whose frequency is divided by the factor, and 1 for short ones
-    if s.rope_type == "linear":
-        frequencies = frequencies / s.factor
-    elif s.rope_type == "llama3":
+    # `unscaled` is 1 for high frequencies, which stay, and 0 for low ones, which are divided by the factor
+    if scaling.rope_type == "linear":
+        frequencies = frequencies / scaling.factor
+    elif scaling.rope_type == "llama3":
         wavelengths = 2 * math.pi / frequencies
-        turns = s.original_max_position_embeddings / wavelengths
-        assert s.low_freq_factor is not None and s.high_freq_factor is not None
-        low, high = s.low_freq_factor, s.high_freq_factor
-        stays = ((turns - low) / (high - low)).clamp(0, 1)
-        frequencies = (1 - stays) * frequencies / s.factor + stays * frequencies
+        turns = scaling.original_max_position_embeddings / wavelengths
+        assert scaling.low_freq_factor is not None and scaling.high_freq_factor is not None
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = (1 - unscaled) * frequencies / scaling.factor + unscaled * frequencies
     else:  # yarn, 2309.00071: a ramp between the dimensions that turn beta_fast and beta_slow times
         low, high = (
             dim
-            * math.log(s.original_max_position_embeddings / (turns * 2 * math.pi))
+            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
             / (2 * math.log(theta))
-            for turns in (s.beta_fast or 32, s.beta_slow or 1)
+            for turns in (scaling.beta_fast or 32, scaling.beta_slow or 1)
         )
-        if s.truncate is not False:
+        if scaling.truncate is not False:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (
             high - low or 0.001
         )
-        stays = 1 - ramp.clamp(0, 1)
-        frequencies = (1 - stays) * (1.0 / (s.factor * periods)) + stays * frequencies
-        # attention over more keys stays as sharp as it was
-        above, below = (s.mscale, s.mscale_all_dim) if s.mscale and s.mscale_all_dim else (1, 0)
-        growth = 0.1 * math.log(s.factor)
-        factor = s.attention_factor or (above * growth + 1) / (below * growth + 1)
+        unscaled = 1 - ramp.clamp(0, 1)
+        frequencies = (1 - unscaled) * (
+            1.0 / (scaling.factor * periods)
+        ) + unscaled * frequencies
+        # a larger cosine and sine keep attention over more keys as sharp as it was
+        above, below = (
+            (scaling.mscale, scaling.mscale_all_dim)
+            if scaling.mscale and scaling.mscale_all_dim
+            else (1, 0)
+        )
+        growth = 0.1 * math.log(scaling.factor)
+        factor = scaling.attention_factor or (above * growth + 1) / (below * growth + 1)
     return frequencies, factor
 
 
@@ -99,7 +107,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Return (cos, sin), each [S, E/2] float32, for integer positions [S], for the layers of one rotary kind.
 
-    Both carry YaRN's attention factor, so that queries and keys do.
+    Both are multiplied by YaRN's attention factor, which so reaches queries and keys.
     """
     frequencies, factor = rope_parameters(config, positions.device, kind)
     if kind == "none":
@@ -127,15 +135,15 @@ def rotate_pair(
     key: Tensor,
     cos: Tensor,
     sin: Tensor,
-    rule: NormRule = NO_NORM,
+    rule: NormRule = NO_NORM_RULE,
     *norms: Tensor,
     back: bool = False,
     out: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:
-    """Rotate query [S, H, E] and key [S, K, E] by (cos, sin) [S, E/2], halves paired, into `out`; without a graph.
+    """Rotate query [S, H, E] and key [S, K, E] by (cos, sin) [S, E/2] into `out`, without a graph.
 
-    Narrower tables turn the first columns of every head only. `out` may be query and key. `back` turns the other way,
-    which is the gradient of turning.
+    A column of a head's first half is rotated with the same column of its second half. Narrower tables rotate the first
+    columns of every head only. `out` may be query and key. `back` rotates the other way, which is the gradient.
 
     `norms` are the weights of RMSNorms that query and key pass through first: [E] for those of every head, [H E] and
     [K E] for those of whole rows.
@@ -147,7 +155,7 @@ def rotate_pair(
         )
         norms = ()
     out = out or (query.new_empty(query.shape), key.new_empty(key.shape))
-    if 2 * cos.shape[-1] < query.shape[-1]:  # the other columns of a head do not turn
+    if 2 * cos.shape[-1] < query.shape[-1]:  # the other columns of a head are not rotated
         for x, norm, target in zip((query, key), norms or (None, None), out):
             target.copy_(rms_norm(x, norm, rule))
         first, second = (x[..., : 2 * cos.shape[-1]] for x in out)
@@ -162,8 +170,8 @@ def rotate_pair(
         if norm is not None:
             x = rms_norm(at_least_float32(x), at_least_float32(norm), rule)
         first, second = x.chunk(2, -1)
-        turned = first * cos - second * sin, second * cos + first * sin
-        target.copy_(torch.cat(turned, -1))
+        rotated = first * cos - second * sin, second * cos + first * sin
+        target.copy_(torch.cat(rotated, -1))
     return out
 
 
@@ -174,20 +182,20 @@ def rotate_backward(
     rule: NormRule,
     cos: Tensor,
     sin: Tensor,
-    *kept: Tensor,
+    *saved: Tensor,
 ) -> list[Tensor]:
-    """Turn the gradients of `rotate_pair`'s results into those of its query and key, `out`.
+    """Write the gradients of query and key before `rotate_pair` into `out`, from those after it, `query` and `key`.
 
-    Return those of the norms' weights, if there are any, in float32 or better. `kept` is query, key and weights as
-    `rotate_pair` received them, or nothing without norms.
+    Return the gradients of the norms' weights, if there are any, in float32 or better. `saved` is query, key and the
+    weights as `rotate_pair` received them, or nothing without norms.
     """
     rotate_pair(query, key, cos, sin, back=True, out=out)
-    found = []
-    for grad, x, norm in zip(out, kept, kept[2:]):
-        if len(norm) > x.shape[-1]:
+    of_norms = []
+    for grad, x, norm in zip(out, saved, saved[2:]):
+        if len(norm) > x.shape[-1]:  # of whole rows
             grad, x = grad.view(len(grad), -1), x.flatten(1)
-        found.append(rms_norm_backward(grad, x, norm, rule)[1])
-    return found
+        of_norms.append(rms_norm_backward(grad, x, norm, rule)[1])
+    return of_norms
 
 
 class Projection(NamedTuple):
@@ -209,9 +217,9 @@ class Projection(NamedTuple):
         return [t for t in tensors if t is not None and t.requires_grad]
 
     def apply(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Return query [S, H, E], key and value [S, K, E] of hidden [S, D], positions rotated in, and hidden itself.
+        """Return query [S, H, E] and key [S, K, E], both rotated, value [S, K, E], and hidden [S, D] itself.
 
-        Whoever adds to the latter hands its gradient to the node, which adds it in the norm's backward.
+        The last is for the residual: its gradient comes to this node, which adds it in the norm's backward.
         """
         return _ProjectNode.apply(hidden, cos, sin, self, *self.trained)
 
@@ -223,36 +231,38 @@ class _ProjectNode(torch.autograd.Function):
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
-        own: Projection,
+        projection: Projection,
         *trained: Tensor,
     ) -> tuple[Tensor, ...]:
-        results = own.matrices.forward(rms_norm(hidden, own.norm, own.rule))
-        query, key, value = (result.unflatten(1, (-1, own.head_dim)) for result in results)
-        kept = (query, key) if own.norms else ()
-        ctx.save_for_backward(hidden, cos, sin, *own.matrices.kept, *kept)
-        ctx.rest = own
-        out = None if own.norms else (query, key)
-        return *rotate_pair(query, key, cos, sin, own.rule, *own.norms, out=out), value, hidden
+        matrices, norms, rule = projection.matrices, projection.norms, projection.rule
+        results = matrices.forward(rms_norm(hidden, projection.norm, rule))
+        query, key, value = (x.unflatten(1, (-1, projection.head_dim)) for x in results)
+        # only the backward of norms reads query and key as they were before
+        saved, out = ((query, key), None) if norms else ((), (query, key))
+        ctx.save_for_backward(hidden, cos, sin, *matrices.saved, *saved)
+        ctx.rest = projection
+        return *rotate_pair(query, key, cos, sin, rule, *norms, out=out), value, hidden
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[Projection], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden, cos, sin, _, _, *kept), own = ctx.saved_tensors, ctx.rest
-        matrices, sums = own.matrices, Sums(whole=True)
+        (hidden, cos, sin, _, _, *saved), projection = ctx.saved_tensors, ctx.rest
+        matrices, norms, rule = projection.matrices, projection.norms, projection.rule
+        sums = GradientSums(whole=True)
         flat = hidden.new_empty(len(hidden), sum(matrices.widths))
         parts = [
             part.view_as(grad) for part, grad in zip(flat.split(matrices.widths, 1), grads)
         ]
-        kept = [*kept, *own.norms]
-        of_norms = rotate_backward(parts[:2], grads[0], grads[1], own.rule, cos, sin, *kept)
+        saved = [*saved, *norms]
+        of_norms = rotate_backward(parts[:2], grads[0], grads[1], rule, cos, sin, *saved)
         copy_strided(parts[2], grads[2])
         to_x = matrices.back(flat)
         if matrices.trained:
-            x = rms_norm(hidden, own.norm, own.rule)
+            x = rms_norm(hidden, projection.norm, rule)
             matrices.gradients(flat, x, sums)
             del x
         residual = grads[3].contiguous()
-        to_hidden, of_norm = rms_norm_backward(to_x, hidden, own.norm, own.rule, residual)
-        for norm, grad in zip((own.norm, *own.norms), (of_norm, *of_norms)):
+        to_hidden, of_norm = rms_norm_backward(to_x, hidden, projection.norm, rule, residual)
+        for norm, grad in zip((projection.norm, *norms), (of_norm, *of_norms)):
             sums.add(norm, grad)
-        return to_hidden, None, None, None, *sums.of(own.trained)
+        return to_hidden, None, None, None, *sums.of(projection.trained)

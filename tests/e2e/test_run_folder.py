@@ -167,9 +167,9 @@ def test_two_runs_may_fill_one_cache_at_once(tmp_path):
     """Both write the reference log-probabilities at the same moment."""
 
     def before(rank):
-        from ulysses.stages import referenced
+        from ulysses.stages import cached_reference
 
-        write = referenced.write_digested
+        write = cached_reference.write_digested
 
         def together(path, *more):
             (tmp_path / f"writes-{os.getpid()}").touch()
@@ -177,7 +177,7 @@ def test_two_runs_may_fill_one_cache_at_once(tmp_path):
                 time.sleep(0.01)
             return write(path, *more)
 
-        referenced.write_digested = together
+        cached_reference.write_digested = together
 
     usual = f"--run.steps 2 --run.export false --run.save_last false --data.train {rows('dpo_train', 64)}"
     lines = (tiny("dpo", tmp_path / name, usual, tmp_path / "cache") for name in "ab")

@@ -10,7 +10,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.folders import read_config
 from models.hf_format import WeightFiles
-from models.modules import Exact
+from models.modules import Float32Parameter
 from models.scored import RewardModel
 from tests.family_case import FAMILIES, NO_CLASSIFIER, VOCABULARY, family_model
 from tests.model_folder import write_model
@@ -116,7 +116,7 @@ def test_linear_attention_in_bfloat16_is_as_near_to_float64_as_transformers(name
     precise, half = ours(family_model(name, torch.float64)), family_model(name, torch.bfloat16)
     start = family_model(name).state_dict()
     for key, parameter in half.named_parameters():
-        if isinstance(parameter, Exact):
+        if isinstance(parameter, Float32Parameter):
             parameter.data = start[key]
     near = errors(ours(half), precise)
     off_theirs = errors(theirs(twin_of(family_model(name)).bfloat16()), precise)

@@ -44,14 +44,12 @@ def table(text):
 
 def load(path, kind="text", bad_rows="error", **source):
     """The records of a source, and the report."""
-    report, records, events = Report(), [], []
+    report, records = Report(), []
     (source,) = sources = [Source(str(path), **source)]
     for row in locate_rows(sources, report):
-        note = partial(lambda where, what: events.append(("notes", what, where)), row.where)
-        with dropping(events, bad_rows, row.where):
-            records += read_row(row.found, source, kind, note)
-    for event in events:
-        report.count(*event)
+        note = partial(report.note, where=row.where)
+        with dropping(report, bad_rows, row.where):
+            records += read_row(row.value, source, kind, note)
     note_sources(sources, report)
     return records, report
 

@@ -11,7 +11,7 @@ from models.ops.experts import (
     Stack,
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
-from models.ops.linear import Adapter, Matrix, Products, Sums, linear, stacked
+from models.ops.linear import Adapter, GradientSums, Matrix, Products, linear, stacked
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
 
@@ -254,7 +254,7 @@ def test_adapters_of_projections_that_read_the_same_rows(dtype, together):
     matrices = (
         Matrix(first, adapter=Adapter(a, b, 2.0)),
         Matrix(second),
-        Matrix(third, adapter=Adapter(c, d, 2.0), chosen=chosen),
+        Matrix(third, adapter=Adapter(c, d, 2.0), row_index=chosen),
     )
     found = linear(x, *matrices)
     factor = 1.0 if dtype == torch.float32 else 2.0
@@ -383,7 +383,7 @@ def test_adapters_of_experts(device, dtype, form):
         for m, own in zip(matrices, ((a, b), (c, d)))
     ]
     experts = ExpertStacks(*stacks, trained[2:])
-    order, sums = Order.of(chosen, 6), Sums(whole=True)
+    order, sums = Order.of(chosen, 6), GradientSums(whole=True)
     with torch.no_grad():
         both, found = experts.forward(x, weights, order)
         of_x, of_weights = experts.backward(grad, x, weights, order, sums, both)

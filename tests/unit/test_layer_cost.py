@@ -76,14 +76,14 @@ def kept_by_autograd(model, batch, place):
         held.update(storages(x) if x.dim() > 1 or x.is_floating_point() else {})
         return x
 
-    made, make = [], Products._make
+    made, make = [], Products._multiply_by_a
 
     def remember(products, x):
         make(products, x)
-        made.extend(weakref.ref(x) for x in [products.made] if x is not None)
+        made.extend(weakref.ref(x) for x in [products.narrow] if x is not None)
 
     saved = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
-    with saved, mock.patch.object(Products, "_make", remember):
+    with saved, mock.patch.object(Products, "_multiply_by_a", remember):
         hidden = torch.randn(len(batch.tokens), model.config.hidden_size, requires_grad=True)
         out = layer(hidden, rope, batch.attention_plan)
     assert out.requires_grad

@@ -69,7 +69,7 @@ def test_a_group_without_data_has_the_columns_of_the_others(name, options):
     packs = [
         replace(stage, model=device, mesh=ParallelMesh(1))
         .read(replace(loader, dp_rank=i), 0)
-        .batches[0]
+        .trained[0]
         for i in range(2)
     ]
     assert [pack.num_sequences > 0 for pack in packs] == [True, False]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from models.arch import KINDS, LISTS, NEUTRAL, ModelConfig, architecture
+from models.arch import ModelConfig, architecture
+from models.config_json import FIELD_KINDS, NEUTRAL, SYNONYMS
 from models.folders import (
     ADAPTER_CONFIG,
     folder_with,
@@ -125,10 +126,10 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
             raw.pop("rope_parameters", None)  # model.config may have either style of them
             for name in model.config:  # under another name `raw` may say the same
                 raw.pop(name, None)
-                raw.pop(LISTS.get(name, ""), None)
+                raw.pop(SYNONYMS.get(name, ""), None)
             shape = ModelConfig.from_hf({**raw, **model.config}, **rope)
     family = shape.family
-    fields = {*shape.to_hf(), *KINDS, *NEUTRAL}
+    fields = {*shape.to_hf(), *FIELD_KINDS, *NEUTRAL}
     fields |= {*family.defaults, *family.fixed, *family.aliases}
     for name in sorted(model.config.keys() - fields):
         near = f", did you mean {x[0]}" if (x := get_close_matches(name, fields, 1)) else ""

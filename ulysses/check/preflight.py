@@ -174,7 +174,7 @@ def remarks(inputs: RunInputs, loader: StepLoader) -> Iterator[str]:
     files = inputs.weights and inputs.weights.files  # a dry run may have found none
     if files and files.adapter:
         how = "merged into its base; exports are whole models"
-        if inputs.weights.started:
+        if inputs.weights.adapters:
             how = f"continued; its base is {config.model.path}"
         yield f"model.path {files.folder} is an adapter, which is {how}"
     data = config.data

@@ -1,10 +1,10 @@
 """Data: from the rows of a file to the batch that a rank trains on.
 
-Record               of a row: a conversation, answers to one prompt, a document    sources.py, formats.py, messages.py
-ids and weights      of its texts: tokens, and how much each counts in the loss     chat.py, thinking.py, tokenizer.py
-arrays on disk       of all examples, read through memory maps                      tokenise.py, workers.py, cache.py
-Example              views of them: its sequences, and its numbers                  dataset.py, steps.py
-ShardedBatch         what one rank holds of a step's examples                       ulysses/parallel/batch.py
+Record             what a row says: a conversation, answers, a document       sources.py, formats.py, messages.py
+ids and weights    the tokens of its texts, and how each counts in the loss   chat.py, thinking.py, tokenizer.py
+arrays on disk     all examples, which are read through memory maps           tokenise.py, workers.py, cache.py
+Example            one of them: views of its sequences, and its numbers       dataset.py, steps.py
+ShardedBatch       what one rank holds of a step's examples                   ulysses/parallel/batch.py
 """
 
 

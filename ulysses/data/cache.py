@@ -21,14 +21,17 @@ from filelock import Timeout
 from ulysses.data import DataError
 from ulysses.disk import DiskError, check_files, digest_of, flush_to_disk, lock_file, writing
 
-SETTLED_SECONDS = 2.0  # file systems tell changes apart that are so far from each other
+SETTLED_SECONDS = (
+    2.0  # two changes of a file that are so far apart have different times on every file system
+)
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
     """Make sure that `folder` exists: the first process to come calls build(temporary folder), the others wait.
 
-    This is no collective: processes may come at different times, and one that never comes holds up nobody. Return
-    whether this process built the folder.
+    This is no collective: processes may come at different times, and one that never comes holds up nobody.
+
+    Returns whether this process built the folder.
 
     Raises DataError: the folder cannot be written. An error of `build` is raised in the process that called it, and as
     a DataError in those that waited for it.
@@ -57,7 +60,7 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
                     try:
                         temporary.rename(folder)
                     except OSError:
-                        # a process that took our lease for dead has built the same content
+                        # a process that took this one for dead has built the same content
                         if not folder.is_dir():
                             raise
             except BaseException as error:
@@ -70,13 +73,13 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
     except DiskError as error:
         raise DataError(f"the data cache {error}") from None
     finally:
-        # Nobody needs the lock any more: those who wait look for the folder first.
+        # The lock may go: processes that still wait for it look for the folder first.
         if folder.is_dir():
             lock.unlink(missing_ok=True)
 
 
 def check_once(seal: Path, cache: Path) -> None:
-    """Compare files with their digests, unless that was done when they had the same sizes and times.
+    """Compare files with their digests, unless they were compared before and have kept their sizes and times.
 
     Args:
         seal: a JSON file of digests by name, in the folder of the files.
@@ -96,7 +99,7 @@ def check_once(seal: Path, cache: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Take a damaged folder out of the way, so that `build_once` makes it again; other processes may come first."""
+    """Take a damaged folder out of the way, so that `build_once` makes it again; another process may do it first."""
     away = folder.with_name(f"{folder.name}.{os.uname().nodename}-{os.getpid()}.tmp")
     with suppress(OSError):
         folder.rename(away)
@@ -104,7 +107,7 @@ def discard(folder: Path) -> None:
 
 
 def known_files(files: Iterable[Path], cache: Path) -> Path:
-    """Return the folder that tells what is known of files with these names, sizes and times."""
+    """Return the folder that holds what is known of files with these names, sizes and times."""
     stats = [(str(path.absolute()), path.stat()) for path in files if path.exists()]
     states = [(n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for n, s in stats]
     return cache / "digests" / digest_of_value(states)
@@ -113,8 +116,8 @@ def known_files(files: Iterable[Path], cache: Path) -> Path:
 def content_digest(files: Sequence[Path], cache: Path) -> str:
     """Return a digest of all that files hold, and of their suffixes.
 
-    The bytes are read by one process of the node. The others, and later runs, find their digest in the cache under the
-    names, sizes and times of the files. Files that changed a moment ago are always read.
+    One process of the node reads the bytes. The others, and later runs, find the digest in the cache under the names,
+    sizes and times of the files. Files that changed a moment ago are always read.
     """
 
     def read() -> str:
@@ -122,9 +125,9 @@ def content_digest(files: Sequence[Path], cache: Path) -> str:
 
     if time.time() - max(path.stat().st_ctime for path in files) < SETTLED_SECONDS:
         return read()
-    known = known_files(files, cache)
-    build_once(known, lambda folder: (folder / "digest").write_text(read()))
-    return (known / "digest").read_text()
+    remembered = known_files(files, cache)
+    build_once(remembered, lambda folder: (folder / "digest").write_text(read()))
+    return (remembered / "digest").read_text()
 
 
 def digest_of_value(value: object) -> str:
@@ -134,7 +137,8 @@ def digest_of_value(value: object) -> str:
 
 def _remove_abandoned(folder: Path) -> None:
     """Remove what processes that died left, of the folder itself and of others that nobody builds at the moment."""
-    for abandoned in folder.parent.glob(f"{'[0-9a-f]' * 32}*-*.tmp"):  # by our own names only
+    # only folders of a cache have such names
+    for abandoned in folder.parent.glob(f"{'[0-9a-f]' * 32}*-*.tmp"):
         name = abandoned.name.partition(".")[0]
         if name == folder.name:
             shutil.rmtree(abandoned, ignore_errors=True)

@@ -387,11 +387,8 @@ class RolloutSteps:
 
     def step(self, epoch: int, k: int) -> list[list[Example]]:
         """Return this group's micro-batches of step k; its rollout is made first, unless it is the current one."""
-        prompts, maker, of_epoch = (
-            self.prompts,
-            self.maker,
-            k // self.maker.ppo.steps_per_rollout,
-        )
+        prompts, maker = self.prompts, self.maker
+        of_epoch = k // maker.ppo.steps_per_rollout
         number = epoch * prompts.steps_per_epoch + of_epoch
         if maker.rollout is None or maker.rollout.number != number:
             indices = prompts.indices(epoch, of_epoch)

@@ -60,17 +60,17 @@ class States:
         def pack(length: int) -> Recurrence:
             return Recurrence(range(0, n * length + 1, length), {}, qkv.device)
 
-        filters, shape = mixer.conv1d.weight[:, 0], mixer.shape
+        filters, delta = mixer.conv1d.weight[:, 0], mixer.delta
         convolved = kernels.convolve(
             longer.flatten(0, 1),
             filters,
             pack(before + L),
-            own_widths(shape, qkv.shape[2], b.shape[1]),
+            own_widths(delta, qkv.shape[2], b.shape[1]),
         )
         new = [x.unflatten(0, (n, -1))[:, before:].flatten(0, 1) for x in convolved]
         counts = (torch.arange(L, device=qkv.device) < lengths[:, None]).flatten()[:, None]
         out, last = kernels.delta_rule(
-            *as_heads(shape, new),
+            *as_heads(delta, new),
             decays(a, mixer.A_log, mixer.dt_bias) * counts,
             at_least_float32(b).sigmoid() * counts,
             level=pack(L).tree_levels[0]._replace(final_states=slots),
@@ -85,4 +85,4 @@ class States:
         """Run a layer over the next token of the first n slots, in place: [n, H, V]."""
         inputs, memory = (part[layer, : len(qkv)] for part in self.parts)
         weights = mixer.conv1d.weight[:, 0], mixer.A_log, mixer.dt_bias
-        return mixer.kernels(qkv).mix_step(mixer.shape, inputs, memory, qkv, b, a, *weights)
+        return mixer.kernels(qkv).mix_step(mixer.delta, inputs, memory, qkv, b, a, *weights)

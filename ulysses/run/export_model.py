@@ -26,7 +26,7 @@ from models.arch import ModelConfig
 from models.families import Fields
 from models.folders import CONFIG, folder_with, resolve_model
 from models.hf_format import WeightFiles
-from models.multimodal import outside
+from models.multimodal import multimodal_name
 from models.writing import (
     GENERATION,
     TOKENIZER_FILES,
@@ -186,7 +186,7 @@ model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
         else:
             is_text = not shape.around or adapted.endswith("ForCausalLM")
             adapters = {
-                name if is_text else outside(name): x.to(rounding.dtype)
+                name if is_text else multimodal_name(name): x.to(rounding.dtype)
                 for name, x in adapters.items()
             }
             by_parameter = shape.family.mlp_by_parameter

@@ -177,20 +177,20 @@ class Trainer:
         # Only dropout draws from this generator. It is seeded anew in every step, so that checkpoints need not hold it.
         torch.manual_seed(seed_of(self.run.seed, step, self.mesh.rank))
         self.watch.phase("data", step + 1)
-        read = self._read_ahead or self.stage.read(self.loader, step)
-        inputs_of_loss = self.stage.before_step(read)
-        normalisers = self._normalisers(read.batches)
+        batches = self._read_ahead or self.stage.read(self.loader, step)
+        inputs_of_loss = self.stage.before_step(batches)
+        normalisers = self._normalisers(batches.trained)
         metrics = MetricSums(self.engine.device)
         if self.routers:
-            self.routers.begin(read.batches)
-        for batch, inputs in zip(read.batches, inputs_of_loss, strict=True):
+            self.routers.begin(batches.trained)
+        for batch, inputs in zip(batches.trained, inputs_of_loss, strict=True):
             self.watch.phase("forward")
             terms = self.stage.losses(batch, metrics, *inputs)
             loss = self._loss(terms, normalisers, metrics)
             self._count(batch, metrics)
             self.watch.phase("backward")
             self.engine.backward(
-                loss * float(self.mesh.world_size), only_microbatch=len(read.batches) == 1
+                loss * float(self.mesh.world_size), only_microbatch=len(batches.trained) == 1
             )
         # The host reads the next batches while the device still computes.
         reads_ahead = step + 1 < self.total_steps and self.stage.may_prepare(step + 1)
@@ -209,7 +209,7 @@ class Trainer:
         self._measure(values, time.perf_counter() - began)
         if self.host:
             share = waited / values["seconds"]
-            if note := self.host.note(self.step, share, len(read.batches)):
+            if note := self.host.note(self.step, share, len(batches.trained)):
                 self.say(note)
         self.metrics = values
         return values

@@ -141,11 +141,11 @@ class AuxiliaryModel(NamedTuple):
 class StepBatches(NamedTuple):
     """What one optimizer step reads on this rank.
 
-    batches: the micro-batches that are trained on.
+    trained: the micro-batches whose loss is computed, in training or in evaluation.
     looked_at: further ones, which only `before_step` reads, without gradient.
     """
 
-    batches: list[ShardedBatch]
+    trained: list[ShardedBatch]
     looked_at: list[ShardedBatch] = []
 
 
@@ -290,21 +290,21 @@ class Stage:
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return what a step reads on this rank."""
-        batches = []
+        trained = []
         for examples in source.step(*divmod(step, source.steps_per_epoch)):
             # the sequences of an example lie one after the other
             packed = [sequence for example in examples for sequence in self.sequences(example)]
-            batches.append(pack_shard(packed, self.mesh, self.model.device, may_be_empty=True))
-        return StepBatches(batches)
+            trained.append(pack_shard(packed, self.mesh, self.model.device, may_be_empty=True))
+        return StepBatches(trained)
 
     def sequences(self, example: Example) -> list[Sequence]:
         """Return the example's sequences as they are packed, each with the example's numbers."""
         numbers = example.columns
         return [replace(s, columns={**s.columns, **numbers}) for s in example.sequences]
 
-    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
+    def before_step(self, batches: StepBatches) -> list[tuple[Tensor, ...]]:
         """Return for each micro-batch what `losses` must know of the whole step, computed without gradient."""
-        return [()] * len(read.batches)
+        return [()] * len(batches.trained)
 
     def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         """Return what this rank adds to each number that loss terms are divided by: by default its trained tokens.
@@ -375,8 +375,8 @@ class Stage:
         """Return the sums of held-out data, with each term of the loss under "term" and its number."""
         sums = MetricSums(self.model.device)
         for step in range(source.steps_per_epoch):
-            read = self.read(source, step)
-            for batch, of_step in zip(read.batches, self.before_step(read), strict=True):
+            batches = self.read(source, step)
+            for batch, of_step in zip(batches.trained, self.before_step(batches), strict=True):
                 normalisers = self.normalisers(batch)
                 for i, term in enumerate(self.losses(batch, sums, *of_step)):
                     sums.add(f"term{i}", self.local_sum(term), normalisers[term.normaliser])

@@ -68,7 +68,7 @@ def read_reference(
     sizes, digest_file = dataset.lengths.tolist(), path.with_suffix(".json")
     count, total = len(sizes), sum(sizes)
     if not all(gather(digest_file.exists())):
-        say(f"computing reference log-probabilities of {count} items -> {path}")
+        say(f"computing reference log-probabilities of {count} examples -> {path}")
         temporary = path.with_suffix(f".{NODE}-{os.getpid()}.tmp")
         # about four micro-batches of each data-parallel group
         per_group = max(CHUNK, 4 * tokens_per_microbatch * count // total)
@@ -76,7 +76,7 @@ def read_reference(
 
         def computed_chunks() -> Iterator[np.ndarray]:
             bar = progress(
-                total=count, desc="reference", unit="items", leave=False, disable=not mesh.is_main
+                total=count, desc="reference", unit="examples", leave=False, disable=not mesh.is_main
             )  # fmt: skip
             with bar:
                 for first in range(0, count, per_chunk):

@@ -152,12 +152,14 @@ class DpoStage(ReferencedStage):
             "chosen_tokens": chosen.sum(dtype=torch.float64),
         }
 
-    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
+    def before_step(self, batches: StepBatches) -> list[tuple[Tensor, ...]]:
         """Return for each micro-batch the reference's margins that aot compares the policy's with, [N/2] each."""
         if not self.looks_ahead:
-            return super().before_step(read)
+            return super().before_step(batches)
         with self.model.inference():
-            passes = [(b, self.model(b).logps, self.reference_logps(b)) for b in read.batches]
+            passes = [
+                (b, self.model(b).logps, self.reference_logps(b)) for b in batches.trained
+            ]
             local = [torch.stack(self.answer_sums(*each)[:2]).cpu() for each in passes]
         # [2, N] of every micro-batch of the step, group by group; every group has equally many micro-batches
         sums: list[Tensor] = sum(gather(local)[:: self.mesh.sequence_parallel_size], [])

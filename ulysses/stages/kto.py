@@ -52,34 +52,34 @@ class KtoStage(ReferencedStage):
 
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return the step's micro-batches, and those of the mismatched sequences."""
-        read, dataset = super().read(source, step), source.dataset
+        batches, dataset = super().read(source, step), source.dataset
         indices = source.indices(*divmod(step, source.steps_per_epoch))
         pairs = self.looks_ahead and mismatched_pairs(dataset.columns["prompt_id"], indices)
         if not pairs:
-            return read
-        batches = packed_batches(
+            return batches
+        mismatched = packed_batches(
             mismatched_lengths(dataset, pairs),
             lambda numbers: [dataset.mismatch(*pairs[number]) for number in numbers],
             self.mesh,
             self.model.device,
             source.tokens_per_microbatch,
         )
-        return read._replace(looked_at=[batch for _, batch in batches])
+        return batches._replace(looked_at=[batch for _, batch in mismatched])
 
-    def before_step(self, read: StepBatches) -> list[tuple[Tensor, ...]]:
+    def before_step(self, batches: StepBatches) -> list[tuple[Tensor, ...]]:
         """Return z0, which is the same for every micro-batch."""
         if not self.looks_ahead:
-            return super().before_step(read)
+            return super().before_step(batches)
         gaps = MetricSums(self.model.device)
         gaps.add("gap", 0.0, 0.0)  # of a step without any mismatch
         with self.model.inference():
-            for batch in read.looked_at:
+            for batch in batches.looked_at:
                 gap = self.model(batch).logps.double() - self.reference_logps(batch).double()
                 count = self.on_first_rank(batch.num_sequences)
                 gaps.add("gap", (gap * batch.loss_weights).sum(), count)
         total, count = gaps.totals()
         baseline = (total / count.clamp(min=1)).clamp(min=0)
-        return [(baseline,)] * len(read.batches)
+        return [(baseline,)] * len(batches.trained)
 
     def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
         return {"examples": self.on_first_rank(batch.num_sequences)}

@@ -28,7 +28,10 @@ FACTOR = 0x5DEECE66D  # odd
 
 
 def build_whole(create: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """Create a model whose parameters are whole and uninitialised; all have `dtype`, but for bytes and `Exact` ones."""
+    """Create a model whose parameters are whole and uninitialised.
+
+    All have `dtype` but for bytes and Float32Parameters of models/modules.py.
+    """
     with torch.device("meta"):  # which has no memory
         model = create()
     siblings: dict[Any, list[Any]] = defaultdict(list)

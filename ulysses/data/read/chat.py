@@ -6,7 +6,7 @@
 Because pieces are tokenised on their own, a prompt has the same tokens with and without its answer, as it has at
 inference. Strings inside a message that look like special tokens stay text; only the template writes special tokens.
 Templates of reasoning models write earlier turns differently, without their thinking. Each answer is then rendered as
-the end of its own conversation, after the prompt that the model will see; thinking.py tells whether it is whole.
+the end of its own conversation, after the prompt that the model will see; thinking.py tells whether it is complete.
 """
 
 import json
@@ -23,15 +23,14 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.read.messages import Arguments, Message
+from ulysses.data.read.messages import THINKING_KEYS, Arguments, Message
 from ulysses.data.read.thinking import (
-    THINKING_KEYS,
-    Plain,
     Span,
-    is_said,
+    TemplateMessage,
+    is_complete,
+    spellings,
     split_thinking,
-    ways_to_say,
-    why_unsaid,
+    why_incomplete,
 )
 from ulysses.data.read.tokenizer import (
     BEGUN,
@@ -42,13 +41,13 @@ from ulysses.data.read.tokenizer import (
     PreTrainedTokenizerFast,
     Rendered,
     TextEncoder,
-    ends,
+    finishes,
     template_text,
 )
 
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-# What strftime_now writes, so that tokens do not change by the day; templates that ask whether it is there have a date
-# of their own. The variable of that name is another date.
+# The date that strftime_now writes, so that tokens do not change by the day. A variable of that name sets another date.
+# Templates that ask whether strftime_now is there have a date of their own, and do not get it.
 DATE = "2025-01-01"
 HAS_DATE = re.compile(r"\bstrftime_now\s+is\b")
 RENDER_CHARACTERS = 1 << 30
@@ -56,26 +55,32 @@ TURN_ENDS = (
     "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
 )
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
-QUESTION: Plain = {"role": "user", "content": "2"}
+QUESTION: TemplateMessage = {"role": "user", "content": "2"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-OURS = {"messages", "tools", "add_generation_prompt", *SPECIAL_NAMES}  # no row sets them
+# variables of a template that only we set
+RESERVED = {"messages", "tools", "add_generation_prompt", *SPECIAL_NAMES}
 LEFT_OUT = (
     "the chat template leaves out a part of an answer (its thinking, text or calls); take that part out of the data, "
     "or set data.chat_template to one that shows it"
 )
+ENDLESS = "runs the chat template without end: it was stopped after too much time, text or memory; mend its loops"
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
+Context = Mapping[str, object]  # all that a template reads besides messages
 
 
 class ChatTemplate:
     """A compiled chat template together with its tokenizer.
 
     Args:
-        template: "tokenizer" (its own), one of NAMED_TEMPLATES, or the path of a .jinja file.
-        variables: what else the template reads, such as enable_thinking, where a row says nothing.
+        template: "tokenizer" (the tokenizer's own), one of NAMED_TEMPLATES, or the path of a .jinja file.
+        variables: values of further variables that the template reads, such as enable_thinking, for rows that do not
+            set them.
+        for_tools: take the tokenizer's template for rows with tools.
 
     Attributes:
-        variables: the names of all that it reads so.
+        variables: the names of all further variables that the template reads.
         with_tools: the template of rows with tools, where the tokenizer has one of its own for them ("tool_use").
+        marks_generation: whether the template marks answers by {% generation %}.
 
     Raises DataError: there is no such template, it does not read one of the variables, or it writes special tokens that
     the tokenizer does not have.
@@ -90,22 +95,22 @@ class ChatTemplate:
     ) -> None:
         self.encoder = TextEncoder(tokenizer)
         self.text = template_text(tokenizer, template, for_tools)
-        self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
+        self._special_texts = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
-        # the tags of generation print marks around what the assistant wrote
+        # the tags {% generation %} and {% endgeneration %} print marks around what the assistant wrote
         marked = GENERATION.sub(
             lambda tag: f'{tag[1]}print "{CLOSE if tag[2] else OPEN}"{tag[3]}', self.text
         )
-        day = {} if HAS_DATE.search(self.text) else {"strftime_now": DATE}
-        self._given = self.encoder.guard(day | dict(variables))
+        date_of_ours = {} if HAS_DATE.search(self.text) else {"strftime_now": DATE}
+        self._context = self.encoder.guard(date_of_ours | dict(variables))
         sample = partial(self._sample, environment, marked)
         try:
-            if not ends(sample):
-                too_much()
+            if not finishes(sample):
+                raise BadRowError(ENDLESS)
             opened, closed, answered = sample()
         except TemplateError as error:
             raise DataError(f"chat template {template} is not valid Jinja: {error}") from None
@@ -116,26 +121,27 @@ class ChatTemplate:
         self.marks_generation = OPEN in answered
         self._opening = opened.removeprefix(closed)  # of the assistant's turn
         tree = environment.parse(marked)
-        self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
-        self._reads |= {node.value for node in tree.find_all(nodes.Const)}
-        self.variables = meta.find_undeclared_variables(tree) - OURS
+        self._keys_read = {node.attr for node in tree.find_all(nodes.Getattr)}
+        self._keys_read |= {node.value for node in tree.find_all(nodes.Const)}
+        self.variables = meta.find_undeclared_variables(tree) - RESERVED
         self.with_tools: ChatTemplate | None = None
         if not for_tools:
             if template_text(tokenizer, template, True) != self.text:
                 self.with_tools = ChatTemplate(tokenizer, template, variables, True)
                 self.variables |= self.with_tools.variables
             self.check_variables(variables, "data.chat_template_kwargs")
-        # Mistral's and Llama-2's write nothing there
+        # the templates of Mistral and Llama-2 write nothing where a turn opens
         is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
         if not is_opened and not self.marks_generation:
             raise DataError(
                 f"chat template {template} knows neither add_generation_prompt nor {{% generation %}}, so "
                 "the assistant's tokens cannot be told apart; add one of them"
             )
-        known = tokenizer.backend_tokenizer.token_to_id
+        token_to_id = tokenizer.backend_tokenizer.token_to_id
         written = TEXT_TOKEN.findall(opened + answered)
-        absent = sorted({text for text in written if known(text) is None})
-        if absent and template != "tokenizer":  # TinyLlama's own writes <|user|> as plain text
+        absent = sorted({text for text in written if token_to_id(text) is None})
+        # a tokenizer's own template may do so: TinyLlama's writes <|user|> as plain text
+        if absent and template != "tokenizer":
             raise DataError(
                 f"chat template {template} writes {', '.join(absent)}, which the tokenizer does not have; set "
                 f"data.chat_template to another of {', '.join(NAMED_TEMPLATES)} or to a .jinja file"
@@ -145,42 +151,42 @@ class ChatTemplate:
         """Compile the template; render a question with and without an opened turn, and with an answer."""
         self._compiled = environment.from_string(marked)
         answer = {"role": "assistant", "content": "2"}
-        given = {**self._given, "tools": None}
-        # of the question that is rendered here; some templates render nothing without any
-        self._tools: list[Plain] = []
+        context = {**self._context, "tools": None}
+        # some templates render nothing without a tool
+        self._sample_tools: list[TemplateMessage] = []
         try:
-            self._render(given, [QUESTION])
+            self._render(context, [QUESTION])
         except DropRowError:
             with suppress(DropRowError):
-                self._render({**given, "tools": [TOOL]}, [QUESTION])
-                self._tools = given["tools"] = [TOOL]
-        # What a template takes for no content beside calls: "" hides them from some, or becomes a further turn.
+                self._render({**context, "tools": [TOOL]}, [QUESTION])
+                self._sample_tools = context["tools"] = [TOOL]
+        # What a template takes for no content beside calls: "" hides the calls from some, or becomes a further turn.
         function = {"name": "call_1", "arguments": Arguments(key_1="value_1")}
         calls = [{"id": "call00001", "type": "function", "function": function}]
         lengths = {}
         for content in ("", None):
             calling = {"role": "assistant", "content": content, "tool_calls": calls}
             with suppress(DropRowError):
-                text = self._render(given, [QUESTION, calling])
+                text = self._render(context, [QUESTION, calling])
                 if "call_1" in text:
                     lengths[content] = len(text)
         self._no_content = min(lengths, key=lengths.__getitem__, default="")
-        opened, closed = (self._render(given, [QUESTION], opens) for opens in (True, False))
+        opened, closed = (self._render(context, [QUESTION], opens) for opens in (True, False))
         # Qwen3.8's template reads thinking from a key of its own alone, and writes an empty block before thinking that
-        # stands in the content. Its system text may name the tags, as SmolLM3's does.
-        thinks = {**answer, "content": "<think>\n1\n</think>\n\n2"}
-        counts = []
+        # stands in the content. Blocks are counted in the answer alone: SmolLM3's system text names the tags, too.
+        in_content = {**answer, "content": "<think>\n1\n</think>\n\n2"}
+        blocks = []
         with suppress(DropRowError):
-            for said in (thinks, {**answer, "reasoning_content": "1"}):
-                text = self._render(given, [QUESTION, said]).removeprefix(closed)
-                counts.append(text.count("</think>"))
-        self._moves_thinking = counts == [2, 1]
-        answered = self._render(given, [QUESTION, answer])
+            for thinking in (in_content, {**answer, "reasoning_content": "1"}):
+                text = self._render(context, [QUESTION, thinking]).removeprefix(closed)
+                blocks.append(text.count("</think>"))
+        self._moves_thinking = blocks == [2, 1]
+        answered = self._render(context, [QUESTION, answer])
         self._answered = unmarked(answered.removeprefix(closed))
         return [opened, closed, answered]
 
     def check_variables(self, variables: Mapping[str, object], setting: str) -> None:
-        """Raise DataError if a setting names a variable that the template does not read, or that is not the user's."""
+        """Raise DataError if a setting names a variable that the template does not read, or that only we set."""
         if unread := variables.keys() - self.variables:
             raise DataError(
                 f"{setting} sets {min(unread)!r}, which the chat template does not read; remove it"
@@ -193,7 +199,7 @@ class ChatTemplate:
         for answer in ("<think>\na\n</think>\n\na", "a"):
             with suppress(DropRowError):
                 messages = [Message("user", "a"), Message("assistant", answer)]
-                texts = self.render(messages, self._tools, answers=[1])
+                texts = self.render(messages, self._sample_tools, answers=[1])
                 return self.encoder.encode(texts)[0][0][-1]
         raise DataError("the chat template writes no answer where it opens its turn")
 
@@ -212,19 +218,19 @@ class ChatTemplate:
         token of its last answer (EOS where the template writes none).
 
         Args:
-            answers: the assistant messages that are to be told apart, by their places; without any, the conversation is
-                a prompt, which ends with the opening of the assistant's turn or with the beginning of its answer.
+            answers: the indices of the assistant messages that are to be told apart. Without any, the conversation is a
+                prompt, which ends with the opening of the assistant's turn or with the beginning of its answer.
             turns: "together" renders all answers in one text; "auto" uses a further text, the conversation up to the
                 answer, where the template writes an answer differently in a longer conversation; "separate" gives every
                 answer its own text. The last answer's text comes first.
-            variables: of the template, in place of those that it was made with.
-            note: is told which answers are left out and why, unless they are rendered together or none is left.
+            variables: values of the template's variables, before those that the template was made with.
+            note: is called with the reason for each answer that is left out, where others are rendered without it.
 
         Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
         """
         if tools and self.with_tools:
             return self.with_tools.render(messages, tools, answers, turns, variables, note)
-        if self._tools and not tools:
+        if self._sample_tools and not tools:
             raise DropRowError("the chat template is for rows with tools alone")
         calls = any(message.tool_calls for message in messages)
         for used, key in ((tools, "tools"), (calls, "tool_calls")):
@@ -232,19 +238,19 @@ class ChatTemplate:
                 raise DropRowError(
                     f"the chat template has no place for {key.replace('_', ' ')}"
                 )
-        plain = [self._plain(message) for message in messages]
-        given = dict(variables or {})
-        if unread := given.keys() - self.variables:
+        variables = dict(variables or {})
+        if unread := variables.keys() - self.variables:
             raise BadRowError(
                 f"sets {min(unread)!r} in chat_template_kwargs, which its template does not read, or no row may set; "
                 'remove it, or set columns = {unused = "chat_template_kwargs"}'
             )
-        given = {**self._given, **self.encoder.guard({**given, "tools": tools or None})}
+        template_messages = [self._template_message(message) for message in messages]
+        context = self._context | self.encoder.guard({**variables, "tools": tools or None})
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
-            text = unmarked(self._render(given, plain, not begun))
-            return [self._cut(text.partition(BEGUN)[0], {})]
-        texts = self._texts(plain, given, answers, turns, note)
+            text = unmarked(self._render(context, template_messages, not begun))
+            return [self._weighed(text.partition(BEGUN)[0], {})]
+        texts = self._render_answers(template_messages, context, answers, turns, note)
         if turns == "together" and len(texts) > 1:
             raise DropRowError(
                 "the chat template rewrites earlier turns or moves the system text, so the assistant's tokens cannot "
@@ -252,14 +258,14 @@ class ChatTemplate:
                 'mark them in the template with {% generation %}, or train each turn with data.turns = "auto"'
             )
         return [
-            self._cut(text, {span: messages[i].weight for i, span in spans.items()})
+            self._weighed(text, {span: messages[i].weight for i, span in spans.items()})
             for text, spans in texts.items()
         ]
 
-    def _texts(
+    def _render_answers(
         self,
-        messages: list[Plain],
-        given: Mapping[str, object],
+        messages: list[TemplateMessage],
+        context: Context,
         answers: Sequence[int],
         turns: str,
         note: Callable[[str], None] | None,
@@ -267,24 +273,25 @@ class ChatTemplate:
         """Render the texts that hold the answers, the last one's first; return where in them each answer stands."""
         texts: dict[str, dict[int, Span]] = {}
         problems: list[DropRowError] = []
-        whole, known = "", {}
+        # the text in hand, and where answers stand in it
+        text, spans = "", {}
         # Only templates that know of thinking are known to write earlier turns differently.
         rewrites = turns == "auto" and "think" in self.text
         for i in reversed(answers):
             try:
-                if i not in known:
-                    text, spans = self._up_to(messages, given, i)
+                if i not in spans:
+                    shorter, places = self._render_answer(messages, context, i)
                     if not texts and turns != "separate":
                         if self.marks_generation:
-                            known = {} if rewrites else spans
+                            spans = {} if rewrites else places
                         elif len(answers) > 2:
-                            known = self._at_once(messages, given, text, spans)
-                    known[i] = spans[i]
-                    if turns == "separate" or not whole.startswith(text.rstrip("\n")):
-                        whole = text
-                elif not is_said(messages[i], whole, known[i]):
+                            spans = self._find_answers(messages, context, shorter, places)
+                    spans[i] = places[i]
+                    if turns == "separate" or not text.startswith(shorter.rstrip("\n")):
+                        text = shorter
+                elif not is_complete(messages[i], text, spans[i]):
                     raise DropRowError(LEFT_OUT)
-                texts.setdefault(whole, {})[i] = known[i]
+                texts.setdefault(text, {})[i] = spans[i]
             except DropRowError as problem:
                 problems.append(problem)
         if problems and (turns == "together" or not texts):
@@ -294,10 +301,10 @@ class ChatTemplate:
                 note(f"turns left out, {problem}")
         return texts
 
-    def _plain(self, message: Message) -> Plain:
-        """Return a message as templates read it, its text guarded; BadRowError if it holds what nobody would see."""
+    def _template_message(self, message: Message) -> TemplateMessage:
+        """Return a message as templates read it, its text guarded; BadRowError if it has what none would show."""
         for key, value in message.more.items():
-            if value not in ("", [], {}) and key not in {*self._reads, *IDENTITIES}:
+            if value not in ("", [], {}) and key not in {*self._keys_read, *IDENTITIES}:
                 raise BadRowError(
                     f"has a message with the key {key!r}, which the chat template does not read; remove it from the "
                     "data, or use a template that shows it"
@@ -308,29 +315,27 @@ class ChatTemplate:
         content = self.encoder.guard(rest)
         if begun:
             content = self.encoder.guard(begun) + BEGUN + content
-        plain = {**self.encoder.guard(message.more), "role": message.role, "content": content}
+        fields = {**self.encoder.guard(message.more), "role": message.role, "content": content}
         if message.role == "assistant":
             thinking, rest = split_thinking(content)
             if thinking is not None:
                 # "" under a key would keep templates from looking into the content
-                plain = {k: v for k, v in plain.items() if v or k not in THINKING_KEYS}
-                if self._moves_thinking and not plain.get("reasoning_content"):
-                    plain |= {
-                        "reasoning_content": thinking.strip(),
-                        "content": rest.lstrip("\n"),
-                    }
+                fields = {k: v for k, v in fields.items() if v or k not in THINKING_KEYS}
+                if self._moves_thinking and not fields.get("reasoning_content"):
+                    fields["reasoning_content"] = thinking.strip()
+                    fields["content"] = rest.lstrip("\n")
         if message.tool_calls:
-            plain["tool_calls"] = self.encoder.guard(message.tool_calls)
-            plain["content"] = plain["content"] or self._no_content
-        return plain
+            fields["tool_calls"] = self.encoder.guard(message.tool_calls)
+            fields["content"] = fields["content"] or self._no_content
+        return fields
 
-    def _up_to(
-        self, messages: list[Plain], given: Mapping[str, object], last: int
+    def _render_answer(
+        self, messages: list[TemplateMessage], context: Context, last: int
     ) -> tuple[str, dict[int, Span]]:
         """Render answer `last` after its prompt; return the text, and where this answer and other marked ones are."""
         before, message, prompt = messages[:last], messages[last], ""
         try:
-            prompt = unmarked(self._render(given, before, True))
+            prompt = unmarked(self._render(context, before, True))
         except DropRowError:
             if before and not self.marks_generation:
                 raise
@@ -339,14 +344,14 @@ class ChatTemplate:
                 "an answer stands where the chat template opens no turn, before the first question"
             )
         is_written = False
-        for way in ways_to_say(message, prompt):
-            text, spans = self._after(prompt, given, [*before, way])
-            if last in spans and is_said(message, text, spans[last]):
+        for spelling in spellings(message, prompt):
+            text, spans = self._render_after(prompt, context, [*before, spelling])
+            if last in spans and is_complete(message, text, spans[last]):
                 return text, spans
             is_written |= last in spans
-        names = self.variables & given.keys() - {"strftime_now"}
-        set_to = ", ".join(f"{name} = {given[name]}" for name in sorted(names))
-        if problem := why_unsaid(message, prompt, set_to):
+        names = self.variables & context.keys() - {"strftime_now"}
+        settings = ", ".join(f"{name} = {context[name]}" for name in sorted(names))
+        if problem := why_incomplete(message, prompt, settings):
             raise DropRowError(problem)
         if is_written:
             raise DropRowError(LEFT_OUT)
@@ -357,26 +362,29 @@ class ChatTemplate:
             "set data.chat_template to another"
         )
 
-    def _after(
-        self, prompt: str, given: Mapping[str, object], messages: list[Plain]
+    def _render_after(
+        self, prompt: str, context: Context, messages: list[TemplateMessage]
     ) -> tuple[str, dict[int, Span]]:
-        """Render messages whose last one answers a prompt; return the text and where it and marked answers stand."""
-        parts, last = at_marks(self._render(given, messages)), len(messages) - 1
+        """Render messages of which the last answers a prompt; return the text, and where this and marked answers are.
+
+        The last answer has no place if it does not continue the prompt.
+        """
+        parts, last = at_marks(self._render(context, messages)), len(messages) - 1
         text, spans = "".join(parts), {}
         if self.marks_generation:
-            places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            if (shown := len(parts) // 2) != len(places):
-                count = f"{shown} of {len(places)} assistant messages"
+            indices, marked = assistant_indices(messages), marked_spans(parts)
+            if len(marked) != len(indices):
+                count = f"{len(marked)} of {len(indices)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
-            ends = list(accumulate(map(len, parts)))
-            spans = dict(zip(places, zip(ends[::2], ends[1::2])))
+            spans = dict(zip(indices, marked))
         if text.startswith(prompt):
             return text, spans or {last: (len(prompt), len(text))}
         # Some prompts change once an answer follows: gpt-oss's template forgets the thinking before calls, and
-        # Mistral-Nemo's shows the system text in the last message alone. A model continues the prompt.
-        short = [QUESTION], [QUESTION, messages[-1]]
+        # Mistral-Nemo's shows the system text in the last message alone. A model continues the prompt, so the answer
+        # is put there as the template writes it after a question of ours.
         asked, answered = (
-            unmarked(self._render(given, part, len(part) == 1)) for part in short
+            unmarked(self._render(context, short, len(short) == 1))
+            for short in ([QUESTION], [QUESTION, messages[-1]])
         )
         answer = answered.removeprefix(asked)
         if answered.startswith(asked) and text.endswith(answer):
@@ -384,28 +392,31 @@ class ChatTemplate:
             spans = {last: (len(prompt), len(text))}
         return text, spans
 
-    def _at_once(
+    def _find_answers(
         self,
-        messages: list[Plain],
-        given: Mapping[str, object],
+        messages: list[TemplateMessage],
+        context: Context,
         text: str,
         last: dict[int, Span],
     ) -> dict[int, Span]:
-        """Find all answers by marks in the last one's text, in time linear in the turns; only `last` if in doubt."""
+        """Find all answers in the text of the last one, by a rendering with marks around each; only `last` if in doubt.
+
+        Rendering every answer alone would take a time that grows with the square of the turns.
+        """
         marked = messages[: max(last) + 1]
-        places = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
-        for i in places:
+        indices = assistant_indices(marked)
+        for i in indices:
             content = marked[i]["content"]
             if not content or content != content.strip() or len(marked[i]) > 2:
                 return last
             marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
-        start, first = self._up_to(messages, given, places[0])
-        parts = at_marks(self._render(given, marked))
-        ends, tail = list(accumulate(map(len, parts))), parts[-1]
-        spans = {i: (a, b + len(tail)) for i, a, b in zip(places, ends[::2], ends[1::2])}
+        start, first = self._render_answer(messages, context, indices[0])
+        parts = at_marks(self._render(context, marked))
+        tail = parts[-1]
+        spans = {i: (a, b + len(tail)) for i, (a, b) in zip(indices, marked_spans(parts))}
         is_certain = (
             "".join(parts) == text
-            and len(parts) == 2 * len(places) + 1
+            and len(parts) == 2 * len(indices) + 1
             and text.startswith(start.rstrip("\n"))
             and {**first, **last}.items() <= spans.items()
             and all(part.endswith(self._opening) for part in parts[:-1:2])
@@ -413,52 +424,54 @@ class ChatTemplate:
         )
         return spans if is_certain else last
 
-    def _cut(self, text: str, answers: dict[Span, float]) -> Rendered:
+    def _weighed(self, text: str, answers: dict[Span, float]) -> Rendered:
         """Cut a rendered text around weighted answers, each with the token that ends its turn, and after the last."""
-        parts, place = [], 0
-        for number, ((start, end), weight) in enumerate(sorted(answers.items()), 1):
+        parts, position = [], 0
+        for i, ((start, end), weight) in enumerate(sorted(answers.items()), 1):
             start = max(start, text.find(BEGUN, start, end) + 1)
-            closed = self._end_of(text, start, end)
-            answer = text[start : closed or end]
-            if not closed and number == len(answers):
-                answer += self._special_names["eos_token"]
-            parts += [(text[place:start], 0.0), (answer, weight)]
-            place = closed or end
+            turn_end = self._turn_end(text, start, end)
+            answer = text[start : turn_end or end]
+            if not turn_end and i == len(answers):
+                answer += self._special_texts["eos_token"]
+            parts += [(text[position:start], 0.0), (answer, weight)]
+            position = turn_end or end
         return self.encoder.split_special(parts or [(text, 0.0)])
 
-    def _end_of(self, text: str, start: int, end: int) -> int:
+    def _turn_end(self, text: str, start: int, end: int) -> int:
         """Return the end of the token that ends an answer, at its end or just after it; 0 if there is none."""
         pattern = self.encoder.special_pattern
-        *_, inside = None, *pattern.finditer(text, start, end)
-        if inside and not text[inside.end() : end].strip():
-            return inside.end()
+        inside = [match.end() for match in pattern.finditer(text, start, end)]
+        if inside and not text[inside[-1] : end].strip():
+            return inside[-1]
         after = pattern.match(text, end)
-        known = *TURN_ENDS, self._special_names["eos_token"]
-        return after.end() if after and after[0].strip() in known else 0
+        turn_ends = *TURN_ENDS, self._special_texts["eos_token"]
+        return after.end() if after and after[0].strip() in turn_ends else 0
 
     def _render(
         self,
-        given: Mapping[str, object],
-        messages: list[Plain],
+        context: Context,
+        messages: list[TemplateMessage],
         generation_prompt: bool = False,
     ) -> str:
-        texts, size = [], 0
-        given = {**given, **self._special_names, "add_generation_prompt": generation_prompt}
+        parts, size = [], 0
+        variables = {
+            **context,
+            **self._special_texts,
+            "add_generation_prompt": generation_prompt,
+        }
         try:
-            if day := given.get("strftime_now"):
-                given["strftime_now"] = date.fromisoformat(day).strftime
-            for part in self._compiled.generate(given, messages=messages):
-                texts.append(part)
+            if day := variables.get("strftime_now"):
+                variables["strftime_now"] = date.fromisoformat(day).strftime
+            for part in self._compiled.generate(variables, messages=messages):
+                parts.append(part)
                 size += len(part)
                 if size > RENDER_CHARACTERS:
-                    too_much()
+                    raise MemoryError
         except MemoryError:
-            too_much()
-        except BadRowError:
-            raise
+            raise BadRowError(ENDLESS) from None
         except Exception as error:  # a template is code: it may fail in any way
             raise DropRowError(f"the chat template refuses it: {error}") from None
-        return "".join(texts)
+        return "".join(parts)
 
 
 def _raise_exception(message: str) -> None:
@@ -470,13 +483,17 @@ def unmarked(text: str) -> str:
     return "".join(at_marks(text))
 
 
+def assistant_indices(messages: Sequence[TemplateMessage]) -> list[int]:
+    """Return the indices of the assistant's messages."""
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def marked_spans(parts: Sequence[str]) -> list[Span]:
+    """Return where the answers stand in a text that `at_marks` has cut into parts, without the marks."""
+    ends = list(accumulate(map(len, parts)))
+    return list(zip(ends[::2], ends[1::2]))
+
+
 def at_marks(text: str) -> list[str]:
-    """Cut a rendered text where answers are marked; its odd parts are the answers."""
+    """Cut a rendered text at the marks around answers; the parts with odd indices are the answers."""
     return text.replace(CLOSE, OPEN).split(OPEN)
-
-
-def too_much() -> None:
-    """Raise BadRowError: the template did not end."""
-    raise BadRowError(
-        "runs the chat template without end: it was stopped after too much time, text or memory; mend its loops"
-    )

@@ -1,7 +1,7 @@
 """Turn rows into records: a conversation, several answers to one prompt, a prompt alone, or a document.
 
-The format of a row, which its keys tell, says how the prompt is written; how the answers are written follows from
-their own keys.
+The keys of a row tell its format. The format says how the prompt is written; how the answers are written is told by
+the answers' own keys.
 """
 
 import json
@@ -30,36 +30,29 @@ from ulysses.data.read.messages import (
     type_name,
     weights_of,
 )
-from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source
+from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Report, Source
 
-Event = tuple[str, str, str]  # what is counted: dropped or notes, what it is, and file and row
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 ALIASES = {"functions": "tools", "system_prompt": "system"}
-ASKED = ("prompt", "scored")  # of a model that is not trained on it
+ASKED = ("prompt", "scored")  # kinds of rows that are not trained on, but asked of a model
 LABEL_KEYS = ("label", "kto_tag")
-OUR_LABELS = ("true", "false", "none")  # in sft, where another task may label the rows
+# what is a label of ours in sft, where the labels of rows may be those of another task
+OUR_LABELS = ("true", "false", "none")
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
-# columns that are not read, though they mean something elsewhere
+# columns that mean something to other programs, and are counted because they are not read here
 UNREAD = re.compile(
     "context|documents?|margin|reasoning.*|think|thinking.*|thoughts?|cot|chain_of_thought|rationale|System|system_.*|"
     "apis?|api_.*|Tools|tool|toolset|tools?[_-].*|.*_tools|function|functions?[_-].*|.*_functions"
 )
-# what may be a row's prompt, in the order of FORMATS, or in rows that are answered its answer
-ASKS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
-# or what messages may hold already
-ANSWERS = (
-    *ANSWER_KEYS,
-    *RANKED_KEYS,
-    *FORMATS["text"],
-    *LABEL_KEYS,
-    *FORMATS["messages"],
-    "chosen",
-    "system",
-)
+# columns that may be a row's prompt, in the order of FORMATS
+PROMPT_COLUMNS = (*FORMATS["messages"], *FORMATS["alpaca"], *PROMPT_KEYS)
+# columns that may be its answer, or say what its messages hold already
+ANSWER_COLUMNS = (*ANSWER_KEYS, *RANKED_KEYS, *LABEL_KEYS, "chosen", "system")
+ANSWER_COLUMNS += FORMATS["text"] + FORMATS["messages"]
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-# of the answers in such a list: the best has the highest number, or the lowest
+# numbers of ranked answers: 1 where the best has the highest number, -1 where it has the lowest
 RANKINGS = {"scores": 1, "rewards": 1, "ratings": 1, "ranks": -1}
 
 
@@ -71,11 +64,12 @@ class Record:
         prompt: the messages before the answer; they are not trained.
         answers: one list of messages (sequence, unpaired), chosen and rejected (pair), several (ranked), or an empty
             list (prompt). Their assistant messages are trained.
-        variables: of the chat template besides messages and tools, such as enable_thinking.
-        ranks: of the answers; the best have 0.
+        tools: descriptions of the tools that the assistant may call.
         columns: numbers that go with the example, such as the margin of a pair.
         text: a document of stage pt, or a part of one.
-        row: as it was read.
+        ranks: the ranks of the answers; the best have 0.
+        variables: what the chat template reads besides messages and tools, such as enable_thinking.
+        row: the row as it was read.
     """
 
     prompt: Messages
@@ -89,22 +83,22 @@ class Record:
 
 
 @contextmanager
-def dropping(events: list[Event], bad_rows: str, where: str) -> Iterator[None]:
+def dropping(report: Report, bad_rows: str, where: str) -> Iterator[None]:
     """Drop and count a row that cannot be used; DataError if it breaks its format and `bad_rows` is "error"."""
     try:
         yield
     except DropRowError as error:
-        events.append(("dropped", str(error), where))
+        report.drop(str(error), where)
     except (BadRowError, RecursionError) as error:
         too_deep = isinstance(error, RecursionError)
         problem = "is nested too deeply" if too_deep else str(error)
         if bad_rows != "drop":
             raise DataError(f"{where} {problem}") from None
-        events.append(("dropped", problem.split(":")[0], where))
+        report.drop(problem.split(":")[0], where)
 
 
 def read_row(
-    found: object,
+    value: object,
     source: Source,
     kind: str,
     note: Callable[[str], None],
@@ -113,37 +107,37 @@ def read_row(
     """Read one row as records: several for ranked lists, and for unpaired answers from preference data.
 
     Args:
-        found: the row, a line of JSON, or the error that was found in its place.
-        kind: text, sequence, pair, ranked, unpaired or prompt: what the stage needs; scored takes any answers.
-        note: is told what is to be counted.
-        variables: of the chat template, which are no columns.
+        value: the row, a line of JSON, or the error in the place of a row.
+        kind: what the stage needs: text, sequence, pair, ranked, unpaired or prompt; scored takes any answers.
+        note: is called with what the report should count.
+        variables: names of the chat template's variables, which are not read from columns.
 
     Raises BadRowError: the row breaks its format. Raises DropRowError: it cannot be trained on.
     """
-    row = _checked(found)
-    given = _renamed(row, source)
-    if kind == "sequence" and str(given.get("label")).lower() not in OUR_LABELS:
-        del given["label"]
+    original = _parsed(value)
+    row = _renamed(original, source)
+    if kind == "sequence" and str(row.get("label")).lower() not in OUR_LABELS:
+        del row["label"]
         note("'label' is neither true nor false, and was not read")
-    only_alpaca = () if first_key(given, FORMATS["alpaca"]) else ("input", "history")
-    unread = {name for name in given.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
-    unread |= given.keys() & {*variables, *only_alpaca}
-    records = _records(given, source, kind)
-    for name in sorted(unread | _second(given, source, kind, records)):
-        if given[name] not in ("", []):
+    only_alpaca = () if first_key(row, FORMATS["alpaca"]) else ("input", "history")
+    unread = {name for name in row.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
+    unread |= row.keys() & {*variables, *only_alpaca}
+    records = _records(row, source, kind)
+    for name in sorted(unread | _passed_over(row, source, kind, records)):
+        if row[name] not in ("", []):
             note(f"the column {name!r} was not read")
     if len(records) > 1:
         note("rows that gave several examples")
-    return [replace(record, row=row) for record in records]
+    return [replace(record, row=original) for record in records]
 
 
-def _checked(found: object) -> Row:
-    """Return the row that was found, which may be a line of JSON; BadRowError if it is none, or not all Unicode."""
-    if isinstance(found, ValueError):
-        raise found
+def _parsed(value: object) -> Row:
+    """Return a row, which may be a line of JSON; BadRowError if it is no object, or not valid Unicode."""
+    if isinstance(value, ValueError):
+        raise value
     try:
-        row = from_json(found.decode("utf-8-sig")) if isinstance(found, bytes) else found
-        if row is found or ESCAPED_SURROGATE.search(found):
+        row = from_json(value.decode("utf-8-sig")) if isinstance(value, bytes) else value
+        if row is value or ESCAPED_SURROGATE.search(value):
             json.dumps(row, ensure_ascii=False, allow_nan=False, default=str).encode()
     except UnicodeError:
         raise BadRowError("is not valid UTF-8, or holds an unpaired surrogate") from None
@@ -157,7 +151,7 @@ def _checked(found: object) -> Row:
 
 
 def _renamed(row: Row, source: Source) -> dict[str, object]:
-    """Return what the row has under our keys, without nulls; BadRowError if it lacks a key that `columns` names."""
+    """Return the row under our keys, without nulls; BadRowError if it lacks a key that the source's `columns` names."""
     columns = source.columns
     renamed = {key: value for key, value in row.items() if key not in columns.values()}
     renamed |= {ours: _column(row, theirs) for ours, theirs in columns.items()}
@@ -178,7 +172,7 @@ def _renamed(row: Row, source: Source) -> dict[str, object]:
 
 
 def _column(row: Row, name: str) -> object:
-    """Return what a row holds under a name; "a.b" is the key b of the object a, unless the row has it as it is."""
+    """Return a column of the row; "a.b" is the key b of the object a, unless the row has a column of that name."""
     value: object = row
     for key in (name,) if name in row else name.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -190,16 +184,7 @@ def _column(row: Row, name: str) -> object:
 
 
 def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
-    # lists are marks of messages, and what stands beside a prompt is the reward's own
-    lists = list if first_key(row, FORMATS["messages"]) else ()
-    own = (item for item in row.items() if kind not in ASKED and not isinstance(item[1], lists))
-    if (weight := prod(weights_of(own))) != 1:
-        if not weight:
-            raise DropRowError("it is marked as not to be trained")
-        raise BadRowError(
-            f"has the weight {weight:g}, but only messages and sources have weights; to ignore it set columns = "
-            '{unused = "its key"}'
-        )
+    _check_marks(row, kind)
     if kind == "text":
         text = string(*_required(row, "text"))
         if not text.strip():
@@ -207,19 +192,17 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         return [Record([], [], text=text)]
     row_format: str = source.format
     if row_format == "auto":
-        found = (name for name, keys in FORMATS.items() if first_key(row, keys))
-        row_format = next(found, "text")
-    if row_format == "sharegpt":  # messages tell themselves how they are written
-        row_format = "messages"
+        row_format = next((name for name in FORMATS if first_key(row, FORMATS[name])), "text")
     if row_format == "text":
         raise BadRowError(
-            f"has the keys {_keys(row)}, which fit none of the formats {', '.join(FORMATS)} (but text, which holds "
-            'plain text, which only stage pt trains on); map the keys with columns = {prompt = "their_name", ...}'
+            f"has the keys {_keys(row)}, which fit none of the formats {', '.join(FORMATS)}, or only the last one, "
+            'plain text, which only stage pt trains on; map the keys with columns = {prompt = "their_name", ...}'
         )
     prompt, answers = _read(row, row_format, kind)
     problem = "'chat_template_kwargs' is not JSON of an object"
-    own = decoded(row.get("chat_template_kwargs"), problem, Mapping | None) or {}
-    variables = source.chat_template_kwargs | {k: v for k, v in own.items() if v is not None}
+    of_row = decoded(row.get("chat_template_kwargs"), problem, Mapping | None) or {}
+    variables = {**source.chat_template_kwargs}
+    variables |= {key: value for key, value in of_row.items() if value is not None}
     record = Record(prompt, answers, parse_tools(row.get("tools")), variables=variables)
     if kind == "prompt":
         while role_of(prompt, -1) == "assistant" and not prompt[-1].begun:
@@ -227,58 +210,69 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
         if role_of(prompt, -1) in ("", "system"):
             raise DropRowError("no user message to answer")
         return [replace(record, prompt=prompt, answers=[[]])]
-    if kind == "scored" and answers:  # whatever is known of their order
+    is_scored, several = kind == "scored" and bool(answers), len(answers) > 1
+    if several and kind == "sequence":
+        raise BadRowError(
+            'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
+        )
+    if several or is_scored:
         for answer in answers:
             _check_answer(answer, kind)
-        return [record]
-    if len(answers) > 1:
-        if kind == "sequence":
-            raise BadRowError(
-                'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
-            )
-        for answer in answers:
-            _check_answer(answer, kind)
-        return [replace(record, **changes) for changes in _compared(row, kind, answers)]
+        return [record] if is_scored else _compared(record, row, kind)
     if kind in ("pair", "ranked"):
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
     key = first_key(row, LABEL_KEYS)
     label = LABELS.get(str(row.get(key)).lower())
     if label is None and (key or kind == "unpaired"):
-        that = " that is true for a desirable answer and false for an undesirable one"
-        raise _without(row, LABEL_KEYS, that)
+        meaning = " that is true for a desirable answer and false for an undesirable one"
+        raise _without(row, LABEL_KEYS, meaning)
     if not answers:
         raise _without(row, ANSWER_KEYS)
     if kind == "unpaired":
-        _check_answer(answers[0], kind)
-        return [replace(record, columns={"label": label})]
-    if label == 0:
+        record = replace(record, columns={"label": label})
+    elif label == 0:
         raise DropRowError("its label is false")
-    # the assistant's turns in the history of an alpaca row are training data too
-    if row_format == "alpaca":
+    elif row_format == "alpaca":
+        # the assistant's turns in the history of an alpaca row are training data too
         record = replace(record, prompt=[], answers=[prompt + answers[0]])
     _check_answer(record.answers[0], kind)
     return [record]
 
 
-def _second(row: Row, source: Source, kind: str, records: list[Record]) -> set[str]:
-    """Return the columns that would be the prompt or the answer if others were not, and that say something else."""
-    messages = chain.from_iterable(chain(each.prompt, *each.answers) for each in records)
-    texts = [message.content for message in messages]
-    columns = FORMATS["text"] if kind == "text" else (*ASKS, "system")
+def _check_marks(row: Row, kind: str) -> None:
+    """Refuse a row whose own marks say that it counts otherwise than 1 in the loss."""
+    # what stands beside a prompt is for the reward function, and a list beside messages has their marks
+    marks = {} if kind in ASKED else row
+    if first_key(row, FORMATS["messages"]):
+        marks = {key: value for key, value in marks.items() if not isinstance(value, list)}
+    if (weight := prod(weights_of(marks.items()))) != 1:
+        if not weight:
+            raise DropRowError("it is marked as not to be trained")
+        raise BadRowError(
+            f"has the weight {weight:g}, but only messages and sources have weights; to ignore it set columns = "
+            '{unused = "its key"}'
+        )
+
+
+def _passed_over(row: Row, source: Source, kind: str, records: list[Record]) -> set[str]:
+    """Return the columns that were not read because another one means the same, and that say something else."""
+    texts = [m.content for each in records for m in chain(each.prompt, *each.answers)]
+    columns = FORMATS["text"] if kind == "text" else (*PROMPT_COLUMNS, "system")
     read = {first_key(row, columns)}
-    if kind not in ("text", "prompt"):  # what stands beside a prompt alone is the reward's
-        columns += ANSWERS
+    # what stands beside a prompt alone is for the reward function
+    if kind not in ("text", "prompt"):
+        columns += ANSWER_COLUMNS
         answers = _answer_values(row, kind)
         # messages may hold their answer already
-        holds = len(answers) == 1 and first_key(row, FORMATS["messages"])
+        beside_messages = len(answers) == 1 and first_key(row, FORMATS["messages"])
         read |= {
             key
             for key, value in answers
-            if not holds or _parse_answer(key, value, False)[-1].content in texts
+            if not beside_messages or _parse_answer(key, value, False)[-1].content in texts
         }
         read |= {first_key(row, LABEL_KEYS)}
-    said = [source.system, *map(row.get, read), *texts]
-    return {key for key in row.keys() & {*columns} - read if row[key] not in said}
+    values_read = [source.system, *map(row.get, read), *texts]
+    return {key for key in row.keys() & {*columns} - read if row[key] not in values_read}
 
 
 def _check_answer(answer: Messages, kind: str) -> None:
@@ -296,16 +290,13 @@ def _check_answer(answer: Messages, kind: str) -> None:
 
 def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
     """Read the prompt and its answers."""
-    if row_format == "messages":
-        prompt = parse_messages(_required(row, "messages")[0], row)
-    else:
-        prompt = PROMPTS[row_format](row)
+    prompt = PROMPTS[row_format](row)
     if row.get("system") and role_of(prompt, 0) != "system":
         prompt.insert(0, Message("system", string(row["system"], "system")))
     ends_with_answer = role_of(prompt, -1) == "assistant"
     asks = any(message.role != "system" for message in prompt)
     values: list[tuple[str, object]] = []
-    # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
+    # Columns beside a prompt are for the reward function. A preference row may have its prompt in its answers alone.
     if kind != "prompt" or not asks or row_format == "preference":
         values = _answer_values(row, kind)
     may_hold_prompt = len(values) > 1 or not asks
@@ -316,8 +307,8 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
             values = []
         else:
             prompt, ends_with_answer = prompt[:-1], False
-    if row_format == "messages" and len(values) <= ends_with_answer:
-        # they hold their answer: in sft all of them, in the rows of prompts none
+    if row_format in ("messages", "sharegpt") and len(values) <= ends_with_answer:
+        # the messages hold their answer: all of them in sft, none of them in the rows of prompts
         begin = {"sequence": 0, "prompt": len(prompt)}.get(kind, len(prompt) - 1)
         return prompt[:begin], [prompt[begin:]]
     first_roles = {role_of(answer, 0) for answer in answers}
@@ -351,20 +342,24 @@ def _answer_values(row: Row, kind: str) -> list[tuple[str, object]]:
 # --------------------------------------------------------------------------------- columns of prompts and of answers
 
 
+def _conversation(row: Row) -> Messages:
+    return parse_messages(_required(row, "messages")[0], row)
+
+
 def _instruction(row: Row, between: str = "\n") -> Messages:
-    """Read an alpaca row; as LLaMA-Factory v1 does, with nothing between instruction and input, without its history."""
+    """Read the prompt of an alpaca row; with "" between instruction and input, as in LLaMA-Factory v1, no history."""
     asked = [string(row.get(name, ""), name) for name in ("instruction", "input")]
     history = (between and row.get("history")) or []
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and len(turn) == 2 for turn in history
     ):
         raise BadRowError("'history' must be a list of [user, assistant] pairs")
-    said = zip(cycle(("user", "assistant")), chain(*history))
-    before = [Message(role, string(text, "history")) for role, text in said]
+    turns = zip(cycle(("user", "assistant")), chain(*history))
+    before = [Message(role, string(text, "history")) for role, text in turns]
     return before + _user(between.join(filter(None, asked)))
 
 
-def _given_prompt(row: Row) -> Messages:
+def _prompt_column(row: Row) -> Messages:
     key = first_key(row, PROMPT_KEYS)
     value = row.get(key, [])
     if isinstance(value, list):
@@ -383,15 +378,17 @@ def _user(text: str) -> Messages:
 
 
 PROMPTS = {
+    "messages": _conversation,
+    "sharegpt": _conversation,  # each message tells itself how it is written
     "alpaca": _instruction,
     "alpaca_v1": partial(_instruction, between=""),
-    "preference": _given_prompt,
-    "prompt_completion": _given_prompt,
+    "preference": _prompt_column,
+    "prompt_completion": _prompt_column,
 }
 
 
 def _parse_answer(key: str, value: object, may_hold_prompt: bool) -> Messages:
-    """Read an answer; one that may hold its prompt is also read as a transcript."""
+    """Read an answer; where it may hold its prompt, its text may be a transcript."""
     if isinstance(value, Mapping):
         value = [value]
     if isinstance(value, list):
@@ -404,13 +401,15 @@ def _parse_answer(key: str, value: object, may_hold_prompt: bool) -> Messages:
 def _continued(
     prompt: Messages, answers: list[Messages], kind: str
 ) -> tuple[Messages, list[Messages]]:
-    """Let the answers continue the one that ends the prompt, which is their beginning and is not trained."""
-    *prompt, begun = prompt
-    begun = replace(begun, begun=len(begun.content))
+    """Put the message that ends the prompt before each answer, as its beginning, which is not trained."""
+    *prompt, opening = prompt
+    opening = replace(opening, begun=len(opening.content))
+    if kind == "prompt":
+        return [*prompt, opening], answers
     for answer in answers:
-        text, more = begun.content + answer[0].content, {**begun.more, **answer[0].more}
-        answer[0] = replace(answer[0], content=text, more=more, begun=begun.begun)
-    return prompt + [begun] * (kind == "prompt"), answers
+        text, more = opening.content + answer[0].content, {**opening.more, **answer[0].more}
+        answer[0] = replace(answer[0], content=text, more=more, begun=opening.begun)
+    return prompt, answers
 
 
 def _parse_transcript(text: str) -> Messages:
@@ -419,16 +418,16 @@ def _parse_transcript(text: str) -> Messages:
     if start or "\n\nAssistant:" not in text:
         return []
     roles = {"Human": "user", "Assistant": "assistant"}
-    return [Message(roles[who], said.strip()) for who, said in zip(turns[::2], turns[1::2])]
+    return [Message(roles[who], words.strip()) for who, words in zip(turns[::2], turns[1::2])]
 
 
 # ------------------------------------------------------------------------------------- several answers to one prompt
 
 
-def _compared(row: Row, kind: str, answers: list[Messages]) -> list[dict[str, object]]:
-    """Return what is compared of a row's answers, as fields of its records: all of them, pairs or labelled answers."""
-    ranks = _ranks(row, len(answers))
-    ranked = list(zip(ranks, answers))
+def _compared(record: Record, row: Row, kind: str) -> list[Record]:
+    """Return records of what is compared of a row's answers: all of them, each pair, or labelled answers."""
+    ranks = _ranks(row, len(record.answers))
+    ranked = list(zip(ranks, record.answers))
     pairs = [[good, bad] for first, good in ranked for later, bad in ranked if first < later]
     if not pairs:
         raise DropRowError("no answer is ranked above another")
@@ -436,11 +435,11 @@ def _compared(row: Row, kind: str, answers: list[Messages]) -> list[dict[str, ob
         raise DropRowError("chosen and rejected are the same")
     if kind == "ranked":
         margin = number(row.get("margin", 0.0), "margin")
-        return [{"columns": {"margin": margin}, "ranks": ranks}]
+        return [replace(record, columns={"margin": margin}, ranks=ranks)]
     if kind == "pair":
-        return [{"answers": pair} for pair in pairs]
+        return [replace(record, answers=pair) for pair in pairs]
     return [
-        {"answers": [answer], "columns": {"label": label}}
+        replace(record, answers=[answer], columns={"label": label})
         for pair in pairs
         for answer, label in zip(pair, (1.0, 0.0))
     ]
@@ -456,9 +455,9 @@ def _inner_prompt(
             raise DropRowError(f"{key} does not end with an assistant message")
         if conversation[:-1] != inner:
             raise DropRowError("the prompts of chosen and rejected differ")
-    said = [message.content for message in inner]
+    texts = [message.content for message in inner]
     system = [message for message in prompt if message.role == "system"]
-    if any(m.content not in said and m not in system for m in prompt):
+    if any(m.content not in texts and m not in system for m in prompt):
         raise DropRowError("the prompt differs from the one inside chosen and rejected")
     if role_of(inner, 0) != "system":
         inner = system + inner
@@ -471,8 +470,8 @@ def _ranks(row: Row, count: int) -> list[int]:
         return [0, 1]
     orders = set()
     for name, sign in RANKINGS.items():
-        if isinstance(given := row.get(name), list) and len(given) == count:
-            scores = [sign * number(value, name) for value in given]
+        if isinstance(values := row.get(name), list) and len(values) == count:
+            scores = [sign * number(value, name) for value in values]
             orders.add(tuple(sorted({*scores}, reverse=True).index(score) for score in scores))
     if len(orders) != 1:
         raise BadRowError(
@@ -486,14 +485,14 @@ def _ranks(row: Row, count: int) -> list[int]:
 
 
 def _required(row: Row, row_format: str) -> tuple[object, str]:
-    """Return what the row has under a key of its format, and that key."""
+    """Return what the row has under a key of the format, and this key."""
     if key := first_key(row, FORMATS[row_format]):
         return row[key], key
     raise _without(row, FORMATS[row_format])
 
 
-def _without(row: Row, keys: tuple[str, ...], that: str = "") -> BadRowError:
-    return BadRowError(f"has no {' or '.join(map(repr, keys))}{that} (it has {_keys(row)})")
+def _without(row: Row, keys: tuple[str, ...], meaning: str = "") -> BadRowError:
+    return BadRowError(f"has no {' or '.join(map(repr, keys))}{meaning} (it has {_keys(row)})")
 
 
 def _keys(row: Row) -> str:

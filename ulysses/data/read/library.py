@@ -12,47 +12,46 @@ ROWS_AT_ONCE = 256
 
 
 def hub_commit(name: str, revision: str | None) -> str:
-    """Return the commit that a dataset's revision names: the present one, or the cached one without an answer."""
+    """Return the commit that a dataset's revision names now; without an answer of the hub, that of the cached copy."""
     from huggingface_hub import HfApi, snapshot_download
 
-    asked = {"revision": revision}
     try:
-        return HfApi().dataset_info(name, timeout=HUB_SECONDS, **asked).sha
+        return HfApi().dataset_info(name, revision=revision, timeout=HUB_SECONDS).sha
     except Exception as error:
-        asked |= {"repo_type": "dataset", "local_files_only": True}
         try:
-            return Path(snapshot_download(name, **asked)).name
+            options = {"repo_type": "dataset", "local_files_only": True}
+            return Path(snapshot_download(name, revision=revision, **options)).name
         except Exception:
             raise error from None
 
 
 def files_by_split(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
-    """Sort files by the split that their names or folders tell, as the hub does; all are of train if none tells one."""
+    """Sort files by the split that their names or folders tell, as the hub does; without any, all are of "train"."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
-    # only data may tell splits, not a README or a log, so the rules see a folder of nothing but the data's names
+    # The rules see a folder that holds nothing but the names of the data files: no README or log may tell a split.
     with TemporaryDirectory() as names, suppress(FileNotFoundError):
         for file in files:
             name = names / file.relative_to(folder)
             name.parent.mkdir(parents=True, exist_ok=True)
             name.touch()
-        found = DataFilesDict.from_patterns(get_data_patterns(names), names)
+        splits = DataFilesDict.from_patterns(get_data_patterns(names), names)
         return {
-            str(split): sorted({folder / Path(name).relative_to(names) for name in own})
-            for split, own in found.items()
+            str(split): sorted({folder / Path(name).relative_to(names) for name in members})
+            for split, members in splits.items()
         }
-    return {"train": files}  # the hub reads none of them
+    return {"train": files}  # the hub would read none of them
 
 
-def opened(path: Path, subset: str | None, split: str, revision: str | None) -> Any:
-    """Open a parquet file, a saved folder, which may be one of several splits, or else a dataset of the hub."""
+def load_rows(path: Path, subset: str | None, split: str, revision: str | None) -> Any:
+    """Open a parquet file, a saved folder (a dict if it has several splits), or else a dataset of the hub."""
     import datasets
 
     if path.is_file():
         files = escape(str(path.absolute()))  # its name may look like a pattern
-        # that of a file without rows would be 0
-        more = {"split": "train", "streaming": True, "batch_size": ROWS_AT_ONCE}
-        return datasets.load_dataset("parquet", data_files=files, **more)
+        # without a batch size of ours, a file without rows would have the batch size 0
+        options = {"split": "train", "streaming": True, "batch_size": ROWS_AT_ONCE}
+        return datasets.load_dataset("parquet", data_files=files, **options)
     if path.is_dir():
         return datasets.load_from_disk(str(path))
     return datasets.load_dataset(str(path), subset, split=split, revision=revision)
@@ -60,23 +59,23 @@ def opened(path: Path, subset: str | None, split: str, revision: str | None) -> 
 
 def written_rows(rows: Iterable[dict[str, object]]) -> Iterator[tuple[int, object]]:
     """Yield the rows, numbered from 1, as they were written."""
-    kinds = getattr(rows, "features", None) or {}
+    features = getattr(rows, "features", None) or {}
     for number, row in enumerate(rows, 1):
-        yield number, {name: _as_written(value, kinds.get(name)) for name, value in row.items()}
+        yield number, {key: _as_written(value, features.get(key)) for key, value in row.items()}
 
 
-def _as_written(value: object, kind: object) -> object:
+def _as_written(value: object, feature: object) -> object:
     """Return what was written in a column of objects, without the keys that only other rows have.
 
-    Arrow gives all objects of a column the same keys, and null to those that an object lacks. A key whose type is null
-    has a value in no row, so its null was written.
+    Arrow gives all objects of a column the same keys, and a null for each key that an object lacks. A key whose type
+    is null has no value in any row, so its null was written.
     """
-    if isinstance(value, dict) and isinstance(kind, dict):
+    if isinstance(value, dict) and isinstance(feature, dict):
         return {
-            key: _as_written(v, kind[key])
+            key: _as_written(v, feature[key])
             for key, v in value.items()
-            if v is not None or getattr(kind[key], "dtype", "") == "null"
+            if v is not None or getattr(feature[key], "dtype", "") == "null"
         }
-    if isinstance(value, list) and hasattr(kind, "feature"):
-        return [_as_written(v, kind.feature) for v in value]
+    if isinstance(value, list) and hasattr(feature, "feature"):
+        return [_as_written(v, feature.feature) for v in value]
     return value

@@ -22,23 +22,25 @@ ROLES = {
     }.items()
     for name in names.split()
 }
-# marks of how much a message counts in the loss, in the message or as a list in its row; they are multiplied, so that
-# what one of them leaves out, 0 or false, is not trained
+# Marks of how much a message counts in the loss. A message has them, or its row has a list of them. Several are
+# multiplied, so that a message which one of them marks with 0 or false is not trained.
 WEIGHT_KEYS = (
     *("loss_weight", "weight", "train", "loss", "loss_mask", "loss_masks", "loss_weights"),
     *("training", "trainable", "train_turn", "train_on_turn"),
 )
-THOUGHTS = ("reasoning", "thinking")  # types of parts of a content
-THINKING = {"reasoning_content", *THOUGHTS}  # keys of a message
-LARGEST = 1e30  # number of a row, with which float32 can still count
+THINKING_PARTS = ("reasoning", "thinking")  # types of parts of a content
+THINKING_KEYS = ("reasoning_content", *THINKING_PARTS)  # of a message, besides its content
+LARGEST = 1e30  # a number of a row with which float32 can still count
 MOST_WEIGHT = 1e6
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
-# other names that may tell which messages are trained
+# names of other columns that may tell which messages are trained
 MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
 PAIR_KEYS = {"chosen", "rejected"}
 CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
-OTHER_ARGUMENTS = re.compile("arg|param|input", re.IGNORECASE)  # what else they are called
-Row = Mapping[str, object]  # or another object of JSON
+OTHER_ARGUMENTS = re.compile(
+    "arg|param|input", re.IGNORECASE
+)  # other names of a call's arguments
+Row = Mapping[str, object]  # a row, or another object of JSON
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,10 @@ class Message:
 
     Attributes:
         role: system, user, assistant or tool.
-        weight: of an assistant's message in the loss; nobody else's is trained.
+        weight: how much an assistant's message counts in the loss; messages of other roles are not trained.
+        tool_calls: in OpenAI's form, with Arguments.
         more: its other keys, such as reasoning_content, for templates that read them.
-        begun: how many characters of the content the prompt already holds, as a beginning that the answer continues.
+        begun: how many characters of the content stand in the prompt already, as the beginning of the answer.
     """
 
     role: str
@@ -65,7 +68,7 @@ class Message:
 
 
 class Arguments(dict[str, object]):
-    """The arguments of a call: an object, and its JSON text to templates that print it or join it to other text."""
+    """The arguments of a call: an object, which is its JSON text where a template prints it or joins it to a text."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -84,7 +87,7 @@ def parse_messages(value: object, row: Mapping[str, object] = {}) -> Messages:
     """Read a list of OpenAI (role, content) or ShareGPT (from, value) messages, in any mixture.
 
     Args:
-        row: may hold lists of marks under some of WEIGHT_KEYS, one for each message.
+        row: the row of the messages, which may have lists of marks under WEIGHT_KEYS, with a mark for each message.
     """
     if not isinstance(value, list):
         raise BadRowError(f"messages are {type_name(value)}, not a list")
@@ -102,8 +105,8 @@ def parse_messages(value: object, row: Mapping[str, object] = {}) -> Messages:
                 f'{{loss_mask = "{key}"}}, to ignore it {{unused = "{key}"}}'
             )
     return [
-        _message(item, [(key, marks[place]) for key, marks in lists], f"message {place + 1}")
-        for place, item in enumerate(value)
+        _message(item, [(key, marks[i]) for key, marks in lists], f"message {i + 1}")
+        for i, item in enumerate(value)
     ]
 
 
@@ -111,8 +114,8 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
     if not isinstance(item, Mapping):
         raise BadRowError(f"{where} is {type_name(item)}, not an object with role and content")
     for keys in (("role", "from"), ("content", "value")):
-        both = [*map(item.get, keys)]
-        if all(both) and len({ROLES.get(str(value), str(value)) for value in both}) > 1:
+        values = [*map(item.get, keys)]
+        if all(values) and len({ROLES.get(str(value), str(value)) for value in values}) > 1:
             raise BadRowError(
                 f"{where} has {keys[0]!r} and {keys[1]!r}, which mean the same, with different values; remove one"
             )
@@ -120,25 +123,27 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
     if str(name) not in ROLES:
         raise BadRowError(f"{where} has the role {name!r}; known roles are {', '.join(ROLES)}")
     content = item.get(first_key(item, ("content", "value")))
-    called = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
-    places = called, item.get("function_call"), name == "function_call"
-    if sum(map(bool, places)) > 1:
+    tool_calls = decoded(item.get("tool_calls"), f"{where} has tool_calls that are not JSON")
+    function_call = item.get("function_call")
+    if sum(map(bool, (tool_calls, function_call, name == "function_call"))) > 1:
         raise BadRowError(
             f"{where} has calls in two places, tool_calls and function_call; remove one"
         )
-    calls = [*filter(None, [*as_list(called), places[1]])]
+    calls = [call for call in (*as_list(tool_calls), function_call) if call]
     more = {k: v for k, v in item.items() if k not in KNOWN_KEYS and v is not None}
     if isinstance(content, list):
         parts = [_content_part(part, where) for part in content]
         content = "".join(text for is_text, text in parts if is_text)
-        thoughts = [text for is_text, text in parts if not is_text]
-        in_order = parts == sorted(parts, key=itemgetter(0))
-        if thoughts and (ROLES[name] != "assistant" or not in_order or more.keys() & THINKING):
+        thinking = [text for is_text, text in parts if not is_text]
+        thinks_first = parts == sorted(parts, key=itemgetter(0))
+        has_key = bool(more.keys() & {*THINKING_KEYS})
+        if thinking and (ROLES[name] != "assistant" or not thinks_first or has_key):
             raise BadRowError(
                 f"{where} has thinking in its content; only an assistant's can have it, before all text, and not "
                 "in a key of its own besides"
             )
-        more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+        if thinking:
+            more["reasoning_content"] = "".join(thinking)
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
@@ -161,42 +166,45 @@ def _message(item: object, marks: Iterable[tuple[str, object]], where: str) -> M
 
 
 def _content_part(part: object, where: str) -> tuple[bool, str]:
-    """Return whether a part is text, and not thinking, and what it says."""
+    """Return whether a part is text and not thinking, and what it says."""
     if isinstance(part, str):
         return True, part
-    given = part if isinstance(part, Mapping) else {"type": type_name(part)}
-    kind, text = given.get("type"), given.get(first_key(given, ("text", "value", *THOUGHTS)))
+    fields = part if isinstance(part, Mapping) else {"type": type_name(part)}
+    part_type = fields.get("type")
+    text = fields.get(first_key(fields, ("text", "value", *THINKING_PARTS)))
     if isinstance(text, list):
         text = "".join(_content_part(each, where)[1] for each in text)
-    if kind not in ("text", *THOUGHTS) or not isinstance(text, str):
-        raise BadRowError(f"{where} has content of the type {kind!r}; only text is supported")
-    return kind == "text", text
+    if part_type not in ("text", *THINKING_PARTS) or not isinstance(text, str):
+        raise BadRowError(
+            f"{where} has content of the type {part_type!r}; only text is supported"
+        )
+    return part_type == "text", text
 
 
 def _call(call: Any, where: str) -> dict[str, object]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRowError(f"{where} has a tool call without a name")
-    given = {key: value for key, value in {**call, **function}.items() if value is not None}
-    unread = sorted(given.keys() - CALL_KEYS)
-    if "arguments" in given:
-        unread = [key for key in unread if given[key] and OTHER_ARGUMENTS.search(key)]
+    fields = {key: value for key, value in {**call, **function}.items() if value is not None}
+    unread = sorted(fields.keys() - CALL_KEYS)
+    if "arguments" in fields:
+        unread = [key for key in unread if fields[key] and OTHER_ARGUMENTS.search(key)]
     if unread:
         raise BadRowError(
             f"{where} has a tool call with the key {unread[0]!r}, which is not read; its arguments stand in 'arguments'"
         )
     problem = f"{where} has a tool call whose arguments are not JSON of an object"
-    arguments, outer = (
+    inner, outer = (
         decoded(part.get("arguments"), problem, Mapping | None) or {}
         for part in (function, call)
     )
-    if arguments and outer and arguments != outer:
+    if inner and outer and inner != outer:
         raise BadRowError(
             f"{where} has a tool call with 'arguments' in its function and others beside it; remove one"
         )
-    named = {"id": call["id"]} if call.get("id") else {}
-    function = {"name": function["name"], "arguments": Arguments(arguments or outer)}
-    return {"type": "function", "function": function, **named}
+    identity = {"id": call["id"]} if call.get("id") else {}
+    function = {"name": function["name"], "arguments": Arguments(inner or outer)}
+    return {"type": "function", "function": function, **identity}
 
 
 def parse_tools(value: object) -> list[Row]:
@@ -213,19 +221,20 @@ def parse_tools(value: object) -> list[Row]:
 # ------------------------------------------------------------------------------------------------------ small checks
 
 
-def role_of(messages: Messages, place: int) -> str:
+def role_of(messages: Messages, index: int) -> str:
     """Return the role of a message; "" if there are none."""
-    return messages[place].role if messages else ""
+    return messages[index].role if messages else ""
 
 
 def first_key(row: Row, keys: tuple[str, ...]) -> str:
-    """Return the first of `keys` that the row has a value for, an empty one only if all are; "" if there is none."""
-    given = [key for key in keys if row.get(key) is not None]
-    return next((key for key in given if row[key] not in ("", [])), *given[:1] or [""])
+    """Return the first of `keys` with a value in the row, else the first with an empty value; "" if there is none."""
+    present = [key for key in keys if row.get(key) is not None]
+    filled = [key for key in present if row[key] not in ("", [])]
+    return (*filled, *present, "")[0]
 
 
 def weights_of(pairs: Iterable[tuple[str, object]]) -> list[float]:
-    """Return the marks among keys and their values."""
+    """Return the marks of how much something counts in the loss, among pairs of a key and a value."""
     return [
         number(value, key)
         for key, value in pairs
@@ -244,11 +253,12 @@ def string(value: object, name: str) -> str:
 
 
 def number(value: object, name: str) -> float:
-    """Return a number or a switch, which in CSV is text; BadRowError for any other value."""
-    with suppress(OverflowError, ValueError):  # of a long integer, and of other text
-        found = from_json(value.strip().lower()) if isinstance(value, str) else value
-        if isinstance(found, int | float) and abs(found) <= LARGEST:
-            return float(found)
+    """Return a number, or 1 or 0 for true or false, any of which is text in CSV; BadRowError for other values."""
+    # OverflowError is a long integer's, ValueError that of a text which is no number
+    with suppress(OverflowError, ValueError):
+        parsed = from_json(value.strip().lower()) if isinstance(value, str) else value
+        if isinstance(parsed, int | float) and abs(parsed) <= LARGEST:
+            return float(parsed)
     raise BadRowError(f"{name!r} is {value!r:.40}, not a finite number up to {LARGEST:g}")
 
 
@@ -257,7 +267,7 @@ def type_name(value: object) -> str:
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of JSON; ValueError if a key stands in it twice, of which the last would win."""
+    """Return an object of JSON; ValueError if a key stands in it twice, for only the last value would be kept."""
     names = [name for name, _ in pairs]
     if len({*names}) < len(names):
         raise ValueError(f"an object has the key {max(names, key=names.count)!r} twice")
@@ -265,9 +275,9 @@ def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _finite(text: str) -> float:
-    if not math.isfinite(found := float(text)):
+    if not math.isfinite(value := float(text)):
         raise ValueError(f"{text[:40]} is not a finite number")
-    return found
+    return value
 
 
 from_json = json.JSONDecoder(
@@ -275,14 +285,19 @@ from_json = json.JSONDecoder(
 ).decode
 
 
-def decoded(value: object, problem: str, kinds: type | UnionType = object) -> Any:
-    """Return a value that may be written as JSON text, also as the text of a text; BadRowError if it is none."""
+def decoded(value: object, problem: str, types: type | UnionType = object) -> Any:
+    """Return a value that may be written as JSON text, once or several times over; BadRowError if it is no JSON.
+
+    Args:
+        problem: the beginning of the refusal.
+        types: the types that the value may have.
+    """
     try:
         while isinstance(value, str):
             value = from_json(value.strip() or "null")
             json.dumps(value, ensure_ascii=False).encode()  # an unpaired surrogate is no text
     except ValueError as error:
         raise BadRowError(f"{problem}: {error}") from None
-    if not isinstance(value, kinds):
+    if not isinstance(value, types):
         raise BadRowError(f"{problem} but {type_name(value)}")
     return value

@@ -12,11 +12,10 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import field, fields, replace
 from functools import partial
 from io import TextIOWrapper
-from itertools import chain, count, groupby, islice
+from itertools import groupby, islice
 from operator import itemgetter
 from os.path import expanduser
 from pathlib import Path
@@ -28,13 +27,13 @@ from pydantic.dataclasses import dataclass
 from ulysses.config.section import Values
 from ulysses.data import BadRowError, DataError
 from ulysses.data.cache import content_digest, digest_of_value
-from ulysses.data.read.library import files_by_split, hub_commit, opened, written_rows
+from ulysses.data.read.library import files_by_split, hub_commit, load_rows, written_rows
 from ulysses.data.read.messages import unique_keys
 from ulysses.environment import rank
 
 PROMPT_KEYS = ("prompt", "question", "query")
 ANSWER_KEYS = ("completion", "response", "answer", "output")
-# the keys of which a row has one, in the order in which formats are recognised
+# For each format the keys of which a row has one; the formats are recognised in this order.
 FORMATS = {
     "messages": ("messages", "conversations", "conversation"),
     "alpaca": ("instruction",),
@@ -50,10 +49,11 @@ CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in part
 MOST_BYTES = 1 << 28  # of a row, which takes up to 40 times as much memory
 MOST_UNCUT = 1 << 24  # characters without a place where they could be cut
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
-# keys that are not a part of digests where they are not set, because older ones do not know them
+# A digest holds these keys only where they are set, because caches of before they existed have none of them.
 LATER_KEYS = ("probability", "system", "chat_template_kwargs", "name")
 ROUNDING = 1e-6  # of a sum of probabilities
-# its multiples are spread evenly modulo 1: the same share is held out of any long run of rows, and of every second one
+# The fractional parts of its multiples are spread evenly, so that the same share is held out of any long run of rows,
+# and also of every second row.
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 EXAMPLES_PER_REASON = 5
 
@@ -67,14 +67,16 @@ class Source:
         format: one of FORMATS, or "auto" to detect that of each row from its keys.
         weight: how often each example is taken in an epoch; 0.5 takes half of them, then the other half.
         columns: maps our key to the key that the file uses.
-        split: of a hub dataset, a folder saved by `datasets`, or one whose files or folders have names of splits.
-        subset, revision: of a hub dataset; the subset is what `datasets` calls a configuration.
+        split: the split that is read, of a hub dataset, of a folder saved by `datasets`, or of one whose files or
+            folders are named by splits.
+        subset: what `datasets` calls the configuration of a hub dataset.
+        revision: the branch, tag or commit of a hub dataset.
         separator: the text between two documents of a .txt file; without it the file is one document.
         max_examples: use only this many of the first rows; 0 uses all.
-        probability: the share of the examples in an epoch that are from this source; all sources of a list have one.
+        probability: the share of an epoch's examples that this source gives; all sources of a list have one, or none.
         system: the system prompt of conversations that have none.
-        chat_template_kwargs: of the chat template, where a row says nothing.
-        name: of the held-out set that the source belongs to; metrics of its own have that in their names.
+        chat_template_kwargs: variables of the chat template for rows that do not set them.
+        name: the held-out set that the source belongs to, which is in the names of that set's metrics.
 
     Raises pydantic's ValidationError, which parse_sources turns into a DataError.
     """
@@ -107,12 +109,12 @@ class Source:
     @property
     def is_saved(self) -> bool:
         """True for a folder saved by `datasets`."""
-        marks = ("state.json", "dataset_dict.json")
-        return any((self.place / mark).exists() for mark in marks)
+        names = ("state.json", "dataset_dict.json")
+        return any((self.place / name).exists() for name in names)
 
     @property
-    def is_one(self) -> bool:
-        """True if `datasets` reads the source as a whole."""
+    def is_dataset(self) -> bool:
+        """True if `datasets` reads the source as a whole, and not file by file."""
         return self.is_on_hub or self.is_saved
 
 
@@ -129,38 +131,43 @@ def parse_sources(value: object) -> list[Source]:
             raise DataError(
                 f"data source {table.get('path', table)}: {first['loc'][0]}: {first['msg']}; its keys are {keys}"
             ) from None
-    mixed = [source.probability or 0 for source in sources]
-    is_mixed = (
-        all(mixed) and abs(sum(mixed) - 1) < ROUNDING and {s.weight for s in sources} == {1}
+    shares = [source.probability or 0 for source in sources]
+    is_mixture = (
+        all(shares) and abs(sum(shares) - 1) < ROUNDING and {s.weight for s in sources} == {1}
     )
-    if any(mixed) and not is_mixed:
+    if any(shares) and not is_mixture:
         raise DataError(
-            f"data sources have the probabilities {mixed}; give each of them one, with the sum 1 and no weight"
+            f"data sources have the probabilities {shares}; give each of them one, with the sum 1 and no weight"
         )
     return sources
 
 
 def pinned(source: Source) -> Source:
-    """Return a dataset of the hub at the commit that its revision names at present, so that a later one is other data.
+    """Return a dataset of the hub with the commit that its revision names now, so that a later commit is other data.
 
-    Raises DataError: the hub does not answer or has no such dataset, and there is no copy of it in the hub's cache.
+    Raises DataError: the hub does not answer or has no such dataset, and the hub's cache has no copy of it.
     """
     if not rank():
         print(f"asking the Hugging Face hub for the dataset {source.path}", flush=True)
-    with _explained(source, source.place):
+    try:
         return replace(source, revision=hub_commit(source.path, source.revision))
+    except Exception as error:
+        raise _unreadable(source, source.place, 0, error) from None
 
 
 def repeated_data(train: Iterable[Source], evaluation: Iterable[Source]) -> list[str]:
-    """Return what both read: files, or splits of saved folders and hub datasets."""
+    """Return the files, and the splits of saved folders and hub datasets, that training and evaluation both read."""
+    return sorted(_places(train) & _places(evaluation))
 
-    def places(source: Source) -> Iterable[str]:
-        if source.is_one:
-            return [" ".join(filter(None, (source.path, source.subset, source.split)))]
-        return (str(file.resolve()) for file in source_files(source)[0])
 
-    both = ({*chain.from_iterable(map(places, sources))} for sources in (train, evaluation))
-    return sorted(set.intersection(*both))
+def _places(sources: Iterable[Source]) -> set[str]:
+    places = set()
+    for source in sources:
+        if source.is_dataset:
+            places.add(" ".join(filter(None, (source.path, source.subset, source.split))))
+        else:
+            places.update(str(file.resolve()) for file in source_files(source)[0])
+    return places
 
 
 def missing_sources(sources: Iterable[Source]) -> list[str]:
@@ -173,25 +180,27 @@ def missing_sources(sources: Iterable[Source]) -> list[str]:
 
 
 def source_files(source: Source) -> tuple[list[Path], list[Path]]:
-    """List the files of a source in reading order, of a folder those of its split; then all others. A hub's has none.
+    """Return the files of a source in reading order, and the files of its folder that are not read.
 
-    Raises DataError if a local source has none, or no such split.
+    Of a folder the files of the source's split are read. A hub dataset has no files here.
+
+    Raises DataError if a local source has no file to read, or no such split.
     """
     path = source.place
     if source.is_on_hub:
         return [], []
     if not path.exists():
         raise DataError(_absent(source))
-    # links to folders are not followed, which the report tells
-    found = [p for p in (path, *path.rglob("[!.]*")) if p.is_file() or p.is_symlink()]
+    # Links to folders are not followed; they are among the files that the report names as left out.
+    listed = [p for p in (path, *path.rglob("[!.]*")) if p.is_file() or p.is_symlink()]
     if packed := [
-        p for p in found if p.suffix in NOT_UNPACKED and Path(p.stem).suffix in SUFFIXES
+        p for p in listed if p.suffix in NOT_UNPACKED and Path(p.stem).suffix in SUFFIXES
     ]:
         raise DataError(
             f"{min(packed).absolute()} is compressed in a way that is not read; unpack it, compress it as .gz, or "
             "move it away"
         )
-    files = sorted(p for p in found if source.is_saved or _suffix(p) in SUFFIXES)
+    files = sorted(p for p in listed if source.is_saved or _suffix(p) in SUFFIXES)
     if not files:
         raise DataError(
             f"{path.absolute()} is none of {', '.join(SUFFIXES)} (or .gz of one), nor a folder of them; "
@@ -199,15 +208,13 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
         )
     if absent := [p for p in files if not p.is_file()]:
         raise DataError(f"{absent[0].absolute()} is a link to no file; mend it or remove it")
-    if source.is_saved or path.is_file():
-        own = files
-    else:
-        own = _chosen(source, files_by_split(path, files))
-    return own, sorted({*found} - {*own})
+    if not source.is_saved and not path.is_file():
+        files = _split_of(source, files_by_split(path, files))
+    return files, sorted({*listed} - {*files})
 
 
-def _chosen(source: Source, splits: Mapping[str, Any]) -> Any:
-    """Return the source's split; DataError if there is none of that name."""
+def _split_of(source: Source, splits: Mapping[str, Any]) -> Any:
+    """Return the split that the source names; DataError if there is none of that name."""
     if source.split not in splits:
         raise DataError(
             f"{source.place.absolute()} has no split {source.split!r}, only {', '.join(splits)}; set split to one of "
@@ -223,8 +230,10 @@ def source_digest(source: Source, cache: Path) -> str:
     """
     files, _ = source_files(source)
     content = content_digest(files, cache) if files else source.path
-    decides = vars(source) | {"path": content, "weight": 1, "probability": None, "name": ""}
-    return digest_of_value({key: x for key, x in decides.items() if x or key not in LATER_KEYS})
+    deciding = vars(source) | {"path": content, "weight": 1, "probability": None, "name": ""}
+    return digest_of_value(
+        {key: x for key, x in deciding.items() if x or key not in LATER_KEYS}
+    )
 
 
 def text_parts(
@@ -247,7 +256,7 @@ def text_parts(
 
 
 def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
-    """Cut a very long text, before `stop`, where no tokenizer joins across: the parts have the text's tokens."""
+    """Cut a very long text into parts whose tokens are those of the text; nothing is cut from `stop` on."""
     start = 0
     while len(text) - start > 2 * CHUNK_CHARACTERS and (
         cut := SAFE_CUT.search(text, start + CHUNK_CHARACTERS, stop)
@@ -262,43 +271,49 @@ def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
 
 
 def read_rows(source: Source) -> Iterator[tuple[str, object]]:
-    """Yield (file and row number from 1, row); in a jsonl file the number is that of the line, and the row its bytes.
+    """Yield each row with its file and its number, from 1.
+
+    A row of a jsonl file is the bytes of its line, and has the number of this line. The row is a BadRowError in the
+    place of one that memory may not hold.
 
     Raises DataError: a file that does not exist or cannot be read.
     """
-    is_one = source.is_one
-    for file in [source.place] if is_one else source_files(source)[0]:
-        read = _library_rows if is_one or _suffix(file) == ".parquet" else _file_rows
-        with _explained(source, file, at := [0]):
-            for at[0], row in read(source, file):
+    is_dataset = source.is_dataset
+    for file in [source.place] if is_dataset else source_files(source)[0]:
+        read = _library_rows if is_dataset or _suffix(file) == ".parquet" else _file_rows
+        number = 0
+        try:
+            for number, row in read(source, file):
                 if isinstance(row, bytes) and len(row) > MOST_BYTES:
                     row = BadRowError(f"has more than {MOST_BYTES:,} bytes; cut it")
-                yield f"{source.path if is_one else file} row {at[0]}", row
+                yield f"{source.path if is_dataset else file} row {number}", row
+        except DataError:
+            raise
+        except Exception as error:
+            raise _unreadable(source, file, number, error) from None
 
 
-@contextmanager
-def _explained(source: Source, file: Path, at: Sequence[int] = (0,)) -> Iterator[None]:
-    """Turn any error of reading into a DataError, for every format and library has its own classes."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        problem = " ".join(str(error).split())[:300] or type(error).__name__
-        if isinstance(error, csv.Error):
-            problem += ": close every quotation mark, and write those inside of a text twice"
-        if isinstance(error, KeyError):
-            problem = f"there is no {problem} in it"
-        if file.exists():
-            after = f" after row {at[0]}" if at[0] else ""
-            raise DataError(f"{file.absolute()} cannot be read{after}: {problem}") from None
-        raise DataError(
-            f"{_absent(source)}, and no hub dataset of that name could be loaded: {problem}"
-        ) from None
+def _unreadable(source: Source, file: Path, row: int, error: Exception) -> DataError:
+    """Return the DataError for any error of reading, for every format and library has its own classes.
+
+    Args:
+        row: the number of the last row that could be read; 0 for none.
+    """
+    problem = " ".join(str(error).split())[:300] or type(error).__name__
+    if isinstance(error, csv.Error):
+        problem += ": close every quotation mark, and write those inside of a text twice"
+    if isinstance(error, KeyError):
+        problem = f"there is no {problem} in it"
+    if file.exists():
+        after = f" after row {row}" if row else ""
+        return DataError(f"{file.absolute()} cannot be read{after}: {problem}")
+    return DataError(
+        f"{_absent(source)}, and no hub dataset of that name could be loaded: {problem}"
+    )
 
 
 def count_rows(sources: Iterable[Source]) -> int | None:
-    """Count the rows of files that have one on every line, for a progress bar; None if there are other sources."""
+    """Count the rows for a progress bar, if every source has files with a row on every line; else return None."""
     total = 0
     for source in sources:
         files, _ = source_files(source)
@@ -312,9 +327,9 @@ def count_rows(sources: Iterable[Source]) -> int | None:
 def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
     suffix = _suffix(path)
     delimiter = {".csv": ",", ".tsv": "\t"}.get(suffix)
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rb") as file:
-        # Bytes that are not UTF-8 become surrogates, so that the reader of the rows can name the row.
+    open_file: Any = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rb") as file:
+        # Bytes that are not UTF-8 become surrogates, for which formats.py refuses their row by its number.
         newline = "" if delimiter else None
         text = TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
         if suffix == ".txt":
@@ -341,7 +356,7 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _lines(file: Any) -> Iterator[bytes]:
-    """Yield the lines of a file, and of one that memory may not hold no more than shows that."""
+    """Yield the lines of a file; of a line that memory may not hold only the beginning, which shows its length."""
     while line := file.readline(MOST_BYTES + 1):
         yield line
         while len(line) > MOST_BYTES and not line.endswith(b"\n"):
@@ -357,8 +372,8 @@ def _whole_lines(text: TextIOWrapper) -> Iterator[str]:
 
 
 def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
-    rows = opened(path, source.subset, source.split, source.revision)
-    yield from written_rows(_chosen(source, rows) if isinstance(rows, dict) else rows)
+    rows = load_rows(path, source.subset, source.split, source.revision)
+    yield from written_rows(_split_of(source, rows) if isinstance(rows, dict) else rows)
 
 
 def _suffix(path: Path) -> str:
@@ -379,17 +394,30 @@ class Report:
     read: int = 0
     kept: int = 0
     tokens: int = 0
-    shared: int = 0  # of the tokens: prompts that a further answer does not repeat
+    shared: int = 0  # how many of the tokens are prompts that a further answer need not repeat
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
     notes: Counter[str] = dataclasses.field(default_factory=Counter)
     examples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
-    def count(self, name: str, what: str, where: str) -> None:
-        """Count a row in `dropped` or `notes`."""
-        counts: dict[str, int] = getattr(self, name)
-        counts[what] = counts.get(what, 0) + 1
-        if counts[what] <= EXAMPLES_PER_REASON:
-            self.examples.setdefault(what, []).append(where)
+    def __post_init__(self) -> None:
+        # of a report in JSON they are plain dicts
+        self.dropped, self.notes = Counter(self.dropped), Counter(self.notes)
+
+    def drop(self, reason: str, where: str) -> None:
+        """Count a row that is left out."""
+        self.add(Report(dropped=Counter([reason]), examples={reason: [where]}))
+
+    def note(self, what: str, where: str) -> None:
+        """Count what the user should know of a row or a source."""
+        self.add(Report(notes=Counter([what]), examples={what: [where]}))
+
+    def add(self, later: "Report") -> None:
+        """Add the rows that a later report dropped and noted."""
+        self.dropped.update(later.dropped)
+        self.notes.update(later.notes)
+        for what, places in later.examples.items():
+            examples = self.examples.setdefault(what, [])
+            examples += places[: EXAMPLES_PER_REASON - len(examples)]
 
     def __str__(self) -> str:
         dropped = sum(self.dropped.values())
@@ -399,58 +427,62 @@ class Report:
                 f"  {self.shared / self.tokens:.1%} of the tokens are prompts that another answer has"
             )
         for title, counts in (("dropped, ", self.dropped), ("", self.notes)):
-            for reason, number in Counter(counts).most_common():
+            for reason, number in counts.most_common():
                 examples = ", ".join(self.examples[reason])
                 more = ", ..." if number > EXAMPLES_PER_REASON else ""
                 lines.append(f"  {title}{reason}: {number} ({examples}{more})")
         return "\n".join(lines)
 
 
-class FoundRow(NamedTuple):
-    """A row, or a part of a long document, as it was found: bytes, an object, or the error in its place.
+class RawRow(NamedTuple):
+    """A row, or a part of a long document, before it is parsed.
 
-    source: the index of its source. where: its file and number. continues: the document of the one before.
+    Attributes:
+        source: the index of its source.
+        where: its file and number.
+        continues: whether it is a further part of the document that the row before it began.
+        value: bytes of JSON, an object, or the error in its place.
     """
 
     source: int
     where: str
     continues: bool
-    found: object
+    value: object
 
 
 def locate_rows(
     sources: Sequence[Source], report: Report, share: float = 0.0, held_out: bool = False
-) -> Iterator[FoundRow | None]:
-    """Stream the rows of all sources in order, and count them; None stands for one that is left to the other part.
+) -> Iterator[RawRow | None]:
+    """Stream the rows of all sources in order, and count them in a new report.
 
-    A file that cannot be read comes as a DataError in the place of its next row.
+    None stands for a row that is not wanted. A file that cannot be read comes as a DataError in the place of its next
+    row.
 
     Args:
-        share, held_out: of the rows this share is held out; whether those are wanted, or the others.
+        share: the share of the rows that is held out for evaluation.
+        held_out: whether the held-out rows are wanted, or the others.
     """
-    number = count()
     for index, source in enumerate(sources):
         where = source.path
         try:
             documents = groupby(read_rows(source), key=itemgetter(0))
             for where, parts in islice(documents, source.max_examples or None):
+                is_held_out = report.read * GOLDEN_RATIO % 1 < share
                 report.read += 1
-                if (next(number) * GOLDEN_RATIO % 1 < share) == held_out:
+                if is_held_out == held_out:
                     for place, (_, row) in enumerate(parts):
-                        yield FoundRow(index, where, place > 0, row)
+                        yield RawRow(index, where, place > 0, row)
                 else:
-                    report.count("notes", "in the other part of data.eval_fraction", where)
+                    report.note("in the other part of data.eval_fraction", where)
                     yield None
         except DataError as error:
-            yield FoundRow(index, where, False, error)
+            yield RawRow(index, where, False, error)
 
 
 def note_sources(sources: Iterable[Source], report: Report) -> None:
-    """Count in `report` what is not a matter of rows, so that it is told of cached tokens too."""
+    """Note in `report` the commits and the files left out, which are not kept with cached tokens."""
     for source in sources:
         if source.is_on_hub:
-            note = f"data of the hub's commit {source.revision}"
-            report.count("notes", note, source.path)
+            report.note(f"data of the hub's commit {source.revision}", source.path)
         for file in source_files(source)[1]:
-            note = f"files left out, not data of split {source.split}"
-            report.count("notes", note, str(file))
+            report.note(f"files left out, not data of split {source.split}", str(file))

@@ -1,22 +1,21 @@
-"""Find the thinking in what an assistant says, and tell whether a rendered answer is all of that."""
+"""Find the thinking in an assistant's message, and tell whether a rendered answer holds all of the message."""
 
 import re
 from functools import partial
 from typing import Any
 
+from ulysses.data.read.messages import THINKING_KEYS
 from ulysses.data.read.tokenizer import BEGUN, GUARD
 
 TAG = re.compile("</?think>")
-# keys of a message, besides its content, that may hold thinking
-THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
-Span = tuple[int, int]  # start and stop
-Plain = dict[str, Any]  # a message as templates read it
+Span = tuple[int, int]  # start and stop in a text
+TemplateMessage = dict[str, Any]  # a message as templates read it
 
 
 def split_thinking(content: str) -> tuple[str | None, str]:
     """Return the thinking that an answer begins with, None if there is none, and the rest of its text.
 
-    Its opening tag may be missing, because a prompt may end with that; the closing one is then alone on its line.
+    The opening tag may be missing, because a prompt may end with it; the closing tag must then be alone on its line.
     """
     before, closed, rest = content.partition("</think>")
     thinking = before.lstrip().removeprefix("<think>")
@@ -26,80 +25,82 @@ def split_thinking(content: str) -> tuple[str | None, str]:
     return None, content
 
 
-def closes(prompt: str) -> bool:
-    """Tell whether a prompt ends with a block of thinking, so that the answer cannot have any."""
-    return prompt.rstrip().endswith("</think>")
+def spellings(message: TemplateMessage, prompt: str) -> list[TemplateMessage]:
+    """Return a message as it is, and then with tags broken that a template would take for the edges of thinking.
 
-
-def ways_to_say(message: Plain, prompt: str) -> list[Plain]:
-    """Return a message as it is, and with tags broken that a template would take for the edges of thinking.
-
-    First those of its text and those inside of its thinking are broken; then also the one that closes its thinking,
-    which some templates cut off every answer, although the model begins its own with it.
+    The second spelling breaks the tags in its text and those inside of its thinking. The third breaks the tag that
+    closes its thinking: some templates cut all thinking off an answer, although the model begins its answer with it.
     """
     content = message["content"] or ""
-    broken = partial(TAG.sub, lambda tag: f"{tag[0][:-1]}{GUARD}>")
+    break_tags = partial(TAG.sub, lambda tag: f"{tag[0][:-1]}{GUARD}>")
     thinking, rest = split_thinking(content)
-    texts = [
-        content.removesuffix(rest).replace(thinking or "", broken(thinking or ""))
-        + broken(rest)
+    thinking = thinking or ""
+    contents = [
+        content.removesuffix(rest).replace(thinking, break_tags(thinking)) + break_tags(rest)
     ]
-    if not closes(prompt):
-        texts.append(content.replace("</think>", f"</think{GUARD}>"))
-    return [message, *({**message, "content": text} for text in texts if text != content)]
+    if not _closes_thinking(prompt):
+        contents.append(content.replace("</think>", f"</think{GUARD}>"))
+    return [message, *({**message, "content": text} for text in contents if text != content)]
 
 
-def why_unsaid(message: Plain, prompt: str, settings: str) -> str:
-    """Say why an answer's thinking cannot stand after its prompt, which `settings` made; "" if it can."""
+def why_incomplete(message: TemplateMessage, prompt: str, settings: str) -> str:
+    """Say why an answer's thinking cannot stand after the prompt that `settings` made; "" if it can."""
     content = message["content"] or ""
-    if closes(prompt) and (split_thinking(content)[0] or any(map(message.get, THINKING_KEYS))):
+    thinks = split_thinking(content)[0] or any(map(message.get, THINKING_KEYS))
+    if thinks and _closes_thinking(prompt):
         because = f" ({settings})" * bool(settings)
         return f"an answer has thinking, but the chat template closes it where it opens the assistant's turn{because}"
-    if _hangs(content, prompt):
+    if _has_lone_tag(content, prompt):
         return "an answer has <think> or </think> alone, which may be a quotation, or thinking that was cut off"
     return ""
 
 
-def _hangs(content: str, prompt: str) -> bool:
-    """Tell whether an answer has one tag alone, so that it may be cut off in its thinking, or quote the tag."""
-    ends = prompt.rstrip().endswith("<think>") and "</think>" in content.split("<think>")[0]
-    thinking, _ = split_thinking(content)
-    return thinking is None and (ends or content.lstrip().startswith("<think>"))
-
-
-def _unguarded(text: object) -> str:
-    """Return a text, or "" for none, without the marks that are put into what a template reads."""
-    return str(text or "").replace(GUARD, "").replace(BEGUN, "")
-
-
-def is_said(message: Plain, text: str, span: Span) -> bool:
-    """Tell whether a rendered answer is all that the assistant wrote, with its thinking where a model writes it."""
+def is_complete(message: TemplateMessage, text: str, span: Span) -> bool:
+    """Tell whether a rendered answer holds all of its message, with the thinking where a model writes it."""
     start, stop = span
     prompt, answer = _unguarded(text[:start]), _unguarded(text[start:stop])
     content = _unguarded(message["content"])
-    thinking, rest = split_thinking(content)
     # several keys may hold the same thinking
     under_keys = dict.fromkeys(_unguarded(message.get(key)) for key in THINKING_KEYS)
-    if under_key := "".join(under_keys).strip():
-        thinking, rest = under_key, content
+    under_key = "".join(under_keys).strip()
+    in_content, rest = (None, content) if under_key else split_thinking(content)
+    thinking = under_key or (in_content or "").strip()
     if prompt.rstrip().endswith("<think>"):
         answer = "<think>" + answer
-    thought, inner = (thinking or "").strip(), answer
+    inner = answer
     # a template may write something before the thinking, but no other tag
     if (first := TAG.search(answer)) and first[0] == "<think>":
         inner = answer[first.end() :]
     inner = inner.lstrip()
-    after = inner[len(thought) :].lstrip()
-    if inner.startswith(thought) and after.startswith("</think>"):
-        if _hangs(content, prompt) and not under_key:
+    after = inner[len(thinking) :].lstrip()
+    if inner.startswith(thinking) and after.startswith("</think>"):
+        if _has_lone_tag(content, prompt) and not under_key:
             return False
         answer = after.removeprefix("</think>")
-    elif thought:
-        if not under_key or thought not in answer:  # a template may have other tags for a key
+    elif thinking:
+        # a template may write other tags around what stands under a key
+        if not under_key or thinking not in answer:
             return False
-        answer = answer.partition(thought)[2]
+        answer = answer.partition(thinking)[2]
     names = [call["function"]["name"] for call in message.get("tool_calls", ())]
     has_calls = all(answer.count(name) >= names.count(name) for name in names)
     # the arguments of calls may name the tags
     has_tags = bool(names) or TAG.findall(rest) == TAG.findall(answer)
     return rest.strip() in answer and has_calls and has_tags
+
+
+def _closes_thinking(prompt: str) -> bool:
+    """Tell whether a prompt ends with a block of thinking, so that the answer cannot have any."""
+    return prompt.rstrip().endswith("</think>")
+
+
+def _has_lone_tag(content: str, prompt: str) -> bool:
+    """Tell whether an answer has one tag alone, so that it may be cut off in its thinking, or quote the tag."""
+    closes = prompt.rstrip().endswith("<think>") and "</think>" in content.split("<think>")[0]
+    thinking, _ = split_thinking(content)
+    return thinking is None and (closes or content.lstrip().startswith("<think>"))
+
+
+def _unguarded(text: object) -> str:
+    """Return a text, "" for none, without the marks that guard what a template reads."""
+    return str(text or "").replace(GUARD, "").replace(BEGUN, "")

@@ -22,16 +22,18 @@ from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.cache import digest_of_value
 from ulysses.data.read.sources import safe_parts
 
-# Marks in rendered text. They are Unicode noncharacters, which no text meant for interchange holds.
+# Marks in rendered text: around an answer, inside of strings that look like special tokens, and where an answer begins
+# that its prompt has begun. They are Unicode noncharacters, which no text meant for interchange holds.
 MARKS = OPEN, CLOSE, GUARD, BEGUN = "\ufdd0\ufdd1\ufdd2\ufdd3"
-TRIAL_SECONDS, TRIAL_BYTES = 20.0, 1 << 30  # for a few texts, and of memory
+TRIAL_SECONDS, TRIAL_BYTES = 20.0, 1 << 30  # of a processor and of memory, for a few texts
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
 SAMPLE = printable * 100
-# settings of a tokenizer's parts with which it puts no space before a text
 NEWLINE = re.compile(r"\s*[\r\n]")
+# settings of a tokenizer's parts with which it puts no space before a text
 NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
-Rendered = list[tuple[str | int, float]]  # texts, or ids of special tokens, and their weights
+# parts of a text, or ids of special tokens, with their weights in the loss
+Rendered = list[tuple[str | int, float]]
 Encoded = tuple[list[int], list[float]]  # the ids of a text, and their weights in the loss
 
 
@@ -43,24 +45,24 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
 
     Raises DataError: there is no tokenizer, or a named token is not in its vocabulary.
     """
-    place = Path(expanduser(path))
+    file = Path(expanduser(path))
     try:
-        if place.is_file():
-            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(place))
-        # vocab.json, merges.txt; few folders need the import, which takes seconds
-        elif place.is_dir() and not (place / "tokenizer.json").exists():
+        if file.is_file():
+            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        # a folder of vocab.json and merges.txt: few need this import, which takes seconds
+        elif file.is_dir() and not (file / "tokenizer.json").exists():
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(str(file), trust_remote_code=False)
         else:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(place))
-    except Exception as error:  # every layer below has its own classes
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(file))
+    except Exception as error:  # every library below has its own classes
         problem = " ".join(str(error).split())[:300]
         raise DataError(
-            f"no tokenizer could be loaded from {path} ({place.absolute()}): {problem}"
+            f"no tokenizer could be loaded from {path} ({file.absolute()}): {problem}"
         ) from None
     added = tokenizer.added_tokens_decoder.values()
-    known = ", ".join(token.content for token in added if token.special) or "none"
+    special_tokens = ", ".join(token.content for token in added if token.special) or "none"
     for name, text in special.items():
         if name not in SPECIAL_NAMES:
             raise DataError(
@@ -68,13 +70,13 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
             )
         if text not in tokenizer.get_vocab():
             raise DataError(
-                f"{name} is {text!r}, which is not in the vocabulary of {path}; its special tokens are {known}"
+                f"{name} is {text!r}, which is not in the vocabulary of {path}; its special tokens are {special_tokens}"
             )
         setattr(tokenizer, name, text)
     if tokenizer.eos_token is None:
         raise DataError(
             f"the tokenizer {path} names no EOS token; name one, for example "
-            f'model.special_tokens = {{ eos_token = "<|endoftext|>" }} (its special tokens are {known})'
+            f'model.special_tokens = {{ eos_token = "<|endoftext|>" }} (its special tokens are {special_tokens})'
         )
     return tokenizer
 
@@ -82,12 +84,13 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
 def template_text(
     tokenizer: PreTrainedTokenizerFast, name: str, for_tools: bool = False
 ) -> str:
-    """Return the Jinja text, which may be the name itself; DataError if there is no such template.
+    """Return the Jinja text of a template, which `name` itself may be; DataError if there is no such template.
 
     A tokenizer may have several. As in transformers, "tool_use" is for rows with tools, and "default" for the others.
     """
     if name == "tokenizer":
-        for tools in sorted((None, []), key=lambda tools: (tools is None) == for_tools):
+        # with a list, also an empty one, transformers takes "tool_use" where there is one
+        for tools in ([], None) if for_tools else (None, []):
             with suppress(ValueError):
                 return tokenizer.get_chat_template(tools=tools)
         named = " of the name default or tool_use" * bool(tokenizer.chat_template)
@@ -109,7 +112,7 @@ def template_text(
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Hash everything of a tokenizer that decides tokens, which its chat template does not."""
+    """Hash everything of a tokenizer that decides the tokens of rendered texts, so not its chat template."""
     names = [getattr(tokenizer, name) for name in SPECIAL_NAMES]
     return digest_of_value([tokenizer.backend_tokenizer.to_str(), names])
 
@@ -128,7 +131,7 @@ class TextEncoder:
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
-        if not ends(lambda: self.backend.encode(SAMPLE)):
+        if not finishes(lambda: self.backend.encode(SAMPLE)):
             raise DataError(
                 f"the tokenizer takes too much time or memory for {len(SAMPLE):,} characters; mend its normalizer or "
                 "its pattern"
@@ -148,13 +151,13 @@ class TextEncoder:
         self.special_pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")
 
     def _take_spaces(self, special: str) -> None:
-        """Take out the space that SentencePiece tokenizers put before a text, and learn where it belongs.
+        """Stop the backend from putting a space before texts, as SentencePiece tokenizers do, and learn where it would.
 
-        It does not belong where we cut a text in parts. `begin` puts it before the others.
+        We cut texts into parts, and only some parts begin where the tokenizer would put a space. `with_space` puts it.
         """
         encode = partial(self.backend.encode, add_special_tokens=False)
         cases = list(product((True, False), ("a", " a")))
-        usual = [
+        before = [
             encode(text if first else special + text).ids[not first :] for first, text in cases
         ]
         for part in (self.backend.normalizer, self.backend.pre_tokenizer):
@@ -166,25 +169,26 @@ class TextEncoder:
                     setattr(each, name, value)
         self._spaced = {
             (first, text.startswith(" "))
-            for (first, text), found in zip(cases, usual)
-            if found == encode(" " + text).ids
+            for (first, text), ids in zip(cases, before)
+            if ids == encode(" " + text).ids
         }
 
-    def begin(self, text: str, is_first: bool = True) -> str:
-        """Return a text, the first one or one after a special token, with the space that the tokenizer puts there."""
+    def with_space(self, text: str, is_first: bool = True) -> str:
+        """Return a text that stands first, or after a special token, with the space that the tokenizer puts there."""
         return " " * ((is_first, text.startswith(" ")) in self._spaced) + text
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the token ids of a text, which is cut if it is long: the tokenizer needs 200 bytes for each token."""
+        """Return the token ids of a text; a long one is cut, because the tokenizer needs 200 bytes for each token."""
         ids = []
         for part in safe_parts(text):
             try:
-                (found,) = self.backend.encode_batch_fast([part], add_special_tokens=False)
+                (encoding,) = self.backend.encode_batch_fast([part], add_special_tokens=False)
             except BaseException as error:
-                if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
+                # Rust's error is no Exception
+                if type(error).__name__ != "PanicException":
                     raise
                 raise BadRowError(f"cannot be tokenised: {error}") from None
-            ids += found.ids
+            ids += encoding.ids
         return ids
 
     def guard(self, value: object) -> Any:
@@ -204,44 +208,45 @@ class TextEncoder:
         """Tokenise rendered texts.
 
         Args:
-            as_whole: an answer that begins with a newline may share its first token with the end of its prompt, as in
-                the tokens of the whole text; otherwise its prompt has the tokens that it has alone.
+            as_whole: let an answer that begins with a newline share its first token with the end of its prompt, as in
+                the tokens of the whole text. Without it a prompt has the same tokens with and without its answer.
         """
-        known = cache(self.encode_text)  # answers to one prompt have it in common
+        encode_text = cache(self.encode_text)  # answers to one prompt have its text in common
         encoded = []
         for rendered in texts:
             tokens: list[int] = []
             weights: list[float] = []
             before: str | int = 0
             for part, weight in rendered:
-                ids = known(part) if isinstance(part, str) else [part]
-                alone: list[int] = []
+                ids = encode_text(part) if isinstance(part, str) else [part]
+                prompt_ids: list[int] = []
                 if as_whole and weight and isinstance(before, str) and NEWLINE.match(str(part)):
-                    alone = known(before)
+                    prompt_ids = encode_text(before)
                     ids = self.encode_text(f"{before}{part}")
-                start, before = len(tokens) - len(alone), part
-                while alone != ids[: len(alone)]:
-                    alone = alone[:-1]
+                start, before = len(tokens) - len(prompt_ids), part
+                while prompt_ids != ids[: len(prompt_ids)]:
+                    prompt_ids = prompt_ids[:-1]
+                answer_size = len(ids) - len(prompt_ids)
                 tokens[start:] = ids
-                weights[start:] = [0.0] * len(alone) + [weight] * (len(ids) - len(alone))
+                weights[start:] = [0.0] * len(prompt_ids) + [weight] * answer_size
             encoded.append((tokens, weights))
         return encoded
 
     def split_special(self, parts: Rendered) -> Rendered:
         """Cut texts with weights into plain texts and the ids of the special tokens between them, BOS before all."""
-        found: Rendered = []
+        rendered: Rendered = []
         for text, weight in parts:
-            for place, piece in enumerate(self.special_pattern.split(text)):
+            for i, piece in enumerate(self.special_pattern.split(text)):
                 plain = piece.replace(GUARD, "").replace(BEGUN, "")
-                if place % 2 and plain:
-                    found.append((self.special[plain.strip()], weight))
+                if i % 2 and plain:
+                    rendered.append((self.special[plain.strip()], weight))
                 elif plain:
-                    if not found or isinstance(found[-1][0], int):
-                        plain = self.begin(plain, not found)
-                    found.append((plain, weight))
-        if self.bos is not None and found[:1] != [(self.bos, 0.0)]:
-            found.insert(0, (self.bos, 0.0))
-        return found
+                    if not rendered or isinstance(rendered[-1][0], int):
+                        plain = self.with_space(plain, not rendered)
+                    rendered.append((plain, weight))
+        if self.bos is not None and rendered[:1] != [(self.bos, 0.0)]:
+            rendered.insert(0, (self.bos, 0.0))
+        return rendered
 
 
 def _broken(match: re.Match[str]) -> str:
@@ -249,11 +254,11 @@ def _broken(match: re.Match[str]) -> str:
     return match[0].replace(token, GUARD.join(token))
 
 
-def ends(job: Callable[[], object]) -> bool:
-    """Call `job` in a forked process, and tell whether that ended without too much time, text and memory.
+def finishes(job: Callable[[], object]) -> bool:
+    """Call `job` in a forked process, and tell whether it finishes without too much time, text and memory.
 
-    No signal's handler and no other thread can stop one long operation. Other errors of the job are left to the
-    caller, who calls it next.
+    Only a process of its own can be stopped: no signal handler and no thread ends one long operation. Other errors of
+    the job count as an end here; the caller calls it next and meets them.
     """
     child = os.fork()
     if child == 0:

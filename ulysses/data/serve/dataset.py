@@ -16,15 +16,18 @@ from ulysses.data.read.sources import Report, Source
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.parallel.batch import Sequence, shared_prompts
 
-DIGESTS = "digests.json"  # of the other files
+DIGESTS = "digests.json"  # has the digests of a folder's other files
 
 
 @dataclass(frozen=True)
 class Example:
-    """One training example: its sequences (pair: chosen, rejected; separate turns: the last one first) and its numbers.
+    """One training example.
 
-    columns: prompt_length, but not of a sequence; margin (ranked, whose sequences have the column rank); label, 1 or 0
-    (unpaired); prompt_id (unpaired, prompt), the same for equal prompts. index: its place in the dataset.
+    Attributes:
+        index: its place in the dataset.
+        sequences: of a pair chosen and rejected; of turns that are trained separately the last turn first.
+        columns: its numbers: prompt_length (all kinds but sequence); margin (ranked, whose sequences have the column
+            rank); label, 1 or 0 (unpaired); prompt_id, which is the same for equal prompts (unpaired, prompt).
     """
 
     index: int
@@ -33,7 +36,7 @@ class Example:
 
     @property
     def emptied(self) -> "Example":
-        """The same without tokens, which stands for the columns of a micro-batch without examples."""
+        """The example without its tokens, which gives a micro-batch without examples its columns."""
         return replace(self, sequences=tuple(sequence.emptied for sequence in self.sequences))
 
 
@@ -44,15 +47,18 @@ class TokenizedDataset:
         kind: text, sequence, pair, ranked, unpaired or prompt.
         fingerprint: the folder's name, a digest of sources, settings, tokenizer and template; equal on all ranks.
         report: what happened to the rows.
-        sequence_lengths: tokens [examples, sequences each], int64, 0 for none; `lengths` [examples] are their sums.
-        prefix_lengths: in the same form, the tokens of a sequence, not counted there, that the example's first one has.
-        share_prompts: whether examples say so, so that packs hold them once.
-        columns: {name: [examples]}; sources: [examples], the index of each example's source.
-        source_weights: how often the examples of each source are taken per epoch.
-        source_paths: their paths.
+        sequence_lengths: the tokens of every sequence, int64 [examples, most sequences of one], 0 where there is none.
+        prefix_lengths: in the same form, the first tokens of a sequence that a pack holds once, in the example's first
+            sequence; `sequence_lengths` do not count them.
+        lengths: int64 [examples], the sums of `sequence_lengths`.
+        share_prompts: whether the examples say which sequences have a prompt in common; else all prefixes are 0.
+        columns: {name: [examples]}, the numbers of the examples.
+        sources: [examples], the index of each example's source.
+        source_weights: how often the examples of each source are taken in an epoch.
+        source_paths: the paths of the sources.
         source_names: the held-out sets that the sources belong to; "" for none.
         max_length: where a mismatched sequence is cut.
-        token_columns: {name: [tokens of all examples as `lengths` count them, end to end]}: further columns.
+        token_columns: {name: [tokens]}, a number for each token that `lengths` count, all examples end to end.
     """
 
     def __init__(
@@ -84,34 +90,39 @@ class TokenizedDataset:
         self._firsts = counts.cumsum() - counts
         self._sizes = arrays["_sizes"].reshape(-1, 3) * [1, share_prompts, 1]
         whole, prefixes, _ = self._sizes.T
-        # where the tokens of each sequence begin, and its values in token_columns
-        kept = np.stack([whole, whole - prefixes], axis=1)
-        self._starts = kept.cumsum(axis=0) - kept
+        # where each sequence begins in the tokens, and where in token_columns
+        sizes = np.stack([whole, whole - prefixes], axis=1)
+        self._starts = sizes.cumsum(axis=0) - sizes
         exists = np.arange(counts.max()) < counts[:, None]
         self.sequence_lengths, self.prefix_lengths = np.zeros((2, *exists.shape), np.int64)
-        self.sequence_lengths[exists], self.prefix_lengths[exists] = kept[:, 1], prefixes
+        self.sequence_lengths[exists], self.prefix_lengths[exists] = sizes[:, 1], prefixes
         self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
         self.sources: np.ndarray = arrays["_source"]
         sources = sources or [Source(str(folder))]
         self.source_paths = [source.path for source in sources]
         self.source_names = [source.name for source in sources]
         examples = np.bincount(self.sources, minlength=len(sources)).tolist()
-        for source, count in zip(sources, examples):
-            if not count and (source.probability or source.name):
-                why = str(self.report).replace("\n ", ";")
-                raise DataError(
-                    f"no example is left of {source.path}, which has a probability or a name; remove it, or mend its "
-                    f"rows ({why})"
-                )
-            if not count:
-                self.report.count("notes", "sources of which no example is left", source.path)
+        self._note_unused(sources, examples)
         self.source_weights = source_weights(sources, examples, stopping_strategy)
         self.columns = {name: array for name, array in arrays.items() if name[0] != "_"}
-        if "_prompt" in arrays:  # digests become numbers in the order of the examples
+        if "_prompt" in arrays:  # prompts are numbered in the order of the examples
             _, first, ids = np.unique(arrays["_prompt"], return_index=True, return_inverse=True)
             self.columns["prompt_id"] = first.argsort().argsort()[ids]
         if self.kind == "prompt":
             self._rows = arrays["_rows"], arrays["_row_size"].cumsum()
+
+    def _note_unused(self, sources: list[Source], examples: list[int]) -> None:
+        """Note the sources without an example; DataError for a source with a probability or a name."""
+        for source, count in zip(sources, examples):
+            if count:
+                continue
+            if source.probability or source.name:
+                reasons = str(self.report).replace("\n ", ";")
+                raise DataError(
+                    f"no example is left of {source.path}, which has a probability or a name; remove it, or mend its "
+                    f"rows ({reasons})"
+                )
+            self.report.note("sources of which no example is left", source.path)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -123,8 +134,8 @@ class TokenizedDataset:
         prompt = int(numbers.get("prompt_id", index)) if self.share_prompts else None
         first = self._firsts[index]
         places = slice(first, first + np.count_nonzero(self.sequence_lengths[index]))
-        # of the values of the first sequence, which others share
-        begin = self._starts[first, 1]
+        # the first sequence has the values of the prefixes of the others
+        first_row = self._starts[first, 1]
         sequences: list[Sequence] = []
         for (start, row), (whole, prefix, rank) in zip(
             self._starts[places].tolist(), self._sizes[places].tolist()
@@ -133,55 +144,61 @@ class TokenizedDataset:
             for name, values in self.token_columns.items():
                 columns[name] = values[row : row + whole - prefix]
                 if prefix:
-                    columns[name] = np.append(values[begin : begin + prefix], columns[name])
+                    shared = values[first_row : first_row + prefix]
+                    columns[name] = np.append(shared, columns[name])
             ranked = {"rank": rank} if self.kind == "ranked" else {}
             arrays = (values[start : start + whole] for values in (self._tokens, self._weights))
-            # of separate turns each has another part of its conversation in common with the first one
-            head = int(numbers.get("prompt_length", prefix + 1 if sequences else whole))
-            sequences.append(Sequence(*arrays, columns, ranked, prompt, head))
+            # turns that are trained separately have prefixes of different lengths
+            prompt_length = int(
+                numbers.get("prompt_length", prefix + 1 if sequences else whole)
+            )
+            sequences.append(Sequence(*arrays, columns, ranked, prompt, prompt_length))
         return Example(index, tuple(sequences), numbers)
 
     @property
     def apart(self) -> "TokenizedDataset":
-        """The same data whose sequences share no prompt: each one has its own in a pack."""
-        whole = copy(self)
-        whole.sequence_lengths = self.sequence_lengths + self.prefix_lengths
-        whole.prefix_lengths = np.zeros_like(self.prefix_lengths)
-        whole.lengths = whole.sequence_lengths.sum(axis=1)
-        whole.share_prompts = False
-        return whole
+        """The same data whose sequences share no prompt: a pack repeats it in each of them."""
+        apart = copy(self)
+        apart.sequence_lengths = self.sequence_lengths + self.prefix_lengths
+        apart.prefix_lengths = np.zeros_like(self.prefix_lengths)
+        apart.lengths = apart.sequence_lengths.sum(axis=1)
+        apart.share_prompts = False
+        return apart
 
     def with_column(self, name: str, values: np.ndarray) -> "TokenizedDataset":
-        """Return this dataset with one more column of its tokens."""
+        """Return this dataset with one more of its `token_columns`."""
         extended = copy(self)
         extended.token_columns = {**self.token_columns, name: values}
         return extended
 
     def row(self, index: int) -> Row:
-        """Return the row that a prompt came from; only prompts keep theirs."""
+        """Return the row that example `index` was read from; only datasets of prompts keep their rows."""
         rows, ends = self._rows
         return json.loads(bytes(rows[ends[index - 1] if index else 0 : ends[index]]))
 
     def mismatch(self, index: int, other: int) -> Sequence:
         """Join the prompt of example `index` with the answer of `other` (KTO's baseline), cut at max_length."""
         (prompt,), (answer,) = self[index].sequences, self[other].sequences
-        head, start = prompt.prompt_length, answer.prompt_length
-        tokens = np.append(prompt.tokens[:head], answer.tokens[start:])
-        weights = np.append(prompt.loss_weights[:head], answer.loss_weights[start:])
-        both = tokens[: self.max_length], weights[: self.max_length]
-        return Sequence(*both, prompt=prompt.prompt, prompt_length=head)
+        end, start = prompt.prompt_length, answer.prompt_length
+        tokens = np.append(prompt.tokens[:end], answer.tokens[start:])
+        weights = np.append(prompt.loss_weights[:end], answer.loss_weights[start:])
+        cut = tokens[: self.max_length], weights[: self.max_length]
+        return Sequence(*cut, prompt=prompt.prompt, prompt_length=end)
 
 
 def source_weights(
     sources: list[Source], examples: list[int], stopping_strategy: str
 ) -> list[float]:
-    """Return how often each source's examples are taken in an epoch, which has the shares that probabilities ask."""
+    """Return how often the examples of each source are taken in an epoch.
+
+    Where the sources have probabilities, these are their shares of the epoch.
+    """
     if not all(source.probability for source in sources):
         return [source.weight for source in sources]
-    # the lengths of an epoch that takes every example of a source once
+    # how long an epoch is that takes every example of this source once
     lengths = [count / source.probability for source, count in zip(sources, examples)]
-    length = min(lengths) if stopping_strategy == "first_exhausted" else max(lengths)
-    return [length / own for own in lengths]
+    epoch = min(lengths) if stopping_strategy == "first_exhausted" else max(lengths)
+    return [epoch / length for length in lengths]
 
 
 def preview_examples(
@@ -197,8 +214,8 @@ def preview_examples(
             after = f" after {left_out} of the first sequence" if left_out else ""
             is_trained = np.not_equal(sequence.loss_weights[left_out:], 0)
             is_trained[0] = False  # nothing predicts the first token
-            tokens, ends = sequence.tokens[left_out:], np.flatnonzero(np.diff(is_trained)) + 1
-            parts = map(tokenizer.decode, np.split(tokens, ends))
+            tokens, edges = sequence.tokens[left_out:], np.flatnonzero(np.diff(is_trained)) + 1
+            parts = map(tokenizer.decode, np.split(tokens, edges))
             text = "".join(f"[[{part}]]" if i % 2 else part for i, part in enumerate(parts))
             numbers = {**example.columns, **sequence.columns}.items()
             print(

@@ -42,8 +42,9 @@ class StepLoader:
     Args:
         examples_per_step: examples of one optimizer step, over all groups; at least 1.
         tokens_per_microbatch: the most tokens that one packed micro-batch may hold.
-        shuffle: False takes every example once, in the dataset's order, which is what evaluation needs.
-        only: the set whose examples are taken then, "" for those without a name; None takes all.
+        shuffle: take the examples in the order of the epoch. False takes every example once, in the dataset's order,
+            which is what evaluation needs.
+        only: without shuffling, the named set whose examples are taken, "" for examples of none; None takes all.
         attention_length: number of tokens at which attention costs as much as the rest of the model.
         windows: the sliding window of every layer (parallel/layout.py).
 
@@ -51,8 +52,7 @@ class StepLoader:
         examples_per_epoch: number of examples in an epoch, with the weights of the sources applied.
         steps_per_epoch: number of optimizer steps in an epoch.
 
-    What cannot be loaded is refused before: an example that no micro-batch holds, and data without examples
-    (check/input_files.py).
+    An example that no micro-batch holds, and data without examples, are refused before (check/input_files.py).
     """
 
     dataset: TokenizedDataset
@@ -66,14 +66,14 @@ class StepLoader:
     only: str | None = None
     attention_length: float = ATTENTION_LENGTH
     windows: Sequence[int | None] = ()
-    holds = "the data"  # what its examples are numbered in
+    holds = "the data"  # the words of errors for what the examples are numbered in
 
     def __post_init__(self) -> None:
-        taken = np.arange(len(self.dataset))
+        indices = np.arange(len(self.dataset))
         if self.only is not None:
             names = np.array(self.dataset.source_names)
-            taken = np.flatnonzero(names[self.dataset.sources] == self.only)
-        self._last_order = (-1, taken)  # an epoch and its order
+            indices = np.flatnonzero(names[self.dataset.sources] == self.only)
+        self._last_order = (-1, indices)  # an epoch and its order
         self.examples_per_epoch = len(self.order(0))
         self.steps_per_epoch = math.ceil(self.examples_per_epoch / self.examples_per_step)
 
@@ -101,12 +101,12 @@ class StepLoader:
         return self.order(epoch)[start : start + self.examples_per_step].tolist()
 
     def sets(self) -> dict[str, "StepLoader"]:
-        """Return the loaders of the named sets and, under the name "", of the examples of none; each example once."""
+        """Return a loader for each named set, with "" for the examples of none; without named sets, {"": this one}."""
         names = sorted({*self.dataset.source_names})
         return {name: replace(self, only=name) for name in names} if any(names) else {"": self}
 
     def planned_steps(self) -> tuple[list[int], list[int]]:
-        """Return the examples of the first epoch's step with the median number of tokens, and of the one with most."""
+        """Return the examples of two steps of the first epoch: with the median number of tokens, and with the most."""
         lengths = self.dataset.lengths[self.order(0)]
         starts = np.arange(0, len(lengths), self.examples_per_step)
         ranked = np.add.reduceat(lengths, starts).argsort().tolist()
@@ -119,7 +119,7 @@ class StepLoader:
     def micro_batches(self, dataset: Examples, indices: list[int]) -> list[list[Example]]:
         """Pack some examples of a dataset for all groups, and return this group's micro-batches.
 
-        One without examples holds a single one without tokens, for its columns.
+        A micro-batch without examples holds one without tokens, which gives it its columns.
         """
         lengths, prefixes = dataset.sequence_lengths[indices], dataset.prefix_lengths[indices]
         costs = sequence_cost(lengths, prefixes, self.attention_length, self.windows)
@@ -129,8 +129,10 @@ class StepLoader:
             self.tokens_per_microbatch,
             self.data_parallel_size,
         )
-        found = [[dataset[indices[i]] for i in members] for members in groups[self.dp_rank]]
-        return [few or [dataset[0].emptied] for few in found]
+        return [
+            [dataset[indices[i]] for i in members] or [dataset[0].emptied]
+            for members in groups[self.dp_rank]
+        ]
 
 
 def check_fits(longest: int, tokens_per_microbatch: int) -> None:
@@ -148,7 +150,7 @@ def sequence_cost(
     attention_length: float = ATTENTION_LENGTH,
     windows: Sequence[int | None] = (),
 ) -> np.ndarray:
-    """Estimate the relative work of sequences: linear in their tokens, and in what each of these attends to."""
+    """Estimate the relative work of sequences: linear in their tokens, and in the keys that each token attends to."""
     return length + squares(length, prefix_length, windows) / attention_length
 
 
@@ -182,7 +184,7 @@ def pack_step(
 def _fill(
     tokens: list[int], costs: list[float], tokens_per_microbatch: int, count: int
 ) -> list[list[int]] | None:
-    """Put every example into a bin: balanced by cost if that fits, else tightly by length, else return None."""
+    """Put every example into one of `count` bins, balanced by cost, else tightly by length; None if neither fits."""
     for size in (costs, tokens):
         bins: list[list[int]] = [[] for _ in range(count)]
         room, load = [tokens_per_microbatch] * count, [0.0] * count
@@ -201,7 +203,7 @@ def _fill(
 
 
 def shuffled(count: int, *key: int) -> np.ndarray:
-    """Return a permutation of range(count) that depends on the key alone, not on any library's version."""
+    """Return a permutation of range(count) that depends on the key alone, and on no library's version."""
     state = STEP
     for part in key:
         state = int(scatter_bits(np.asarray([wrapped((part + state) * STEP)]))[0])

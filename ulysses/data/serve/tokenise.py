@@ -2,8 +2,8 @@
 
 rows  -- batches of them, in several processes -->  records  -->  tokens with weights in the loss  -->  files
 
-sequence   prompt answer            every assistant turn is trained (or the last one, or everything); where the chat
-                                    template rewrites earlier turns, an example has several sequences
+sequence   prompt answer            every assistant turn is trained (or the last one, or everything); an example has
+                                    several sequences where the chat template rewrites earlier turns
 pair       prompt chosen | prompt rejected     both sides have the same prompt tokens; the answers are trained
 ranked     prompt answer | prompt answer ...   the same with any number of answers
 unpaired   prompt answer            the answer is trained
@@ -11,21 +11,25 @@ prompt     prompt with the assistant's turn opened, nothing is trained
 text       BOS document EOS         cut into pieces of max_length that overlap by one token, so that every token but the
                                     first is predicted exactly once
 
-Of a sequence that is longer than data.max_length, "keep_start" cuts the end. "keep_end" cuts the beginning but keeps
-BOS; for pairs and unpaired answers it shortens the prompt from its beginning, to no less than a quarter of max_length,
-before it cuts the end of an answer. A prompt without an answer always keeps its end, which opens the assistant's turn.
+A sequence that is longer than data.max_length loses its end with "keep_start", and its beginning, but not BOS, with
+"keep_end". For pairs and unpaired answers "keep_end" shortens the prompt from its beginning, to no less than a quarter
+of max_length, before it cuts the end of an answer. A prompt without an answer always keeps its end, which opens the
+assistant's turn.
 
 The files of a folder:
 
-    index.json        kind, report                       _sizes.int64   tokens, shared tokens and rank of each sequence
-    tokens.int32      of all sequences, end to end       _counts.int64  the sequences of each example
+    index.json        kind, report                       _sizes.int64   tokens, prefix and rank of each sequence
+    tokens.int32      of all sequences, end to end       _counts.int64  the number of sequences of each example
     weights.float32   of every token; none of documents  NAME.TYPE      a number of each example (_rows: prompts' JSON)
+
+The prefix of a sequence is the number of its first tokens that it need not repeat after the example's first sequence.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, repeat
 from operator import itemgetter
@@ -38,9 +42,9 @@ from ulysses.config.schema import DataSection
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.cache import build_once, check_once, digest_of_value, discard, known_files
 from ulysses.data.read.chat import ChatTemplate
-from ulysses.data.read.formats import Event, Record, dropping, read_row
+from ulysses.data.read.formats import Record, dropping, read_row
 from ulysses.data.read.sources import (
-    FoundRow,
+    RawRow,
     Report,
     Source,
     count_rows,
@@ -65,10 +69,11 @@ from ulysses.progress import progress
 FORMAT_VERSION = 12
 BAR_AFTER_SECONDS = 2.0
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 21  # of a batch, to bound memory
-# of the [data] table, what decides tokens besides sources, tokenizer and template
+# settings of the [data] table that decide tokens, besides sources, tokenizer and template
 DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "turns", "eval_fraction")
-Columns = dict[str, Any]  # of examples as the files hold them: tokens, weights and numbers
-Part = tuple[str, int, np.ndarray]  # of a document: its row, source and tokens
+Columns = dict[str, Any]  # examples as the files hold them: tokens, weights and numbers
+# a part of a document: the document's row and source, and the part's tokens
+Part = tuple[str, int, np.ndarray]
 
 
 def open_dataset(
@@ -84,10 +89,10 @@ def open_dataset(
     """Open the tokenised sources; the first process to come tokenises them if data.cache does not hold them yet.
 
     Args:
-        kind: text, sequence, pair, ranked, unpaired or prompt: what a stage needs.
-        template: of the conversations; None for text.
-        settings: the [data] table, whose own sources and template are not read here.
-        held_out: take the share of the rows that is held out for evaluation, and not the others.
+        kind: what a stage needs: text, sequence, pair, ranked, unpaired or prompt.
+        template: the chat template of conversations; None for text.
+        settings: the [data] table. Its sources and its template are the other arguments.
+        held_out: take the rows that are held out for evaluation, and not the others.
         share_prompts: let the examples say which sequences begin with the same prompt.
 
     Raises DataError: missing or broken data, named by file and row, in every process.
@@ -113,25 +118,25 @@ def open_dataset(
     return dataset
 
 
+@dataclass
 class Tokenising:
-    """The way of rows to a folder of tokens; the arguments are those of `open_dataset`.
+    """Turns rows into a folder of tokens; the fields are the arguments of `open_dataset`.
 
-    The files of the sources must stay as they are when this is created.
+    From when this object is made until the folder is complete, the files of the sources must not change.
     """
 
-    def __init__(
-        self,
-        sources: list[Source],
-        kind: str,
-        tokenizer: PreTrainedTokenizerFast,
-        template: ChatTemplate | None,
-        settings: DataSection,
-        held_out: bool,
-    ) -> None:
-        self.sources = [pinned(each) if each.is_on_hub else each for each in sources]
-        self.kind, self.settings, self.held_out = kind, settings, held_out
-        self.cache, self.template = Path(settings.cache), template
-        for source in sources:
+    sources: list[Source]
+    kind: str
+    tokenizer: PreTrainedTokenizerFast
+    template: ChatTemplate | None
+    settings: DataSection
+    held_out: bool
+
+    def __post_init__(self) -> None:
+        template, settings = self.template, self.settings
+        self.cache = Path(settings.cache)
+        self.sources = [pinned(each) if each.is_on_hub else each for each in self.sources]
+        for source in self.sources:
             if template:
                 setting = f"chat_template_kwargs of {source.path}"
                 template.check_variables(source.chat_template_kwargs, setting)
@@ -139,14 +144,14 @@ class Tokenising:
                 raise DataError(
                     f"{source.path} has system or chat_template_kwargs, which documents do not use; remove them"
                 )
-        self.encoder = template.encoder if template else TextEncoder(tokenizer)
-        self._state = self._files()
+        self.encoder = template.encoder if template else TextEncoder(self.tokenizer)
+        self._files_at_start = self._files()
         content = [
             FORMAT_VERSION,
-            kind,
-            {name: getattr(settings, name) for name in DECIDING} | {"held_out": held_out},
+            self.kind,
+            {name: getattr(settings, name) for name in DECIDING} | {"held_out": self.held_out},
             [source_digest(source, self.cache) for source in self.sources],
-            tokenizer_digest(tokenizer),
+            tokenizer_digest(self.tokenizer),
             template.text if template else None,
             template.with_tools.text if template and template.with_tools else None,
             *filter(None, [settings.chat_template_kwargs]),
@@ -154,7 +159,7 @@ class Tokenising:
         self.folder = self.cache / "tokenized" / digest_of_value(content)[:32]
 
     def _files(self) -> Path:
-        """Return what stands for the sizes and times of the files, and changes with them."""
+        """Return a path that changes with the names, sizes and times of the sources' files."""
         files = (source_files(source)[0] for source in self.sources)
         return known_files(chain.from_iterable(files), self.cache)
 
@@ -168,75 +173,75 @@ class Tokenising:
             chunks = _cut_documents(parts, self.encoder, self.settings.max_length)
         _write_columns(folder, chunks, report)
         if not report.kept:
-            said = str(report).replace("\n  ", "; ")
-            raise DataError(f"no example is left of {names}: {said}")
+            reasons = str(report).replace("\n  ", "; ")
+            raise DataError(f"no example is left of {names}: {reasons}")
         sizes = np.fromfile(folder / "_sizes.int64", np.int64).reshape(-1, 3)
         report.tokens, report.shared, _ = sizes.sum(0).tolist()
         index = {"kind": self.kind, "report": vars(report)}
         (folder / "index.json").write_text(json.dumps(index, indent=1))
         digests = {path.name: digest_of(path) for path in folder.iterdir()}
         (folder / DIGESTS).write_text(json.dumps(digests, indent=1))
-        if self._files() != self._state:
+        if self._files() != self._files_at_start:
             raise DataError(
                 f"{names} changed while it was read; start again when nothing writes there any more"
             )
 
     def _encoded(self, report: Report) -> Iterator[Any]:
-        """Yield what batches of rows become, in the order of the rows, and count in `report` what happens to these."""
+        """Yield what `encode` makes of batches of rows, in the order of the rows, and count it in `report`."""
         bar = {"desc": "tokenising", "unit": "rows", "delay": BAR_AFTER_SECONDS}
         rows = locate_rows(self.sources, report, self.settings.eval_fraction, self.held_out)
         rows = progress(rows, total=count_rows(self.sources), **bar)
         batches = _batches(filter(None, rows))
-        for found, events in in_order(self.encode, batches, self.settings.workers):
-            for event in events:
-                report.count(*event)
-            yield found
+        for encoded, counted in in_order(self.encode, batches, self.settings.workers):
+            report.add(counted)
+            yield encoded
 
     # ---------------------------------------------------------------- what every process does with its batches
 
-    def encode(self, rows: list[FoundRow]) -> tuple[Any, list[Event]]:
-        """Return the columns of the rows' examples end to end, or the parts of their documents; and what to count."""
-        events: list[Event] = []
-        rendered: list[tuple[FoundRow, Record, list[Rendered]]] = []
-        made: list[Any] = []
-        use = partial(dropping, events, self.settings.bad_rows)
+    def encode(self, rows: list[RawRow]) -> tuple[Any, Report]:
+        """Return the columns of the rows' examples end to end, or the parts of documents; and what was counted."""
+        report = Report()
+        rendered: list[tuple[RawRow, Record, list[Rendered]]] = []
+        encoded: list[Any] = []
+        may_drop = partial(dropping, report, self.settings.bad_rows)
         variables = self.template.variables if self.template else ()
         # Rendering all rows before tokenising them takes a sixth less time than both for one row after the other.
         for row in rows:
-            source, note = self.sources[row.source], partial(_note, events, row.where)
-            with use(row.where):
-                for record in read_row(row.found, source, self.kind, note, variables):
-                    with use(row.where):
+            source, note = self.sources[row.source], partial(report.note, where=row.where)
+            with may_drop(row.where):
+                for record in read_row(row.value, source, self.kind, note, variables):
+                    with may_drop(row.where):
                         rendered.append((row, record, self._render(record, note)))
         for row, record, texts in rendered:
-            with use(row.where):
+            with may_drop(row.where):
                 if self.template:
-                    note = partial(_note, events, row.where)
-                    made.append(self._example(row, record, texts, note))
+                    note = partial(report.note, where=row.where)
+                    encoded.append(self._example(row, record, texts, note))
                 else:
-                    made.append(_document_part(row, record.text, self.encoder))
+                    encoded.append(_document_part(row, record.text, self.encoder))
         if self.template is None:
-            return made, events
-        names = made[0] if made else ()
-        return {name: np.hstack([each[name] for each in made]) for name in names}, events
+            return encoded, report
+        names = encoded[0] if encoded else ()
+        return {name: np.hstack([each[name] for each in encoded]) for name in names}, report
 
     def _example(
-        self, row: FoundRow, record: Record, texts: list[Rendered], note: Callable[[str], None]
+        self, row: RawRow, record: Record, texts: list[Rendered], note: Callable[[str], None]
     ) -> Columns:
-        """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
+        """Make the example of one record from its rendered texts."""
         is_conversation = self.kind == "sequence"
-        sides = self.encoder.encode(texts, as_whole=is_conversation)
+        encoded = self.encoder.encode(texts, as_whole=is_conversation)
         if is_conversation and self.settings.train_on == "all":
-            sides = [(ids, [1.0] * len(ids)) for ids, _ in sides]
+            encoded = [(ids, [1.0] * len(ids)) for ids, _ in encoded]
             if record.answers[0][-1].role != "assistant":
                 note("turns after the last answer left out")
-        groups = [[side] for side in sides] if is_conversation else [sides]
+        # answers to one prompt are cut together; turns that are trained separately are cut each for itself
+        groups = [[turn] for turn in encoded] if is_conversation else [encoded]
         sequences: list[Encoded] = []
         problems, longest = [], 0
         for group in groups:
             try:
-                found, start = self._cut(group, row.where, record.ranks)
-                sequences += found
+                cut, prompt_length = self._cut(group, row.where, record.ranks)
+                sequences += cut
                 longest = max(longest, *(len(ids) for ids, _ in group))
             except DropRowError as error:
                 problems.append(error)
@@ -248,11 +253,17 @@ class Tokenising:
             note("conversations whose turns are trained separately")
         if longest > self.settings.max_length:
             note("truncated")
+        return self._columns(row, record, sequences, prompt_length)
+
+    def _columns(
+        self, row: RawRow, record: Record, sequences: list[Encoded], prompt_length: int
+    ) -> Columns:
+        """Return an example as the files hold it."""
         first, sizes = sequences[0], []
         ranks = record.ranks if self.kind == "ranked" else repeat(0)
         for sequence, rank in zip(sequences, ranks):
-            shared = 0 if sequence is first else common_prefix(first, sequence)
-            sizes += len(sequence[0]), shared, rank
+            prefix = 0 if sequence is first else common_prefix(first, sequence)
+            sizes += len(sequence[0]), prefix, rank
         tokens, weights = ([*chain(*parts)] for parts in zip(*sequences))
         columns: Columns = {
             **record.columns,
@@ -263,9 +274,9 @@ class Tokenising:
             "_source": row.source,
         }
         if self.kind != "sequence":
-            columns["prompt_length"] = start
+            columns["prompt_length"] = prompt_length
         if self.kind in ("unpaired", "prompt"):
-            prompt = hashlib.sha256(columns["tokens"][:start].tobytes()).digest()
+            prompt = hashlib.sha256(columns["tokens"][:prompt_length].tobytes()).digest()
             columns["_prompt"] = np.frombuffer(prompt, np.int64)[0]
         if self.kind == "prompt":
             text = json.dumps(record.row, ensure_ascii=False, default=str).encode()
@@ -273,16 +284,14 @@ class Tokenising:
         return columns
 
     def _render(self, record: Record, note: Callable[[str], None]) -> list[Rendered]:
-        """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
+        """Render a record: one text for each answer; of a sequence one text, or several where its turns need them."""
         turns, train_on = "together", "assistant"
         if self.kind == "sequence":
             turns, train_on = self.settings.turns, self.settings.train_on
         texts = []
         for answer in record.answers:
             messages, start = record.prompt + answer, len(record.prompt)
-            answers = [
-                i for i, m in enumerate(messages) if i >= start and m.role == "assistant"
-            ]
+            answers = [i for i, m in enumerate(answer, start) if m.role == "assistant"]
             if train_on != "assistant":
                 if train_on == "all" and any(messages[i].weight == 0 for i in answers):
                     raise BadRowError(
@@ -296,11 +305,14 @@ class Tokenising:
         return texts
 
     def _cut(
-        self, sides: list[Encoded], where: str, ranks: Iterable[int]
+        self, sequences: list[Encoded], where: str, ranks: Iterable[int]
     ) -> tuple[list[Encoded], int]:
-        """Cut sequences with one prompt to max_length; return them and the prompt's length."""
+        """Cut sequences that have one prompt to max_length; return them and the prompt's length.
+
+        Raises DropRowError, or with truncation = "error" a DataError, for sequences that cannot be trained on.
+        """
         limit, truncation = self.settings.max_length, self.settings.truncation
-        longest, (first, _) = max(len(ids) for ids, _ in sides), sides[0]
+        longest, (first, _) = max(len(ids) for ids, _ in sequences), sequences[0]
         if not first:
             raise DropRowError("the chat template writes nothing")
         if longest > limit and truncation == "drop":
@@ -310,40 +322,41 @@ class Tokenising:
                 f"{where} has {longest} tokens but data.max_length is {limit}; raise it, or "
                 "set data.truncation to keep_start, keep_end or drop"
             )
-        # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
-        start = longest
+        # Sequences and prompts without an answer are cut as one text, all of which counts as a prompt here.
+        prompt_length = longest
         if self.kind in ("pair", "ranked", "unpaired"):
-            prompts = {tuple(ids[: _first_trained(weights)]) for ids, weights in sides}
+            prompts = {tuple(ids[: _first_trained(weights)]) for ids, weights in sequences}
             if len(prompts) > 1:
                 raise DropRowError(
                     "the prompts of chosen and rejected differ once the chat template is applied"
                 )
-            start = len(prompts.pop())
-        cut = 0
+            prompt_length = len(prompts.pop())
+        removed = 0
         if truncation == "keep_end" or self.kind == "prompt":
-            cut = max(0, start - max(limit - (longest - start), min(start, limit // 4), 1))
+            room = limit - (longest - prompt_length)
+            removed = max(0, prompt_length - max(room, min(prompt_length, limit // 4), 1))
         after_bos = int(first[0] == self.encoder.bos)
 
         def kept(values: list) -> list:
-            return (values[:after_bos] + values[after_bos + cut :])[:limit]
+            return (values[:after_bos] + values[after_bos + removed :])[:limit]
 
-        found = [(kept(ids), kept(weights)) for ids, weights in sides]
-        if self.kind != "prompt" and not all(any(weights[1:]) for _, weights in found):
+        cut = [(kept(ids), kept(weights)) for ids, weights in sequences]
+        if self.kind != "prompt" and not all(any(weights[1:]) for _, weights in cut):
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
-        answers = {(tuple(ids), rank) for (ids, _), rank in zip(found, ranks)}
+        answers = {(tuple(ids), rank) for (ids, _), rank in zip(cut, ranks)}
         if len({ids for ids, _ in answers}) < len(answers):
             raise DropRowError("chosen and rejected are the same tokens")
-        return found, start - cut
+        return cut, prompt_length - removed
 
 
-def _batches(rows: Iterable[FoundRow]) -> Iterator[list[FoundRow]]:
+def _batches(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
     """Group rows, fewer of them where they are long as text."""
-    batch: list[FoundRow] = []
+    batch: list[RawRow] = []
     size = 0
     for row in rows:
         batch.append(row)
-        size += len(str(row.found))
+        size += len(str(row.value))
         if len(batch) == ROWS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
             yield batch
             batch, size = [], 0
@@ -351,14 +364,10 @@ def _batches(rows: Iterable[FoundRow]) -> Iterator[list[FoundRow]]:
         yield batch
 
 
-def _note(events: list[Event], where: str, what: str) -> None:
-    events.append(("notes", what, where))
-
-
-def _document_part(row: FoundRow, text: str, encoder: TextEncoder) -> Part:
+def _document_part(row: RawRow, text: str, encoder: TextEncoder) -> Part:
     """Tokenise a part of a document; DataError names its row."""
     try:
-        tokens = encoder.encode_text(text if row.continues else encoder.begin(text))
+        tokens = encoder.encode_text(text if row.continues else encoder.with_space(text))
     except BadRowError as error:
         raise DataError(f"{row.where} {error}") from None
     return row.where, row.source, np.asarray(tokens, np.int32)
@@ -369,15 +378,15 @@ def _cut_documents(
 ) -> Iterator[Columns]:
     """Join the parts of each document, and cut it into pieces of at most `limit` tokens, as the files hold them.
 
-    Truncation does not apply: no token is lost.
+    data.truncation does not apply: no token is lost.
     """
-    ends = np.asarray([encoder.eos], np.int32)
-    begins = ends[:0] if encoder.bos is None else np.asarray([encoder.bos], np.int32)
+    eos = np.asarray([encoder.eos], np.int32)
+    bos = eos[:0] if encoder.bos is None else np.asarray([encoder.bos], np.int32)
     for (_, source), document in groupby(parts, key=itemgetter(0, 1)):
-        left = begins
-        for *_, tokens in chain(document, [(ends,)]):
+        left = bos
+        for *_, tokens in chain(document, [(eos,)]):
             left = np.append(left, tokens)
-            while len(left) > limit or (tokens is ends and len(left) > 1):
+            while len(left) > limit or (tokens is eos and len(left) > 1):
                 piece = left[:limit]
                 size = [len(piece), 0, 0]
                 yield {"tokens": piece, "_sizes": size, "_counts": [1], "_source": [source]}
@@ -403,13 +412,13 @@ def _first_trained(weights: Sequence[float]) -> int:
 
 
 def common_prefix(first: Encoded, other: Encoded) -> int:
-    """Count the leading tokens that `other` may leave out: `first` has them too, and `other` trains none of them.
+    """Count the first tokens that `other` may leave out, because `first` has them too and `other` trains none of them.
 
-    The last token in common is not among them, for it predicts the first one that differs.
+    The last token in common is not left out, for it predicts the first token that differs.
     """
     count = 0
-    for mine, theirs, weight in zip(first[0], *other):
-        if mine != theirs or (count and weight):
+    for token, other_token, weight in zip(first[0], *other):
+        if token != other_token or (count and weight):
             break
         count += 1
     return max(0, count - 1)

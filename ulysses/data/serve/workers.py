@@ -2,7 +2,7 @@
 
     batches   0 1 2 3 ...  -- one at a time to each process, in turn -->  process 0: 0, 2, ...
                                                                           process 1: 1, 3, ...
-    results   0 1 2 3 ...  <-- asked for in the same turn --
+    results   0 1 2 3 ...  <-- taken from the processes in the same turn --
 
 A process holds one batch at a time, which bounds memory, and what it does depends on no other process. Processes are
 forked, so the function needs no pickling and a script no guard. That is safe because they use no thread pool that the
@@ -24,22 +24,26 @@ from ulysses.data import DataError
 from ulysses.environment import silence_tokenizers
 
 MOST_WORKERS = 16  # one process deals and writes for all of them
-BATCHES_AT_FIRST = 2  # so little work is done before processes would be up
+BATCHES_AT_FIRST = 2  # so much work is done here, sooner than processes would have started
 Batch, Result = TypeVar("Batch"), TypeVar("Result")
 
 
 def in_order(
     function: Callable[[Batch], Result], batches: Iterable[Batch], workers: int | str
 ) -> Iterator[Result]:
-    """Yield function(batch) for every batch, computed in forked processes if there are many; "auto" is one per core.
+    """Yield function(batch) for every batch, computed in forked processes if there are many batches.
 
-    An error of the function is raised here, in its batch's turn. DataError: a process has died.
+    Args:
+        workers: the number of processes; "auto" takes one for each core.
+
+    An error of the function is raised here, in its batch's turn. Raises DataError if a process has died.
     """
     batches = iter(batches)
     if workers == "auto":
         workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     with ExitStack() as frozen:
-        # Otherwise every garbage collection walks through all that is loaded, and forked processes copy its pages.
+        # Without a freeze every garbage collection walks through all that is loaded, and forked processes copy its
+        # pages.
         if not gc.get_freeze_count():  # a caller's own freeze stays
             gc.freeze()
             frozen.callback(gc.unfreeze)
@@ -64,7 +68,7 @@ def _in_processes(
                 theirs.close()
             else:
                 yield _result(pipe := busy.popleft())
-            # that a process has died is told when its result is asked for
+            # a process that has died is named when its result is taken
             with suppress(OSError):
                 pipe.send(batch)
             busy.append(pipe)
@@ -73,8 +77,10 @@ def _in_processes(
 
 def _serve(function: Callable[[Batch], object], pipe: Connection, others: Connection) -> None:
     """Compute what comes through a pipe until its other end is closed, in a process of its own."""
-    others.close()  # of which this process has a copy
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all of them
+    others.close()  # the fork has copied the parent's end of the pipe
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends the signal to parent and workers
     silence_tokenizers()
     with suppress(EOFError, OSError):
         while True:
