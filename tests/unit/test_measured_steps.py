@@ -80,8 +80,8 @@ GRPO = {
     "reward": "math:sqrt", "advantage": "group", "answers_per_prompt": 8, "max_new_tokens": 256,
     "kl_coefficient": 0.04, "kl_in": "loss", "epochs": 1, "minibatches": 1,
 }  # fmt: skip
-# Of docs/performance.md, a model of 135M parameters on one H100: the stage, its table, the examples of a step, the
-# sequences of each and their tokens, and the seconds of a step without sampling.
+# A model of 135M parameters, measured on one H100: the stage, its table, the examples of a step, the sequences of each
+# and their tokens, and the seconds of a step without sampling.
 STAGES = [
     ("sft", {}, 32, 1, 180, 0.0226),
     ("dpo", {}, 32, 2, 244, 0.0485),
