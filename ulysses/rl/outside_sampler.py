@@ -46,8 +46,8 @@ MORE_ROOM = (
 LOOK_SECONDS = 5.0  # between two looks whether the servers still take requests
 INFO_SECONDS = 60.0  # for what a server tells of itself
 # The mean |trainer - server| per token that the same weights explain, where both compute in float32 and elsewhere. In
-# float32 a server of vLLM on a CPU had 4e-6, with a repetition penalty of 1.1 it had 0.04, and with other weights 2. Two
-# ways through a model of 135M parameters had 0.03 in bfloat16; servers may have quantised weights, too.
+# float32 a server of vLLM on a CPU had 4e-6, and 0.04 with a repetition penalty of 1.1 and 2 with other weights. In
+# bfloat16 two ways through a model of 135M parameters had 0.03; servers may have quantised weights, too.
 FLOAT32_GAP, MOST_GAP = 1e-2, 0.2
 
 
