@@ -219,7 +219,7 @@ def candidates(question: Question, resident: bool) -> Iterator[Plan]:
     count, offload = question.model.shape.num_hidden_layers, question.offload
     for faster, level in pairwise((None, *question.levels)):
         plan, most = Plan(question, (level,) * count, resident=resident), 0
-        if "none" not in (offload, level):
+        if offload != "none" and level != "none":
             room = question.machine.host_budget - predict(plan).host
             most = sum(x <= room for x in accumulate(plan.kept))
         least = most if offload == "checkpoints" else 0

@@ -32,6 +32,7 @@ from models.writing import (
     TOKENIZER_FILES,
     Rounding,
     copy_side_files,
+    is_wider,
     whole_weights,
     write_weights,
 )
@@ -160,7 +161,7 @@ def export_model(
     card, base_files, carried = model_card(config, step), None, {}
     was_quantised = source.quantize != "none" and not for_servers
     from_folder = not lora.rank and Path(str(source.path)).is_dir()
-    reads_base = was_quantised or (rounding.name < source.dtype and from_folder)
+    reads_base = was_quantised or (is_wider(source.dtype, rounding.name) and from_folder)
     # tensors of vision or multi-token prediction, which are copied from the base
     has_others = (shape.around or shape.delta) and not reward
     if whole and source.init == "pretrained" and (reads_base or has_others):

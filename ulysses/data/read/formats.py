@@ -34,7 +34,7 @@ from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Report,
 
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 ALIASES = {"functions": "tools", "system_prompt": "system"}
-ASKED = ("prompt", "scored")  # kinds of rows that are not trained on, but asked of a model
+NOT_TRAINED = ("prompt", "scored")  # kinds of rows that a model answers or scores
 LABEL_KEYS = ("label", "kto_tag")
 # what is a label of ours in sft, where the labels of rows may be those of another task
 OUR_LABELS = ("true", "false", "none")
@@ -242,7 +242,7 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
 def _check_marks(row: Row, kind: str) -> None:
     """Refuse a row whose own marks say that it counts otherwise than 1 in the loss."""
     # what stands beside a prompt is for the reward function, and a list beside messages has their marks
-    marks = {} if kind in ASKED else row
+    marks = {} if kind in NOT_TRAINED else row
     if first_key(row, FORMATS["messages"]):
         marks = {key: value for key, value in marks.items() if not isinstance(value, list)}
     if (weight := prod(weights_of(marks.items()))) != 1:

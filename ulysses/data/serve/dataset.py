@@ -88,7 +88,10 @@ class TokenizedDataset:
         self._weights = arrays.pop("weights", ones)
         counts = arrays["_counts"]
         self._firsts = counts.cumsum() - counts
-        self._sizes = arrays["_sizes"].reshape(-1, 3) * [1, share_prompts, 1]
+        # a row for each sequence: its tokens, its prefix, and its rank (tokenise.py)
+        self._sizes = np.array(arrays["_sizes"]).reshape(-1, 3)
+        if not share_prompts:
+            self._sizes[:, 1] = 0
         whole, prefixes, _ = self._sizes.T
         # where each sequence begins in the tokens, and where in token_columns
         sizes = np.stack([whole, whole - prefixes], axis=1)
@@ -148,10 +151,14 @@ class TokenizedDataset:
                     columns[name] = np.append(shared, columns[name])
             ranked = {"rank": rank} if self.kind == "ranked" else {}
             arrays = (values[start : start + whole] for values in (self._tokens, self._weights))
-            # turns that are trained separately have prefixes of different lengths
-            prompt_length = int(
-                numbers.get("prompt_length", prefix + 1 if sequences else whole)
-            )
+            if "prompt_length" in numbers:
+                prompt_length = int(numbers["prompt_length"])
+            elif not sequences:
+                # all of the first sequence may serve later ones as their prompt
+                prompt_length = whole
+            else:
+                # a turn that is trained separately; its last shared token is not left out
+                prompt_length = prefix + 1
             sequences.append(Sequence(*arrays, columns, ranked, prompt, prompt_length))
         return Example(index, tuple(sequences), numbers)
 

@@ -333,8 +333,10 @@ class Tokenising:
             prompt_length = len(prompts.pop())
         removed = 0
         if truncation == "keep_end" or self.kind == "prompt":
-            room = limit - (longest - prompt_length)
-            removed = max(0, prompt_length - max(room, min(prompt_length, limit // 4), 1))
+            # The longest answer comes first, but a quarter of max_length stays for the prompt.
+            room_beside_answer = limit - (longest - prompt_length)
+            least_prompt = max(1, min(prompt_length, limit // 4))
+            removed = max(0, prompt_length - max(room_beside_answer, least_prompt))
         after_bos = int(first[0] == self.encoder.bos)
 
         def kept(values: list) -> list:
