@@ -253,29 +253,29 @@ def main(arguments: Sequence[str]) -> int:
             action="store_true",
             help="no drawing, whatever generation_config.json says",
         )
-    given = parser.parse_args(rest)
+    args = parser.parse_args(rest)
     if not reward:
-        options = {"max_new_tokens": given.tokens} | (
-            {"do_sample": False} if given.greedy else {}
+        options = {"max_new_tokens": args.tokens} | (
+            {"do_sample": False} if args.greedy else {}
         )
     try:
-        if not reward and given.tokens < 1:
-            raise ValueError(f"--tokens is {given.tokens} but must be at least 1")
+        if not reward and args.tokens < 1:
+            raise ValueError(f"--tokens is {args.tokens} but must be at least 1")
         with TemporaryDirectory() as temporary, torch.inference_mode():
 
             @cache
             def load() -> Trained:
                 try:
-                    folder = whole_model(given.folder, Path(temporary, "export"))
+                    folder = whole_model(args.folder, Path(temporary, "export"))
                     return Trained(folder, reward, options)
                 except Exception as error:  # every library below has its own classes
                     reason = " ".join(str(error).split()) or repr(error)
-                    raise ValueError(f"{given.folder} cannot be used: {reason:.600}") from None
+                    raise ValueError(f"{args.folder} cannot be used: {reason:.600}") from None
 
             if command == "chat":
                 chat(load())
             else:
-                write(load, given.rows, given.out, reward=reward)
+                write(load, args.rows, args.out, reward=reward)
     except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
         # torch raises the last one for probabilities that it cannot draw from, and for too little memory
         print(f"error: {ConfigError(error)}", file=sys.stderr)

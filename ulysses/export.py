@@ -151,7 +151,7 @@ def export_checkpoint(
 def _check_out(out: Path, read: Iterable[Path]) -> None:
     """Raise ValueError if the export's folder holds something, or if it is, holds or lies in a folder that is read."""
     check_empty(out, "an export")
-    check_apart("the export's folder", out, (("read for it", place) for place in read))
+    check_apart("the export's folder", out, (("read for it", path) for path in read))
 
 
 def merge_adapter(

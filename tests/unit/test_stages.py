@@ -171,7 +171,7 @@ def test_each_side_of_a_pair_has_its_own_reference_values(tmp_path, monkeypatch,
     at_once = partial(progress, seconds=0)
     monkeypatch.setattr("ulysses.stages.cached_reference.progress", at_once)
     values = read(tmp_path / "values.bin", data)
-    shown = re.findall(r"reference: (\d+)/(\d+) items", capsys.readouterr().err)
+    shown = re.findall(r"reference: (\d+)/(\d+) examples", capsys.readouterr().err)
     assert shown[-1] == (str(len(data)), str(len(data)))
     everything = [s for example in data.examples for s in example]
     expected = torch.cat([fake_reference(pack_shard([s], ParallelMesh(1))) for s in everything])

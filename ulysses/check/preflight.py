@@ -81,7 +81,8 @@ def prepare(
     stage = check_settings(config, world_size, findings)
     model, strict = config.model, findings is None
     others = [other for other in stage.requirements.models if other.path]
-    shape = folder = tokenizer = place = template = weights = kernel = resume_from = None
+    shape = folder = tokenizer = tokenizer_path = template = None
+    weights = kernel = resume_from = None
     attention, other_weights, disk_warning = model.attention, {}, ""
     errors: list[object] = []
 
@@ -115,7 +116,9 @@ def prepare(
                     config = choose_base(config, stage, folder)
             stage = replace(stage, config=config)
         with collecting(errors):
-            shape, tokenizer, place, template = read_tokenizer(config, stage, shape, folder)
+            shape, tokenizer, tokenizer_path, template = read_tokenizer(
+                config, stage, shape, folder
+            )
         with collecting(errors):
             attention, kernel = choose_kernel(config, stage, shape, strict)
     if others:
@@ -141,11 +144,13 @@ def prepare(
             errors += check_vocabularies(stage, shape, tokenizer, others, other_weights)
         with collecting(errors):
             shape, weights = initial_weights(
-                config, stage, shape, tokenizer, template, folder, place
+                config, stage, shape, tokenizer, template, folder, tokenizer_path
             )
         if weights:
             with collecting(errors):
-                check_folders(config, folder, place, weights, other_weights, resume_from)
+                check_folders(
+                    config, folder, tokenizer_path, weights, other_weights, resume_from
+                )
         with collecting(errors):
             disk_warning = check_disk(stage, shape, resume_from)
         refuse(errors, findings)
@@ -155,7 +160,7 @@ def prepare(
         shape=shape,
         folder=folder,
         tokenizer=tokenizer,
-        place=place,
+        tokenizer_path=tokenizer_path,
         template=template,
         weights=weights,
         others=other_weights,

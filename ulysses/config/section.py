@@ -136,10 +136,10 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 # Values that mean no path, even where there is a file of this name.
 WORDS = ("", "never", "auto", "cached", "live")
-Place = Annotated[str, AfterValidator(absolute)]
-PlaceOrWord = Annotated[str, AfterValidator(lambda x: x if x in WORDS else absolute(x))]
+LocalPath = Annotated[str, AfterValidator(absolute)]
+PathOrWord = Annotated[str, AfterValidator(lambda x: x if x in WORDS else absolute(x))]
 LOCAL = AfterValidator(_local)
-PlaceOrName = Annotated[str, LOCAL]
+PathOrName = Annotated[str, LOCAL]
 TemplateName = Annotated[
     # a path has a / or ends with .jinja; a template's own text has {{ or {%
     str,

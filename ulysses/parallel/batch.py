@@ -90,12 +90,12 @@ def shared_prompts(
     """Return for each sequence of a pack the place of the first with its prompt, and how many tokens it leaves out."""
     firsts: dict[int, int] = {}
     shared = []
-    for place, sequence in enumerate(sequences):
-        first = place
+    for i, sequence in enumerate(sequences):
+        first = i
         if sequence.prompt is not None:
-            first = firsts.setdefault(sequence.prompt, place)
+            first = firsts.setdefault(sequence.prompt, i)
         length = min(sequence.prompt_length, sequences[first].prompt_length)
-        shared.append((first, max(0, length - 1) if first < place else 0))
+        shared.append((first, max(0, length - 1) if first < i else 0))
     return shared
 
 
@@ -209,8 +209,8 @@ def pack_shard(
             mesh,
             device,
             {
-                place: (starts[first], starts[first] + count)
-                for place, (first, count) in enumerate(shared)
+                i: (starts[first], starts[first] + count)
+                for i, (first, count) in enumerate(shared)
                 if count
             },
             tail=len(tail) > 0,

@@ -135,15 +135,15 @@ class Rewards:
     def _scores(self, name: str, batch: Batch, indices: list[int]) -> list[float]:
         """Return the scores of all answers by one function."""
         if takes_all(load_function(name)):
-            places, results = [""], [outcome(name, batch, self.timeout)]
+            of_example, results = [""], [outcome(name, batch, self.timeout)]
         else:
-            places = [f" on example {index}" for index in indices]
+            of_example = [f" on example {index}" for index in indices]
             results = self.map(partial(self._score, name), zip(*batch))
         scores: list[float] = []
-        for place, result in zip(places, results):
+        for where, result in zip(of_example, results):
             self.renew()
             if isinstance(result, str):
-                raise UserCodeError(f"the reward {name}{place} {result}")
+                raise UserCodeError(f"the reward {name}{where} {result}")
             scores += result
         for index, score in zip(indices, scores):
             # float32 can square LARGEST; no comparison with nan is true

@@ -115,8 +115,8 @@ class Rollout:
         self.lengths, self.example_ids, self.prefixes = self.layout.numpy()
         self.ends = self.lengths.cumsum()
         tables = np.zeros((2, len(self.ends), self.answers_per_prompt), np.int64)
-        places = np.arange(len(self.ends)) - self.example_ids
-        tables[:, self.example_ids, places] = self.lengths, self.prefixes
+        within_example = np.arange(len(self.ends)) - self.example_ids
+        tables[:, self.example_ids, within_example] = self.lengths, self.prefixes
         self.sequence_lengths, self.prefix_lengths = tables
 
     def examples(self, prompts: list[int]) -> list[int]:

@@ -97,8 +97,8 @@ def trained_engine(
 
     `plan` says what its layers keep for the backward pass; `attention` is the kernel in place of the configured one.
     """
-    model, facts, memory = config.model, stage.requirements, layer_memory(plan)
-    kind = model_class(reward=stage.reward, value=facts.value)
+    model, requirements, memory = config.model, stage.requirements, layer_memory(plan)
+    kind = model_class(reward=stage.reward, value=requirements.value)
     if model.lora.rank:
         from models.lora import add_adapters
 
@@ -127,7 +127,7 @@ def trained_engine(
         parameter_groups(
             built,
             config.optimizer.weight_decay,
-            facts.scopes,
+            requirements.scopes,
             eight_bit=config.optimizer.moments == "8bit",
         ),
         (DecoderLayer,),

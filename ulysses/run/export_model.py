@@ -56,7 +56,7 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
     a `tokenizer_class` that transformers 4 does not know, `model_input_names` if that class is a generic one, special
     tokens that differ, the template's variables, and `chat_template` if the run has another one.
     """
-    tokenizer, stage, source = inputs.tokenizer, inputs.stage, inputs.place
+    tokenizer, stage, source = inputs.tokenizer, inputs.stage, inputs.tokenizer_path
     special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
     chat = stage.dataset_type != "text"
     other_template = chat and inputs.config.data.chat_template != "tokenizer"

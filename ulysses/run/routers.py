@@ -67,9 +67,9 @@ class Routers:
         first = dist.get_rank() == 0
         layers = enumerate(self.config.layers)
         numbers = [number for number, kind in layers if kind.feed_forward == "experts"]
-        for place, number in enumerate(numbers):
-            metrics.add(f"experts/busiest/{number}", busiest[place] * first)
-            metrics.add(f"experts/idle/{number}", idle[place] * first)
+        for i, number in enumerate(numbers):
+            metrics.add(f"experts/busiest/{number}", busiest[i] * first)
+            metrics.add(f"experts/idle/{number}", idle[i] * first)
         if self.shares is not None and self.coefficient:
             loss = torch.dot(self.shares, self.record.probabilities)
             metrics.add("aux_loss", loss)

@@ -136,12 +136,12 @@ class TokenizedDataset:
         numbers = {name: float(values[index]) for name, values in self.columns.items()}
         prompt = int(numbers.get("prompt_id", index)) if self.share_prompts else None
         first = self._firsts[index]
-        places = slice(first, first + np.count_nonzero(self.sequence_lengths[index]))
+        of_example = slice(first, first + np.count_nonzero(self.sequence_lengths[index]))
         # the first sequence has the values of the prefixes of the others
         first_row = self._starts[first, 1]
         sequences: list[Sequence] = []
         for (start, row), (whole, prefix, rank) in zip(
-            self._starts[places].tolist(), self._sizes[places].tolist()
+            self._starts[of_example].tolist(), self._sizes[of_example].tolist()
         ):
             columns = {}
             for name, values in self.token_columns.items():
@@ -214,10 +214,12 @@ def preview_examples(
     """Print the first `count` examples decoded, with the trained tokens between [[ and ]]."""
     for example in islice(dataset, count):
         shared = shared_prompts(example.sequences)
-        for place, (sequence, (_, left_out)) in enumerate(zip(example.sequences, shared)):
-            name = f"{dataset.kind} {place + 1}"
+        for number, (sequence, (_, left_out)) in enumerate(
+            zip(example.sequences, shared), start=1
+        ):
+            name = f"{dataset.kind} {number}"
             if dataset.kind == "pair":
-                name = "rejected" if place else "chosen"
+                name = "chosen" if number == 1 else "rejected"
             after = f" after {left_out} of the first sequence" if left_out else ""
             is_trained = np.not_equal(sequence.loss_weights[left_out:], 0)
             is_trained[0] = False  # nothing predicts the first token

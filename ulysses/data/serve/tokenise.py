@@ -410,7 +410,7 @@ def _write_columns(folder: Path, chunks: Iterable[Columns], report: Report) -> N
 
 
 def _first_trained(weights: Sequence[float]) -> int:
-    return next((place for place, weight in enumerate(weights) if weight), 0)
+    return next((i for i, weight in enumerate(weights) if weight), 0)
 
 
 def common_prefix(first: Encoded, other: Encoded) -> int:
