@@ -102,7 +102,8 @@ class Rewards:
             theirs.close()
             self.processes[pipe] = process
             self.idle.put(pipe)
-        self.map = ThreadPool(self.workers).imap if self.workers else map
+        # in any order, so that a failure waits for no slower answer
+        self.map = ThreadPool(self.workers).imap_unordered if self.workers else map
 
     def close(self) -> None:
         """Stop the workers."""
@@ -134,17 +135,18 @@ class Rewards:
 
     def _scores(self, name: str, batch: Batch, indices: list[int]) -> list[float]:
         """Return the scores of all answers by one function."""
-        if takes_all(load_function(name)):
-            of_example, results = [""], [outcome(name, batch, self.timeout)]
+        scores_all, by_place = takes_all(load_function(name)), dict[int, float]()
+        if scores_all:
+            results = [(0, outcome(name, batch, self.timeout))]
         else:
-            of_example = [f" on example {index}" for index in indices]
-            results = self.map(partial(self._score, name), zip(*batch))
-        scores: list[float] = []
-        for where, result in zip(of_example, results):
+            results = self.map(partial(self._score, name), enumerate(zip(*batch)))
+        for place, result in results:
             self.renew()
             if isinstance(result, str):
+                where = "" if scores_all else f" on example {indices[place]}"
                 raise UserCodeError(f"the reward {name}{where} {result}")
-            scores += result
+            by_place |= enumerate(result, place)
+        scores = [by_place[place] for place in range(len(indices))]
         for index, score in zip(indices, scores):
             # float32 can square LARGEST; no comparison with nan is true
             if not abs(score) <= LARGEST:
@@ -153,11 +155,14 @@ class Rewards:
                 )
         return scores
 
-    def _score(self, name: str, answer: tuple[str, str, Row]) -> list[float] | str:
-        """Return an answer's score, or the end of a sentence about what went wrong."""
+    def _score(
+        self, name: str, numbered: tuple[int, tuple[str, str, Row]]
+    ) -> tuple[int, list[float] | str]:
+        """Return an answer's place, and its score or the end of a sentence about what went wrong."""
+        place, answer = numbered
         # without workers this is the main thread, which alone may set timers and handle signals
         if not self.workers:
-            return outcome(name, answer)
+            return place, outcome(name, answer)
         pipe = self.idle.get()
         try:
             pipe.send((name, answer))
@@ -168,7 +173,7 @@ class Rewards:
             self.processes[pipe].join()
             result = f"has ended its process with exit code {self.processes[pipe].exitcode}"
         self.idle.put(pipe)
-        return result
+        return place, result
 
 
 def serve(pipe: Connection) -> None:
