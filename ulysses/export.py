@@ -172,11 +172,13 @@ def merge_adapter(
     sizes = parameter_shapes(shape, reward=reward)
     files.check(sizes)
     dtype = dtype or str(files.dtype).removeprefix("torch.")
-    rounding, kind = Rounding(dtype, shape), files.quantize
+    rounding, quantize = Rounding(dtype, shape), files.quantize
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         for name, size in sizes.items():
-            trained = files.read(name, quantize=kind).view(size) if kind != "none" else None
+            trained = (
+                files.read(name, quantize=quantize).view(size) if quantize != "none" else None
+            )
             merged, base = files.read(name).float(), files.base(name)
             yield rounding(name, merged.view(size), base.view(size), trained)
 

@@ -80,8 +80,8 @@ class Sequence:
     @property
     def emptied(self) -> "Sequence":
         """This sequence without its tokens: a batch that has no sequences learns its columns from it."""
-        columns = {name: values[:0] for name, values in self.token_columns.items()}
-        return Sequence(self.tokens[:0], self.loss_weights[:0], columns, self.columns)
+        per_token = {name: values[:0] for name, values in self.token_columns.items()}
+        return Sequence(self.tokens[:0], self.loss_weights[:0], per_token, self.columns)
 
 
 def shared_prompts(
@@ -174,7 +174,7 @@ def pack_shard(
         column_source, left_out, num_tokens, starts, ranges, is_last
     )
     valid = torch.nonzero(loss_weights).squeeze(1)
-    columns = {
+    per_sequence = {
         name: torch.tensor([s.columns[name] for s in column_source])[:num_sequences]
         for name in sorted(column_source[0].columns)
     }
@@ -196,7 +196,7 @@ def pack_shard(
     return ShardedBatch(
         **moved(tensors),
         token_columns=moved(token_columns),
-        sequence_columns=moved(columns),
+        sequence_columns=moved(per_sequence),
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         num_tokens_shared=sum(left_out),

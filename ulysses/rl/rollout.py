@@ -132,12 +132,12 @@ class Rollout:
         sequences = []
         for length, prefix in zip(filter(None, lengths), prefixes):
             begin, end = end, end + length
-            columns = {
+            per_token = {
                 name: np.concatenate([column[start : start + prefix], column[begin:end]])
                 for name, column in arrays.items()
             }
-            tokens, weights = columns.pop("tokens"), columns.pop("weights")
-            sequences.append(Sequence(tokens, weights, columns, {}, i, prompt_length))
+            tokens, weights = per_token.pop("tokens"), per_token.pop("weights")
+            sequences.append(Sequence(tokens, weights, per_token, {}, i, prompt_length))
         return Example(i, tuple(sequences))
 
     def save(self, path: Path) -> None:

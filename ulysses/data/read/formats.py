@@ -65,7 +65,7 @@ class Record:
         answers: one list of messages (sequence, unpaired), chosen and rejected (pair), several (ranked), or an empty
             list (prompt). Their assistant messages are trained.
         tools: descriptions of the tools that the assistant may call.
-        columns: numbers that go with the example, such as the margin of a pair.
+        numbers: what goes with the example, such as the margin of a pair.
         text: a document of stage pt, or a part of one.
         ranks: the ranks of the answers; the best have 0.
         variables: what the chat template reads besides messages and tools, such as enable_thinking.
@@ -75,7 +75,7 @@ class Record:
     prompt: Messages
     answers: list[Messages]
     tools: Sequence[object] = ()
-    columns: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
     ranks: Sequence[int] = (0, 1)
     variables: Row = field(default_factory=dict)
@@ -229,7 +229,7 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
     if not answers:
         raise _without(row, ANSWER_KEYS)
     if kind == "unpaired":
-        record = replace(record, columns={"label": label})
+        record = replace(record, numbers={"label": label})
     elif label == 0:
         raise DropRowError("its label is false")
     elif row_format == "alpaca":
@@ -435,11 +435,11 @@ def _compared(record: Record, row: Row, kind: str) -> list[Record]:
         raise DropRowError("chosen and rejected are the same")
     if kind == "ranked":
         margin = number(row.get("margin", 0.0), "margin")
-        return [replace(record, columns={"margin": margin}, ranks=ranks)]
+        return [replace(record, numbers={"margin": margin}, ranks=ranks)]
     if kind == "pair":
         return [replace(record, answers=pair) for pair in pairs]
     return [
-        replace(record, answers=[answer], columns={"label": label})
+        replace(record, answers=[answer], numbers={"label": label})
         for pair in pairs
         for answer, label in zip(pair, (1.0, 0.0))
     ]

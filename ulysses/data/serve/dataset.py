@@ -143,12 +143,12 @@ class TokenizedDataset:
         for (start, row), (whole, prefix, rank) in zip(
             self._starts[of_example].tolist(), self._sizes[of_example].tolist()
         ):
-            columns = {}
+            per_token = {}
             for name, values in self.token_columns.items():
-                columns[name] = values[row : row + whole - prefix]
+                per_token[name] = values[row : row + whole - prefix]
                 if prefix:
                     shared = values[first_row : first_row + prefix]
-                    columns[name] = np.append(shared, columns[name])
+                    per_token[name] = np.append(shared, per_token[name])
             ranked = {"rank": rank} if self.kind == "ranked" else {}
             arrays = (values[start : start + whole] for values in (self._tokens, self._weights))
             if "prompt_length" in numbers:
@@ -159,7 +159,7 @@ class TokenizedDataset:
             else:
                 # a turn that is trained separately; its last shared token is not left out
                 prompt_length = prefix + 1
-            sequences.append(Sequence(*arrays, columns, ranked, prompt, prompt_length))
+            sequences.append(Sequence(*arrays, per_token, ranked, prompt, prompt_length))
         return Example(index, tuple(sequences), numbers)
 
     @property

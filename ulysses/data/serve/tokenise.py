@@ -266,7 +266,7 @@ class Tokenising:
             sizes += len(sequence[0]), prefix, rank
         tokens, weights = ([*chain(*parts)] for parts in zip(*sequences))
         columns: Columns = {
-            **record.columns,
+            **record.numbers,
             "tokens": np.array(tokens, np.int32),
             "weights": np.array(weights, np.float32),
             "_sizes": sizes,
