@@ -98,12 +98,13 @@ class DecoderLayer(nn.Module):
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """Return the tensors that the mixer sends to the heads' ranks, and the layer's input, for `output`."""
-        return self.mixer.project(hidden, self.norms[0], rope)
+        before_mixer, _, _, _ = self.norms
+        return self.mixer.project(hidden, before_mixer, rope)
 
     def output(self, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Add the mixer's output to the layer's input."""
-        before, after, *_ = self.norms
-        out = after(self.mixer.output(mixed, hidden, before))
+        before_mixer, after_mixer, _, _ = self.norms
+        out = after_mixer(self.mixer.output(mixed, hidden, before_mixer))
         if self.multiplier != 1:
             out = out * self.multiplier
         return out.add_(hidden)
@@ -125,8 +126,8 @@ class DecoderLayer(nn.Module):
 
     def _fused(self) -> SecondHalf:
         """Return the layer's second half."""
-        *_, before, after = self.norms
-        half: SecondHalf = self.mlp.fused(before, after, self.rule, self.multiplier)
+        _, _, before_mlp, after_mlp = self.norms
+        half: SecondHalf = self.mlp.fused(before_mlp, after_mlp, self.rule, self.multiplier)
         return half
 
     def parameters_by_step(self) -> tuple[list[nn.Parameter], ...]:

@@ -80,6 +80,11 @@ def whole_weights(
         yield name, weight, base
 
 
+def is_wider(dtype: str, other: str) -> bool:
+    """Tell whether a number takes more bytes in one dtype than in another; both are named as in torch."""
+    return getattr(torch, dtype).itemsize > getattr(torch, other).itemsize
+
+
 class Rounding:
     """Round weights to the dtype in which they are written, and say how much of training's change the rounding loses.
 

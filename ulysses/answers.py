@@ -43,12 +43,12 @@ DRAWING = "do_sample temperature top_k top_p min_p typical_p repetition_penalty 
 UNTOLD = "bos_token_id eos_token_id pad_token_id transformers_version".split()
 
 
-def load_model(kind: type[transformers.PreTrainedModel], folder: Path) -> Any:
+def load_model(model_class: type[transformers.PreTrainedModel], folder: Path) -> Any:
     """Load a model from safetensors; raise an error for weights that are missing, unknown, misshapen or not finite."""
     weight_paths(folder)
     options = {"use_safetensors": True, "output_loading_info": True, "return_dict": True}
     # weights of a wrong shape are then in the report, too
-    model, report = kind.from_pretrained(
+    model, report = model_class.from_pretrained(
         folder, dtype="auto", ignore_mismatched_sizes=True, **options
     )
     for wrong in report.pop("mismatched_keys"):
@@ -80,9 +80,9 @@ class Trained:
             transformers.utils.logging.disable_progress_bar()
         config = transformers.AutoConfig.from_pretrained(folder)
         name = str((config.architectures or ["model without architectures in config.json"])[0])
-        kind, labels = getattr(transformers, name, None), config.num_labels
-        scores = kind and name.endswith("ForSequenceClassification") and labels == 1
-        if not (scores if reward else getattr(kind, "can_generate", bool)()):
+        model_class, labels = getattr(transformers, name, None), config.num_labels
+        scores = model_class and name.endswith("ForSequenceClassification") and labels == 1
+        if not (scores if reward else getattr(model_class, "can_generate", bool)()):
             raise ValueError(
                 f"it is a {name}; ulysses score takes a reward model, a ...ForSequenceClassification of one label "
                 f"(this has {labels}), chat and generate any language model that transformers knows"
@@ -95,7 +95,7 @@ class Trained:
         self.shape, self.options = config.get_text_config(), options
         self.window = getattr(self.shape, "max_position_embeddings", sys.maxsize)
         drawing = None if reward else self._drawing(folder / GENERATION)
-        model = load_model(kind, folder)
+        model = load_model(model_class, folder)
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         self.model.generation_config = drawing
 
@@ -253,29 +253,29 @@ def main(arguments: Sequence[str]) -> int:
             action="store_true",
             help="no drawing, whatever generation_config.json says",
         )
-    given = parser.parse_args(rest)
+    args = parser.parse_args(rest)
     if not reward:
-        options = {"max_new_tokens": given.tokens} | (
-            {"do_sample": False} if given.greedy else {}
+        options = {"max_new_tokens": args.tokens} | (
+            {"do_sample": False} if args.greedy else {}
         )
     try:
-        if not reward and given.tokens < 1:
-            raise ValueError(f"--tokens is {given.tokens} but must be at least 1")
+        if not reward and args.tokens < 1:
+            raise ValueError(f"--tokens is {args.tokens} but must be at least 1")
         with TemporaryDirectory() as temporary, torch.inference_mode():
 
             @cache
             def load() -> Trained:
                 try:
-                    folder = whole_model(given.folder, Path(temporary, "export"))
+                    folder = whole_model(args.folder, Path(temporary, "export"))
                     return Trained(folder, reward, options)
                 except Exception as error:  # every library below has its own classes
                     reason = " ".join(str(error).split()) or repr(error)
-                    raise ValueError(f"{given.folder} cannot be used: {reason:.600}") from None
+                    raise ValueError(f"{args.folder} cannot be used: {reason:.600}") from None
 
             if command == "chat":
                 chat(load())
             else:
-                write(load, given.rows, given.out, reward=reward)
+                write(load, args.rows, args.out, reward=reward)
     except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
         # torch raises the last one for probabilities that it cannot draw from, and for too little memory
         print(f"error: {ConfigError(error)}", file=sys.stderr)

@@ -201,18 +201,18 @@ def check_apart(key: str, out: Path, read: Iterable[tuple[str, Path]]) -> None:
 
     `read` has those places with the settings that name them.
     """
-    for setting, place in read:
-        inside, around = lies_in(out, place), lies_in(place, out)
+    for setting, path in read:
+        inside, around = lies_in(out, path), lies_in(path, out)
         if inside or around:
             how = "is" if inside and around else "lies in" if inside else "holds"
             raise ValueError(
-                f"{key} {out.absolute()} {how} {place.absolute()}, which is {setting}; give a folder apart from it"
+                f"{key} {out.absolute()} {how} {path.absolute()}, which is {setting}; give a folder apart from it"
             )
 
 
 def lies_in(inner: Path, outer: Path) -> bool:
     """Return whether `inner` is `outer` or lies in it, whatever links lead there."""
-    inner, outer = (Path(os.path.realpath(place)) for place in (inner, outer))
+    inner, outer = (Path(os.path.realpath(path)) for path in (inner, outer))
     return any(
         p == outer or (p.exists() and outer.exists() and p.samefile(outer))
         for p in (inner, *inner.parents)
@@ -268,9 +268,9 @@ def writing(path: Path, when: str = "", advice: str = "use another disk") -> Ite
         what = f"{name} cannot be written{when}: {error.strerror or error}"
         # safetensors raises errors without a number, which may mean a full disk
         if error.errno in (None, ENOSPC, EDQUOT, EFBIG):
-            place = next(p for p in (path, *path.absolute().parents) if p.exists())
-            free = f"{shutil.disk_usage(place).free / 2**30:.1f} GiB"
-            if not os.statvfs(place).f_favail:
+            nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+            free = f"{shutil.disk_usage(nearest).free / 2**30:.1f} GiB"
+            if not os.statvfs(nearest).f_favail:
                 free = "no room for another file, but " + free
             what, advice = f"{what} ({free} are free there)", f"make room or {advice}"
         elif error.errno == ENOENT:

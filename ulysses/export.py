@@ -151,7 +151,7 @@ def export_checkpoint(
 def _check_out(out: Path, read: Iterable[Path]) -> None:
     """Raise ValueError if the export's folder holds something, or if it is, holds or lies in a folder that is read."""
     check_empty(out, "an export")
-    check_apart("the export's folder", out, (("read for it", place) for place in read))
+    check_apart("the export's folder", out, (("read for it", path) for path in read))
 
 
 def merge_adapter(
@@ -172,11 +172,13 @@ def merge_adapter(
     sizes = parameter_shapes(shape, reward=reward)
     files.check(sizes)
     dtype = dtype or str(files.dtype).removeprefix("torch.")
-    rounding, kind = Rounding(dtype, shape), files.quantize
+    rounding, quantize = Rounding(dtype, shape), files.quantize
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         for name, size in sizes.items():
-            trained = files.read(name, quantize=kind).view(size) if kind != "none" else None
+            trained = (
+                files.read(name, quantize=quantize).view(size) if quantize != "none" else None
+            )
             merged, base = files.read(name).float(), files.base(name)
             yield rounding(name, merged.view(size), base.view(size), trained)
 

@@ -6,7 +6,7 @@ before any work.
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import TypeVar
 
 from models.arch import ModelConfig
 from ulysses.config.schema import Config, GradientsSection
@@ -104,10 +104,14 @@ TRACKERS: dict[str, Callable[[], type[Tracker]]] = {
 }
 
 
-def enter(doors: dict[str, Callable[[], Any]], name: str, setting: str) -> Any:
-    """Return what is behind a door; ConfigError, one sentence, if the option's files have been taken away."""
+Option = TypeVar("Option")
+
+
+def enter(doors: dict[str, Callable[[], Option]], name: str, setting: str) -> Option:
+    """Return the class behind a door; ConfigError, one sentence, if the option's files have been taken away."""
     try:
-        return doors[name]()
+        import_option = doors[name]
+        return import_option()
     except ModuleNotFoundError as error:
         raise ConfigError(_absent(f'{setting} "{name}"', error.name)) from None
 

@@ -7,10 +7,14 @@ import gc
 import os
 import sys
 from time import time
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ulysses.environment import rank, wants_debug
 from ulysses.imports import announce_imports, explained_imports, interruptible, quiet
+
+if TYPE_CHECKING:
+    from ulysses.config.command_line import Options
+    from ulysses.config.schema import Config
 
 
 def main(arguments: list[str]) -> int:
@@ -32,7 +36,7 @@ def main(arguments: list[str]) -> int:
         return 2
 
 
-def perform(config: Any, options: Any, *, debug: bool) -> int:
+def perform(config: "Config", options: "Options", *, debug: bool) -> int:
     """Train, plan or inspect a run, as the options say; return the exit code, 1 after printing an error.
 
     Raises ConfigError for a setting that cannot be honoured.

@@ -120,7 +120,7 @@ def test_prompt_and_answer(read, row, wanted):
     given = json.loads(row)
     label = given.get("label", given.get("kto_tag"))
     (record,), report = read(row, "sequence" if label is None else "unpaired")
-    assert flat(record) == wanted and record.columns.get("label") == label
+    assert flat(record) == wanted and record.numbers.get("label") == label
     assert (report.read, sum(report.dropped.values())) == (1, 0)
 
 
@@ -153,7 +153,7 @@ def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(read_flat):
 def test_preference_formats(read, read_flat, row):
     assert read_flat(row, "pair") == [PAIR]
     unpaired, _ = read(row, "unpaired")
-    told = [(flat(record), record.columns["label"]) for record in unpaired]
+    told = [(flat(record), record.numbers["label"]) for record in unpaired]
     assert told == [("[user: q] [assistant: a]", 1.0), ("[user: q] [assistant: b]", 0.0)]
     (prompt,), _ = read(row, "prompt")
     assert flat(prompt) == "[user: q] []" and prompt.row == json.loads(row)
@@ -196,7 +196,7 @@ def test_ranked_lists(read):
     assert report.notes == {"rows that gave several examples": 1}
     margin = PAIR_ROW.replace("}", ', "margin": 0.5}')
     found = [
-        (len(r.answers), r.ranks, r.columns["margin"])
+        (len(r.answers), r.ranks, r.numbers["margin"])
         for r in read(f"{row}\n{margin}", "ranked")[0]
     ]
     assert found == [(3, [1, 0, 1], 0), (2, [0, 1], 0.5)]

@@ -14,7 +14,7 @@ def test_update_equals_torchs_adamw(lengths, dtype, apart):
 
     Gradients are in the sums, or of one micro-batch in the weights' dtype, wherever they are.
     """
-    from ulysses.zero.gpu_kernels import OnePassSubGroup, one_pass_does
+    from ulysses.zero.gpu_kernels import OnePassSubGroup, has_one_pass_update
     from ulysses.zero.update import ParameterGroup
 
     torch.manual_seed(0)
@@ -25,7 +25,7 @@ def test_update_equals_torchs_adamw(lengths, dtype, apart):
     ours, plain = (torch.optim.AdamW([p], **groups) for p in (flat, theirs))
     memory = torch.full((len(lengths), 8192), 7.0, dtype=dtype, device="cuda")
     weights = [row[:length] for row, length in zip(memory, lengths)]
-    assert one_pass_does(ours)
+    assert has_one_pass_update(ours)
     few = OnePassSubGroup(ParameterGroup([]), [], weights, [*lengths], flat, ours)
     for step in range(4):
         theirs.grad = (torch.randn_like(theirs) * 10.0 ** (step - 2)).to(dtype).float()
@@ -48,8 +48,8 @@ def test_update_equals_torchs_adamw(lengths, dtype, apart):
 
 
 def test_other_optimizers_are_left_to_torch():
-    from ulysses.zero.gpu_kernels import one_pass_does
+    from ulysses.zero.gpu_kernels import has_one_pass_update
 
     p = torch.zeros(8, device="cuda")
     for optimizer in (torch.optim.SGD([p]), torch.optim.AdamW([p], amsgrad=True)):
-        assert not one_pass_does(optimizer)
+        assert not has_one_pass_update(optimizer)

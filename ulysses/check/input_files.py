@@ -49,7 +49,7 @@ class RunInputs:
     shape: ModelConfig
     folder: Path | None  # of the model; None for a shape given by name or keys
     tokenizer: PreTrainedTokenizerFast
-    place: Path  # the folder, or the tokenizer.json, that the tokenizer was read from
+    tokenizer_path: Path  # the folder, or the tokenizer.json, that the tokenizer was read from
     template: ChatTemplate | None  # None for plain text
     weights: InitialWeights
     # of the stage's other models, by the settings that name them
@@ -220,7 +220,7 @@ def initial_weights(
     tokenizer: PreTrainedTokenizerFast,
     template: ChatTemplate | None,
     folder: Path | None,
-    place: Path,
+    tokenizer_path: Path,
 ) -> tuple[ModelConfig, InitialWeights]:
     """Return the shape as config.json of the export describes it, and the weights that training starts from."""
     pretrained = config.model.init == "pretrained"
@@ -235,7 +235,7 @@ def initial_weights(
     if source and (source / ADAPTER_CONFIG).is_file():
         continues = name_of_base(source)[0] == config.model.path
     if added := config.model.add_tokens:
-        before = load_tokenizer(place, **config.model.special_tokens)
+        before = load_tokenizer(tokenizer_path, **config.model.special_tokens)
         pieces = [before.encode(text, add_special_tokens=False) for text in added]
         # rows that only fill the vocabulary up (model.pad_vocabulary) are made like the last token's
         numbers = [
@@ -258,11 +258,11 @@ def read_tokenizer(
     All but the shape is None if the tokenizer should come with the model, and that is absent.
     """
     if name := config.model.tokenizer:
-        place = Path(name)
-        if not place.exists():
-            place = resolve_model(name, need_weights=False, key="model.tokenizer")
+        path = Path(name)
+        if not path.exists():
+            path = resolve_model(name, need_weights=False, key="model.tokenizer")
     elif folder:
-        place = folder_with(folder, "tokenizer*")
+        path = folder_with(folder, "tokenizer*")
     elif config.model.path:
         return shape, None, None, None
     else:
@@ -270,23 +270,23 @@ def read_tokenizer(
             "model.tokenizer is missing, and there is no model.path to take it from; set it to a folder, a hub id "
             "or a tokenizer.json"
         )
-    if place.is_dir() and not any(chain(*map(place.glob, TOKENIZERS))):
+    if path.is_dir() and not any(chain(*map(path.glob, TOKENIZERS))):
         raise AbsentError(
-            f"{place.absolute()} holds no tokenizer ({', '.join(TOKENIZERS)}); copy the model's own into it, or set "
+            f"{path.absolute()} holds no tokenizer ({', '.join(TOKENIZERS)}); copy the model's own into it, or set "
             "model.tokenizer to a folder, a hub id or a tokenizer.json",
             "model.tokenizer",
         )
     with error_context("model.tokenizer"):
-        tokenizer = load_tokenizer(place, **config.model.special_tokens)
+        tokenizer = load_tokenizer(path, **config.model.special_tokens)
     if len(tokenizer) > shape.vocab_size:
         raise ConfigError(
-            f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "
+            f"the tokenizer {path} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "
             "use the model's own tokenizer or, for random weights, raise model.config.vocab_size"
         )
     if added := config.model.add_tokens:
         if len({*added} - {"", *tokenizer.get_vocab()}) < len(added):
             raise ConfigError(
-                f"{added} has an empty token, one twice, or one that the tokenizer {place} knows; remove it",
+                f"{added} has an empty token, one twice, or one that the tokenizer {path} knows; remove it",
                 "model.add_tokens",
             )
         tokenizer.add_tokens(added)
@@ -307,4 +307,4 @@ def read_tokenizer(
                     raise ValueError(
                         f"the model's window of {window:,} tokens is too short for {text[:40]!r} and an answer"
                     )
-    return shape, tokenizer, place, template
+    return shape, tokenizer, path, template

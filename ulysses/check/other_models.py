@@ -7,7 +7,7 @@ from models.folders import read_config, resolve_model
 from models.initial_weights import InitialWeights
 from ulysses.check.input_files import check_weights, fit_window
 from ulysses.config.schema import Config
-from ulysses.config.section import error_context
+from ulysses.config.section import collecting, error_context
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.stages.base import AuxiliaryModel, Stage
 
@@ -21,7 +21,7 @@ def read_others(
     """Put the weights of frozen models into `others`, by the settings that name them; return what is wrong."""
     errors: list[object] = []
     for other in filter(lambda model: model.path, stage.requirements.models):
-        with error_context(errors=errors):
+        with collecting(errors):
             others[other.setting] = weights = read_other(other, need_weights=need_weights)
             fit_window(config, stage, weights.shape, other.setting)
     return errors

@@ -35,7 +35,7 @@ from ulysses.check.setting_checks import (
 )
 from ulysses.config.command_line import contradictions
 from ulysses.config.schema import Config
-from ulysses.config.section import error_context, refuse
+from ulysses.config.section import collecting, refuse
 from ulysses.data.read.sources import parse_sources, repeated_data
 from ulysses.data.serve.steps import StepLoader
 from ulysses.options import check_parts, stage_of
@@ -57,7 +57,7 @@ def check_settings(
     errors += check_processes(config, world_size)
     errors += contradictions(config, stage)
     errors += check_packages(config, looks=findings is not None)
-    with error_context(errors=errors):
+    with collecting(errors):
         check_tables(config)
     refuse(errors, findings)
     return stage
@@ -81,24 +81,25 @@ def prepare(
     stage = check_settings(config, world_size, findings)
     model, strict = config.model, findings is None
     others = [other for other in stage.requirements.models if other.path]
-    shape = folder = tokenizer = place = template = weights = kernel = resume_from = None
+    shape = folder = tokenizer = tokenizer_path = template = None
+    weights = kernel = resume_from = None
     attention, other_weights, disk_warning = model.attention, {}, ""
     errors: list[object] = []
 
     # ---------------------------------------------------------------- files, each of which may be absent
-    with error_context(errors=errors):
+    with collecting(errors):
         check_sources(config)
     if model.path and not Path(model.path).is_dir():
-        with error_context(errors=errors):
+        with collecting(errors):
             shape = published_shape(config, model.path)
-    with error_context(errors=errors):
+    with collecting(errors):
         shape, folder = read_shape(config, strict)
     if shape:
         if absent := [*check_parts(config, shape)]:
             refuse(errors + absent)
-        with error_context(errors=errors):
+        with collecting(errors):
             check_model(config, stage, shape, folder)
-        with error_context(errors=errors):
+        with collecting(errors):
             shape = fit_window(config, stage, shape)
         errors += check_routers(model, shape)
         if model.lora.rank:
@@ -111,12 +112,14 @@ def prepare(
             errors += check_adapters(model.lora, shape, config)
             config = choose_targets(config, model.lora, shape)
             if folder and model.init == "pretrained":
-                with error_context(errors=errors):
+                with collecting(errors):
                     config = choose_base(config, stage, folder)
             stage = replace(stage, config=config)
-        with error_context(errors=errors):
-            shape, tokenizer, place, template = read_tokenizer(config, stage, shape, folder)
-        with error_context(errors=errors):
+        with collecting(errors):
+            shape, tokenizer, tokenizer_path, template = read_tokenizer(
+                config, stage, shape, folder
+            )
+        with collecting(errors):
             attention, kernel = choose_kernel(config, stage, shape, strict)
     if others:
         from ulysses.check.other_models import check_vocabularies, read_others
@@ -128,10 +131,10 @@ def prepare(
         errors += check_rewards(config.ppo.reward, strict)
     # a dry run that continues no checkpoint looks at the run's folder later, for its verdict
     if strict or config.run.resume != "never":
-        with error_context(errors=errors):
+        with collecting(errors):
             resume_from = resume_point(config.run)
     if shape and resume_from:
-        with error_context(errors=errors):
+        with collecting(errors):
             check_same_run(config, shape, resume_from)
     refuse(errors, findings)
 
@@ -139,14 +142,16 @@ def prepare(
     if not findings:
         if others:
             errors += check_vocabularies(stage, shape, tokenizer, others, other_weights)
-        with error_context(errors=errors):
+        with collecting(errors):
             shape, weights = initial_weights(
-                config, stage, shape, tokenizer, template, folder, place
+                config, stage, shape, tokenizer, template, folder, tokenizer_path
             )
         if weights:
-            with error_context(errors=errors):
-                check_folders(config, folder, place, weights, other_weights, resume_from)
-        with error_context(errors=errors):
+            with collecting(errors):
+                check_folders(
+                    config, folder, tokenizer_path, weights, other_weights, resume_from
+                )
+        with collecting(errors):
             disk_warning = check_disk(stage, shape, resume_from)
         refuse(errors, findings)
     return RunInputs(
@@ -155,7 +160,7 @@ def prepare(
         shape=shape,
         folder=folder,
         tokenizer=tokenizer,
-        place=place,
+        tokenizer_path=tokenizer_path,
         template=template,
         weights=weights,
         others=other_weights,

@@ -58,7 +58,7 @@ BEGINNING = re.compile(rb'\{\s*"stage": ')  # of a run's config.json
 def check_folders(
     config: Config,
     folder: Path | None,
-    place: Path | None,
+    tokenizer_path: Path | None,
     weights: InitialWeights,
     others: Mapping[str, InitialWeights],
     resume_from: Path | None,
@@ -67,22 +67,22 @@ def check_folders(
 
     Args:
         folder: of the trained model.
-        place: of its tokenizer.
+        tokenizer_path: where its tokenizer is.
     """
     output, data = config.output, config.data
     read = []
-    for setting, given in (("data.train", data.train), ("data.eval", data.eval)):
-        read += [(setting, s.place) for s in parse_sources(given) if not s.is_on_hub]
+    for setting, sources in (("data.train", data.train), ("data.eval", data.eval)):
+        read += [(setting, s.local_path) for s in parse_sources(sources) if not s.is_on_hub]
     read.append(("data.cache", Path(data.cache)))
     if folder:
         read.append((TRAINED_MODEL, folder))
-    if config.model.tokenizer and place:
-        read.append(("model.tokenizer", place))
+    if config.model.tokenizer and tokenizer_path:
+        read.append(("model.tokenizer", tokenizer_path))
     for setting, model in {TRAINED_MODEL: weights, **others}.items():
-        read += [(setting, place) for place in {path.parent for path in model.paths}]
+        read += [(setting, folder) for folder in {path.parent for path in model.paths}]
     parts = [output / name for name in ("checkpoints", "tokenizer", "export")]
-    for place in (output, *parts):
-        check_apart("run.output", place, read)
+    for part in (output, *parts):
+        check_apart("run.output", part, read)
     if config.ppo.sampler:
         taken = (("a folder of run.output", part) for part in parts)
         check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
@@ -115,12 +115,13 @@ def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> st
     """
     config = stage.config
     run, output = config.run, config.output
-    place = next(folder for folder in (output, *output.parents) if folder.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
+    nearest = next(folder for folder in (output, *output.parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ConfigError(
-            f"run.output {output} cannot be written: {place} is not a folder that you may write to; set another folder"
+            f"run.output {output} cannot be written: {nearest} is not a folder that you may write to; set "
+            "another folder"
         )
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(nearest).free
     for file in (f for name in ("checkpoints", "export") for f in (output / name).rglob("*")):
         with suppress(OSError):
             free += file.lstat().st_size
@@ -146,7 +147,7 @@ def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> st
         if count > 2 and run.keep != 1:
             changes.append("run.keep = 1")
         return (
-            f"run.output {place} has {_size(free)} free but {' and '.join(what)} would take {_size(need)}; "
+            f"run.output {nearest} has {_size(free)} free but {' and '.join(what)} would take {_size(need)}; "
             f"set {' or '.join(changes)}, or use another disk"
         )
 

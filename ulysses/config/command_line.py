@@ -52,15 +52,15 @@ def parse_command_line(arguments: list[str], **overrides: object) -> CommandLine
 
     Raises ConfigError for anything that is not a valid configuration, all at once.
     """
-    given = _read_arguments(arguments)
-    of_command = {name: given.pop(name) for name in Options.model_fields if name in given}
+    settings = _read_arguments(arguments)
+    of_command = {name: settings.pop(name) for name in Options.model_fields if name in settings}
     options = check(of_command, Options)
     if (options.gpus or options.gpu_memory or options.host_memory) and not options.dry_run:
         raise ConfigError(
             "--gpus, --gpu-memory and --host-memory describe a machine to plan for; add --dry-run or leave them out"
         )
     values = _read_file(options.config) if options.config else {}
-    for key, value in (given | overrides).items():
+    for key, value in (settings | overrides).items():
         put(values, key, value)
     if not values:
         fault = f"{options.config} is empty" if options.config else "there is no configuration"

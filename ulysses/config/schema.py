@@ -19,9 +19,9 @@ from ulysses.config import stage_sections as stages
 from ulysses.config.section import (
     LOCAL,
     Fraction,
-    Place,
-    PlaceOrName,
-    PlaceOrWord,
+    LocalPath,
+    PathOrName,
+    PathOrWord,
     Section,
     Share,
     TemplateName,
@@ -97,7 +97,7 @@ class RopeSection(Section):
 
 
 class ModelSection(Section):
-    path: PlaceOrName | None = None
+    path: PathOrName | None = None
     """Folder or hub id of the model, which provides its configuration, weights and tokenizer."""
     arch: str | None = Field(
         None,
@@ -114,7 +114,7 @@ class ModelSection(Section):
     """Whether the weights are read from path or drawn at random, which needs no weight files."""
     revision: str | None = None
     """Branch, tag or commit, if path is a hub id."""
-    tokenizer: PlaceOrName | None = None
+    tokenizer: PathOrName | None = None
     """Folder, hub id or tokenizer.json of the tokenizer; by default the one that comes with the model."""
     special_tokens: dict[str, str] = {}
     """Texts of the special tokens (bos_token, eos_token, pad_token), which a tokenizer.json alone does not name."""
@@ -166,7 +166,7 @@ class DataSection(Section):
     """Whether a row that breaks its format stops the run, or is left out and counted."""
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """Processes that tokenise data which the cache does not hold; "auto" is one for each core, at most 16."""
-    cache: Place = Field("~/.cache/ulysses", validate_default=True)
+    cache: LocalPath = Field("~/.cache/ulysses", validate_default=True)
     """Folder that keeps tokenised data and reference log-probabilities; a DPO run needs the latter to resume."""
 
 
@@ -235,7 +235,7 @@ class MemorySection(Section):
 
 
 class RunSection(Section):
-    output: Place = Field("runs/run", validate_default=True)
+    output: LocalPath = Field("runs/run", validate_default=True)
     """Folder of the run, which receives its configuration, metrics, checkpoints and export."""
     steps: NonNegativeInt = 0
     """Length of the run in optimizer steps; 0 leaves it to epochs."""
@@ -259,7 +259,7 @@ class RunSection(Section):
     """Save a checkpoint after the last step; a run that a signal asks to stop saves one in any case."""
     keep: NonNegativeInt = 2
     """Number of newest checkpoints that are kept, in addition to the best one; 0 keeps all."""
-    resume: PlaceOrWord = "never"
+    resume: PathOrWord = "never"
     """What to continue from: "never", "auto" (the newest complete checkpoint, if any) or the folder of a checkpoint."""
     resume_anyway: bool = False
     """Continue a checkpoint although the training data, the weights of frozen models (with LoRA, of the base),

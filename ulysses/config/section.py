@@ -136,10 +136,10 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 # Values that mean no path, even where there is a file of this name.
 WORDS = ("", "never", "auto", "cached", "live")
-Place = Annotated[str, AfterValidator(absolute)]
-PlaceOrWord = Annotated[str, AfterValidator(lambda x: x if x in WORDS else absolute(x))]
+LocalPath = Annotated[str, AfterValidator(absolute)]
+PathOrWord = Annotated[str, AfterValidator(lambda x: x if x in WORDS else absolute(x))]
 LOCAL = AfterValidator(_local)
-PlaceOrName = Annotated[str, LOCAL]
+PathOrName = Annotated[str, LOCAL]
 TemplateName = Annotated[
     # a path has a / or ends with .jinja; a template's own text has {{ or {%
     str,
@@ -198,21 +198,25 @@ def flat(tables: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 
 @contextmanager
-def error_context(
-    key: str = "", errors: list[object] | None = None, *, absent: bool = False
-) -> Iterator[None]:
-    """Turn an error about a value or a file into a ConfigError about the setting `key`.
+def error_context(key: str = "", *, absent: bool = False) -> Iterator[None]:
+    """Raise an error about a value or a file as a ConfigError about the setting `key`.
 
-    Args:
-        errors: a list that collects the error; without one it is raised.
-        absent: take every error for an AbsentError, and not only that of a file which does not exist.
+    `absent` takes every error for an AbsentError, and not only that of a file which does not exist.
     """
     try:
         yield
+    except ConfigError:
+        raise
     except (ValueError, OSError) as error:
-        if not isinstance(error, ConfigError):
-            absent = absent or isinstance(error, FileNotFoundError)
-            error = (AbsentError if absent else ConfigError)(visible(str(error)), key)
-        if errors is None:
-            raise error from None
+        absent = absent or isinstance(error, FileNotFoundError)
+        raise (AbsentError if absent else ConfigError)(visible(str(error)), key) from None
+
+
+@contextmanager
+def collecting(errors: list[object]) -> Iterator[None]:
+    """Add an error to a list, as the ConfigError of `error_context`, in place of raising it."""
+    try:
+        with error_context():
+            yield
+    except ConfigError as error:
         errors.append(error)

@@ -12,7 +12,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from ulysses.config.section import Fraction, PlaceOrName, PlaceOrWord, Section, Share, Values
+from ulysses.config.section import Fraction, PathOrName, PathOrWord, Section, Share, Values
 
 # Every stage in the order of --help, with its usual learning rate and the reason for it.
 LEARNING_RATES = {
@@ -54,7 +54,7 @@ class SftSection(Section):
 
 
 class DistillSection(Section):
-    teacher: PlaceOrName = ""
+    teacher: PathOrName = ""
     """Folder or hub id of the model to learn from, which must have the student's tokenizer."""
     jsd_beta: Fraction = 0.0
     """Divergence from the teacher: 0 is forward KL, 1 reverse KL, and between them the generalised Jensen-Shannon
@@ -91,7 +91,7 @@ class DpoSection(Section):
     """LD-DPO: weight of the tokens beyond the shorter answer's length, for policy and reference; 1 is plain DPO."""
     sft_weight: NonNegativeFloat = 0.0
     """Weight of the token-mean negative log-likelihood of the chosen answers."""
-    reference: PlaceOrName = "cached"
+    reference: PathOrName = "cached"
     """"cached" (the initial policy's log-probabilities, computed once), "live" (a frozen copy) or a model's path."""
 
     @property
@@ -108,7 +108,7 @@ class KtoSection(Section):
     """Weight of good answers; keep desirable_weight * good / (undesirable_weight * bad) within 1 and 4/3."""
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of bad answers."""
-    reference: PlaceOrName = "live"
+    reference: PathOrName = "live"
     """"live", a frozen copy of the initial policy, or another model's path."""
 
 
@@ -118,14 +118,14 @@ def is_function(reward: str) -> bool:
 
 
 class PpoSection(Section):
-    reward: Annotated[dict[PlaceOrName, float], WEIGHED, ONE_OR_MORE] = {}
+    reward: Annotated[dict[PathOrName, float], WEIGHED, ONE_OR_MORE] = {}
     """What scores an answer: module:function of (prompt, completion, row) or (prompts, completions, rows), a server's
     http://address, a reward model's folder or hub id, a list of these, whose scores are added, or {reward = weight}."""
     reward_workers: int = Field(0, ge=0, le=1024)
     """Processes beside each training process that call reward functions of one answer; 0 calls them in line."""
     reward_timeout: float = Field(60.0, gt=0, le=1e6)
     """Seconds that a worker or a server may take for one answer."""
-    reference: PlaceOrName = "live"
+    reference: PathOrName = "live"
     """What the KL penalty is measured against: "live", a frozen copy of the initial policy, or another model's path."""
     advantage: Literal["gae", "group", "leave_one_out", "reinforce++"] = "gae"
     """Where advantages come from: gae trains a value model; the others need none, and compare answers instead. Those of
@@ -154,7 +154,7 @@ class PpoSection(Section):
     GPU's free memory holds, up to 512, and 64 elsewhere."""
     sampler: Annotated[list[Annotated[str, Field(pattern=ADDRESS)]], ONE_OR_MORE] = []
     """Servers that sample instead of this engine: vllm+http://host:port or sglang+http://host:port, or a list."""
-    sampler_folder: PlaceOrWord = ""
+    sampler_folder: PathOrWord = ""
     """Where the policy is exported for the servers, on a disk that they share with rank 0; default OUTPUT/sampler."""
     sampler_reload: Values = {}
     """{path = body} of the calls that make a server read that folder (FOLDER in a body); empty takes the dialect's."""

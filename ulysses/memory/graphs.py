@@ -105,7 +105,9 @@ def other_leaves(layers: nn.Module, grads: dict[nn.Parameter, Tensor]) -> Iterat
     """Let other parameters with the same memory stand in for those of the layers, and for the keys of `grads`.
 
     While the loss of an ordinary pass is still referred to, its autograd graph holds the nodes that accumulate the
-    parameters' gradients. They belong to the stream of that pass, which a recording must not touch.
+    parameters' gradients. They belong to the stream of that pass, which a recording must not touch. They are exchanged
+    in the modules' tables, as torch.func.functional_call does it, because the backward needs the same ones as the
+    forward: functional_call puts the old ones back after each call, and would run hooks.
     """
     tables = [m._parameters for m in layers.modules()]
     old_tables, old_grads = [dict(table) for table in tables], dict(grads)

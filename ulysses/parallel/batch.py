@@ -80,8 +80,8 @@ class Sequence:
     @property
     def emptied(self) -> "Sequence":
         """This sequence without its tokens: a batch that has no sequences learns its columns from it."""
-        columns = {name: values[:0] for name, values in self.token_columns.items()}
-        return Sequence(self.tokens[:0], self.loss_weights[:0], columns, self.columns)
+        per_token = {name: values[:0] for name, values in self.token_columns.items()}
+        return Sequence(self.tokens[:0], self.loss_weights[:0], per_token, self.columns)
 
 
 def shared_prompts(
@@ -90,12 +90,12 @@ def shared_prompts(
     """Return for each sequence of a pack the place of the first with its prompt, and how many tokens it leaves out."""
     firsts: dict[int, int] = {}
     shared = []
-    for place, sequence in enumerate(sequences):
-        first = place
+    for i, sequence in enumerate(sequences):
+        first = i
         if sequence.prompt is not None:
-            first = firsts.setdefault(sequence.prompt, place)
+            first = firsts.setdefault(sequence.prompt, i)
         length = min(sequence.prompt_length, sequences[first].prompt_length)
-        shared.append((first, max(0, length - 1) if first < place else 0))
+        shared.append((first, max(0, length - 1) if first < i else 0))
     return shared
 
 
@@ -174,7 +174,7 @@ def pack_shard(
         column_source, left_out, num_tokens, starts, ranges, is_last
     )
     valid = torch.nonzero(loss_weights).squeeze(1)
-    columns = {
+    per_sequence = {
         name: torch.tensor([s.columns[name] for s in column_source])[:num_sequences]
         for name in sorted(column_source[0].columns)
     }
@@ -196,7 +196,7 @@ def pack_shard(
     return ShardedBatch(
         **moved(tensors),
         token_columns=moved(token_columns),
-        sequence_columns=moved(columns),
+        sequence_columns=moved(per_sequence),
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         num_tokens_shared=sum(left_out),
@@ -209,8 +209,8 @@ def pack_shard(
             mesh,
             device,
             {
-                place: (starts[first], starts[first] + count)
-                for place, (first, count) in enumerate(shared)
+                i: (starts[first], starts[first] + count)
+                for i, (first, count) in enumerate(shared)
                 if count
             },
             tail=len(tail) > 0,

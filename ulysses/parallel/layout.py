@@ -11,18 +11,21 @@
 Queries and outputs travel between the U ranks of one line of this picture; keys and values go to every rank that
 attends with them. R = 1 is plain Ulysses: one row set and contiguous shards.
 
-With R > 1 all row sets have equally many tokens and the same causal cost. They are cut from the pack like pieces of a
-necklace: bend the remaining tokens into a circle, take the window of T/R tokens that costs the mean of all windows (one
-exists, because cost changes gradually from window to window), close the circle and repeat. For one long sequence this
-gives the nested zigzag
+With R > 1 all row sets have equally many tokens and the same causal cost. To deal a set, the remaining tokens are bent
+into a circle; the set is the window of T/R tokens that costs the mean of all windows (one exists, because cost changes
+gradually from window to window). The circle is closed for the next set. For one sequence of 8 tokens and R = 2:
 
-        [ 3 | 2 | 1 | 0     0 | 1 | 2 | 3 ]
+        row             0   1   2   3   4   5   6   7
+        cost            1   3   5   7   9  11  13  15     the keys that it sees, its own counted half; twice that
+        windows of 4    from row 0 it is 16, from row 1 it is 24, from row 2 it is 32, half of the whole
+        row set 0               x   x   x   x              one arc
+        row set 1       x   x                   x   x      two arcs, 1 + 3 + 13 + 15 = 32
 
-and for any pack at most 2R - 1 arcs in total. An arc is contiguous in the pack, so its attention is one kernel call on
-contiguous query rows and a contiguous range of keys. An arc consists of whole documents, except that the first one may
-start in the middle (then it has fewer queries than keys, and the causal mask is aligned bottom-right) and the last one
-may end early. No key is copied for a second arc. Positions travel with their tokens, so the rest of the engine does not
-notice the order.
+With any R one sequence gives such nested sets, and any pack at most 2R - 1 arcs in total. An arc is contiguous in the
+pack, so its attention is one kernel call on contiguous query rows and a contiguous range of keys. An arc consists of
+whole documents, except that the first one may start in the middle (then it has fewer queries than keys, and the causal
+mask is aligned bottom-right) and the last one may end early. No key is copied for a second arc. Positions travel with
+their tokens, so the rest of the engine does not notice the order.
 
 A document is a sequence of the pack, or its tail. A sequence that leaves out a shared prompt is a suffix; the packed
 rows that it leaves out, which an earlier sequence holds, are its prefix (batch.py).

@@ -40,7 +40,7 @@ class HeadExchange:
         self.plan, self.mesh, self.heads = plan, plan.mesh, [heads for heads, _ in parts]
         values, ranks = max(self.heads), self.mesh.sequence_parallel_size
         self.ranks = math.gcd(ranks, values)
-        self.my_set, self.place = divmod(self.mesh.sp_rank, self.ranks)
+        self.my_set, self.my_block = divmod(self.mesh.sp_rank, self.ranks)
         self.layouts = [head_layout(values, heads, self.ranks) for heads in self.heads]
         self.widths = [layout.key * width for layout, (_, width) in zip(self.layouts, parts)]
         # the first axes of a send buffer
@@ -51,7 +51,7 @@ class HeadExchange:
         if self.ranks == 1:
             return columns
         layout = self.layouts[part]
-        slots = torch.arange(layout.key, device=columns.device) + self.place * layout.key
+        slots = torch.arange(layout.key, device=columns.device) + self.my_block * layout.key
         return columns.unflatten(0, (self.heads[part], -1))[slots // layout.repeat].flatten(
             0, 1
         )

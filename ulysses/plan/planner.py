@@ -86,7 +86,7 @@ def planner_question(
     The degree "auto" becomes the smallest whose plan fits, or all processes if none does. Where the answers that are
     decoded at a time do not fit, their number is halved.
     """
-    config, facts = stage.config, stage.requirements
+    config, requirements = stage.config, stage.requirements
     degree, ppo, samples = (
         config.parallel.sequence_parallel_size,
         config.ppo,
@@ -96,18 +96,18 @@ def planner_question(
         planner_model(stage, shape),
         machine,
         tokens,
-        documents=max(stage.sequences_per_example, tokens // facts.longest_example),
-        forwards=facts.extra_forwards,
-        logit_bytes=facts.logit_bytes,
+        documents=max(stage.sequences_per_example, tokens // requirements.longest_example),
+        forwards=requirements.extra_forwards,
+        logit_bytes=requirements.logit_bytes,
         element_size=getattr(torch, config.model.dtype).itemsize,
         moment_bytes=MOMENT_BYTES[config.optimizer.moments],
         **config.memory.model_dump(exclude={"host_memory"}),
     )
-    if facts.models:
-        question = _with_models(question, facts.models)
-    if facts.rollout:
-        prompts = -(-facts.examples_per_load // machine.gpus)
-        rollout = facts.rollout._replace(answers=prompts * facts.rollout.answers)
+    if requirements.models:
+        question = _with_models(question, requirements.models)
+    if requirements.rollout:
+        prompts = -(-requirements.examples_per_load // machine.gpus)
+        rollout = requirements.rollout._replace(answers=prompts * requirements.rollout.answers)
         question = question._replace(rollout=rollout)
     if samples:  # every process answers all of them
         count = samples if isinstance(samples, int) else len(samples)
@@ -115,7 +115,7 @@ def planner_question(
         answers = PlannedRollout(count, *lengths, merged=config.model.lora.rank > 0)
         question = question._replace(samples=answers)
     halvings = 1
-    if (facts.rollout or samples) and ppo.generation_batch == "auto":
+    if (requirements.rollout or samples) and ppo.generation_batch == "auto":
         halvings = ppo.planned_batch.bit_length()
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]
     *others, last = (
@@ -152,21 +152,21 @@ def run_question(
     Args:
         train: the training data; None plans with examples of the greatest length that the settings allow.
     """
-    config, facts, sides = stage.config, stage.requirements, stage.sequences_per_example
+    config, requirements, sides = stage.config, stage.requirements, stage.sequences_per_example
     budget = config.batch.tokens_per_microbatch
     auto = budget == "auto"
     # a micro-batch must hold the longest example or, if that is unknown, the longest that there may be
-    longest = sides * facts.longest_example
+    longest = sides * requirements.longest_example
     if train is None:
         tokens = longest if auto else budget
         question = planner_question(stage, shape, machine, tokens)
         whole = min(longest, tokens)
         pairs = sides * squares(whole / sides, windows=shape.windows)
-        examples = facts.examples_per_step
+        examples = requirements.examples_per_step
         step = PlannedStep([whole] * examples, [pairs] * examples)
         return cut_steps(question, step, step, auto)
     loader = StepLoader(
-        train, facts.examples_per_load, tokens_per_microbatch=0, seed=config.run.seed
+        train, requirements.examples_per_load, tokens_per_microbatch=0, seed=config.run.seed
     )
     typical, largest = loader.planned_steps()
 
@@ -194,13 +194,13 @@ def planned_step(
     The answers of a rollout count with their greatest length. A shared prompt counts once, and its last token with
     every answer.
     """
-    facts = stage.requirements
+    requirements = stage.requirements
     lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
-    if facts.rollout:
-        count = facts.rollout.answers
-        prompts = lengths.repeat(count, axis=0)[: facts.examples_per_step]
+    if requirements.rollout:
+        count = requirements.rollout.answers
+        prompts = lengths.repeat(count, axis=0)[: requirements.examples_per_step]
         prefixes = (prompts - 1) * (1 - 1 / count) * data.share_prompts
-        lengths = prompts + facts.rollout.new_tokens - prefixes
+        lengths = prompts + requirements.rollout.new_tokens - prefixes
     shares = bool(data.prefix_lengths.any() or prefixes.any())
     pairs = squares(1.0 * lengths, prefixes, shape.windows)
     tokens = np.rint(lengths.sum(1)).astype(int).tolist()
@@ -219,7 +219,7 @@ def candidates(question: Question, resident: bool) -> Iterator[Plan]:
     count, offload = question.model.shape.num_hidden_layers, question.offload
     for faster, level in pairwise((None, *question.levels)):
         plan, most = Plan(question, (level,) * count, resident=resident), 0
-        if "none" not in (offload, level):
+        if offload != "none" and level != "none":
             room = question.machine.host_budget - predict(plan).host
             most = sum(x <= room for x in accumulate(plan.kept))
         least = most if offload == "checkpoints" else 0

@@ -29,7 +29,7 @@ from pathlib import Path
 from queue import Queue
 from traceback import extract_tb, format_exception_only
 
-from ulysses.config.section import LARGEST, ConfigError, UserCodeError, error_context, visible
+from ulysses.config.section import LARGEST, ConfigError, UserCodeError, collecting, visible
 from ulysses.config.stage_sections import is_function
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.rl.servers import post
@@ -240,7 +240,7 @@ def check_rewards(rewards: Iterable[str], strict: bool) -> list[object]:
     """
     errors: list[object] = []
     for reward in filter(is_function, rewards):
-        with error_context(errors=errors):
+        with collecting(errors):
             if strict:
                 load_function(reward)
             elif "//" not in reward and find_spec(re.split("[.:]", reward)[0]) is None:

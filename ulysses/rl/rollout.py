@@ -115,8 +115,8 @@ class Rollout:
         self.lengths, self.example_ids, self.prefixes = self.layout.numpy()
         self.ends = self.lengths.cumsum()
         tables = np.zeros((2, len(self.ends), self.answers_per_prompt), np.int64)
-        places = np.arange(len(self.ends)) - self.example_ids
-        tables[:, self.example_ids, places] = self.lengths, self.prefixes
+        within_example = np.arange(len(self.ends)) - self.example_ids
+        tables[:, self.example_ids, within_example] = self.lengths, self.prefixes
         self.sequence_lengths, self.prefix_lengths = tables
 
     def examples(self, prompts: list[int]) -> list[int]:
@@ -132,12 +132,12 @@ class Rollout:
         sequences = []
         for length, prefix in zip(filter(None, lengths), prefixes):
             begin, end = end, end + length
-            columns = {
+            per_token = {
                 name: np.concatenate([column[start : start + prefix], column[begin:end]])
                 for name, column in arrays.items()
             }
-            tokens, weights = columns.pop("tokens"), columns.pop("weights")
-            sequences.append(Sequence(tokens, weights, columns, {}, i, prompt_length))
+            tokens, weights = per_token.pop("tokens"), per_token.pop("weights")
+            sequences.append(Sequence(tokens, weights, per_token, {}, i, prompt_length))
         return Example(i, tuple(sequences))
 
     def save(self, path: Path) -> None:

@@ -213,7 +213,7 @@ class Sampler:
                 part[:count] = part[slots]
             if self.states:
                 self.states.copy(slots, slice(count))
-        return {place: busy[slot] for place, slot in enumerate(slots)}
+        return {new: busy[old] for new, old in enumerate(slots)}
 
     def _plan(self, tasks: list[Task]) -> tuple[int, int]:
         """Return the number of steps until the host looks again, and the columns of the cache that they see."""

@@ -97,13 +97,13 @@ def trained_engine(
 
     `plan` says what its layers keep for the backward pass; `attention` is the kernel in place of the configured one.
     """
-    model, facts, memory = config.model, stage.requirements, layer_memory(plan)
-    kind = model_class(reward=stage.reward, value=facts.value)
+    model, requirements, memory = config.model, stage.requirements, layer_memory(plan)
+    chosen_class = model_class(reward=stage.reward, value=requirements.value)
     if model.lora.rank:
         from models.lora import add_adapters
 
     def create() -> nn.Module:
-        module = kind(
+        module = chosen_class(
             weights.shape,
             mesh,
             quantize=model.quantize,
@@ -127,7 +127,7 @@ def trained_engine(
         parameter_groups(
             built,
             config.optimizer.weight_decay,
-            facts.scopes,
+            requirements.scopes,
             eight_bit=config.optimizer.moments == "8bit",
         ),
         (DecoderLayer,),
@@ -161,8 +161,10 @@ def frozen_engine(
     resident: bool = False,
 ) -> ZeroEngine:
     """Create a language model or a reward model that is only run; `resident` keeps its weights whole on every rank."""
-    kind, settings = model_class(reward=reward), _zero_settings(config, weights.shape)
-    create = partial(kind, weights.shape, mesh, attention=attention or config.model.attention)
+    chosen_class, settings = model_class(reward=reward), _zero_settings(config, weights.shape)
+    create = partial(
+        chosen_class, weights.shape, mesh, attention=attention or config.model.attention
+    )
     built = build_partitioned(create, settings, weights.fill, resident=resident)
     return ZeroEngine(built.eval().requires_grad_(False), settings, (DecoderLayer,))
 

@@ -101,7 +101,7 @@ def _plan_steps(
 ) -> None:
     """Print how the run is divided, how long it is, and what it takes."""
     config, machine = inputs.config, question.machine
-    stage, run, facts = inputs.stage, config.run, inputs.stage.requirements
+    stage, run, requirements = inputs.stage, config.run, inputs.stage.requirements
     groups = machine.gpus // question.sp
     print(
         f"{counted(machine.gpus, 'process', 'es')}: data parallel {groups} x sequence parallel {question.sp}, "
@@ -109,7 +109,7 @@ def _plan_steps(
     )
     if train:
         loader = step_loader(inputs, train, question.tokens_per_microbatch, groups)
-        per_epoch = loader.steps_per_epoch * facts.steps_per_load
+        per_epoch = loader.steps_per_epoch * requirements.steps_per_load
         total = stage.total_steps(loader)
         print(
             f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}",

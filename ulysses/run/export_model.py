@@ -32,6 +32,7 @@ from models.writing import (
     TOKENIZER_FILES,
     Rounding,
     copy_side_files,
+    is_wider,
     whole_weights,
     write_weights,
 )
@@ -55,7 +56,7 @@ def save_tokenizer(inputs: RunInputs, target: Path) -> None:
     a `tokenizer_class` that transformers 4 does not know, `model_input_names` if that class is a generic one, special
     tokens that differ, the template's variables, and `chat_template` if the run has another one.
     """
-    tokenizer, stage, source = inputs.tokenizer, inputs.stage, inputs.place
+    tokenizer, stage, source = inputs.tokenizer, inputs.stage, inputs.tokenizer_path
     special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
     chat = stage.dataset_type != "text"
     other_template = chat and inputs.config.data.chat_template != "tokenizer"
@@ -160,7 +161,7 @@ def export_model(
     card, base_files, carried = model_card(config, step), None, {}
     was_quantised = source.quantize != "none" and not for_servers
     from_folder = not lora.rank and Path(str(source.path)).is_dir()
-    reads_base = was_quantised or (rounding.name < source.dtype and from_folder)
+    reads_base = was_quantised or (is_wider(source.dtype, rounding.name) and from_folder)
     # tensors of vision or multi-token prediction, which are copied from the base
     has_others = (shape.around or shape.delta) and not reward
     if whole and source.init == "pretrained" and (reads_base or has_others):

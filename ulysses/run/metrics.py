@@ -135,5 +135,7 @@ def _new_tracker(name: str) -> Tracker:
     """Return a tracker that is not started: the metrics' file, one of TRACKERS, or the user's module:Class."""
     if name == METRICS:
         return MetricsFile()
-    kind = enter(TRACKERS, name, "run.trackers") if name in TRACKERS else resolve_name(name)
-    return kind()
+    tracker_class = (
+        enter(TRACKERS, name, "run.trackers") if name in TRACKERS else resolve_name(name)
+    )
+    return tracker_class()

@@ -3,9 +3,13 @@
     balance loss   N * sum_n f_n P_n     f_n: choices of expert n per row, P_n: mean probability; over all layers' rows
 
 This is transformers' load_balancing_loss_func (Fedus et al. 2021, 2101.03961) of one batch that holds the whole step.
-f is a constant for the gradient, so that only P, a sum over rows, is differentiated: an ordinary term of the step. But
-f must be known before the first backward pass. One micro-batch tells it when it has run forward; several run forward
-once more before the step.
+f is a constant for the gradient, so that only P, a sum over rows, is differentiated. But f must be known before the
+first backward pass. One micro-batch tells it when it has run forward; several run forward once more before the step.
+
+The loss is no Term of the stage, because the routers' probabilities stay inside the layers, which backward runs again.
+`_balance` computes what the loss adds to the gradient of a row's probabilities, and RouterRecord (models/moe.py) adds
+it when backward comes to them. The loop calls `begin` before the step's forward passes, and after its backward passes
+`add`, which adds the value of the loss to the metrics.
 """
 
 import torch
@@ -63,9 +67,9 @@ class Routers:
         first = dist.get_rank() == 0
         layers = enumerate(self.config.layers)
         numbers = [number for number, kind in layers if kind.feed_forward == "experts"]
-        for place, number in enumerate(numbers):
-            metrics.add(f"experts/busiest/{number}", busiest[place] * first)
-            metrics.add(f"experts/idle/{number}", idle[place] * first)
+        for i, number in enumerate(numbers):
+            metrics.add(f"experts/busiest/{number}", busiest[i] * first)
+            metrics.add(f"experts/idle/{number}", idle[i] * first)
         if self.shares is not None and self.coefficient:
             loss = torch.dot(self.shares, self.record.probabilities)
             metrics.add("aux_loss", loss)

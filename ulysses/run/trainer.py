@@ -256,7 +256,9 @@ class Trainer:
         values = metrics.reduce()
         if self.stragglers and (slow := self.stragglers.note(self.step + 1, values)):
             self.say(slow)
-        self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
+        # what one rank asks for, all of them do
+        ranks_that_stop, ranks_that_save = values.pop("stop"), values.pop("save")
+        self.stop_requested, self.save_due = ranks_that_stop > 0, ranks_that_save > 0
         return self.stage.finalise_metrics(values)
 
     def _update(self, gradients: Gradients, values: Metrics) -> Metrics:
@@ -286,10 +288,14 @@ class Trainer:
 
     def _measure(self, values: Metrics, seconds: float) -> None:
         """Add the metrics of speed and memory, and remove the counts that they are computed from."""
-        work = values["tokens"], values.pop("squares"), values.pop("projected")
-        values |= {"tokens_per_second": values["tokens"] / seconds, "seconds": seconds}
+        tokens, squares, projected = (
+            values["tokens"],
+            values.pop("squares"),
+            values.pop("projected"),
+        )
+        values |= {"tokens_per_second": tokens / seconds, "seconds": seconds}
         if self.peak_flops:
-            rate = self.flops(*work) / seconds
+            rate = self.flops(tokens, squares, projected) / seconds
             values["mfu"] = rate / self.mesh.world_size / self.peak_flops
         if self.engine.device.type == "cuda":
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.decoder import VALUE
+from models.writing import is_wider
 from ulysses import environment
 from ulysses.check.agreement import agree, changes, facts_of
 from ulysses.check.kernel_proof import check_kernel
@@ -330,7 +331,7 @@ class TrainingRun:
             return full_parameters(
                 self.engine,
                 lambda name: wanted(name) and not name.startswith(VALUE),
-                exact=dtype > config.model.dtype,
+                exact=is_wider(dtype, config.model.dtype),
             )
 
         note = export_model(

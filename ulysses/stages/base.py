@@ -105,9 +105,9 @@ class MetricSums:
 
     def reduce(self) -> Metrics:
         """Return the global sums and means; a mean over nothing is left out. One collective and one host read."""
-        numbers = iter(self.totals().tolist())
+        numbers = self.totals().tolist()
         means = dict(zip(self.sums, numbers))
-        for name, count in zip(self.counts, numbers):
+        for name, count in zip(self.counts, numbers[len(self.sums) :], strict=True):
             if count:
                 means[name] /= count
             else:
@@ -332,6 +332,7 @@ class Stage:
 
     def on_first_rank(self, value: Number) -> Number:
         """Return the value on sequence-parallel rank 0 and zero elsewhere: a sequence counts once per group."""
+        # the product is a number or a tensor as the value is, with its shape and dtype
         return value if self.mesh.sp_rank == 0 else value * 0
 
     def local_sum(self, term: Term) -> Tensor:

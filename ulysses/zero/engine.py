@@ -142,6 +142,7 @@ class TrainedEngine(ZeroEngine):
     @torch.no_grad()
     def step(self, gradients: Gradients, lr: float) -> None:
         """Update the weights by the slices of `gradients` times their factors; `lr` is the schedule's learning rate."""
+        # in the order of `slices`: sub-group after sub-group, and in each the order of its parameters
         entries = iter(gradients.entries)
         with self.weights.rewritten():
             for sub_group in self.sub_groups:

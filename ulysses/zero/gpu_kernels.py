@@ -101,8 +101,8 @@ def _in_triton(tensor: Tensor) -> Any:
     return getattr(tl, str(tensor.dtype).removeprefix("torch."))
 
 
-def one_pass_does(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether OnePassSubGroup does what the optimizer would."""
+def has_one_pass_update(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether OnePassSubGroup takes the same step as the optimizer."""
     is_usual = not any(optimizer.defaults.get(name) for name in ("amsgrad", "maximize"))
     return AVAILABLE and is_usual and isinstance(optimizer, torch.optim.AdamW)
 

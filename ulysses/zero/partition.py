@@ -68,13 +68,14 @@ def sub_groups(
             sub_optimizer = optimizer(
                 [{"params": [master], "weight_decay": group.weight_decay}]
             )
+            # Every class takes its settings from the optimizer, whose own step only SubGroup calls.
             sub_group_class = SubGroup
             if group.eight_bit:
                 from ulysses.zero.eight_bit import EightBitSubGroup
 
                 sub_group_class = EightBitSubGroup
             elif master.is_cuda and weights[0].is_cuda:
-                if gpu_kernels.one_pass_does(sub_optimizer):
+                if gpu_kernels.has_one_pass_update(sub_optimizer):
                     sub_group_class = gpu_kernels.OnePassSubGroup
             lengths = [shard_of(p).length for p in parameters]
             yield sub_group_class(group, parameters, weights, lengths, master, sub_optimizer)

@@ -41,8 +41,10 @@ from ulysses.data.read.tokenizer import (
     PreTrainedTokenizerFast,
     Rendered,
     TextEncoder,
+    at_marks,
     finishes,
     template_text,
+    unmarked,
 )
 
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
@@ -175,12 +177,16 @@ class ChatTemplate:
         # Qwen3.8's template reads thinking from a key of its own alone, and writes an empty block before thinking that
         # stands in the content. Blocks are counted in the answer alone: SmolLM3's system text names the tags, too.
         in_content = {**answer, "content": "<think>\n1\n</think>\n\n2"}
-        blocks = []
+        in_key = {**answer, "reasoning_content": "1"}
+
+        def thinking_blocks(written: TemplateMessage) -> int:
+            text = self._render(context, [QUESTION, written]).removeprefix(closed)
+            return text.count("</think>")
+
+        self._moves_thinking = False
         with suppress(DropRowError):
-            for thinking in (in_content, {**answer, "reasoning_content": "1"}):
-                text = self._render(context, [QUESTION, thinking]).removeprefix(closed)
-                blocks.append(text.count("</think>"))
-        self._moves_thinking = blocks == [2, 1]
+            adds_a_block = thinking_blocks(in_content) == 2
+            self._moves_thinking = adds_a_block and thinking_blocks(in_key) == 1
         answered = self._render(context, [QUESTION, answer])
         self._answered = unmarked(answered.removeprefix(closed))
         return [opened, closed, answered]
@@ -273,22 +279,24 @@ class ChatTemplate:
         """Render the texts that hold the answers, the last one's first; return where in them each answer stands."""
         texts: dict[str, dict[int, Span]] = {}
         problems: list[DropRowError] = []
-        # the text in hand, and where answers stand in it
+        # the newest text, and where answers stand in it
         text, spans = "", {}
         # Only templates that know of thinking are known to write earlier turns differently.
         rewrites = turns == "auto" and "think" in self.text
         for i in reversed(answers):
             try:
                 if i not in spans:
-                    shorter, places = self._render_answer(messages, context, i)
+                    own_text, own_spans = self._render_answer(messages, context, i)
+                    # the last answer's text may show where earlier answers stand, which then need no text
                     if not texts and turns != "separate":
                         if self.marks_generation:
-                            spans = {} if rewrites else places
+                            spans = {} if rewrites else own_spans
                         elif len(answers) > 2:
-                            spans = self._find_answers(messages, context, shorter, places)
-                    spans[i] = places[i]
-                    if turns == "separate" or not text.startswith(shorter.rstrip("\n")):
-                        text = shorter
+                            spans = self._find_answers(messages, context, own_text, own_spans)
+                    spans[i] = own_spans[i]
+                    # a longer text that begins with this one holds the answer at the same place
+                    if turns == "separate" or not text.startswith(own_text.rstrip("\n")):
+                        text = own_text
                 elif not is_complete(messages[i], text, spans[i]):
                     raise DropRowError(LEFT_OUT)
                 texts.setdefault(text, {})[i] = spans[i]
@@ -478,11 +486,6 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def unmarked(text: str) -> str:
-    """Return a rendered text without the marks around its answers."""
-    return "".join(at_marks(text))
-
-
 def assistant_indices(messages: Sequence[TemplateMessage]) -> list[int]:
     """Return the indices of the assistant's messages."""
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -492,8 +495,3 @@ def marked_spans(parts: Sequence[str]) -> list[Span]:
     """Return where the answers stand in a text that `at_marks` has cut into parts, without the marks."""
     ends = list(accumulate(map(len, parts)))
     return list(zip(ends[::2], ends[1::2]))
-
-
-def at_marks(text: str) -> list[str]:
-    """Cut a rendered text at the marks around answers; the parts with odd indices are the answers."""
-    return text.replace(CLOSE, OPEN).split(OPEN)

@@ -34,7 +34,7 @@ from ulysses.data.read.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Report,
 
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 ALIASES = {"functions": "tools", "system_prompt": "system"}
-ASKED = ("prompt", "scored")  # kinds of rows that are not trained on, but asked of a model
+NOT_TRAINED = ("prompt", "scored")  # kinds of rows that a model answers or scores
 LABEL_KEYS = ("label", "kto_tag")
 # what is a label of ours in sft, where the labels of rows may be those of another task
 OUR_LABELS = ("true", "false", "none")
@@ -65,7 +65,7 @@ class Record:
         answers: one list of messages (sequence, unpaired), chosen and rejected (pair), several (ranked), or an empty
             list (prompt). Their assistant messages are trained.
         tools: descriptions of the tools that the assistant may call.
-        columns: numbers that go with the example, such as the margin of a pair.
+        numbers: what goes with the example, such as the margin of a pair.
         text: a document of stage pt, or a part of one.
         ranks: the ranks of the answers; the best have 0.
         variables: what the chat template reads besides messages and tools, such as enable_thinking.
@@ -75,7 +75,7 @@ class Record:
     prompt: Messages
     answers: list[Messages]
     tools: Sequence[object] = ()
-    columns: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
     ranks: Sequence[int] = (0, 1)
     variables: Row = field(default_factory=dict)
@@ -229,7 +229,7 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
     if not answers:
         raise _without(row, ANSWER_KEYS)
     if kind == "unpaired":
-        record = replace(record, columns={"label": label})
+        record = replace(record, numbers={"label": label})
     elif label == 0:
         raise DropRowError("its label is false")
     elif row_format == "alpaca":
@@ -242,7 +242,7 @@ def _records(row: dict[str, object], source: Source, kind: str) -> list[Record]:
 def _check_marks(row: Row, kind: str) -> None:
     """Refuse a row whose own marks say that it counts otherwise than 1 in the loss."""
     # what stands beside a prompt is for the reward function, and a list beside messages has their marks
-    marks = {} if kind in ASKED else row
+    marks = {} if kind in NOT_TRAINED else row
     if first_key(row, FORMATS["messages"]):
         marks = {key: value for key, value in marks.items() if not isinstance(value, list)}
     if (weight := prod(weights_of(marks.items()))) != 1:
@@ -435,11 +435,11 @@ def _compared(record: Record, row: Row, kind: str) -> list[Record]:
         raise DropRowError("chosen and rejected are the same")
     if kind == "ranked":
         margin = number(row.get("margin", 0.0), "margin")
-        return [replace(record, columns={"margin": margin}, ranks=ranks)]
+        return [replace(record, numbers={"margin": margin}, ranks=ranks)]
     if kind == "pair":
         return [replace(record, answers=pair) for pair in pairs]
     return [
-        replace(record, answers=[answer], columns={"label": label})
+        replace(record, answers=[answer], numbers={"label": label})
         for pair in pairs
         for answer, label in zip(pair, (1.0, 0.0))
     ]

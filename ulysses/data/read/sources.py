@@ -96,21 +96,24 @@ class Source:
     name: str = Field("", pattern=r"^[\w.-]*$")
 
     @property
-    def place(self) -> Path:
+    def local_path(self) -> Path:
         """The file or folder, which does not exist if the path is the id of a dataset on the hub."""
         return Path(expanduser(self.path))
 
     @property
     def is_on_hub(self) -> bool:
         """True if the path is not a local file or folder but looks like the id of a dataset on the hub."""
-        is_id = bool(HUB_ID.match(self.path)) and self.place.suffix not in (*SUFFIXES, ".gz")
-        return is_id and not self.place.exists()
+        is_id = bool(HUB_ID.match(self.path)) and self.local_path.suffix not in (
+            *SUFFIXES,
+            ".gz",
+        )
+        return is_id and not self.local_path.exists()
 
     @property
     def is_saved(self) -> bool:
         """True for a folder saved by `datasets`."""
         names = ("state.json", "dataset_dict.json")
-        return any((self.place / name).exists() for name in names)
+        return any((self.local_path / name).exists() for name in names)
 
     @property
     def is_dataset(self) -> bool:
@@ -152,7 +155,7 @@ def pinned(source: Source) -> Source:
     try:
         return replace(source, revision=hub_commit(source.path, source.revision))
     except Exception as error:
-        raise _unreadable(source, source.place, 0, error) from None
+        raise _unreadable(source, source.local_path, 0, error) from None
 
 
 def repeated_data(train: Iterable[Source], evaluation: Iterable[Source]) -> list[str]:
@@ -175,7 +178,7 @@ def missing_sources(sources: Iterable[Source]) -> list[str]:
     return [
         _absent(source)
         for source in sources
-        if not source.is_on_hub and not source.place.exists()
+        if not source.is_on_hub and not source.local_path.exists()
     ]
 
 
@@ -186,7 +189,7 @@ def source_files(source: Source) -> tuple[list[Path], list[Path]]:
 
     Raises DataError if a local source has no file to read, or no such split.
     """
-    path = source.place
+    path = source.local_path
     if source.is_on_hub:
         return [], []
     if not path.exists():
@@ -217,8 +220,8 @@ def _split_of(source: Source, splits: Mapping[str, Any]) -> Any:
     """Return the split that the source names; DataError if there is none of that name."""
     if source.split not in splits:
         raise DataError(
-            f"{source.place.absolute()} has no split {source.split!r}, only {', '.join(splits)}; set split to one of "
-            "them, or name the files themselves"
+            f"{source.local_path.absolute()} has no split {source.split!r}, only {', '.join(splits)}; set split to one "
+            "of them, or name the files themselves"
         )
     return splits[source.split]
 
@@ -279,7 +282,7 @@ def read_rows(source: Source) -> Iterator[tuple[str, object]]:
     Raises DataError: a file that does not exist or cannot be read.
     """
     is_dataset = source.is_dataset
-    for file in [source.place] if is_dataset else source_files(source)[0]:
+    for file in [source.local_path] if is_dataset else source_files(source)[0]:
         read = _library_rows if is_dataset or _suffix(file) == ".parquet" else _file_rows
         number = 0
         try:
@@ -381,7 +384,7 @@ def _suffix(path: Path) -> str:
 
 
 def _absent(source: Source) -> str:
-    return f"data file or folder {source.path} does not exist ({source.place.absolute()})"
+    return f"data file or folder {source.path} does not exist ({source.local_path.absolute()})"
 
 
 # ---------------------------------------------------------------- the rows of all sources

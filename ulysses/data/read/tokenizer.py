@@ -156,10 +156,9 @@ class TextEncoder:
         We cut texts into parts, and only some parts begin where the tokenizer would put a space. `with_space` puts it.
         """
         encode = partial(self.backend.encode, add_special_tokens=False)
-        cases = list(product((True, False), ("a", " a")))
-        before = [
-            encode(text if first else special + text).ids[not first :] for first, text in cases
-        ]
+        # a text that stands first, and one after a special token, whose own id is left out
+        before = {(True, text): encode(text).ids for text in ("a", " a")}
+        before |= {(False, text): encode(special + text).ids[1:] for text in ("a", " a")}
         for part in (self.backend.normalizer, self.backend.pre_tokenizer):
             is_several = isinstance(part, normalizers.Sequence | pre_tokenizers.Sequence)
             for each, (name, value) in product(
@@ -168,14 +167,15 @@ class TextEncoder:
                 if hasattr(each, name):
                     setattr(each, name, value)
         self._spaced = {
-            (first, text.startswith(" "))
-            for (first, text), ids in zip(cases, before)
+            (is_first, text.startswith(" "))
+            for (is_first, text), ids in before.items()
             if ids == encode(" " + text).ids
         }
 
     def with_space(self, text: str, is_first: bool = True) -> str:
         """Return a text that stands first, or after a special token, with the space that the tokenizer puts there."""
-        return " " * ((is_first, text.startswith(" ")) in self._spaced) + text
+        needs_space = (is_first, text.startswith(" ")) in self._spaced
+        return " " + text if needs_space else text
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a text; a long one is cut, because the tokenizer needs 200 bytes for each token."""
@@ -252,6 +252,16 @@ class TextEncoder:
 def _broken(match: re.Match[str]) -> str:
     token = match[0].strip()
     return match[0].replace(token, GUARD.join(token))
+
+
+def at_marks(text: str) -> list[str]:
+    """Cut a rendered text at the marks around answers; the parts with odd indices are the answers."""
+    return text.replace(CLOSE, OPEN).split(OPEN)
+
+
+def unmarked(text: str) -> str:
+    """Return a rendered text without the marks around its answers."""
+    return "".join(at_marks(text))
 
 
 def finishes(job: Callable[[], object]) -> bool:

@@ -88,7 +88,10 @@ class TokenizedDataset:
         self._weights = arrays.pop("weights", ones)
         counts = arrays["_counts"]
         self._firsts = counts.cumsum() - counts
-        self._sizes = arrays["_sizes"].reshape(-1, 3) * [1, share_prompts, 1]
+        # a row for each sequence: its tokens, its prefix, and its rank (tokenise.py)
+        self._sizes = np.array(arrays["_sizes"]).reshape(-1, 3)
+        if not share_prompts:
+            self._sizes[:, 1] = 0
         whole, prefixes, _ = self._sizes.T
         # where each sequence begins in the tokens, and where in token_columns
         sizes = np.stack([whole, whole - prefixes], axis=1)
@@ -133,26 +136,30 @@ class TokenizedDataset:
         numbers = {name: float(values[index]) for name, values in self.columns.items()}
         prompt = int(numbers.get("prompt_id", index)) if self.share_prompts else None
         first = self._firsts[index]
-        places = slice(first, first + np.count_nonzero(self.sequence_lengths[index]))
+        of_example = slice(first, first + np.count_nonzero(self.sequence_lengths[index]))
         # the first sequence has the values of the prefixes of the others
         first_row = self._starts[first, 1]
         sequences: list[Sequence] = []
         for (start, row), (whole, prefix, rank) in zip(
-            self._starts[places].tolist(), self._sizes[places].tolist()
+            self._starts[of_example].tolist(), self._sizes[of_example].tolist()
         ):
-            columns = {}
+            per_token = {}
             for name, values in self.token_columns.items():
-                columns[name] = values[row : row + whole - prefix]
+                per_token[name] = values[row : row + whole - prefix]
                 if prefix:
                     shared = values[first_row : first_row + prefix]
-                    columns[name] = np.append(shared, columns[name])
+                    per_token[name] = np.append(shared, per_token[name])
             ranked = {"rank": rank} if self.kind == "ranked" else {}
             arrays = (values[start : start + whole] for values in (self._tokens, self._weights))
-            # turns that are trained separately have prefixes of different lengths
-            prompt_length = int(
-                numbers.get("prompt_length", prefix + 1 if sequences else whole)
-            )
-            sequences.append(Sequence(*arrays, columns, ranked, prompt, prompt_length))
+            if "prompt_length" in numbers:
+                prompt_length = int(numbers["prompt_length"])
+            elif not sequences:
+                # all of the first sequence may serve later ones as their prompt
+                prompt_length = whole
+            else:
+                # a turn that is trained separately; its last shared token is not left out
+                prompt_length = prefix + 1
+            sequences.append(Sequence(*arrays, per_token, ranked, prompt, prompt_length))
         return Example(index, tuple(sequences), numbers)
 
     @property
@@ -207,10 +214,12 @@ def preview_examples(
     """Print the first `count` examples decoded, with the trained tokens between [[ and ]]."""
     for example in islice(dataset, count):
         shared = shared_prompts(example.sequences)
-        for place, (sequence, (_, left_out)) in enumerate(zip(example.sequences, shared)):
-            name = f"{dataset.kind} {place + 1}"
+        for number, (sequence, (_, left_out)) in enumerate(
+            zip(example.sequences, shared), start=1
+        ):
+            name = f"{dataset.kind} {number}"
             if dataset.kind == "pair":
-                name = "rejected" if place else "chosen"
+                name = "chosen" if number == 1 else "rejected"
             after = f" after {left_out} of the first sequence" if left_out else ""
             is_trained = np.not_equal(sequence.loss_weights[left_out:], 0)
             is_trained[0] = False  # nothing predicts the first token

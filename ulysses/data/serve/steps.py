@@ -185,21 +185,43 @@ def _fill(
     tokens: list[int], costs: list[float], tokens_per_microbatch: int, count: int
 ) -> list[list[int]] | None:
     """Put every example into one of `count` bins, balanced by cost, else tightly by length; None if neither fits."""
-    for size in (costs, tokens):
-        bins: list[list[int]] = [[] for _ in range(count)]
-        room, load = [tokens_per_microbatch] * count, [0.0] * count
-        least = (load if size is costs else room).__getitem__
-        for i in sorted(range(len(tokens)), key=size.__getitem__, reverse=True):
-            open_bins = [b for b in range(count) if room[b] >= tokens[i]]
-            if not open_bins:
-                break
-            chosen = min(open_bins, key=least)
-            bins[chosen].append(i)
-            room[chosen] -= tokens[i]
-            load[chosen] += costs[i]
-        else:
-            return bins
-    return None
+    bins = _fill_by_cost(tokens, costs, tokens_per_microbatch, count)
+    if bins is None:
+        bins = _fill_by_length(tokens, tokens_per_microbatch, count)
+    return bins
+
+
+def _fill_by_cost(
+    tokens: list[int], costs: list[float], tokens_per_microbatch: int, count: int
+) -> list[list[int]] | None:
+    """Put each example, the costliest first, into the bin of least cost that has room; None if one fits into none."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room, load = [tokens_per_microbatch] * count, [0.0] * count
+    for i in sorted(range(len(tokens)), key=lambda i: costs[i], reverse=True):
+        open_bins = [b for b in range(count) if room[b] >= tokens[i]]
+        if not open_bins:
+            return None
+        chosen = min(open_bins, key=lambda b: load[b])
+        bins[chosen].append(i)
+        room[chosen] -= tokens[i]
+        load[chosen] += costs[i]
+    return bins
+
+
+def _fill_by_length(
+    tokens: list[int], tokens_per_microbatch: int, count: int
+) -> list[list[int]] | None:
+    """Put each example, the longest first, into the bin with the least room for it; None if one fits into none."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room = [tokens_per_microbatch] * count
+    for i in sorted(range(len(tokens)), key=lambda i: tokens[i], reverse=True):
+        open_bins = [b for b in range(count) if room[b] >= tokens[i]]
+        if not open_bins:
+            return None
+        chosen = min(open_bins, key=lambda b: room[b])
+        bins[chosen].append(i)
+        room[chosen] -= tokens[i]
+    return bins
 
 
 def shuffled(count: int, *key: int) -> np.ndarray:

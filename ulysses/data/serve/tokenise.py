@@ -266,7 +266,7 @@ class Tokenising:
             sizes += len(sequence[0]), prefix, rank
         tokens, weights = ([*chain(*parts)] for parts in zip(*sequences))
         columns: Columns = {
-            **record.columns,
+            **record.numbers,
             "tokens": np.array(tokens, np.int32),
             "weights": np.array(weights, np.float32),
             "_sizes": sizes,
@@ -333,8 +333,10 @@ class Tokenising:
             prompt_length = len(prompts.pop())
         removed = 0
         if truncation == "keep_end" or self.kind == "prompt":
-            room = limit - (longest - prompt_length)
-            removed = max(0, prompt_length - max(room, min(prompt_length, limit // 4), 1))
+            # The longest answer comes first, but a quarter of max_length stays for the prompt.
+            room_beside_answer = limit - (longest - prompt_length)
+            least_prompt = max(1, min(prompt_length, limit // 4))
+            removed = max(0, prompt_length - max(room_beside_answer, least_prompt))
         after_bos = int(first[0] == self.encoder.bos)
 
         def kept(values: list) -> list:
@@ -408,7 +410,7 @@ def _write_columns(folder: Path, chunks: Iterable[Columns], report: Report) -> N
 
 
 def _first_trained(weights: Sequence[float]) -> int:
-    return next((place for place, weight in enumerate(weights) if weight), 0)
+    return next((i for i, weight in enumerate(weights) if weight), 0)
 
 
 def common_prefix(first: Encoded, other: Encoded) -> int:
