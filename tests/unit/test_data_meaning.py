@@ -291,6 +291,7 @@ question answer context enable_thinking => prompt => context enable_thinking
 prompt completion reasoning thinking => sequence => reasoning thinking
 prompt chosen rejected input => pair => input
 prompt chosen rejected margin => pair => margin
+prompt chosen rejected margin => ranked =>
 prompt completion tool_calls function_call date => sequence => function_call tool_calls
 messages system_message documents history enable_thinking => sequence => \
 documents enable_thinking history system_message
@@ -318,7 +319,7 @@ prompt completion id tools => sequence =>
 def test_a_column_that_means_something_elsewhere_is_counted(open_rows, keys, kind, unread):
     unread = unread.split()
     values = {"messages": [ASK, said("a")], "history": [["q", "a"]], "label": True, "tools": []}
-    values |= {"enable_thinking": False, "rejected": "b"}
+    values |= {"enable_thinking": False, "rejected": "b", "margin": 0.5}
     row = {key: values.get(key, "c" if key in unread else "a") for key in keys.split()}
     rows = [row, row, row | dict.fromkeys(unread), row | dict.fromkeys(unread, "")]
     notes = open_rows(rows, kind, template="qwen3").report.notes
@@ -474,6 +475,9 @@ CALLS, TEXT = OBJECT["messages"][1]["tool_calls"], json.dumps({"x": "é"})
               {"type": "function", "function": {"name": "f", "arguments": inner}, "arguments": {"x": "é"}}])]}
             for inner in (None, {}, TEXT)),
           {**OBJECT, "messages": [ASK, said(None, function_call=CALLS[0]["function"])]}], '"arguments": {"x": "é"}}'),
+        ([{**OBJECT, "messages": [ASK, said("", tool_calls=[{"name": "f", "arguments": {"x": 1}, **more}])]}
+          for more in ({}, {"target": "a"}, {"largest": 2, "charge": 3})], '"arguments": {"x": 1}}'),
+        ([{"messages": [ASK, said("a")], **more} for more in ({}, {"response": []}, {"completion": ""})], "[a"),
         ([*map(calling, ({}, "{}", "", None, "null"))], '"arguments": {}}'),
     ],
 )  # fmt: skip

@@ -42,7 +42,7 @@ def facts_of(inputs: RunInputs, digests: Mapping[str, str], verify: bool) -> dic
         facts["the tokenizer"] = tokenizer_digest(inputs.tokenizer)
         for package in ("losses", "models", "ulysses"):
             for path in (PACKAGES / package).rglob("*"):
-                if path.suffix in (".py", ".toml", ".jinja"):
+                if path.suffix in (".py", ".toml", ".json", ".jinja"):
                     facts[str(path.relative_to(PACKAGES))] = digest_of(path)
         read = digest_of if verify else sampled_digest
         for setting, weights in {"model.path": inputs.weights, **inputs.others}.items():

@@ -100,7 +100,7 @@ def refuse(errors: list[object], findings: list[str] | None = None) -> None:
     errors = [
         error
         for text, error in texts.items()
-        if not any(other != text and other.endswith(text) for other in texts)
+        if not text or not any(other != text and other.endswith(text) for other in texts)
     ]
     if findings is not None:
         findings += [str(error) for error in errors if isinstance(error, AbsentError)]

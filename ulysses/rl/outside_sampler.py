@@ -69,6 +69,7 @@ class OutsideSampler:
     Attributes:
         synchronised: whether the servers have had weights of this run.
         compared: whether `check_gap` has seen a rollout of this run.
+        is_current: whether the servers got the trainer's weights in the last call of `synchronise`.
     """
 
     ppo: PpoSection
@@ -82,13 +83,15 @@ class OutsideSampler:
     renew: Callable[[], None] = lambda: None
     synchronised: bool = False
     compared: bool = False
+    is_current: bool = False
 
     def synchronise(self, rollout: int = 0) -> None:
         """Export the weights and have every server read them, if the rollout asks for it; all ranks call it together.
 
         The first call also asks the servers what they are. Raises UserCodeError if one does not fit or does not read.
         """
-        if self.synchronised and rollout % self.ppo.sampler_sync_every:
+        self.is_current = not (self.synchronised and rollout % self.ppo.sampler_sync_every)
+        if not self.is_current:
             return
         if not self.synchronised:
             for address in self.ppo.sampler:
@@ -138,7 +141,7 @@ class OutsideSampler:
 
         Raises UserCodeError if the same weights cannot explain it.
         """
-        if self.compared or self.options.top_k:
+        if self.compared or self.options.top_k or not self.is_current:
             return
         self.compared = True
         # servers of vLLM divide by the probability of the tokens that top_p keeps

@@ -28,11 +28,14 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from queue import Queue
 from traceback import extract_tb, format_exception_only
+from typing import TYPE_CHECKING
 
 from ulysses.config.section import LARGEST, ConfigError, UserCodeError, collecting, visible
 from ulysses.config.stage_sections import is_function
-from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.rl.servers import post
+
+if TYPE_CHECKING:  # every worker imports this file, and needs no torch
+    from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 
 Reward = Callable[..., object]  # what users write: it may return anything
 Row = dict[str, object]
@@ -85,7 +88,7 @@ class Rewards:
     """
 
     names: list[str]
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: "PreTrainedTokenizerFast"
     workers: int = 0
     timeout: float = 60.0
     renew: Callable[[], None] = lambda: None

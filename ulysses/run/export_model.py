@@ -166,7 +166,7 @@ def export_model(
     has_others = (shape.around or shape.delta) and not reward
     if whole and source.init == "pretrained" and (reads_base or has_others):
         base_files = WeightFiles(resolve_model(str(source.path), source.revision))
-        carried = base_files.carried
+        carried = base_files.carried if has_others else {}
     if not whole:
         adapted = shape.adapted_class(auto)
         card += f"""

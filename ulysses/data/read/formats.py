@@ -122,6 +122,7 @@ def read_row(
     only_alpaca = () if first_key(row, FORMATS["alpaca"]) else ("input", "history")
     unread = {name for name in row.keys() - ALIASES.keys() if UNREAD.fullmatch(name)}
     unread |= row.keys() & {*variables, *only_alpaca}
+    unread -= {"margin"} if kind == "ranked" else set()
     records = _records(row, source, kind)
     for name in sorted(unread | _passed_over(row, source, kind, records)):
         if row[name] not in ("", []):
@@ -268,7 +269,8 @@ def _passed_over(row: Row, source: Source, kind: str, records: list[Record]) -> 
         read |= {
             key
             for key, value in answers
-            if not beside_messages or _parse_answer(key, value, False)[-1].content in texts
+            if not beside_messages
+            or any(m.content in texts for m in _parse_answer(key, value, False)[-1:])
         }
         read |= {first_key(row, LABEL_KEYS)}
     values_read = [source.system, *map(row.get, read), *texts]

@@ -37,9 +37,10 @@ KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call",
 MARKS = re.compile("mask|train|loss|learn|label", re.IGNORECASE)
 PAIR_KEYS = {"chosen", "rejected"}
 CALL_KEYS = {"name", "arguments", "id", "type", "index", "function"}
+# other names of a call's arguments
 OTHER_ARGUMENTS = re.compile(
-    "arg|param|input", re.IGNORECASE
-)  # other names of a call's arguments
+    "(.*_)?(kw)?(args?|arguments?|params?|parameters?|inputs?)(_.*)?", re.IGNORECASE
+)
 Row = Mapping[str, object]  # a row, or another object of JSON
 
 
@@ -188,7 +189,7 @@ def _call(call: Any, where: str) -> dict[str, object]:
     fields = {key: value for key, value in {**call, **function}.items() if value is not None}
     unread = sorted(fields.keys() - CALL_KEYS)
     if "arguments" in fields:
-        unread = [key for key in unread if fields[key] and OTHER_ARGUMENTS.search(key)]
+        unread = [key for key in unread if fields[key] and OTHER_ARGUMENTS.fullmatch(key)]
     if unread:
         raise BadRowError(
             f"{where} has a tool call with the key {unread[0]!r}, which is not read; its arguments stand in 'arguments'"
