@@ -91,7 +91,8 @@ def rotary_fields(raw: Fields, family: Family) -> Fields:
     scaling = raw.get("rope_scaling") or {}
     # "type" is the older name, which files may have beside a newer table
     table = join_fields({"type": "rope_type"}, table, scaling) or family.rope_scaling
-    join_fields({}, {"rope_theta": raw.get("rope_theta")}, table)  # raises if they differ
+    # raises if they differ; null in one place is no value
+    table = join_fields({}, {"rope_theta": raw.get("rope_theta")}, table)
     rope_type = table.get("rope_type")
     if (scaling or "factor" in table) and not isinstance(rope_type, str):
         raise ValueError(

@@ -61,7 +61,7 @@ class RouterRecord:
         self.with_probabilities, self.balance = with_probabilities, balance
 
     def open(self, batch: ShardedBatch) -> None:
-        """Begin a pass, if it is to be noted."""
+        """Begin a pass, if it is to be noted; its backward, which notes again, comes before another one begins."""
         self.is_open = self.counts_all or torch.is_grad_enabled()
         if not self.is_open or not self.layers:
             return

@@ -83,16 +83,24 @@ def activate_weighted_backward(
 
 
 def route(
-    x: Tensor, router: Tensor, top_k: int, normalise: bool, bias: Tensor | None = None
+    x: Tensor,
+    router: Tensor,
+    top_k: int,
+    normalise: bool,
+    bias: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights and the numbers of every row's experts [S, k], and all probabilities [S, N]; with a graph.
+
+    chosen: the numbers, if an earlier call has found them; a tie could fall otherwise.
 
     Probabilities are a softmax in float32 or better; `normalise` makes the weights sum to 1, which is the same as a
     softmax of the chosen ones alone.
     """
     wide = bias if bias is None else at_least_float32(bias)
     probabilities = F.linear(at_least_float32(x), at_least_float32(router), wide).softmax(-1)
-    weights, chosen = probabilities.topk(top_k, dim=-1)
+    chosen = probabilities.topk(top_k, dim=-1).indices if chosen is None else chosen
+    weights = probabilities.gather(-1, chosen)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, chosen, probabilities
@@ -327,7 +335,7 @@ class SparseMLP(SecondHalf):
 
     record: notes which experts were chosen, as a models.moe.RouterRecord does. layer_number: among the layers with
     experts. shared: what is added to the experts' sum, from the normalised rows; `of_shared` are its trained
-    tensors.
+    tensors. It runs again in backward, and must draw nothing (adapters of it have no dropout).
     """
 
     norm: Tensor | None
@@ -355,22 +363,28 @@ class SparseMLP(SecondHalf):
         )
         self.record.note(self.layer_number, chosen, probabilities, part)
         both, out = self.experts.forward(x, weights, Order.of(chosen, len(self.router)))
-        return out if self.shared is None else out.add_(self.shared(x)), (both,)
+        return out if self.shared is None else out.add_(self.shared(x)), (both, chosen)
 
     def backward(
         self, rows: Tensor, grad: Tensor, part: slice, saved: Saved, sums: GradientSums
     ) -> Tensor:
         x = rms_norm(rows, self.norm, self.rule)
+        both, chosen = saved or (None, None)
         of_router = [t for t in (self.router, self.bias) if t is not None]
         wide_x = at_least_float32(x).detach().requires_grad_()
         wide = [at_least_float32(t).detach().requires_grad_(t.requires_grad) for t in of_router]
         with torch.enable_grad():
             weights, chosen, probabilities = route(
-                wide_x, wide[0], self.top_k, self.normalise, *wide[1:]
+                wide_x,
+                wide[0],
+                self.top_k,
+                self.normalise,
+                wide[1] if wide[1:] else None,
+                chosen,
             )
             self.record.note(self.layer_number, chosen, probabilities, part)
         order = Order.of(chosen, len(self.router))
-        to_x, to_weights = self.experts.backward(grad, x, weights.detach(), order, sums, *saved)
+        to_x, to_weights = self.experts.backward(grad, x, weights.detach(), order, sums, both)
         leaves = wide_x, *(t for t in wide if t.requires_grad)
         through_router, *grads = torch.autograd.grad(
             weights, leaves, to_weights.to(weights.dtype)

@@ -25,6 +25,7 @@ def test_old_and_new_rope_styles_agree():
         '{"rope_theta": 5e5, "rope_scaling": {"type": "llama3", NUMBERS}}',
         '{"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": {"type": "llama3", NUMBERS}}',
         '{"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", NUMBERS}}',
+        '{"rope_theta": 5e5, "rope_parameters": {"rope_theta": null, "rope_type": "llama3", NUMBERS}}',
     ):
         given = json.loads(style.replace("NUMBERS", numbers))
         config = ModelConfig.from_hf(LLAMA | given)

@@ -189,7 +189,8 @@ def _experts(shape: ModelConfig, setup: LayerSetup) -> LayerCost:
     return LayerCost(
         feed_forward=N * (3 * F + 1) * D + for_all,
         active=(3 * k * F + N) * D + for_all,
-        kept=setup.size * 2 * k * F,  # gate and up of the chosen experts
+        kept=setup.size * 2 * k * F
+        + 8 * k,  # gate and up of the chosen experts, and their numbers
         inner=k * F + shared,
         copied=k * D,
     )
