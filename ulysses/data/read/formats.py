@@ -1,7 +1,6 @@
 """Turn rows into records: a conversation, several answers to one prompt, a prompt alone, or a document.
 
-The keys of a row tell its format. The format says how the prompt is written; how the answers are written is told by
-the answers' own keys.
+The keys of a row tell how its prompt is written, and the keys of its answers how these are written.
 """
 
 import json
