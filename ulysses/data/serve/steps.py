@@ -11,7 +11,7 @@ rank computes the whole plan and takes its own part of it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
@@ -185,42 +185,33 @@ def _fill(
     tokens: list[int], costs: list[float], tokens_per_microbatch: int, count: int
 ) -> list[list[int]] | None:
     """Put every example into one of `count` bins, balanced by cost, else tightly by length; None if neither fits."""
-    bins = _fill_by_cost(tokens, costs, tokens_per_microbatch, count)
-    if bins is None:
-        bins = _fill_by_length(tokens, tokens_per_microbatch, count)
+    bins = _fill_by(costs, min, tokens, tokens_per_microbatch, count)
+    if bins is None:  # the fullest bin with room wastes least
+        bins = _fill_by(tokens, max, tokens, tokens_per_microbatch, count)
     return bins
 
 
-def _fill_by_cost(
-    tokens: list[int], costs: list[float], tokens_per_microbatch: int, count: int
+def _fill_by(
+    sizes: Sequence[float],
+    choose: Callable[..., int],
+    tokens: list[int],
+    tokens_per_microbatch: int,
+    count: int,
 ) -> list[list[int]] | None:
-    """Put each example, the costliest first, into the bin of least cost that has room; None if one fits into none."""
+    """Put each example, the largest first, into a bin that has room for its tokens; None if one fits into none.
+
+    choose: `min` takes the bin that holds least of `sizes`, `max` the one that holds most.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
     room, load = [tokens_per_microbatch] * count, [0.0] * count
-    for i in sorted(range(len(tokens)), key=lambda i: costs[i], reverse=True):
+    for i in sorted(range(len(tokens)), key=lambda i: sizes[i], reverse=True):
         open_bins = [b for b in range(count) if room[b] >= tokens[i]]
         if not open_bins:
             return None
-        chosen = min(open_bins, key=lambda b: load[b])
+        chosen = choose(open_bins, key=lambda b: load[b])
         bins[chosen].append(i)
         room[chosen] -= tokens[i]
-        load[chosen] += costs[i]
-    return bins
-
-
-def _fill_by_length(
-    tokens: list[int], tokens_per_microbatch: int, count: int
-) -> list[list[int]] | None:
-    """Put each example, the longest first, into the bin with the least room for it; None if one fits into none."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    room = [tokens_per_microbatch] * count
-    for i in sorted(range(len(tokens)), key=lambda i: tokens[i], reverse=True):
-        open_bins = [b for b in range(count) if room[b] >= tokens[i]]
-        if not open_bins:
-            return None
-        chosen = min(open_bins, key=lambda b: room[b])
-        bins[chosen].append(i)
-        room[chosen] -= tokens[i]
+        load[chosen] += sizes[i]
     return bins
 
 
