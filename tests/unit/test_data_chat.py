@@ -83,7 +83,9 @@ class Encoded(NamedTuple):
 def encode_all(template, *conversation, **options):
     """What is rendered of messages, tools, the places of trained answers and how turns are trained."""
     found = []
-    for tokens, weights in template.encoder.encode(template.render(*conversation), **options):
+    for tokens, weights in template.encoder.encode_batch(
+        template.render(*conversation), **options
+    ):
         edges = np.flatnonzero(np.diff([0, *map(bool, weights), 0])).tolist()
         parts = [
             template.encoder.backend.decode(tokens[a:b], skip_special_tokens=False)

@@ -77,18 +77,18 @@ def test_conversations_have_the_tokens_of_their_text(tokenizer, name):
         )
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    ((tokens, weights),) = template.encoder.encode(template.render(messages, (), [1, 3]))
+    ((tokens, weights),) = template.encoder.encode_batch(template.render(messages, (), [1, 3]))
     end = len(tokens)
     assert tokens == whole(plain)[:end] and tokens[-1] == tokenizer.eos_token_id
     trained = np.flatnonzero(np.diff([0, *weights, 0])).tolist()
     for count, start, stop in ((1, *trained[:2]), (3, *trained[2:])):
-        ((prompt, _),) = template.encoder.encode(template.render(messages[:count]))
+        ((prompt, _),) = template.encoder.encode_batch(template.render(messages[:count]))
         assert prompt == tokens[:start] == whole(plain[:count], add_generation_prompt=True)
         assert tokenizer.decode(tokens[start:stop]).strip() == said[count].strip() + "</s>"
     # in sft the answer may share a token with the line break before it; here it does not
-    assert template.encoder.encode(template.render(messages, (), [1, 3]), as_whole=True) == [
-        (tokens, weights)
-    ]
+    assert template.encoder.encode_batch(
+        template.render(messages, (), [1, 3]), as_whole=True
+    ) == [(tokens, weights)]
 
 
 @pytest.mark.parametrize("kind", ["text", "t.txt"])

@@ -303,7 +303,7 @@ def read_tokenizer(
         with error_context("run.samples"):
             for text in samples if isinstance(samples, list) else ():
                 prompt = template.render([Message("user", text)])
-                if len(template.encoder.encode(prompt)[0][0]) >= window:
+                if len(template.encoder.encode_batch(prompt)[0][0]) >= window:
                     raise ValueError(
                         f"the model's window of {window:,} tokens is too short for {text[:40]!r} and an answer"
                     )

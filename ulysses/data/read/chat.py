@@ -206,7 +206,7 @@ class ChatTemplate:
             with suppress(DropRowError):
                 messages = [Message("user", "a"), Message("assistant", answer)]
                 texts = self.render(messages, self._sample_tools, answers=[1])
-                return self.encoder.encode(texts)[0][0][-1]
+                return self.encoder.encode_batch(texts)[0][0][-1]
         raise DataError("the chat template writes no answer where it opens its turn")
 
     def render(

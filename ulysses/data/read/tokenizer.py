@@ -204,7 +204,9 @@ class TextEncoder:
             return [self.guard(entry) for entry in value]
         return value
 
-    def encode(self, texts: Sequence[Rendered], *, as_whole: bool = False) -> list[Encoded]:
+    def encode_batch(
+        self, texts: Sequence[Rendered], *, as_whole: bool = False
+    ) -> list[Encoded]:
         """Tokenise rendered texts.
 
         Args:

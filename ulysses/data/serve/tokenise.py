@@ -229,7 +229,7 @@ class Tokenising:
     ) -> Columns:
         """Make the example of one record from its rendered texts."""
         is_conversation = self.kind == "sequence"
-        encoded = self.encoder.encode(texts, as_whole=is_conversation)
+        encoded = self.encoder.encode_batch(texts, as_whole=is_conversation)
         if is_conversation and self.settings.train_on == "all":
             encoded = [(ids, [1.0] * len(ids)) for ids, _ in encoded]
             if record.answers[0][-1].role != "assistant":
