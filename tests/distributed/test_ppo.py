@@ -29,6 +29,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.rollout import Rollout, RolloutMaker
 from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.referenced import logps_of
 from ulysses.zero.engine import gathered_weights
 
@@ -72,12 +73,16 @@ def fixed_rollout(config, budget=0):
 
     Without a value they answer three prompts, which they share within the budget.
     """
-    draw, prompts, answers, parts = torch.Generator().manual_seed(9), [], [], []
+    draw, answers, parts = torch.Generator().manual_seed(9), [], []
     alone = config.advantage == "gae"
     for prompt in (30, 1, 12):
-        prompts += [torch.randint(0, 97, (prompt,), generator=draw)] * (4 if alone else 1)
+        tokens = torch.randint(0, 97, (prompt,), generator=draw).tolist()
         for length in torch.randint(1, 25, (4,), generator=draw).tolist():
-            answers.append(Completion(torch.randint(0, 97, (length,), generator=draw).tolist()))
+            answer = torch.randint(0, 97, (length,), generator=draw).tolist()
+            n = len(answers)
+            completion = Completion(answer, [0.0] * length)
+            group = n if alone else n // 4
+            answers.append(Trajectory.of(tokens, completion, group=group, episode=n))
             a, b, c, d = torch.randn(4, prompt + length, generator=draw)
             parts.append(
                 {
@@ -90,7 +95,7 @@ def fixed_rollout(config, budget=0):
                 }
             )
     by_length = config.loss_aggregation == "sequence"
-    rollout = Rollout.of(0, prompts, answers, tokens_per_microbatch=budget, by_length=by_length)
+    rollout = Rollout.of(0, answers, tokens_per_microbatch=budget, by_length=by_length)
     if config.mask_truncated:  # every third answer
         for end, answer in [*zip(rollout.ends.tolist(), answers)][::3]:
             rollout.columns["weights"][end - len(answer.tokens) : end] = 0
@@ -289,9 +294,11 @@ def test_rollouts_do_not_depend_on_the_ranks(world, sp, budget, shape, advantage
     case = real(advantage, sp=sp, budget=budget, shape=shape)
     found = run_distributed(run_steps, world, case)
     metrics, rollout, gradients = alone(shape, advantage)
-    assert len(rollout.answers) == 6 * case.config.answers_per_prompt
+    assert len(rollout.trajectories) == 6 * case.config.answers_per_prompt
     for _, other, _ in found:
-        ours, theirs = ([(a.tokens, a.score) for a in one.answers] for one in (other, rollout))
+        ours, theirs = (
+            [(a.tokens, a.score) for a in one.trajectories] for one in (other, rollout)
+        )
         assert ours == theirs and other.columns.keys() == rollout.columns.keys()
         for name in rollout.columns.keys() - {"tokens"}:
             columns = (column(one, name) for one in (other, rollout))
@@ -343,7 +350,7 @@ def model_scores():
     alone = (pack_shard(list(rollout[i].sequences), ParallelMesh(1), "cpu") for i in range(3))
     with torch.no_grad():
         one = torch.stack([plain(batch)[-1] for batch in alone])
-    return torch.tensor([answer.score for answer in rollout.answers]), one
+    return torch.tensor([answer.score for answer in rollout.trajectories]), one
 
 
 def test_rewards_from_a_model_are_read_at_the_answers_last_token():

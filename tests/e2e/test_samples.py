@@ -90,11 +90,11 @@ def test_samples_before_the_first_step_end_when_the_run_is_asked_to_stop(
 def test_answers_end_at_the_window(tmp_path, monkeypatch):
     window, sizes, write = 40, tmp_path / "sizes", Samples._write
 
-    def measured(self, by, prompts, answers):
-        both = [*zip(prompts, answers)]
+    def measured(self, by, answered):
+        answered = [*answered]
         with sizes.open("a") as file:
-            print(*(len(prompt) + len(answer.tokens) for prompt, answer in both), file=file)
-        write(self, by, [prompt for prompt, _ in both], [answer for _, answer in both])
+            print(*(len(prompt) + len(answer) for prompt, answer in answered), file=file)
+        write(self, by, answered)
 
     monkeypatch.setattr(Samples, "_write", measured)
     typed = (

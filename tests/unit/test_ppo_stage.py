@@ -30,6 +30,7 @@ from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rewards import Rewards, gsm8k_reward
 from ulysses.rl.rollout import Rollout, RolloutMaker, RolloutSteps
 from ulysses.rl.sampler import Completion
+from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import MetricSums
 
 EOS = 2
@@ -41,10 +42,13 @@ PREDICTED_AT = [2, 3, 4, 6, 7, 8, 9, 12]
 def answered(prompts=PROMPTS, answers=ANSWERS, number=0, budget=0):
     """Answers that score 1, 2 and -0.5 in turn; the second of every three was cut."""
     scored = zip(answers, cycle((1.0, 2.0, -0.5)), cycle((True, False, True)))
-    found = [Completion(a, [0.0] * len(a), ended, score) for a, score, ended in scored]
-    return Rollout.of(
-        number, [*map(torch.tensor, prompts)], found, tokens_per_microbatch=budget
-    )
+    each = len(answers) // len(prompts)
+    found = []
+    for n, (answer, score, ended) in enumerate(scored):
+        completion = Completion(answer, [0.0] * len(answer), ended)
+        found.append(Trajectory.of(prompts[n // each], completion, group=n // each, episode=n))
+        found[-1].score = score
+    return Rollout.of(number, found, tokens_per_microbatch=budget)
 
 
 def ppo(settings=""):
@@ -112,7 +116,7 @@ def test_advantages_without_a_value(advantage, kl_in, masked):
     """
     answers = [8, 9, EOS], [11, 12], [EOS], [6, EOS], [9] * 4, [3, 3, EOS]
     rollout = answered([[5, 7], [4]], answers)
-    columns = [(a.score, a.ended or not masked, len(a.tokens)) for a in rollout.answers]
+    columns = [(a.score, a.ended or not masked, len(a.tokens)) for a in rollout.trajectories]
     scores, kept, lengths = map(torch.tensor, zip(*columns))
     scores, kept = scores.double(), kept.repeat_interleave(lengths).float()
     predicts = rollout.columns["weights"].roll(-1).bool()
@@ -366,7 +370,7 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
     section = PpoSection(reward={"models/rm": 0.5, HALF: 2.0})
     assert section.reward_model == "models/rm"
     rounds = [answered(), answered(PROMPTS[:1], ANSWERS[:1])]
-    for answer in rounds[0].answers + rounds[1].answers:
+    for answer in rounds[0].trajectories + rounds[1].trajectories:
         answer.scores = {"models/rm": 3.0, HALF: answer.score}
     asked = Mock(answer=lambda number, *_: rounds[number % 2])
     stage = PpoStage(Config(stage="ppo", ppo=section), maker=asked)

@@ -29,7 +29,8 @@ from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
-from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.rl.sampler import SamplingOptions
+from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import (
     AuxiliaryModel,
     Metrics,
@@ -290,14 +291,16 @@ class PpoStage(ReferencedStage):
     def evaluate(self, source: StepLoader) -> Metrics:
         """Answer the held-out prompts and return the metrics of their answers; the loss is minus the mean score."""
         self.maker.sampler.synchronise()
-        all_answers: list[Completion] = []
+        all_answers: list[Trajectory] = []
         of_sets: Metrics = {}
         numbers = count(EVALUATION)
         for name, loader in source.sets().items():
-            answers: list[Completion] = []
+            answers: list[Trajectory] = []
             for k in range(loader.steps_per_epoch):
                 prompts = loader.indices(0, k)
-                answers += self.maker.answer(next(numbers), loader.dataset, prompts).answers
+                answers += self.maker.answer(
+                    next(numbers), loader.dataset, prompts
+                ).trajectories
             all_answers += answers
             if name:
                 of_sets |= {f"{name}/{key}": x for key, x in _scores(answers).items()}
@@ -314,6 +317,6 @@ class PpoStage(ReferencedStage):
         self.maker.rollout = Rollout.load(folder / ROLLOUT_FILE)
 
 
-def _scores(answers: list[Completion]) -> Metrics:
+def _scores(answers: list[Trajectory]) -> Metrics:
     metrics = {name: float(x) for name, x in answer_metrics(answers).items()}
     return {"loss": -metrics[SCORES], **metrics}

@@ -17,9 +17,9 @@ Letters: N sequences (answers with their prompts), T tokens of all sequences, K 
 
 import json
 import time
-from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,7 @@ from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
-from ulysses.rl.sampler import Completion
+from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.passes import token_values
 from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
 from ulysses.zero.engine import ZeroEngine
@@ -58,7 +58,7 @@ class Rollout:
             their examples; `prefixes`, the tokens of the prompt that a sequence leaves out, 0 for first answers.
         columns: flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout is finished,
             float32 columns for the loss.
-        answers, prompts: [N] and [N / K]; a checkpoint leaves them out.
+        trajectories: [N]; a checkpoint leaves them out.
         answers_per_prompt: K.
 
     Attributes:
@@ -69,8 +69,7 @@ class Rollout:
     number: int
     layout: Tensor
     columns: dict[str, Tensor]
-    answers: list[Completion] = field(default_factory=list)
-    prompts: list[Tensor] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)
     answers_per_prompt: int = 1
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -78,30 +77,29 @@ class Rollout:
     def of(
         cls,
         number: int,
-        prompts: list[Tensor],
-        answers: list[Completion],
+        trajectories: list[Trajectory],
         *,
         tokens_per_microbatch: int = 0,
         by_length: bool = False,
     ) -> "Rollout":
-        """Lay out the answers, K to each prompt one after the other.
+        """Lay out trajectories, those of a group, of which each has K, one after the other.
 
         Args:
             tokens_per_microbatch: the most tokens of an example, whose prompt counts once; 0 shares no prompt.
             by_length: every answer weighs 1 in the loss, and not each of its tokens.
         """
-        K = len(answers) // len(prompts)
+        K = len(trajectories) // len({t.group for t in trajectories})
         parts, counts, weights, layout = [], [], [], []
         example, room = 0, 0
-        for n, answer in enumerate(answers):
-            prompt, length = prompts[n // K], len(answer.tokens)
+        for n, trajectory in enumerate(trajectories):
+            prompt, length = trajectory.prompt, len(trajectory.tokens)
             # every sequence holds the prompt's last token, which predicts the answer's first
             room -= 1 + length
             if n % K == 0 or room < 0:
                 example, room = n, tokens_per_microbatch - len(prompt) - length
             prefix = len(prompt) - 1 if example < n else 0
             rest = len(prompt) - prefix
-            parts += [prompt[prefix:], answer.tokens]
+            parts += [prompt[prefix:], trajectory.tokens]
             counts += [rest, length]
             weights += [0.0, 1 / length if by_length else 1.0]
             layout.append((rest + length, example, prefix))
@@ -109,7 +107,7 @@ class Rollout:
             "tokens": torch.from_numpy(np.concatenate(parts).astype(np.int32)),
             "weights": torch.tensor(weights).repeat_interleave(torch.tensor(counts)),
         }
-        return cls(number, torch.tensor([*zip(*layout)]), columns, answers, prompts, K)
+        return cls(number, torch.tensor([*zip(*layout)]), columns, trajectories, K)
 
     def __post_init__(self) -> None:
         self.lengths, self.example_ids, self.prefixes = self.layout.numpy()
@@ -158,18 +156,18 @@ class Rollout:
         return cls(layout=columns.pop("layout"), columns=columns, **fields)
 
 
-def answer_table(answers: list[Completion]) -> Tensor:
+def answer_table(trajectories: list[Trajectory]) -> Tensor:
     """Return every answer's length, score and whether a stop token ended it, [3, N] float64."""
-    rows = [(len(answer.tokens), answer.score, answer.ended) for answer in answers]
+    rows = [(len(one.tokens), one.score, one.ended) for one in trajectories]
     return torch.tensor(rows, dtype=torch.float64).T
 
 
-def answer_metrics(answers: list[Completion]) -> dict[str, Tensor]:
+def answer_metrics(trajectories: list[Trajectory]) -> dict[str, Tensor]:
     """Return the metrics of answers, with the mean score by each reward, in training and in evaluation."""
-    lengths, scores, ended = answer_table(answers)
+    lengths, scores, ended = answer_table(trajectories)
     by_reward = {
-        f"{SCORES}/{name}": torch.tensor([a.scores[name] for a in answers]).mean()
-        for name in answers[0].scores
+        f"{SCORES}/{name}": torch.tensor([one.scores[name] for one in trajectories]).mean()
+        for name in trajectories[0].scores
     }
     return {
         SCORES: scores.mean(),
@@ -236,43 +234,49 @@ class RolloutMaker:
     ) -> Rollout:
         """Decode and score answers to every prompt; token t of answer n is drawn by the key (seed, number, n, t)."""
         K = answers_per_prompt
-        prompts = [torch.as_tensor(dataset[i].sequences[0].tokens).int() for i in indices]
-        local_prompts = range(self.mesh.rank, len(prompts), self.mesh.world_size)
-        to_answer = {p * K + k: prompts[p] for p in local_prompts for k in range(K)}
+        local_groups = range(self.mesh.rank, len(indices), self.mesh.world_size)
+        prompts = {g: dataset[indices[g]].sequences[0].tokens.tolist() for g in local_groups}
+        to_answer = {
+            g * K + k: torch.tensor(prompts[g]) for g in local_groups for k in range(K)
+        }
         self.phase("sampling")
-        local_answers = self.sampler.sample(to_answer, number)
+        completions = self.sampler.sample(to_answer, number)
+        local = [
+            Trajectory.of(
+                prompts[n // K], completion, group=n // K, episode=n, row=indices[n // K]
+            )
+            for n, completion in completions.items()
+        ]
         self.phase("reward")
         if self.reward is not None:
-            rows = [indices[n // K] for n in local_answers]
+            rows = [one.row for one in local]
             scores = self.reward(
-                [to_answer[n].tolist() for n in local_answers],
-                [answer.tokens for answer in local_answers.values()],
+                [one.prompt for one in local],
+                [one.tokens for one in local],
                 [dataset.row(row) for row in rows],
                 rows,
             )
-            for answer, by_reward in zip(local_answers.values(), scores, strict=True):
-                answer.scores = by_reward
-        by_number = ChainMap(*gather(local_answers))
+            for one, by_reward in zip(local, scores, strict=True):
+                one.scores = by_reward
         self.phase("rollout")
-        answers = [by_number[n] for n in range(len(by_number))]
+        trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
         rollout = Rollout.of(
             number,
-            prompts,
-            answers,
+            trajectories,
             tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
             by_length=self.ppo.loss_aggregation == "sequence",
         )
         if self.scorer is not None:
             with self.scorer.inference():
                 values = self._values(rollout, self.scorer)
-            for answer, score in zip(answers, values[rollout.ends - 1].tolist(), strict=True):
-                answer.scores[self.ppo.reward_model] = score
-        for answer in answers:
-            weighted = (w * answer.scores[name] for name, w in self.ppo.reward.items())
-            answer.score = sum(weighted)
-            if not abs(answer.score) <= LARGEST:
+            for one, score in zip(trajectories, values[rollout.ends - 1].tolist(), strict=True):
+                one.scores[self.ppo.reward_model] = score
+        for one in trajectories:
+            weighted = (w * one.scores[name] for name, w in self.ppo.reward.items())
+            one.score = sum(weighted)
+            if not abs(one.score) <= LARGEST:
                 raise FloatingPointError(
-                    f"the weighted sum of the rewards {answer.scores} is {answer.score}, which is beyond 2^53 or no "
+                    f"the weighted sum of the rewards {one.scores} is {one.score}, which is beyond 2^53 or no "
                     "number; lower the weights in ppo.reward, or train another reward model"
                 )
         return rollout
@@ -320,7 +324,7 @@ class RolloutMaker:
         # a sequence's last token predicts nothing: what follows is a prompt's token, which has no weight
         predicts = in_answer.roll(-1)
         old, values, reference = (x[predicts].double() for x in (old, values, reference))
-        lengths, scores, ended = answer_table(rollout.answers)
+        lengths, scores, ended = answer_table(rollout.trajectories)
         cu_seqlens = F.pad(lengths.long().cumsum(0), (1, 0))
         kept = (ended.bool() | (not ppo.mask_truncated)).repeat_interleave(lengths.long())
         kl = kl_estimate(old, reference, ppo.kl_estimator) * kept
@@ -338,10 +342,10 @@ class RolloutMaker:
         columns["old_logps"] = old
         if ppo.kl_in != "reward":
             columns[REFERENCE_LOGPS] = reference
-        gap = old - np.concatenate([answer.logps for answer in rollout.answers])
-        N = len(rollout.answers)
+        gap = old - np.concatenate([one.logps for one in rollout.trajectories])
+        N = len(rollout.trajectories)
         metrics = {
-            **answer_metrics(rollout.answers),
+            **answer_metrics(rollout.trajectories),
             "rollout": rollout.number,
             "objective/kl": (old - reference).sum() / N,
             "objective/entropy": -old.sum() / N,

@@ -66,15 +66,12 @@ class SamplingOptions:
 class Completion:
     """One answer: its tokens (the stop token included), their log-probabilities, and whether a stop token ended it.
 
-    The log-probabilities are those of the whole tempered distribution, before top_p and top_k. The scores, one of each
-    reward, and their weighted sum are the caller's.
+    The log-probabilities are those of the whole tempered distribution, before top_p and top_k.
     """
 
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     ended: bool = False
-    score: float = 0.0
-    scores: dict[str, float] = field(default_factory=dict)
 
 
 class Task(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 
 from ulysses.check.input_files import RunInputs
 from ulysses.data.read.messages import Message
@@ -21,7 +21,7 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.disk import writing
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.rollout import Rollout
-from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.rl.sampler import SamplingOptions
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.trainer import Trainer
 from ulysses.zero.engine import ZeroEngine
@@ -46,7 +46,7 @@ class Samples:
         self.trainer, self.log, self.path = trainer, log, config.output / "samples.jsonl"
         self.decode = partial(inputs.tokenizer.decode, skip_special_tokens=True)
         self.prompts: list[list[int]] = []
-        self.answers: list[Completion] = []  # of the data
+        self.answers: list[list[int]] = []  # of the data
         if isinstance(samples, int):
             for example in islice(eval_data, samples):
                 row = example.sequences[0]
@@ -54,7 +54,7 @@ class Samples:
                 end = max(1, [*map(bool, row.loss_weights), True].index(True))
                 self.prompts.append(row.tokens[:end].tolist())
                 if len(row.tokens) > end:
-                    self.answers.append(Completion(row.tokens[end:]))
+                    self.answers.append(row.tokens[end:].tolist())
         else:
             for text in samples:
                 turn = inputs.template.render([Message("user", text)])
@@ -74,7 +74,7 @@ class Samples:
         A resumed run has them already. `others` are engines, by the roles of their models.
         """
         if not self.trainer.step:
-            self._write("data", self.prompts, self.answers)
+            self._write("data", zip(self.prompts, self.answers))
             for role, engine in others.items():
                 self._ask(role, replace(self.sampler, engine=engine, settings=None))
             self.ask(0)
@@ -85,9 +85,9 @@ class Samples:
 
     def show(self, rollout: Rollout) -> None:
         """Write all answers to the first prompts of a rollout."""
-        first = rollout.prompts[: len(self.prompts)]
-        prompts = [prompt for prompt in first for _ in range(rollout.answers_per_prompt)]
-        self._write(f"rollout {rollout.number}", prompts, rollout.answers)
+        first = [t for t in rollout.trajectories if t.group < len(self.prompts)]
+        scores = [f"{t.score:g}: " for t in first]
+        self._write(f"rollout {rollout.number}", [(t.prompt, t.tokens) for t in first], scores)
 
     def _ask(self, by: str, sampler: EngineSampler) -> None:
         # every rank answers all prompts, because they are few
@@ -95,7 +95,8 @@ class Samples:
             answers = sampler.sample(dict(enumerate(self.prompts)))
             for prompt, answer in zip(self.prompts, answers.values()):
                 del answer.tokens[max(0, self.window - len(prompt)) :]
-            self._write(by, self.prompts, answers.values())
+            tokens = [answer.tokens for answer in answers.values()]
+            self._write(by, zip(self.prompts, tokens))
 
     def _renew(self) -> None:
         """Show progress, and end this rank's sampling if it was asked to stop; the other ranks sample on."""
@@ -104,19 +105,19 @@ class Samples:
             raise InterruptedError
 
     def _write(
-        self, by: str, prompts: Iterable[list[int]], answers: Iterable[Completion]
+        self,
+        by: str,
+        answered: Iterable[tuple[list[int], list[int]]],
+        scores: Iterable[str] = repeat(""),
     ) -> None:
+        """Write prompts with their answers, and before each answer what `scores` has for it."""
         if not self.log:
             return
         step, run_id = self.trainer.step, self.trainer.description["run"]
         board = self.log.trackers.get("tensorboard")
         with writing(self.path), self.path.open("a") as file:
-            for prompt, answer in zip(prompts, answers):
-                score = f"{answer.score:g}: " if answer.scores else ""
-                texts = {
-                    "prompt": self.decode(prompt),
-                    "answer": score + self.decode(answer.tokens),
-                }
+            for (prompt, answer), score in zip(answered, scores):
+                texts = {"prompt": self.decode(prompt), "answer": score + self.decode(answer)}
                 line = {"step": step, "run": run_id, "by": by, **texts}
                 print(json.dumps(line), file=file)
                 if board:
