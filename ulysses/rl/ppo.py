@@ -25,11 +25,9 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import ADVANTAGES
-from ulysses.rl.engine_sampler import EngineSampler
-from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
-from ulysses.rl.sampler import SamplingOptions
+from ulysses.rl.samplers import build_sampler
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import (
     AuxiliaryModel,
@@ -166,42 +164,19 @@ class PpoStage(ReferencedStage):
         )
 
     def build(self, parts: RunParts) -> Self:
-        ppo, engine, mesh, renew = self.table, parts.engine, parts.mesh, parts.renew
+        ppo = self.table
         reward = None
         if functions := list(filter(is_function, ppo.reward)):
             reward = Rewards(
-                functions, parts.tokenizer, ppo.reward_workers, ppo.reward_timeout, renew
+                functions, parts.tokenizer, ppo.reward_workers, ppo.reward_timeout, parts.renew
             )
             parts.resources.callback(reward.close)
-        options = SamplingOptions(
-            ppo.max_new_tokens,
-            ppo.temperature,
-            ppo.top_p,
-            ppo.top_k,
-            parts.weights.shape.eos_token_id,
-            self.config.run.seed,
-            ppo.planned_batch,
-        )
-        if ppo.sampler:
-            folder = self.config.sampler_folder
-            sampler = OutsideSampler(
-                ppo,
-                parts.export,
-                folder,
-                mesh.is_main,
-                options,
-                longest=self.requirements.longest_example,
-                vocabulary=parts.weights.shape.vocab_size,
-                float32=self.config.model.dtype == "float32",
-                renew=renew,
-            )
-        else:
-            automatic = ppo.generation_batch == "auto"
-            sampler = EngineSampler(engine, mesh, options, automatic, self.config.model, renew)
+        longest = self.requirements.longest_example
+        sampler = build_sampler(self.config, parts, longest=longest)
         stage = super().build(parts)
         maker = RolloutMaker(
-            engine=engine,
-            mesh=mesh,
+            engine=parts.engine,
+            mesh=parts.mesh,
             ppo=ppo,
             sampler=sampler,
             tokens_per_microbatch=parts.tokens_per_microbatch,

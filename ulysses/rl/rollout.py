@@ -37,8 +37,7 @@ from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
-from ulysses.rl.engine_sampler import EngineSampler
-from ulysses.rl.outside_sampler import OutsideSampler
+from ulysses.rl.samplers import AnySampler
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.passes import token_values
 from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
@@ -200,7 +199,7 @@ class RolloutMaker:
     engine: ZeroEngine
     mesh: ParallelMesh
     ppo: PpoSection
-    sampler: EngineSampler | OutsideSampler
+    sampler: AnySampler
     tokens_per_microbatch: int
     share_prompts: bool = False
     reference: Callable[..., Tensor] | None = None

@@ -1,0 +1,43 @@
+"""Choose who samples: this process with the weights that it trains, or servers (ppo.sampler)."""
+
+from ulysses.config.schema import Config
+from ulysses.rl.engine_sampler import EngineSampler
+from ulysses.rl.outside_sampler import OutsideSampler
+from ulysses.rl.sampler import SamplingOptions
+from ulysses.stages.base import RunParts
+
+AnySampler = EngineSampler | OutsideSampler
+
+
+def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySampler:
+    """Build the sampler of a run's policy, from the settings of sampling in the [ppo] table.
+
+    Args:
+        longest: tokens of the longest prompt with its answer.
+    """
+    ppo, shape = config.ppo, parts.weights.shape
+    options = SamplingOptions(
+        ppo.max_new_tokens,
+        ppo.temperature,
+        ppo.top_p,
+        ppo.top_k,
+        shape.eos_token_id,
+        config.run.seed,
+        ppo.planned_batch,
+    )
+    if not ppo.sampler:
+        automatic = ppo.generation_batch == "auto"
+        return EngineSampler(
+            parts.engine, parts.mesh, options, automatic, config.model, parts.renew
+        )
+    return OutsideSampler(
+        ppo,
+        parts.export,
+        config.sampler_folder,
+        parts.mesh.is_main,
+        options,
+        longest=longest,
+        vocabulary=shape.vocab_size,
+        float32=config.model.dtype == "float32",
+        renew=parts.renew,
+    )
