@@ -38,7 +38,7 @@ Metrics = dict[str, float]  # by name
 
 
 class PlannedRollout(NamedTuple):
-    """The answers that are decoded before each round of PPO's training, for the planner.
+    """The answers that are decoded before each round of training, for the planner.
 
     answers: to each prompt.
     batch: how many of them a process decodes at a time; 0 if servers decode.
@@ -261,6 +261,11 @@ class Stage:
         return model_config
 
     # ---------------------------------------------------------------- requirements of the planner and the builder
+
+    @property
+    def trained_type(self) -> str:
+        """The type of the training data; held-out data are of `dataset_type`."""
+        return self.dataset_type
 
     @property
     def requirements(self) -> Requirements:
