@@ -108,6 +108,7 @@ class OnPolicyStage(DistillStage):
             self.sampling |= {
                 "response_length/mean": mean(len(answer.tokens) for _, answer in answers),
                 "response_length/clip_ratio": mean(not answer.ended for _, answer in answers),
+                "sampler/nll": -mean(logp for _, answer in answers for logp in answer.logps),
                 "time/sampling": time.perf_counter() - began,
             }
         packed = packed_batches(
@@ -124,6 +125,12 @@ class OnPolicyStage(DistillStage):
             for name, value in self.sampling.items():
                 metrics.add(name, value, 1.0)
         return super().losses(batch, metrics)
+
+    def finalise_metrics(self, metrics: Metrics) -> Metrics:
+        # where all trained tokens are sampled, and by the same weights, both mean log-probabilities are the same
+        if metrics.get("on_policy/rows") == 1 and self.config.ppo.temperature == 1:
+            self.sampler.check_gap(abs(metrics["nll"] - metrics["sampler/nll"]))
+        return metrics
 
 
 def prompt_of(last_turn: Sequence) -> list[int]:
