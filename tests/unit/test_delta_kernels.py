@@ -57,6 +57,7 @@ def test_the_kernels_are_as_near_to_float64_as_their_dtype(heads):
 @pytest.mark.parametrize("prefixes", [{}, {2: (0, 60), 3: (0, 2)}], ids=["whole", "shared"])
 def test_the_convolution_equals_plain_torch(prefixes):
     """Documents that end inside a program's rows, and one that goes on in the next program."""
+    pytest.importorskip("fla")
     widths, device = [48, 48, 150], torch.device("cuda")
     recurrence = Recurrence([0, 61, 131, 300, 302], prefixes, device)
     draw = torch.Generator().manual_seed(0)
