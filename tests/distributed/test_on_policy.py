@@ -76,8 +76,8 @@ def run_steps(case):
 def gkd_loss(student, teacher, labels, beta, temperature):
     """GKD's loss of padded logits [B, L, V] (arXiv 2306.13649, equation 1), reduced as TRL's GKDTrainer does.
 
-    TRL calls it "batchmean": the sum over the vocabulary and all labels, divided by the number of labels. Temperature
-    divides the logits of both, and nothing multiplies the loss by its square.
+    TRL calls it "batchmean": the sum over the vocabulary and all labels, divided by the number of labels. A
+    temperature divides the logits of both, and nothing multiplies the loss by its square; the trainer leaves it at 1.
     """
     student, teacher = ((x / temperature).log_softmax(-1) for x in (student, teacher))
 

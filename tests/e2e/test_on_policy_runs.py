@@ -13,7 +13,7 @@ from tests.e2e.test_stage_runs import on_ranks
 from tests.e2e.test_without_options import start, without
 from tests.model_folder import demo_model
 from tests.sampling_server import SamplingServer
-from ulysses.check.preflight import check_settings
+from ulysses.check.preflight import check_settings, prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 
@@ -101,6 +101,14 @@ def test_what_does_not_fit_is_refused(teacher, tmp_path, typed, sentence):
     line = settings(teacher, tmp_path / "run", typed)
     with pytest.raises(ConfigError, match=sentence):
         check_settings(parse_command_line(line).config, 1)
+
+
+def test_a_teacher_must_know_all_that_the_student_may_sample(tmp_path):
+    """Its vocabulary holds the tokenizer's, but not the rows that fill the student's up."""
+    small = demo_model(tmp_path / "teacher", vocab_size=680)
+    line = settings(small, tmp_path / "run", "--distill.on_policy 0.5")
+    with pytest.raises(ConfigError, match="has 680 tokens but the policy 704"):
+        prepare(parse_command_line(line).config, 1)
 
 
 def test_without_the_option_ppo_only_the_datas_answers_are_learnt(teacher, tmp_path):

@@ -327,12 +327,6 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
         )
     if not stage:
         return
-    longest, budget = stage.requirements.longest_example, config.batch.tokens_per_microbatch
-    if samples and budget != "auto" and budget < longest:
-        yield (
-            f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is "
-            f"{longest}; raise it to at least {longest}, or lower one of them"
-        )
     if run.samples and stage.dataset_type in ("text", "ranked"):
         yield f"run.samples is {run.samples} but stage {config.stage!r} answers no prompts; set it to 0"
     if stage.dataset_type != "sequence":

@@ -196,7 +196,7 @@ def planned_step(
     """
     requirements = stage.requirements
     lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
-    if stage.trained_type == "prompt":
+    if "prompt" in (stage.trained_type, stage.dataset_type):
         count = requirements.rollout.answers
         prompts = lengths.repeat(count, axis=0)[: requirements.examples_per_step]
         prefixes = (prompts - 1) * (1 - 1 / count) * data.share_prompts

@@ -17,19 +17,11 @@ import numpy as np
 import torch
 
 from ulysses.data.serve.steps import StepLoader
-from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import keyed_generator
 from ulysses.rl.samplers import AnySampler, build_sampler
-from ulysses.stages.base import (
-    Metrics,
-    MetricSums,
-    PlannedRollout,
-    Requirements,
-    RunParts,
-    StepBatches,
-    Term,
-)
+from ulysses.stages.base import Metrics, PlannedRollout, Requirements, RunParts, StepBatches
 from ulysses.stages.distill import DistillStage
 from ulysses.stages.passes import packed_batches
 
@@ -40,7 +32,7 @@ class OnPolicyStage(DistillStage):
 
     Args:
         sampler: decodes this rank's answers with the current weights, in this process or on servers.
-        sampling: metrics of the answers of the current step.
+        sampling: metrics of the answers of the current step, the same on every rank but for times.
     """
 
     sampler: AnySampler | None = None
@@ -52,6 +44,13 @@ class OnPolicyStage(DistillStage):
             yield (
                 f"distill.nll_weight is {self.table.nll_weight:g} but answers that the student samples "
                 "(distill.on_policy) are no examples to follow; set one of them to 0"
+            )
+        longest = self.requirements.longest_example
+        budget = self.config.batch.tokens_per_microbatch
+        if budget != "auto" and budget < longest:
+            yield (
+                f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is "
+                f"{longest}; raise it to at least {longest}, or lower one of them"
             )
 
     @property
@@ -69,7 +68,7 @@ class OnPolicyStage(DistillStage):
 
     @property
     def trained_type(self) -> str:
-        return "prompt" if self.table.on_policy == 1 else self.dataset_type
+        return "prompt" if self.table.on_policy == 1 else ""
 
     def build(self, parts: RunParts) -> Self:
         longest = self.requirements.longest_example
@@ -120,17 +119,13 @@ class OnPolicyStage(DistillStage):
         )
         return StepBatches([batch for _, batch in packed])
 
-    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
-        if torch.is_grad_enabled():
-            for name, value in self.sampling.items():
-                metrics.add(name, value, 1.0)
-        return super().losses(batch, metrics)
-
     def finalise_metrics(self, metrics: Metrics) -> Metrics:
-        # where all trained tokens are sampled, and by the same weights, both mean log-probabilities are the same
-        if metrics.get("on_policy/rows") == 1 and self.config.ppo.temperature == 1:
-            self.sampler.check_gap(abs(metrics["nll"] - metrics["sampler/nll"]))
-        return metrics
+        if "tokens" not in metrics:  # of held-out rows
+            return metrics
+        # where all trained tokens are sampled, by the same weights and from the same distribution, both are equal
+        if self.sampling["on_policy/rows"] == 1 and self.config.ppo.temperature == 1:
+            self.sampler.check_gap(abs(metrics["nll"] - self.sampling["sampler/nll"]))
+        return metrics | self.sampling
 
 
 def prompt_of(last_turn: Sequence) -> list[int]:

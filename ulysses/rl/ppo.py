@@ -91,7 +91,7 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- checks and requirements
 
     def check(self) -> Iterator[str]:
-        ppo = self.table
+        ppo, budget = self.table, self.config.batch.tokens_per_microbatch
         functions = [*filter(is_function, ppo.reward)]
         if not ppo.reward or "" in ppo.reward:
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
@@ -105,11 +105,17 @@ class PpoStage(ReferencedStage):
                 f'ppo.advantage = "{ppo.advantage}" compares the answers to a prompt but ppo.answers_per_prompt is 1; '
                 "set it to at least 2 (commonly 8)"
             )
-        prompts = self.requirements.examples_per_load
+        requirements = self.requirements
+        longest, prompts = requirements.longest_example, requirements.examples_per_load
         if prompts < ppo.minibatches:
             yield (
                 f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise "
                 f"batch.examples"
+            )
+        if budget != "auto" and budget < longest:
+            yield (
+                f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is "
+                f"{longest}; raise it to at least {longest}, or lower one of them"
             )
         try:
             ppo_policy_loss(*torch.zeros(3, 1), **policy_options(ppo))

@@ -48,7 +48,7 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
                 share_prompts=config.batch.share_prompts,
             )
 
-    train, held_out = opened(data.train, stage.trained_type), None
+    train, held_out = opened(data.train, stage.trained_type or stage.dataset_type), None
     if data.eval_fraction:
         held_out = opened(data.train, stage.dataset_type, held_out=True)
     elif data.eval:

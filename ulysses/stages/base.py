@@ -222,6 +222,9 @@ class Stage:
 
     name: ClassVar[str]  # of the stage and of its table
     dataset_type: ClassVar[str]  # text, sequence, pair, ranked, unpaired or prompt
+    trained_type: ClassVar[str] = (
+        ""  # of the training data, if the held-out data alone are of `dataset_type`
+    )
     reward: ClassVar[bool] = False  # whether a RewardModel is trained
     sequences_per_example: ClassVar[int] = 1  # all of them lie in the same micro-batch
 
@@ -261,11 +264,6 @@ class Stage:
         return model_config
 
     # ---------------------------------------------------------------- requirements of the planner and the builder
-
-    @property
-    def trained_type(self) -> str:
-        """The type of the training data; held-out data are of `dataset_type`."""
-        return self.dataset_type
 
     @property
     def requirements(self) -> Requirements:

@@ -39,6 +39,6 @@ def test_sampled_answers_are_planned_for():
     served = stage(0.5, sampler="vllm+http://a:1", max_new_tokens=30)
     assert served.requirements.rollout == PlannedRollout(1, 0, 100, 30)
     # only where every row is sampled may rows lack an answer
-    assert [one.trained_type for one in (half, whole)] == ["sequence", "prompt"]
+    assert [one.trained_type for one in (half, whole)] == ["", "prompt"]
     assert type(whole) is OnPolicyStage and whole.dataset_type == "sequence"
     assert type(off) is DistillStage and off.requirements.longest_example == 100
