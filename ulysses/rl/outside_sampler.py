@@ -331,7 +331,7 @@ class OutsideSampler:
             return call(host + path, *more)
         except (OSError, ValueError) as error:
             is_lost = isinstance(error, RefusedError) or not is_up(
-                f"{host}/health", LOOK_SECONDS
+                f"{host}/health", INFO_SECONDS
             )
             raise (LostError if is_lost else UserCodeError)(
                 f"the sampling server {host}{path} failed ({error}); look at its log, start it again and continue with "

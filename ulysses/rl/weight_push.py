@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -59,7 +60,7 @@ class WeightPush:
     version: str = ""
     receivers: dict[str, "Receiver"] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where tensors are when they are sent."""
         if self.backend == "gloo":
@@ -151,7 +152,8 @@ class Receiver:
                 '0.28 or newer with VLLM_SERVER_DEV_MODE=1, SGLang 0.5, or ppo.sampler_sync = "disk"'
             ) from None
         url, limit = urlsplit(address.partition("+")[2]), timedelta(seconds=push.seconds)
-        with socket.create_connection((url.hostname, url.port or 80), push.seconds) as found:
+        port = url.port or (443 if url.scheme == "https" else 80)
+        with socket.create_connection((url.hostname, port), push.seconds) as found:
             host = found.getsockname()[0]  # by which the server reaches this machine
         tcp = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self.name = f"ulysses-{uuid4().hex}"
@@ -164,7 +166,7 @@ class Receiver:
         if push.backend == "gloo":
             met = in_thread(dist.ProcessGroupGloo, store, 0, size, limit)
         else:
-            met = in_thread(_nccl_group, store, size, limit, self.is_vllm and push.device)
+            met = in_thread(_nccl_group, store, size, limit, push.device, self.is_vllm)
         if self.is_vllm and push.backend == "nccl":
             # its workers look into no store of torch, and are told NCCL's own name of the group
             where = {"nccl_unique_id_b64": base64.b64encode(store.get("0")).decode()}
@@ -222,12 +224,13 @@ class Receiver:
 
 
 def _nccl_group(
-    store: dist.Store, size: int, limit: timedelta, sums_on: torch.device | Literal[False]
+    store: dist.Store, size: int, limit: timedelta, device: torch.device, sums: bool
 ) -> Any:
-    """Return a group whose workers meet at its first collective; those of vLLM begin with a sum of one number."""
+    """Return a group whose workers meet at its first collective, which in vLLM is a sum of one number."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    group = dist.ProcessGroupNCCL(store, 0, size, options)
-    if sums_on:
-        group.allreduce([torch.zeros(1, device=sums_on)]).wait()
+    with torch.cuda.device(device):
+        group = dist.ProcessGroupNCCL(store, 0, size, options)
+        if sums:
+            group.allreduce([torch.zeros(1, device=device)]).wait()
     return group
