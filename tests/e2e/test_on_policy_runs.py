@@ -93,6 +93,7 @@ def test_a_server_samples(teacher, tmp_path):
             "--distill.on_policy 0.5 --batch.tokens_per_microbatch 130",
             r"is 130 but data.max_length \(prompts\) \+ ppo.max_new_tokens is 137",
         ),
+        ("--distill.on_policy 0.5 --ppo.sampler_sync gloo", "ppo.sampler names no servers"),
         ("--distill.on_policy 0.5 --ppo.gamma 0.5", "ppo.gamma: stage 'distill' reads"),
         ("", "ppo.max_new_tokens: stage 'distill' reads no settings of ppo"),
     ],

@@ -173,7 +173,8 @@ def run_question(
     def question_of(data: TokenizedDataset) -> Question:
         tokens = budget
         if auto:
-            tokens = longest if requirements.rollout else int(data.lengths.max())
+            is_sampled = requirements.longest_example > config.data.max_length
+            tokens = longest if is_sampled else int(data.lengths.max())
         question = planner_question(stage, shape, machine, tokens)
         steps = (planned_step(stage, shape, data, each) for each in (typical, largest))
         return cut_steps(question, *steps, auto)

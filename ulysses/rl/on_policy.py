@@ -20,7 +20,7 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import keyed_generator
-from ulysses.rl.samplers import AnySampler, build_sampler
+from ulysses.rl.samplers import AnySampler, build_sampler, check_sampler
 from ulysses.stages.base import Metrics, PlannedRollout, Requirements, RunParts, StepBatches
 from ulysses.stages.distill import DistillStage
 from ulysses.stages.passes import packed_batches
@@ -40,6 +40,7 @@ class OnPolicyStage(DistillStage):
 
     def check(self) -> Iterator[str]:
         yield from super().check()
+        yield from check_sampler(self.config.ppo)
         if self.table.nll_weight:
             yield (
                 f"distill.nll_weight is {self.table.nll_weight:g} but answers that the student samples "

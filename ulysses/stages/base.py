@@ -225,9 +225,7 @@ class Stage:
 
     name: ClassVar[str]  # of the stage and of its table
     dataset_type: ClassVar[str]  # text, sequence, pair, ranked, unpaired or prompt
-    trained_type: ClassVar[str] = (
-        ""  # of the training data, if the held-out data alone are of `dataset_type`
-    )
+    trained_type: ClassVar[str] = ""  # of the training data alone, if it differs
     reward: ClassVar[bool] = False  # whether a RewardModel is trained
     sequences_per_example: ClassVar[int] = 1  # all of them lie in the same micro-batch
 
