@@ -54,7 +54,8 @@ def test_rows_need_no_answers_if_all_are_sampled(teacher, tmp_path):
     lines = on_ranks(2, line)
     assert all(m["on_policy/rows"] == 1 and m["response_length/mean"] <= 9 for m in lines)
     assert lines[-1]["eval/divergence"] < lines[0]["divergence"]
-    assert lines[0]["nll"] == pytest.approx(lines[0]["sampler/nll"], abs=1e-5)
+    for m in lines:  # each step's answers come from its own weights
+        assert m["nll"] == pytest.approx(m["sampler/nll"], abs=1e-5)
 
 
 def load(folder):
