@@ -24,17 +24,10 @@ from ulysses.config.stage_sections import PpoSection, is_function
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
-from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.rewards import Rewards
-from ulysses.rl.rollout import (
-    OPPOSED,
-    SCORES,
-    Rollout,
-    RolloutMaker,
-    RolloutSteps,
-    answer_metrics,
-)
-from ulysses.rl.samplers import build_sampler
+from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
+from ulysses.rl.samplers import build_sampler, check_sampler
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import (
     AuxiliaryModel,
@@ -133,6 +126,7 @@ class PpoStage(ReferencedStage):
                 "ppo.importance_cap needs the servers' probabilities among all tokens, but with ppo.top_p or ppo.top_k "
                 "they are those among the tokens that are kept; leave ppo.importance_cap out, or top_p and top_k"
             )
+        yield from check_sampler(ppo)
         if ppo.kl_coefficient:
             yield from super().check()
 

@@ -37,7 +37,7 @@ from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
-from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.samplers import AnySampler
 from ulysses.rl.trajectory import Trajectory, depth_first
 from ulysses.stages.passes import token_values
@@ -45,7 +45,6 @@ from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
 from ulysses.zero.engine import ZeroEngine
 
 SCORES = "objective/scores"  # the metric that an evaluation is judged by
-OPPOSED = "opposed_advantages"  # the column of those below 0 where others of the same token are above it
 
 
 @dataclass
