@@ -136,10 +136,6 @@ class Rollout:
         tables[:, self.example_ids, within_example] = self.lengths, self.prefixes
         self.sequence_lengths, self.prefix_lengths = tables
 
-    @property
-    def num_groups(self) -> int:
-        return int(self.groups[-1]) + 1
-
     def held(self, values: Tensor) -> Tensor:
         """Return the sums of drawn tokens' values [A], float64, at the rows that predict them, [T]."""
         rows = values.new_zeros(len(self.columns["tokens"]))
@@ -445,5 +441,7 @@ class RolloutSteps:
         """Return the examples of step k of the current rollout, in a fixed order."""
         rollout, ppo = self.maker.rollout, self.maker.ppo
         pass_number, minibatch = divmod(k % ppo.steps_per_rollout, ppo.minibatches)
-        order = shuffled(rollout.num_groups, self.prompts.seed, rollout.number, pass_number)
+        order = shuffled(
+            int(rollout.groups[-1]) + 1, self.prompts.seed, rollout.number, pass_number
+        )
         return rollout.examples(np.array_split(order, ppo.minibatches)[minibatch].tolist())
