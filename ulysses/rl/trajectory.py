@@ -84,7 +84,7 @@ def depth_first(
 ) -> tuple[list[Trajectory], list[int]]:
     """Order the trajectories of a group; return also how many first tokens each has in common with the one before it.
 
-    Sorting whole sequences gives a depth-first order. Answers that share their prompt alone stay in the given order.
+    Sorting whole sequences gives a depth-first order; where it shares no more, the given order stays.
 
     Args:
         share_drawn: tokens that a trajectory has drawn itself count too, where they are enough.
@@ -96,8 +96,6 @@ def depth_first(
         enough = share_drawn and count - first >= FEWEST_SHARED
         return count if enough else min(count, first)
 
-    for ordered in sorted(group, key=lambda one: one.prompt + one.tokens), group:
-        counts = [0, *starmap(in_common, pairwise(ordered))]
-        if any(count > len(one.prompt) for one, count in zip(ordered, counts)):
-            break
-    return ordered, counts
+    orders = group, sorted(group, key=lambda one: one.prompt + one.tokens)
+    found = [(order, [0, *starmap(in_common, pairwise(order))]) for order in orders]
+    return max(found, key=lambda one: sum(one[1]))
