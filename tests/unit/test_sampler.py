@@ -13,7 +13,7 @@ from tests.family_case import FAMILIES as HYBRIDS
 from tests.memory_case import build
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.rl.sampler import Sampler, SamplingOptions, fitting_slots
+from ulysses.rl.sampler import Requests, Sampler, SamplingOptions, fitting_slots
 
 QWEN = replace(
     SHAPE, model_type="qwen2", num_attention_heads=6, head_dim=4, attention_bias=True, tie_word_embeddings=True
@@ -37,10 +37,10 @@ def sampled(
     model, asked, new_tokens, *, graphs=True, look=0, prefill=8192, progress=lambda tokens: None, **options
 ):  # fmt: skip
     """One completion per prompt, whose key is its place."""
-    chosen = dict(enumerate(asked)), SamplingOptions(new_tokens, **options)
-    work = 0, progress, graphs, look, prefill
-    found = Sampler(model.config, weights_of(model), *chosen, *work).sample()
-    return [found[i] for i in range(len(asked))]
+    requests = Requests(dict(enumerate(asked)), new_tokens)
+    work = SamplingOptions(new_tokens, **options), 0, progress, graphs, look, prefill
+    Sampler(model.config, weights_of(model), requests, *work).sample()
+    return [*requests.completions.values()]
 
 
 def exact(model, asked, answers, temperature):
@@ -88,9 +88,9 @@ def test_samples_depend_on_no_batch_and_no_process():
     def tokens(keys=range(13), seed=3, rollout=2, batch=4):
         drawing = {"top_p": 0.9, "stop_tokens": (5,), "seed": seed}
         options = SamplingOptions(10, batch=batch, **drawing)
-        chosen = {i: asked[i] for i in keys}
-        found = Sampler(SHAPE, weights_of(model), chosen, options, rollout).sample()
-        return {i: found[i].tokens for i in keys}
+        requests = Requests({i: asked[i] for i in keys}, 10)
+        Sampler(SHAPE, weights_of(model), requests, options, rollout).sample()
+        return {i: each.tokens for i, each in requests.completions.items()}
 
     whole = tokens()
     assert all(tokens(batch=batch) == whole for batch in (1, 3, 64))

@@ -15,8 +15,9 @@ the folder that they were started with.
 
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from ulysses.config.section import UserCodeError
 from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import seed_of
-from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.rl.sampler import Completion, Request, Requests, SamplingOptions
 from ulysses.rl.servers import Json, get, post
 
 # The calls, in order, that make a server read the weights in a folder: {path: body}, where FOLDER stands for it. vLLM
@@ -44,6 +45,7 @@ MORE_ROOM = (
     "ppo.max_new_tokens"
 )
 LOOK_SECONDS = 5.0  # between two looks whether the servers still take requests
+POLL_SECONDS = 0.02  # between two looks for new requests
 INFO_SECONDS = 60.0  # for what a server tells of itself
 # The mean |trainer - server| per token that the same weights explain, where both compute in float32 and elsewhere. In
 # float32 a server of vLLM on a CPU had 4e-6, and 0.04 with a repetition penalty of 1.1 and 2 with other weights. In
@@ -158,39 +160,51 @@ class OutsideSampler:
 
         Raises UserCodeError if a server fails several times, or if its answer cannot be trained on.
         """
+        requests = Requests(prompts, self.options.max_new_tokens)
+        self.serve(requests, rollout)
+        return requests.completions
+
+    def serve(self, requests: Requests, rollout: int = 0) -> None:
+        """Answer requests until there will be none, with the errors of `sample`."""
+        # an episode stays with a server, which may still hold the keys and values of its earlier turns
         servers = self.ppo.sampler
 
-        def ask(number: int) -> Completion:
-            address = servers[number % len(servers)]
-            seed = seed_of(self.options.seed, rollout, number) % 2**31
+        def ask(request: Request) -> None:
+            address = servers[request.number % len(servers)]
             try:
-                completion, reason = self._complete(address, prompts[number].tolist(), seed)
-                fault = self._fault(completion, reason)
+                completion, reason = self._complete(address, request, rollout)
+                fault = self._fault(completion, reason, request.limit)
             except (LookupError, TypeError) as error:
                 fault = f"JSON of another form ({error!r})"
             if fault:
-                raise UserCodeError(f"{address} answered prompt {number} with {fault}")
+                raise UserCodeError(f"{address} answered prompt {request.number} with {fault}")
             self.renew()
-            return completion
+            requests.answer(request, completion)
 
-        pool = ThreadPoolExecutor(self.options.batch)
+        pool, looked = ThreadPoolExecutor(self.options.batch), time.monotonic()
+        waiting: set[Future[None]] = set()
         try:
-            asked = {number: pool.submit(ask, number) for number in prompts}
-            waiting = {*asked.values()}
-            while waiting:
-                done, waiting = wait(waiting, LOOK_SECONDS, FIRST_EXCEPTION)
-                for completion in done:
-                    completion.result()  # raises what has gone wrong
+            while waiting or requests.is_open:
+                waiting |= {pool.submit(ask, new) for new in requests.take(not waiting)}
+                pause = POLL_SECONDS if requests.is_open else LOOK_SECONDS
+                done, waiting = wait(waiting, pause, FIRST_EXCEPTION)
+                for asked in done:
+                    asked.result()  # raises what has gone wrong
+                if not waiting or time.monotonic() - looked < LOOK_SECONDS:
+                    continue
                 # a server that was told to end takes no requests, but may never answer those that it has
-                for address in servers if waiting else ():
+                for address in servers:
                     self._call(address, "/health", get, LOOK_SECONDS)
-            return {number: completion.result() for number, completion in asked.items()}
+                looked = time.monotonic()
         finally:  # after an error this process does not wait for the other requests
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _complete(self, address: str, prompt: list[int], seed: int) -> tuple[Completion, Json]:
+    def _complete(
+        self, address: str, request: Request, rollout: int
+    ) -> tuple[Completion, Json]:
         """Return a completion and why it ends: "stop" or "length" if all is well."""
-        options = self.options
+        options, prompt, limit = self.options, request.prompt, request.limit
+        seed = seed_of(options.seed, rollout, request.key) % 2**31
         settings = {
             "temperature": options.temperature,
             "top_p": options.top_p,
@@ -202,7 +216,6 @@ class OutsideSampler:
             "frequency_penalty": 0.0,
             "stop_token_ids": options.stop_tokens,
         }
-        limit = options.max_new_tokens
         if address.startswith("vllm"):
             # without ignore_eos other tokens end answers, too; SGLang's ignore_eos ignores stop_token_ids as well
             body = {**settings, "prompt": prompt, "max_tokens": limit, "seed": seed}
@@ -221,9 +234,9 @@ class OutsideSampler:
         ended = any(token in options.stop_tokens for token in tokens[-1:])
         return Completion(list(tokens), list(logps), ended), reason
 
-    def _fault(self, completion: Completion, reason: Json) -> str:
+    def _fault(self, completion: Completion, reason: Json, limit: int) -> str:
         """Return why a completion cannot be trained on, or nothing."""
-        tokens, logps, limit = completion.tokens, completion.logps, self.options.max_new_tokens
+        tokens, logps = completion.tokens, completion.logps
         if reason not in ("stop", "length"):
             return f"an answer that it broke off (its finish reason is {reason!r:.100})"
         if not 0 < len(tokens) == len(logps) <= limit:

@@ -17,9 +17,10 @@ Letters: N sequences (answers with their prompts), T tokens of all sequences, K 
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +38,9 @@ from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.episodes import Episodes
 from ulysses.rl.samplers import AnySampler
-from ulysses.rl.trajectory import Trajectory
+from ulysses.rl.trajectory import Trajectory, episodes_of, whole_text
 from ulysses.stages.passes import token_values
 from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
 from ulysses.zero.engine import ZeroEngine
@@ -116,6 +118,11 @@ class Rollout:
         tables[:, self.example_ids, within_example] = self.lengths, self.prefixes
         self.sequence_lengths, self.prefix_lengths = tables
 
+    @property
+    def episodes(self) -> list[list[Trajectory]]:
+        """The trajectories, those of an episode together."""
+        return episodes_of(self.trajectories)
+
     def examples(self, prompts: list[int]) -> list[int]:
         """Return the numbers of the examples that hold all answers to these prompts."""
         ids = self.example_ids.reshape(-1, self.answers_per_prompt)[prompts]
@@ -161,21 +168,35 @@ def answer_table(trajectories: list[Trajectory]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).T
 
 
-def answer_metrics(trajectories: list[Trajectory]) -> dict[str, Tensor]:
-    """Return the metrics of answers, with the mean score by each reward, in training and in evaluation."""
-    lengths, scores, ended = answer_table(trajectories)
-    by_reward = {
-        f"{SCORES}/{name}": torch.tensor([one.scores[name] for one in trajectories]).mean()
-        for name in trajectories[0].scores
-    }
-    return {
+def answer_metrics(
+    episodes: list[list[Trajectory]], of_turns: bool = False
+) -> dict[str, Tensor]:
+    """Return the metrics of answers, with the mean score by each reward, in training and in evaluation.
+
+    Args:
+        episodes: their branches, of which answers have one.
+        of_turns: whether to tell of turns and branches.
+    """
+    table, by_name = [], defaultdict[str, list[float]](list)
+    for branches in episodes:
+        last, masks = branches[-1], [one.sampled for one in branches]
+        turns = sum(sum(is_said for is_said, _ in groupby(mask)) for mask in masks)
+        longest = max(len(one.prompt) + len(one.tokens) for one in branches)
+        said = sum(map(sum, masks))
+        table.append((said, last.score, last.ended, turns, len(branches), longest))
+        for name, score in last.scores.items():
+            by_name[name].append(score)
+    lengths, scores, ended, *of_episodes = torch.tensor(table, dtype=torch.float64).T
+    metrics = {
         SCORES: scores.mean(),
         f"{SCORES}_std": scores.std(correction=0),
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
-        **by_reward,
+        **{f"{SCORES}/{name}": torch.tensor(each).mean() for name, each in by_name.items()},
     }
+    names = ("turns", "branches", "length") if of_turns else ()
+    return metrics | {f"episode/{name}": x.mean() for name, x in zip(names, of_episodes)}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -185,6 +206,7 @@ class RolloutMaker:
     Args:
         engine: trains models.scored.PolicyValue, or CausalLM without a value.
         ppo: the [ppo] table.
+        episodes: runs the episodes of ppo.rollout; None if prompts are answered.
         sampler: decodes this rank's answers with the current weights, in this process or on servers.
         tokens_per_microbatch: the most tokens of a packed micro-batch.
         share_prompts: whether answers to one prompt that fit into a micro-batch share it.
@@ -204,6 +226,7 @@ class RolloutMaker:
     share_prompts: bool = False
     reference: Callable[..., Tensor] | None = None
     reward: Callable[..., list[dict[str, float]]] | None = None
+    episodes: Episodes | None = None
     scorer: ZeroEngine | None = None
     phase: Callable[..., None] = lambda *_, **__: None
     show: Callable[[Rollout], None] = lambda rollout: None
@@ -232,31 +255,47 @@ class RolloutMaker:
         answers_per_prompt: int = 1,
     ) -> Rollout:
         """Decode and score answers to every prompt; token t of answer n is drawn by the key (seed, number, n, t)."""
+        self.phase("sampling")
+        local = self.draw(number, dataset, indices, answers_per_prompt)
+        return self.scored(number, dataset, local)
+
+    def draw(
+        self,
+        number: int,
+        dataset: TokenizedDataset,
+        indices: list[int],
+        answers_per_prompt: int,
+    ) -> list[Trajectory]:
+        """Return this rank's share of the answers."""
         K = answers_per_prompt
         local_groups = range(self.mesh.rank, len(indices), self.mesh.world_size)
-        prompts = {g: dataset[indices[g]].sequences[0].tokens.tolist() for g in local_groups}
-        to_answer = {
-            g * K + k: torch.tensor(prompts[g]) for g in local_groups for k in range(K)
-        }
-        self.phase("sampling")
+        rows = {g * K + k: indices[g] for g in local_groups for k in range(K)}
+        if self.episodes is not None:
+            given = {n: (row, dataset.row(row)) for n, row in rows.items()}
+            drawn = self.episodes.run(self.sampler, number, given)
+            return [replace(one, group=one.episode // K) for one in drawn]
+        prompts = {row: dataset[row].sequences[0].tokens.tolist() for row in {*rows.values()}}
+        to_answer = {n: torch.tensor(prompts[row]) for n, row in rows.items()}
         completions = self.sampler.sample(to_answer, number)
-        local = [
-            Trajectory.of(
-                prompts[n // K], completion, group=n // K, episode=n, row=indices[n // K]
-            )
+        return [
+            Trajectory.of(prompts[rows[n]], completion, group=n // K, episode=n, row=rows[n])
             for n, completion in completions.items()
         ]
+
+    def scored(
+        self, number: int, dataset: TokenizedDataset, local: list[Trajectory]
+    ) -> Rollout:
+        """Score this rank's answers, and lay out those of all ranks."""
         self.phase("reward")
+        # episodes may have scores already
+        asked = [branches for branches in episodes_of(local) if not branches[-1].scores]
         if self.reward is not None:
-            rows = [one.row for one in local]
-            scores = self.reward(
-                [one.prompt for one in local],
-                [one.tokens for one in local],
-                [dataset.row(row) for row in rows],
-                rows,
-            )
-            for one, by_reward in zip(local, scores, strict=True):
-                one.scores = by_reward
+            rows = [last.row for *_, last in asked]
+            prompts, answers = zip(*map(whole_text, asked)) if asked else ([], [])
+            scores = self.reward([*prompts], [*answers], [*map(dataset.row, rows)], rows)
+            for branches, by_reward in zip(asked, scores, strict=True):
+                for one in branches:
+                    one.scores = by_reward
         self.phase("rollout")
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
         rollout = Rollout.of(
@@ -268,11 +307,16 @@ class RolloutMaker:
         if self.scorer is not None:
             with self.scorer.inference():
                 values = self._values(rollout, self.scorer)
-            for one, score in zip(trajectories, values[rollout.ends - 1].tolist(), strict=True):
-                one.scores[self.ppo.reward_model] = score
+            at_end = dict(
+                zip(map(id, trajectories), values[rollout.ends - 1].tolist(), strict=True)
+            )
+            for branches in episodes_of(trajectories):
+                for one in branches:
+                    if self.ppo.rollout not in one.scores:
+                        one.scores[self.ppo.reward_model] = at_end[id(branches[-1])]
+        factors = {self.ppo.rollout: 1.0, **self.ppo.reward}
         for one in trajectories:
-            weighted = (w * one.scores[name] for name, w in self.ppo.reward.items())
-            one.score = sum(weighted)
+            one.score = sum(factors[name] * score for name, score in one.scores.items())
             if not abs(one.score) <= LARGEST:
                 raise FloatingPointError(
                     f"the weighted sum of the rewards {one.scores} is {one.score}, which is beyond 2^53 or no "
@@ -344,7 +388,7 @@ class RolloutMaker:
         gap = old - np.concatenate([one.logps for one in rollout.trajectories])
         N = len(rollout.trajectories)
         metrics = {
-            **answer_metrics(rollout.trajectories),
+            **answer_metrics(rollout.episodes, of_turns=bool(ppo.rollout)),
             "rollout": rollout.number,
             "objective/kl": (old - reference).sum() / N,
             "objective/entropy": -old.sum() / N,
