@@ -5,7 +5,9 @@ import json
 import pytest
 
 from tests.e2e.launch import rows, tiny, without_times
+from tests.e2e.test_chain import load
 from tests.e2e.test_stage_runs import on_ranks
+from tests.sampling_server import SamplingServer
 
 SHORT = f"""
 --data.train {rows("ppo_train", 6)} --data.eval {rows("ppo_eval", 3)} --data.max_length 64 --batch.examples 3
@@ -42,3 +44,26 @@ def test_two_turns_with_the_engines_own_sampler(tmp_path):
         assert float(score) in (0, 1)
         assert turns.count("[said]") == 2 and turns.count("[told]") == 1
         assert "It is " in turns.split("[told]")[1].split("[said]")[0]
+
+
+def test_two_turns_with_a_server(tmp_path):
+    """Its requests are those of turns, each within what is left of the episode, and an episode keeps its server."""
+    servers = [SamplingServer(), SamplingServer()]
+    for server in servers:
+        server.load = load
+    addresses = json.dumps([f"vllm+{s.address}" for s in servers]).replace(" ", "")
+    short = (
+        "--data.max_length 40 --ppo.max_episode_tokens 48 --run.samples 0 --run.eval_every 0"
+    )
+    lines = on_ranks(1, two_turns(tmp_path / "run", f"{short} --ppo.sampler {addresses}"))
+    for server in servers:
+        server.close()
+    for line in lines:
+        assert line["sampler/logp_gap_max"] < 1e-4 and line["episode/length"] <= 48
+        assert line["val/ratio"] == pytest.approx(1, abs=1e-4)
+    asked = [[b for path, b in s.asked if path == "/v1/completions"] for s in servers]
+    limits = [[body["max_tokens"] for body in bodies] for bodies in asked]
+    assert all(len(body["prompt"]) + body["max_tokens"] <= 48 for b in asked for body in b)
+    assert min(map(min, limits)) < 8 == max(map(max, limits))
+    # episodes 0, 2 and 4 of a rollout ask the first server
+    assert len(asked[0]) == len(asked[1])

@@ -8,13 +8,16 @@ from urllib.error import HTTPError
 
 import pytest
 
+from tests import ROOT
 from tests.harness import PATIENCE
 from tests.tiny_tokenizer import made_tokenizer
 from ulysses.config.section import UserCodeError
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.rl import episodes
 from ulysses.rl.episodes import Episodes
+from ulysses.rl.model import Model
 from ulysses.rl.sampler import Completion
 from ulysses.rl.tool_calls import split_calls
 
@@ -41,7 +44,7 @@ def tokenizer(tmp_path_factory):
 
 
 class Scripted:
-    """A sampler that says what a script has for each episode, one text a call, and ends it unless it is cut."""
+    """A sampler that says a text, or tokens, for each call of an episode, and ends it unless it is cut."""
 
     def __init__(self, tokenizer, *texts):
         self.tokenizer, self.texts, self.seen, self.batches = tokenizer, texts, [], []
@@ -53,7 +56,8 @@ class Scripted:
             for request in taken:
                 self.seen.append(request)
                 text = self.texts[request.call]
-                tokens = [*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id]
+                said = self.tokenizer(text)["input_ids"] if isinstance(text, str) else text
+                tokens = [*said, self.tokenizer.eos_token_id]
                 ended = len(tokens) <= request.limit
                 tokens = tokens[: request.limit]
                 requests.answer(request, Completion(tokens, [-1.0] * len(tokens), ended))
@@ -74,9 +78,14 @@ def run(
     settings = PpoSection(rollout=f"{__name__}:episode", **{"max_new_tokens": 100, **ppo})
     chat = ChatTemplate(tokenizer, template)
     sampler = Scripted(tokenizer, *texts)
-    made = Episodes(settings, tokenizer, chat, len(tokenizer), longest)
+    sizes = len(tokenizer), longest, settings.max_new_tokens
+
+    def model(ask, url, key):
+        return Model(ask, url, key, tokenizer, chat, *sizes)
+
     numbered = {3 + n: (40 + n, row) for n, row in enumerate(rows)}
-    return made.run(sampler, 0, numbered), sampler
+    made = Episodes(settings, model, longest, lambda: None, numbered)
+    return made.run(sampler, 0), sampler
 
 
 def shown(tokenizer, one):
@@ -117,6 +126,18 @@ def test_tool_results_are_told_and_turns_are_said(tokenizer, template, call):
     # every call got exactly what is trained
     first, second = (list(request.prompt) for request in sampler.seen)
     assert first == one.prompt and second == (one.prompt + one.tokens)[: len(second)]
+
+
+def test_tokens_that_no_tokenizer_would_give_stay_as_they_were_drawn(tokenizer):
+    """The demo's tokenizer has whole words; the policy spells them letter by letter, and the template trims."""
+    words = load_tokenizer(ROOT / "configs/demo/data/tokenizer")
+    spelled = [token for letter in " the table " for token in words(letter)["input_ids"][-1:]]
+    assert len(spelled) > 2 * len(words(" the table ")["input_ids"])
+
+    [one], sampler = run(words, asks_twice, spelled, spelled, template="tokenizer")
+    said = [*spelled, words.eos_token_id]
+    assert [t for t, is_said in zip(one.tokens, one.sampled) if is_said] == said * 2
+    assert list(sampler.seen[1].prompt)[: len(one.prompt) + len(said)] == one.prompt + said
 
 
 async def asks_twice(row, model):
@@ -239,9 +260,9 @@ FAULTS = {
     "never called the model": never_calls,
     r"failed: KeyError: 'no such tool' \(test_episodes.py, line \d+\)": fails_late,
     "failed: SystemExit: enough": exits,
-    "returned 'much'; return None or a finite number": wrong("much"),
+    "returned 'much'; return a finite number": wrong("much"),
     "returned nan; return": wrong(float("nan")),
-    "returned no score, and ppo.reward is empty": wrong(None),
+    "returned None; return a finite number": wrong(None),
     r"failed: .*5000 tokens leave no room .* \(test_episodes.py": asks_for_much,
     "failed: ValueError: a prompt has tokens, and they are from 0 to": asks_nonsense,
     "failed: .*message 1 has the role 'king'": chats_nonsense,

@@ -100,6 +100,35 @@ def test_samples_depend_on_no_batch_and_no_process():
     assert whole not in (tokens(seed=4), tokens(rollout=3))
 
 
+class Late(Requests):
+    """Ask for two completions, and for another one whenever one has come; equal prompts lie far from each other."""
+
+    is_open = True
+
+    def take(self, wait):
+        assert not wait or self._new or all(c.tokens for c in self.completions.values())
+        ready = 2 + sum(bool(c.tokens) for c in self.completions.values())
+        begun = len(self.completions) - len(self._new)
+        new, self._new = self._new[: ready - begun], self._new[ready - begun :]
+        self.is_open = bool(self._new)
+        return new
+
+
+@pytest.mark.parametrize("shape", [SHAPE, HYBRID, SINKS], ids=["llama", "hybrid", "sinks"])
+def test_requests_that_come_later_are_answered_alike(shape):
+    """They take slots that others have left or that were closed up; limits are those of each."""
+    model, asked = build(config=shape), prompts(6) * 2
+    options = SamplingOptions(9, stop_tokens=(5, 6, 7), seed=3, batch=4)
+    found = []
+    for kind in (Requests, Late):
+        requests = kind(dict(enumerate(asked)), 9)
+        requests._new = [r._replace(limit=3 + r.number % 7) for r in requests._new]
+        Sampler(shape, weights_of(model), requests, options).sample()
+        found.append([c.tokens for c in requests.completions.values()])
+    assert found[0] == found[1]
+    assert all(len(tokens) <= 3 + n % 7 for n, tokens in enumerate(found[1]))
+
+
 def test_draws_follow_the_distribution():
     """4,000 draws of one prompt: every token's share lies within five standard errors of its probability."""
     model = build(config=SHAPE)

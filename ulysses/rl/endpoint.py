@@ -10,7 +10,6 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -21,34 +20,25 @@ from ulysses.rl.model import EpisodeOverError, Model, Turn
 
 Json = dict[str, Any]
 PATH = "/v1/chat/completions"
+READ = {"model", "messages", "tools", "max_tokens", "max_completion_tokens"}
+AUTOMATIC = {"tool_choice": "auto", "parallel_tool_calls": True}
 
 
 class Endpoint:
     """Serve the models of running episodes on a free port of this machine, each at a URL of its own.
 
     Args:
-        models: by the numbers of their episodes.
         loop: which runs the episodes.
+
+    Attributes:
+        models: by the numbers of their episodes.
     """
 
-    def __init__(
-        self, models: Mapping[int, Model], loop: asyncio.AbstractEventLoop, ppo: PpoSection
-    ) -> None:
-        self.models, self.loop, self.key = models, loop, secrets.token_urlsafe()
-        # what a request may name only with these values
-        self.fixed: Json = {
-            "temperature": ppo.temperature,
-            "top_p": ppo.top_p,
-            "presence_penalty": 0,
-            "frequency_penalty": 0,
-            "logit_bias": {},
-            "stop": [],
-            "n": 1,
-            "stream": False,
-            "logprobs": False,
-            "tool_choice": "auto",
-            "response_format": {"type": "text"},
-        }
+    def __init__(self, loop: asyncio.AbstractEventLoop, ppo: PpoSection) -> None:
+        self.models: dict[int, Model] = {}
+        self.loop, self.key = loop, secrets.token_urlsafe()
+        # what a request may name only with these values; anything else must be false or nothing
+        self.fixed = {"temperature": ppo.temperature, "top_p": ppo.top_p, "n": 1, **AUTOMATIC}
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -89,11 +79,11 @@ class Endpoint:
         if model is None or path != f"/{number}{PATH}":
             return _refused(404, f"{path} is no running episode's; POST to model.base_url")
         body = json.loads(text)
-        for name, value in self.fixed.items():
-            if body.get(name) not in (None, value):
-                return _refused(
-                    400, f"{name} is {body[name]!r:.50} but in this run it is {value!r}"
-                )
+        for name in body.keys() - READ:
+            wanted = self.fixed.get(name, False)
+            if body[name] not in (None, wanted):
+                sentence = f"{name} is {body[name]!r:.50} but in this run it is {wanted!r}"
+                return _refused(400, sentence)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         call = model.chat(body["messages"], body.get("tools") or (), limit)
         try:

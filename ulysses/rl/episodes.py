@@ -3,7 +3,7 @@
     main thread        the sampler: takes requests, decodes them (with others that are at work), hands over completions
     episodes' thread   an event loop with one task for each episode: function(row, model) -> its score, or None
 
-An episode that computes or waits for a tool holds up none of the others. What goes wrong in one ends the run.
+An episode that waits for a tool holds up none of the others. What goes wrong in one ends the run.
 """
 
 import asyncio
@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
@@ -20,8 +19,6 @@ from typing import Any
 
 from ulysses.config.section import LARGEST, UserCodeError, visible
 from ulysses.config.stage_sections import PpoSection
-from ulysses.data.read.chat import ChatTemplate
-from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.rl.endpoint import Endpoint
 from ulysses.rl.model import Model
 from ulysses.rl.rewards import Row, failure, load_function
@@ -34,43 +31,14 @@ LOOK_SECONDS = 0.2  # between two looks whether an episode takes too long
 STOP_SECONDS = 0.5  # for the episodes that still run when one has failed
 
 
-@dataclass(frozen=True)
-class Episodes:
-    """What all episodes of a run have in common.
+class Episodes(Requests):
+    """The episodes of a rollout, and what they ask the sampler for.
 
     Args:
-        vocabulary: the number of tokens that the policy knows.
+        make_model: returns a Model for what it asks, its URL and its key.
         longest: the most tokens of a trajectory.
         renew: is called again and again while the run makes progress.
-    """
-
-    ppo: PpoSection
-    tokenizer: PreTrainedTokenizerFast
-    template: ChatTemplate | None
-    vocabulary: int
-    longest: int
-    renew: Callable[[], None] = lambda: None
-
-    def run(
-        self, sampler: AnySampler, rollout: int, rows: Mapping[int, tuple[int, Row]]
-    ) -> list[Trajectory]:
-        """Return the trajectories of episodes, those of each one after the other, with the scores of their functions.
-
-        Args:
-            rows: the number of the data row, and the row, by the numbers of the episodes in the rollout.
-
-        Raises UserCodeError if one fails, takes too long, or returns what is no score; it names the example.
-        """
-        running = RunningEpisodes(self, rows)
-        try:
-            sampler.serve(running, rollout)
-        finally:
-            running.close()
-        return [one for number in rows for one in running.done[number]]
-
-
-class RunningEpisodes(Requests):
-    """The episodes of a rollout while they run, and what they ask the sampler for.
+        rows: the number of the data row, and the row, by the numbers of the episodes in the rollout.
 
     Attributes:
         done: the trajectories of episodes that have ended.
@@ -80,55 +48,46 @@ class RunningEpisodes(Requests):
         queue: requests for the sampler, errors, and None for every episode that has ended.
     """
 
-    def __init__(self, settings: Episodes, rows: Mapping[int, tuple[int, Row]]) -> None:
-        super().__init__({}, settings.longest)
-        self.settings, self.rows, self.count = settings, rows, len(rows)
-        self.name = settings.ppo.rollout
-        self.function = load_function(self.name, setting="ppo.rollout")
+    def __init__(
+        self,
+        ppo: PpoSection,
+        make_model: Callable[..., Model],
+        longest: int,
+        renew: Callable[[], None],
+        rows: Mapping[int, tuple[int, Row]],
+    ) -> None:
+        super().__init__({}, longest)
+        self.ppo, self.renew, self.rows, self.count = ppo, renew, rows, len(rows)
+        self.function = load_function(ppo.rollout, setting="ppo.rollout")
         self.loop = asyncio.new_event_loop()
+        self.endpoint = Endpoint(self.loop, ppo)
+        self.models = self.endpoint.models
+        for number in rows:
+            ask = partial(self._ask, number)
+            self.models[number] = make_model(ask, *self.endpoint.address(number))
         self.done: dict[int, list[Trajectory]] = {}
-        self.models = {number: self._model(number) for number in rows}
         self.since = dict.fromkeys(rows, monotonic())
         self.futures: dict[tuple[int, int], asyncio.Future[Completion]] = {}
         self.queue = SimpleQueue[Request | UserCodeError | None]()
-        for number in rows:
+
+    def run(self, sampler: AnySampler, rollout: int) -> list[Trajectory]:
+        """Return the trajectories, those of each episode one after the other, with the scores that functions return.
+
+        Raises UserCodeError if an episode fails, takes too long, or returns what is no score; it names the example.
+        """
+        for number in self.rows:
             asyncio.run_coroutine_threadsafe(self._episode(number), self.loop)
-        self.thread = Thread(target=self.loop.run_forever, daemon=True, name="episodes")
-        self.thread.start()
-
-    def _model(self, number: int) -> Model:
-        settings = self.settings
-        return Model(
-            partial(self._ask, number),
-            settings.tokenizer,
-            settings.template,
-            settings.vocabulary,
-            settings.longest,
-            settings.ppo.max_new_tokens,
-            lambda: self.endpoint.address(number),
-        )
-
-    @cached_property
-    def endpoint(self) -> Endpoint:
-        """Started when the first episode asks where it is."""
-        return Endpoint(self.models, self.loop, self.settings.ppo)
-
-    def close(self) -> None:
-        """End what still runs; code that does not give way is left behind, and ends with the process."""
-        if "endpoint" in vars(self):
+        thread = Thread(target=self.loop.run_forever, daemon=True, name="episodes")
+        thread.start()
+        try:
+            sampler.serve(self, rollout)
+        finally:  # code that does not give way is left behind, and ends with the process
             self.endpoint.close()
-        asyncio.run_coroutine_threadsafe(self._stop(), self.loop)
-        self.thread.join(2 * STOP_SECONDS)
-        if not self.thread.is_alive():
-            self.loop.close()
-
-    async def _stop(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others:
-            await asyncio.wait(others, timeout=STOP_SECONDS)
-        self.loop.stop()
+            asyncio.run_coroutine_threadsafe(self._stop(), self.loop)
+            thread.join(2 * STOP_SECONDS)
+            if not thread.is_alive():
+                self.loop.close()
+        return [one for number in self.rows for one in self.done[number]]
 
     # ---------------------------------------------------------------- in the episodes' thread
 
@@ -140,35 +99,30 @@ class RunningEpisodes(Requests):
             score = await self.function(deepcopy(row), model)
         except BaseException as error:
             # no room for another turn is an end like others, whatever the function makes of it
-            problem = "" if model.is_over and model.calls else failure(error)
+            problem = "" if model.is_over and model.turns else failure(error)
         if problem := problem or self._fault(score, model):
-            sentence = f"the rollout {self.name} on example {index} {problem}"
+            sentence = f"the rollout {self.ppo.rollout} on example {index} {problem}"
             self.queue.put(UserCodeError(sentence))
             return
         found = model.trajectories(number, index)
-        if score is None and not self.settings.ppo.reward:
-            score = 0.0
-        for one in found:
-            one.scores = {} if score is None else {self.name: math.fsum([score])}
+        if score is not None or not self.ppo.reward:
+            for one in found:
+                one.scores = {self.ppo.rollout: math.fsum([score or 0])}
         del self.models[number]
         self.done[number] = found
         self.queue.put(None)
 
     def _fault(self, score: Any, model: Model) -> str:
         """Return the end of a sentence about what is wrong with a function that has returned, or nothing."""
-        if not any(call.completion for call in model.calls):
+        if not model.turns:
             return "never called the model, so that there is nothing to train on; call model.chat or model.complete"
-        if score is None:
-            left = model.is_over or self.settings.ppo.reward
-            return (
-                ""
-                if left
-                else "returned no score, and ppo.reward is empty; return one, or set ppo.reward"
-            )
+        if score is None and (model.is_over or self.ppo.reward):
+            return ""
         with suppress(TypeError, ValueError, OverflowError):
             if abs(math.fsum([score])) <= LARGEST:
                 return ""
-        return f"returned {visible(repr(score)):.200}; return None or a finite number, of at most 2^53"
+        given = f"returned {visible(repr(score)):.200}; return a finite number, of at most 2^53"
+        return f"{given}, or set ppo.reward and return None"
 
     async def _ask(self, number: int, call: int, prompt: list[int], limit: int) -> Completion:
         future = self.futures[number, call] = self.loop.create_future()
@@ -177,6 +131,14 @@ class RunningEpisodes(Requests):
             return await future
         finally:
             self.futures.pop((number, call), None)
+
+    async def _stop(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_SECONDS)
+        self.loop.stop()
 
     # ---------------------------------------------------------------- in the sampler's threads
 
@@ -191,34 +153,27 @@ class RunningEpisodes(Requests):
         """
         found: list[Request] = []
         while self.is_open:
-            self._check_time()
+            waiting = {number for number, _ in tuple(self.futures)}
+            at_work = {n: self.since[n] for n in tuple(self.models) if n not in waiting}
+            if wait and found and not at_work and self.queue.empty():
+                break
+            number = min(at_work, key=at_work.__getitem__, default=-1)
+            if monotonic() - at_work.get(number, math.inf) > self.ppo.reward_timeout:
+                raise UserCodeError(
+                    f"the rollout {self.ppo.rollout} on example {self.rows[number][0]} took longer than "
+                    f"ppo.reward_timeout, {self.ppo.reward_timeout:g} s, beside its calls of the model"
+                )
             try:
                 new = self.queue.get(wait, MOMENT if found else LOOK_SECONDS)
             except Empty:
                 if found or not wait:
                     break
-                self.settings.renew()
+                self.renew()
                 continue
             if isinstance(new, UserCodeError):
                 raise new
             found += [new] if new else []
-            if found and not self._at_work() and self.queue.empty():
-                break  # all episodes wait for the model
         return found
-
-    def _at_work(self) -> dict[int, float]:
-        """Return since when the episodes that do not wait for the model are at work."""
-        waiting = {number for number, _ in tuple(self.futures)}
-        return {n: self.since[n] for n in tuple(self.models) if n not in waiting}
-
-    def _check_time(self) -> None:
-        at_work, timeout = self._at_work(), self.settings.ppo.reward_timeout
-        number = min(at_work, key=at_work.__getitem__, default=None)
-        if number is not None and monotonic() - at_work[number] > timeout:
-            raise UserCodeError(
-                f"the rollout {self.name} on example {self.rows[number][0]} took longer than ppo.reward_timeout, "
-                f"{timeout:g} s, beside its calls of the model"
-            )
 
     def answer(self, request: Request, completion: Completion) -> None:
         self.since[request.number] = monotonic()

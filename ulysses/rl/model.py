@@ -1,4 +1,4 @@
-"""The policy as an episode calls it, and the record of its calls, which becomes trajectories.
+"""The policy as an episode calls it, and the record of its turns, which becomes trajectories.
 
     turn = await model.chat(messages, tools=...)     rendered by the run's chat template
     turn = await model.complete(tokens)              tokens as they are
@@ -16,7 +16,7 @@ the template has the last word, and the prompt begins a branch.
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from ulysses.data.read.chat import ChatTemplate
@@ -29,7 +29,6 @@ from ulysses.rl.trajectory import Trajectory
 Units = list[
     str | int
 ]  # a rendered text: its characters, and the ids of the special tokens between them
-
 # the characters that templates may not be given
 NO_MARKS = dict.fromkeys(map(ord, MARKS), "\ufffd")
 
@@ -38,39 +37,33 @@ class EpisodeOverError(BaseException):
     """An episode whose tokens have no room for another turn calls the model; its function does not go on."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Turn:
     """What the model said in one call.
 
-    text: without special tokens.
-    tokens: with the one that ended it.
-    message: the same as a message in OpenAI's form, to be appended to the conversation.
+    number: of the call in the episode.
     prompt: the tokens that it answers.
+    tokens, logps: what was drawn, with the token that ended it, and the log-probabilities.
     ended: whether the model ended it and it was not cut.
+    text: what it said, without special tokens.
+    message: the same as a message in OpenAI's form, to be appended to the conversation.
+    messages, units: of a chat the conversation with this message, and the prompt as it was rendered.
     """
 
-    text: str
-    tokens: list[int]
-    message: dict[str, Any]
+    number: int
     prompt: list[int]
+    tokens: list[int]
+    logps: list[float]
     ended: bool
+    text: str
+    message: dict[str, Any]
+    messages: list[Message] = field(default_factory=list)
+    units: Units = field(default_factory=list)
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
         """The calls of tools, {"id", "type", "function": {"name", "arguments": {...}}}."""
         return self.message.get("tool_calls", [])
-
-
-@dataclass
-class Call:
-    """A prompt, its completion once it is there, and for a chat the conversation and how its prompt was rendered."""
-
-    number: int
-    prompt: list[int]
-    completion: Completion | None = None
-    text: str = ""
-    messages: list[Message] = field(default_factory=list)
-    units: Units = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -79,34 +72,28 @@ class Model:
 
     Args:
         ask: (number of the call, prompt, most new tokens) -> the completion.
+        base_url, api_key: where and how a client of OpenAI's chat completions calls this model, in this episode.
         vocabulary: the number of tokens that the policy knows.
         longest: the most tokens of a trajectory.
         max_new_tokens: of a turn.
-        address: returns base_url and api_key.
 
     Attributes:
-        is_over: whether a call had no room.
+        turns: those that have come.
+        calls: how many have been asked for.
+        is_over: whether one of them had no room.
     """
 
     ask: Callable[[int, list[int], int], Coroutine[Any, Any, Completion]]
+    base_url: str
+    api_key: str
     tokenizer: PreTrainedTokenizerFast
     template: ChatTemplate | None
     vocabulary: int
     longest: int
     max_new_tokens: int
-    address: Callable[[], tuple[str, str]]
-    calls: list[Call] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    calls: int = 0
     is_over: bool = False
-
-    @property
-    def base_url(self) -> str:
-        """Where a client of OpenAI's chat completions calls this model, in this episode."""
-        return self.address()[0]
-
-    @property
-    def api_key(self) -> str:
-        """What such a client sends as its key."""
-        return self.address()[1]
 
     async def chat(
         self,
@@ -114,7 +101,7 @@ class Model:
         tools: Iterable[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
     ) -> Turn:
-        """Answer a conversation, both in OpenAI's form.
+        """Answer a conversation; it and the tools are in OpenAI's form.
 
         Raises DataError if the chat template cannot render it.
         """
@@ -122,16 +109,15 @@ class Model:
             raise ValueError("there is no chat template; set data.chat_template")
         said, described = parse_messages([*messages]), parse_tools([*tools])
         prompt, units = self._rendered(said, described)
-        call = await self._call(prompt, max_tokens)
-        turn = self._turn(call, described)
-        call.messages, call.units = [*said, *parse_messages([turn.message])], units
+        turn = await self._turn(prompt, max_tokens, described)
+        turn.messages, turn.units = said + parse_messages([turn.message]), units
         return turn
 
     async def complete(self, tokens: Iterable[int], max_tokens: int | None = None) -> Turn:
         """Continue tokens."""
-        return self._turn(await self._call([*map(int, tokens)], max_tokens), [])
+        return await self._turn([*map(int, tokens)], max_tokens, [])
 
-    async def _call(self, prompt: list[int], most: int | None) -> Call:
+    async def _turn(self, prompt: list[int], most: int | None, tools: list[Any]) -> Turn:
         if not prompt or not all(0 <= token < self.vocabulary for token in prompt):
             raise ValueError(
                 f"a prompt has tokens, and they are from 0 to {self.vocabulary - 1}"
@@ -142,72 +128,66 @@ class Model:
             raise EpisodeOverError(
                 f"{len(prompt)} tokens leave no room for a turn: ppo.max_episode_tokens is {self.longest}"
             )
-        call = Call(len(self.calls), prompt)
-        self.calls.append(call)
+        number, self.calls = self.calls, self.calls + 1
         limit = min(room, self.max_new_tokens, max(1, most or room))
-        call.completion = await self.ask(call.number, prompt, limit)
-        return call
-
-    def _turn(self, call: Call, tools: list[Any]) -> Turn:
-        tokens, ended = call.completion.tokens, call.completion.ended
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        call.text = content = text.translate(NO_MARKS)
-        message, functions = {"role": "assistant"}, []
-        if tools:
-            content, functions = split_calls(content, tools)
-        message["content"] = content
+        drawn = await self.ask(number, prompt, limit)
+        text = self.tokenizer.decode(drawn.tokens, skip_special_tokens=True).translate(NO_MARKS)
+        content, functions = split_calls(text, tools) if tools else (text, [])
+        message = {"role": "assistant", "content": content}
         if functions:
             # some templates want nine letters and digits
             message["tool_calls"] = [
-                {"id": f"c{call.number:05}{i:03}", "type": "function", "function": function}
+                {"id": f"c{number:05}{i:03}", "type": "function", "function": function}
                 for i, function in enumerate(functions)
             ]
-        return Turn(call.text, tokens, message, call.prompt, ended)
+        turn = Turn(number, prompt, drawn.tokens, drawn.logps, drawn.ended, text, message)
+        self.turns.append(turn)
+        return turn
 
     # ---------------------------------------------------------------- prompts
 
     def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[list[int], Units]:
         """Return the prompt of a conversation, and how the template writes it."""
         [rendered] = self.template.render(messages, tools)
-        units = _units(rendered)
-        for call in reversed(self.calls):
-            count, begin = len(call.messages), len(call.units)
-            if count and messages[:count] == call.messages and units[:begin] == call.units:
-                written = "".join(takewhile(lambda unit: isinstance(unit, str), units[begin:]))
-                if _meaning(written, tools) == _meaning(call.text, tools):
+        held: list[int] = []
+        units = [
+            unit for part, _ in rendered for unit in (part if isinstance(part, str) else [part])
+        ]
+        begin = 0
+        for turn in self.turns:
+            count, end = len(turn.messages), len(turn.units)
+            if count and messages[:count] == turn.messages and units[:end] == turn.units:
+                written = "".join(takewhile(lambda unit: isinstance(unit, str), units[end:]))
+                if _meaning(written, tools) == _meaning(turn.text, tools):
+                    held = turn.prompt + turn.tokens
                     # the token that ends the turn has been said, unless the turn was cut
-                    begin += len(written) + call.completion.ended
-                    held = call.prompt + call.completion.tokens
-                    return held + self._encoded(units[begin:]), units
-        return self._encoded(units), units
-
-    def _encoded(self, units: Units) -> list[int]:
-        rendered: Rendered = []
-        for kind, run in groupby(units, type):
+                    begin = end + len(written) + turn.ended
+        rest: Rendered = []
+        for kind, run in groupby(units[begin:], type):
             parts = [*run]
-            rendered += [(part, 0.0) for part in (["".join(parts)] if kind is str else parts)]
-        return self.template.encoder.encode_batch([rendered])[0][0]
+            rest += [(part, 0.0) for part in (["".join(parts)] if kind is str else parts)]
+        return held + self.template.encoder.encode_batch([rest])[0][0], units
 
     # ---------------------------------------------------------------- the record
 
-    def trajectories(self, number: int, row: int) -> list[Trajectory]:
-        """Return what was told and said, in one trajectory, or in several if the episode branches."""
+    def trajectories(self, episode: int, row: int) -> list[Trajectory]:
+        """Return what was told and said: one trajectory, or several if the episode has branches."""
         branches: list[Trajectory] = []
-        calls = [call for call in self.calls if call.completion]
-        for call in calls:
-            prompt, said = call.prompt, call.completion
+        turns = sorted(self.turns, key=attrgetter("number"))
+        for turn in turns:
+            prompt = turn.prompt
             held = [(branch.prompt + branch.tokens, branch) for branch in branches]
             held = [(len(each), b) for each, b in held if prompt[: len(each)] == each]
-            new = Trajectory.of(prompt, Completion(), group=0, episode=number, row=row)
+            new = Trajectory(prompt, [], [], [], False, 0, episode, row)
             length, branch = max(held, key=itemgetter(0), default=(len(prompt), new))
             if branch is new:
                 branches.append(new)
             told = prompt[length:]
-            branch.tokens += told + said.tokens
-            branch.logps += [0.0] * len(told) + said.logps
-            branch.sampled += [False] * len(told) + [True] * len(said.tokens)
+            branch.tokens += told + turn.tokens
+            branch.logps += [0.0] * len(told) + turn.logps
+            branch.sampled += [False] * len(told) + [True] * len(turn.tokens)
         for branch in branches:
-            branch.ended = calls[-1].completion.ended and not self.is_over
+            branch.ended = turns[-1].ended and not self.is_over
         return branches
 
 
@@ -215,9 +195,3 @@ def _meaning(text: str, tools: list[Any]) -> tuple[str, list[Any]]:
     """Return what a turn says and calls, whatever its white space and the spelling of its calls."""
     content, calls = split_calls(text, tools)
     return "".join(content.split()), calls
-
-
-def _units(rendered: Rendered) -> Units:
-    return [
-        unit for part, _ in rendered for unit in (part if isinstance(part, str) else [part])
-    ]

@@ -11,6 +11,7 @@ The loader makes the rollouts (ulysses.rl.rollout); the losses read their column
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Self
@@ -26,6 +27,7 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.episodes import Episodes
+from ulysses.rl.model import Model
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
 from ulysses.rl.samplers import build_sampler
@@ -108,17 +110,18 @@ class PpoStage(ReferencedStage):
             )
         requirements = self.requirements
         longest, prompts = requirements.longest_example, requirements.examples_per_load
+        room = ppo.max_episode_tokens
         if prompts < ppo.minibatches:
             yield (
                 f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise "
                 f"batch.examples"
             )
         if budget != "auto" and budget < longest:
+            parts = "data.max_length (prompts) + ppo.max_new_tokens"
             yield (
-                f"batch.tokens_per_microbatch is {budget} but {self._longest} is {longest}; raise it to at least "
-                f"{longest}, or lower the other"
+                f"batch.tokens_per_microbatch is {budget} but {'ppo.max_episode_tokens' if room else parts} is "
+                f"{longest}; raise it to at least {longest}, or lower one of them"
             )
-        room = ppo.max_episode_tokens
         if room and (not ppo.rollout or room <= self.config.data.max_length):
             yield (
                 f"ppo.max_episode_tokens is {room} but it needs ppo.rollout, and must be more than data.max_length (of "
@@ -135,13 +138,6 @@ class PpoStage(ReferencedStage):
             )
         if ppo.kl_coefficient:
             yield from super().check()
-
-    @property
-    def _longest(self) -> str:
-        """What the longest sequence follows from."""
-        if self.table.max_episode_tokens:
-            return "ppo.max_episode_tokens"
-        return "data.max_length (prompts) + ppo.max_new_tokens"
 
     @property
     def needs_reference(self) -> bool:
@@ -190,10 +186,15 @@ class PpoStage(ReferencedStage):
         sampler = build_sampler(self.config, parts, longest=longest)
         episodes = None
         if ppo.rollout:
-            vocabulary = parts.weights.shape.vocab_size
-            episodes = Episodes(
-                ppo, parts.tokenizer, parts.template, vocabulary, longest, parts.renew
+            model = partial(
+                Model,
+                tokenizer=parts.tokenizer,
+                template=parts.template,
+                vocabulary=parts.weights.shape.vocab_size,
+                longest=longest,
+                max_new_tokens=ppo.max_new_tokens,
             )
+            episodes = partial(Episodes, ppo, model, longest, parts.renew)
         stage = super().build(parts)
         maker = RolloutMaker(
             engine=parts.engine,

@@ -40,7 +40,7 @@ from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.episodes import Episodes
 from ulysses.rl.samplers import AnySampler
-from ulysses.rl.trajectory import Trajectory, episodes_of, whole_text
+from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.passes import token_values
 from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
 from ulysses.zero.engine import ZeroEngine
@@ -206,7 +206,7 @@ class RolloutMaker:
     Args:
         engine: trains models.scored.PolicyValue, or CausalLM without a value.
         ppo: the [ppo] table.
-        episodes: runs the episodes of ppo.rollout; None if prompts are answered.
+        episodes: returns the Episodes of rows; None if prompts are answered.
         sampler: decodes this rank's answers with the current weights, in this process or on servers.
         tokens_per_microbatch: the most tokens of a packed micro-batch.
         share_prompts: whether answers to one prompt that fit into a micro-batch share it.
@@ -226,7 +226,7 @@ class RolloutMaker:
     share_prompts: bool = False
     reference: Callable[..., Tensor] | None = None
     reward: Callable[..., list[dict[str, float]]] | None = None
-    episodes: Episodes | None = None
+    episodes: Callable[..., Episodes] | None = None
     scorer: ZeroEngine | None = None
     phase: Callable[..., None] = lambda *_, **__: None
     show: Callable[[Rollout], None] = lambda rollout: None
@@ -272,7 +272,7 @@ class RolloutMaker:
         rows = {g * K + k: indices[g] for g in local_groups for k in range(K)}
         if self.episodes is not None:
             given = {n: (row, dataset.row(row)) for n, row in rows.items()}
-            drawn = self.episodes.run(self.sampler, number, given)
+            drawn = self.episodes(given).run(self.sampler, number)
             return [replace(one, group=one.episode // K) for one in drawn]
         prompts = {row: dataset[row].sequences[0].tokens.tolist() for row in {*rows.values()}}
         to_answer = {n: torch.tensor(prompts[row]) for n, row in rows.items()}
@@ -287,15 +287,18 @@ class RolloutMaker:
     ) -> Rollout:
         """Score this rank's answers, and lay out those of all ranks."""
         self.phase("reward")
-        # episodes may have scores already
-        asked = [branches for branches in episodes_of(local) if not branches[-1].scores]
+        # the last branch stands for an episode, whose function may have scored it
+        lasts = [last for *_, last in episodes_of(local) if not last.scores]
         if self.reward is not None:
-            rows = [last.row for *_, last in asked]
-            prompts, answers = zip(*map(whole_text, asked)) if asked else ([], [])
-            scores = self.reward([*prompts], [*answers], [*map(dataset.row, rows)], rows)
-            for branches, by_reward in zip(asked, scores, strict=True):
-                for one in branches:
-                    one.scores = by_reward
+            rows = [one.row for one in lasts]
+            scores = self.reward(
+                [one.prompt for one in lasts],
+                [one.tokens for one in lasts],
+                [dataset.row(row) for row in rows],
+                rows,
+            )
+            for one, by_reward in zip(lasts, scores, strict=True):
+                one.scores = by_reward
         self.phase("rollout")
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
         rollout = Rollout.of(
@@ -307,21 +310,20 @@ class RolloutMaker:
         if self.scorer is not None:
             with self.scorer.inference():
                 values = self._values(rollout, self.scorer)
-            at_end = dict(
-                zip(map(id, trajectories), values[rollout.ends - 1].tolist(), strict=True)
-            )
-            for branches in episodes_of(trajectories):
-                for one in branches:
-                    if self.ppo.rollout not in one.scores:
-                        one.scores[self.ppo.reward_model] = at_end[id(branches[-1])]
-        factors = {self.ppo.rollout: 1.0, **self.ppo.reward}
-        for one in trajectories:
-            one.score = sum(factors[name] * score for name, score in one.scores.items())
-            if not abs(one.score) <= LARGEST:
+            for one, score in zip(trajectories, values[rollout.ends - 1].tolist(), strict=True):
+                if self.ppo.rollout not in one.scores:
+                    one.scores[self.ppo.reward_model] = score
+        factors = {**self.ppo.reward, self.ppo.rollout: 1.0}
+        for branches in rollout.episodes:
+            scores = branches[-1].scores
+            score = sum(factors[name] * x for name, x in scores.items())
+            if not abs(score) <= LARGEST:
                 raise FloatingPointError(
-                    f"the weighted sum of the rewards {one.scores} is {one.score}, which is beyond 2^53 or no "
-                    "number; lower the weights in ppo.reward, or train another reward model"
+                    f"the weighted sum of the rewards {scores} is {score}, which is beyond 2^53 or no number; lower "
+                    "the weights in ppo.reward, or train another reward model"
                 )
+            for one in branches:
+                one.score, one.scores = score, scores
         return rollout
 
     # ---------------------------------------------------------------- passes without gradient

@@ -242,7 +242,7 @@ class Sampler:
             # with graphs only for a quarter of the rows: capturing another graph costs as much as a few steps
             elif not self.graphs or 4 * len(busy) <= rows:
                 busy = self._close_up(busy)
-                rows = len(busy)
+                rows = rows // 4 if self.graphs else len(busy)
             steps, seen = self._plan(list(busy.values()))
             new = [self._advance(rows, seen) for _ in range(steps)]
             self._take(busy, torch.stack(new, dim=-1))

@@ -65,12 +65,3 @@ def episodes_of(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
     for one in trajectories:
         episodes.setdefault(one.episode, []).append(one)
     return [*episodes.values()]
-
-
-def whole_text(branches: list[Trajectory]) -> tuple[list[int], list[int]]:
-    """Return the tokens of an episode's first prompt, and what came after it in the end."""
-    prompt, last = branches[0].prompt, branches[-1]
-    whole = last.prompt + last.tokens
-    if whole[: len(prompt)] == prompt:
-        return prompt, whole[len(prompt) :]
-    return last.prompt, last.tokens
