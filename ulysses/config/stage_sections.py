@@ -160,6 +160,8 @@ class PpoSection(Section):
     GPU's free memory holds, up to 512, and 64 elsewhere."""
     sampler: Annotated[list[Annotated[str, Field(pattern=ADDRESS)]], ONE_OR_MORE] = []
     """Servers that sample instead of this engine: vllm+http://host:port or sglang+http://host:port, or a list."""
+    sampler_sync: Literal["disk", "nccl", "gloo"] = "disk"
+    """How servers get the weights: from sampler_folder, or from rank 0 over the network: nccl is for GPUs."""
     sampler_folder: PathOrWord = ""
     """Where the policy is exported for the servers, on a disk that they share with rank 0; default OUTPUT/sampler."""
     sampler_reload: Values = {}

@@ -30,7 +30,7 @@ from ulysses.rl.episodes import Episodes
 from ulysses.rl.model import Model
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
-from ulysses.rl.samplers import build_sampler
+from ulysses.rl.samplers import build_sampler, check_sampler
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import (
     AuxiliaryModel,
@@ -136,6 +136,7 @@ class PpoStage(ReferencedStage):
                 "ppo.importance_cap needs the servers' probabilities among all tokens, but with ppo.top_p or ppo.top_k "
                 "they are those among the tokens that are kept; leave ppo.importance_cap out, or top_p and top_k"
             )
+        yield from check_sampler(ppo)
         if ppo.kl_coefficient:
             yield from super().check()
 
