@@ -16,8 +16,8 @@ SHORT = f"""
 """
 
 
-def two_turns(folder, typed=""):
-    given = "--ppo.rollout tests.episode_functions:two_turns"
+def two_turns(folder, typed="", function="two_turns"):
+    given = f"--ppo.rollout tests.episode_functions:{function}"
     return tiny("grpo", folder, f"{SHORT} {given} {typed}")
 
 
@@ -46,6 +46,22 @@ def test_two_turns_with_the_engines_own_sampler(tmp_path):
         assert "It is " in turns.split("[told]")[1].split("[said]")[0]
 
 
+def test_branches_are_scored_as_one_episode(tmp_path):
+    """Where the function returns None, ppo.reward scores the last branch, on one process and on two."""
+    alone, two = (
+        on_ranks(n, two_turns(tmp_path / f"{n}", "--run.samples 0", "branches")) for n in (1, 2)
+    )
+    for line in alone:
+        assert 1 < line["episode/branches"] <= 2 and line["episode/turns"] > 2
+        assert line["sampler/logp_gap_max"] < 1e-4
+        assert line["val/ratio"] == pytest.approx(1, abs=1e-4)
+        name = "examples.demo_data:politeness_reward"
+        assert line["objective/scores"] == pytest.approx(line[f"objective/scores/{name}"])
+    for a, b in zip(without_times(alone), without_times(two), strict=True):
+        assert a["objective/scores"] == b["objective/scores"]
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
+
+
 def test_two_turns_with_a_server(tmp_path):
     """Its requests are those of turns, each within what is left of the episode, and an episode keeps its server."""
     servers = [SamplingServer(), SamplingServer()]
@@ -65,5 +81,5 @@ def test_two_turns_with_a_server(tmp_path):
     limits = [[body["max_tokens"] for body in bodies] for bodies in asked]
     assert all(len(body["prompt"]) + body["max_tokens"] <= 48 for b in asked for body in b)
     assert min(map(min, limits)) < 8 == max(map(max, limits))
-    # episodes 0, 2 and 4 of a rollout ask the first server
-    assert len(asked[0]) == len(asked[1])
+    # three episodes of each rollout ask a server, and of three held-out ones two ask the first
+    assert [*map(len, asked)] == [3 * 3 * 2 + 2 * 2, 3 * 3 * 2 + 2]

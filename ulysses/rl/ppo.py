@@ -29,7 +29,14 @@ from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.episodes import Episodes
 from ulysses.rl.model import Model
 from ulysses.rl.rewards import Rewards
-from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
+from ulysses.rl.rollout import (
+    OPPOSED,
+    SCORES,
+    Rollout,
+    RolloutMaker,
+    RolloutSteps,
+    answer_metrics,
+)
 from ulysses.rl.samplers import build_sampler, check_sampler
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import (
@@ -244,6 +251,9 @@ class PpoStage(ReferencedStage):
         policy = ppo_policy_loss(logps, old, advantages, **policy_options(ppo))
         importance = columns["importance"] if ppo.importance_cap else 1.0
         policy_losses = policy.losses * importance
+        if OPPOSED in columns:
+            opposed = ppo_policy_loss(logps, old, columns[OPPOSED], **policy_options(ppo))
+            policy_losses = policy_losses + opposed.losses * importance
         means = {
             "policy/approxkl_avg": 0.5 * gap.square(),
             "policy/clipfrac_avg": policy.clipped,
