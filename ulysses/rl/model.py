@@ -87,7 +87,7 @@ class Model:
     base_url: str
     api_key: str
     tokenizer: PreTrainedTokenizerFast
-    template: ChatTemplate | None
+    template: ChatTemplate
     vocabulary: int
     longest: int
     max_new_tokens: int
@@ -105,8 +105,6 @@ class Model:
 
         Raises DataError if the chat template cannot render it.
         """
-        if self.template is None:
-            raise ValueError("there is no chat template; set data.chat_template")
         said, described = parse_messages([*messages]), parse_tools([*tools])
         prompt, units = self._rendered(said, described)
         turn = await self._turn(prompt, max_tokens, described)
