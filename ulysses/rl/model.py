@@ -26,9 +26,6 @@ from ulysses.rl.sampler import Completion
 from ulysses.rl.tool_calls import split_calls
 from ulysses.rl.trajectory import Trajectory
 
-Units = list[
-    str | int
-]  # a rendered text: its characters, and the ids of the special tokens between them
 # the characters that templates may not be given
 NO_MARKS = dict.fromkeys(map(ord, MARKS), "\ufffd")
 
@@ -47,7 +44,8 @@ class Turn:
     ended: whether the model ended it and it was not cut.
     text: what it said, without special tokens.
     message: the same as a message in OpenAI's form, to be appended to the conversation.
-    messages, units: of a chat the conversation with this message, and the prompt as it was rendered.
+    messages: of a chat the conversation, with this message.
+    rendered: how many units (characters and special tokens) the prompt of a chat was rendered to, and their hash.
     """
 
     number: int
@@ -58,7 +56,7 @@ class Turn:
     text: str
     message: dict[str, Any]
     messages: list[Message] = field(default_factory=list)
-    units: Units = field(default_factory=list)
+    rendered: tuple[int, int] = (0, 0)
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
@@ -106,9 +104,9 @@ class Model:
         Raises DataError if the chat template cannot render it.
         """
         said, described = parse_messages([*messages]), parse_tools([*tools])
-        prompt, units = self._rendered(said, described)
+        prompt, rendered = self._rendered(said, described)
         turn = await self._turn(prompt, max_tokens, described)
-        turn.messages, turn.units = said + parse_messages([turn.message]), units
+        turn.messages, turn.rendered = said + parse_messages([turn.message]), rendered
         return turn
 
     async def complete(self, tokens: Iterable[int], max_tokens: int | None = None) -> Turn:
@@ -144,27 +142,31 @@ class Model:
 
     # ---------------------------------------------------------------- prompts
 
-    def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[list[int], Units]:
-        """Return the prompt of a conversation, and how the template writes it."""
+    def _rendered(
+        self, messages: list[Message], tools: list[Any]
+    ) -> tuple[list[int], tuple[int, int]]:
+        """Return the prompt of a conversation, and what Turn.rendered tells of it."""
         [rendered] = self.template.render(messages, tools)
-        held: list[int] = []
         units = [
             unit for part, _ in rendered for unit in (part if isinstance(part, str) else [part])
         ]
-        begin = 0
-        for turn in self.turns:
-            count, end = len(turn.messages), len(turn.units)
-            if count and messages[:count] == turn.messages and units[:end] == turn.units:
+        held, begin = list[int](), 0
+        for turn in reversed(self.turns):
+            count, end = len(turn.messages), turn.rendered[0]
+            is_same = count and messages[:count] == turn.messages
+            if is_same and turn.rendered == _measured(units[:end]):
                 written = "".join(takewhile(lambda unit: isinstance(unit, str), units[end:]))
                 if _meaning(written, tools) == _meaning(turn.text, tools):
                     held = turn.prompt + turn.tokens
                     # the token that ends the turn has been said, unless the turn was cut
                     begin = end + len(written) + turn.ended
+                    break
         rest: Rendered = []
         for kind, run in groupby(units[begin:], type):
             parts = [*run]
             rest += [(part, 0.0) for part in (["".join(parts)] if kind is str else parts)]
-        return held + self.template.encoder.encode_batch([rest])[0][0], units
+        prompt = held + self.template.encoder.encode_batch([rest])[0][0]
+        return prompt, _measured(units)
 
     # ---------------------------------------------------------------- the record
 
@@ -187,6 +189,10 @@ class Model:
         for branch in branches:
             branch.ended = turns[-1].ended and not self.is_over
         return branches
+
+
+def _measured(units: list[str | int]) -> tuple[int, int]:
+    return len(units), hash(tuple(units))
 
 
 def _meaning(text: str, tools: list[Any]) -> tuple[str, list[Any]]:
