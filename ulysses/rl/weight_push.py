@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -121,11 +121,13 @@ class WeightPush:
 
 def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Part]:
     part: Part = []
+    size = 0
     for name, tensor in weights:
         part.append((name, tensor.contiguous()))
-        if sum(x.nbytes for _, x in part) >= PART_BYTES:
+        size += tensor.nbytes
+        if size >= PART_BYTES:
             yield part
-            part = []
+            part, size = [], 0
     if part:
         yield part
 
@@ -139,7 +141,7 @@ class Receiver:
     """
 
     def __init__(self, push: WeightPush, address: str) -> None:
-        self.push, self.address = push, address
+        self.address, self.post = address, partial(push.post, address)
         self.is_vllm = address.startswith("vllm")
         path, number = (
             ("/get_world_size", "world_size") if self.is_vllm else ("/server_info", "tp_size")
@@ -172,18 +174,18 @@ class Receiver:
             where = {"nccl_unique_id_b64": base64.b64encode(store.get("0")).decode()}
         where |= {"rank_offset": 1, "world_size": size}
         if self.is_vllm:
-            self._call("/init_weight_transfer_engine", {"init_info": where}, met)
+            path, where = "/init_weight_transfer_engine", {"init_info": where}
         else:
-            self._call("/init_weights_update_group", where, met)
-        self.group = met.result()
+            path = "/init_weights_update_group"
+        self.group: Any = self._call_during(met, path, where)
 
     def begin(self) -> None:
         """Have the server pause."""
         if self.is_vllm:
-            self._call("/pause?mode=keep", {})
-            self._call("/start_weight_update", {})
+            self.post("/pause?mode=keep", {})
+            self.post("/start_weight_update", {})
         else:
-            self._call("/pause_generation", {"mode": "retract"})
+            self.post("/pause_generation", {"mode": "retract"})
 
     def send(self, part: Part, version: str) -> None:
         """Have the server load tensors."""
@@ -193,32 +195,31 @@ class Receiver:
         sent = in_thread(self._broadcast, tensors)
         if self.is_vllm:
             info |= {"dtype_names": dtypes}
-            self._call("/update_weights", {"update_info": info}, sent)
+            self._call_during(sent, "/update_weights", {"update_info": info})
         else:
             info |= {"dtypes": dtypes, "group_name": self.name, "weight_version": version}
-            self._call("/update_weights_from_distributed", info, sent)
+            self._call_during(sent, "/update_weights_from_distributed", info)
 
     def finish(self, version: str) -> None:
         """Have the server go on."""
         if self.is_vllm:
-            self._call("/finish_weight_update", {"weight_version": version})
-            self._call("/reset_prefix_cache?reset_running_requests=true", {})
-            self._call("/resume", {})
+            self.post("/finish_weight_update", {"weight_version": version})
+            self.post("/reset_prefix_cache?reset_running_requests=true", {})
+            self.post("/resume", {})
         else:
-            self._call("/continue_generation", {})
+            self.post("/continue_generation", {})
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             self.group.broadcast([tensor]).wait()
 
-    def _call(self, path: str, body: Json, own: Future[Any] | None = None) -> None:
-        """Call the server while this process does its own part, which would wait for ever if the server refuses."""
-        told = in_thread(self.push.post, self.address, path, body)
-        wait([told, own] if own else [told], return_when=FIRST_EXCEPTION)
+    def _call_during(self, own: Future[Any], path: str, body: Json) -> Any:
+        """Call the server, and return what this process's own part gives, which never ends if the server refuses."""
+        told = in_thread(self.post, path, body)
+        wait([told, own], return_when=FIRST_EXCEPTION)
         told.result()
         try:
-            if own:
-                own.result()
+            return own.result()
         except RuntimeError as error:
             raise UserCodeError(f"sending weights to {self.address} failed ({error})") from None
 
