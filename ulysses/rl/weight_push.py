@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ulysses.config.section import UserCodeError
-from ulysses.rl.servers import Json, LostError, in_thread
+from ulysses.rl.servers import Json, in_thread
 
 PART_BYTES = 256 << 20
 Part = list[tuple[str, Tensor]]
@@ -44,7 +44,7 @@ class WeightPush:
         main: whether this is the first rank.
         seconds: how long a server may take for a call.
         post, get: call a server by its address: (address, path, body) and (address, path). They raise UserCodeError if
-            it fails, LostError if it takes no more calls, and `get` returns None where it knows no such path.
+            it fails, and `get` returns None where it knows no such path.
 
     Attributes:
         version: what the last weights are called.
@@ -67,25 +67,17 @@ class WeightPush:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def __call__(self, addresses: Iterable[str], version: str) -> dict[str, LostError]:
-        """Push the weights; all ranks call it together. Return the servers that were lost meanwhile.
-
-        Raises UserCodeError if a server does not take them.
-        """
-        weights, lost = self.weights(self.device), {}
+    def __call__(self, addresses: list[str], version: str) -> None:
+        """Push the weights; all ranks call it together. Raises UserCodeError if a server does not take them."""
+        weights = self.weights(self.device)
         if not self.main:
             self.version = version
             deque(weights, maxlen=0)
-            return lost
+            return
 
-        def every(call: Callable[..., None], *args: object) -> None:
-            called = {a: in_thread(call, a, *args) for a in addresses if a not in lost}
-            for address, done in called.items():
-                try:
-                    done.result()
-                except LostError as error:
-                    lost[address] = error
-                    self.receivers.pop(address, None)
+        def every(call: Callable[[str], None]) -> None:
+            for done in [in_thread(call, address) for address in addresses]:
+                done.result()
 
         every(self._meet)
         every(lambda address: self.receivers[address].begin())
@@ -93,7 +85,6 @@ class WeightPush:
             every(lambda address, part=part: self.receivers[address].send(part, version))
         self.version = version
         every(self._finish)
-        return lost
 
     def check(self, address: str) -> None:
         """Raise UserCodeError if a server tells that it has other weights than it was given."""
