@@ -18,9 +18,10 @@ them.
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,9 @@ from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES, OPPOSED
+from ulysses.rl.episodes import Episodes
 from ulysses.rl.samplers import AnySampler
-from ulysses.rl.trajectory import Trajectory, depth_first
+from ulysses.rl.trajectory import Trajectory, depth_first, episodes_of
 from ulysses.stages.passes import token_values
 from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
 from ulysses.zero.engine import ZeroEngine
@@ -136,6 +138,11 @@ class Rollout:
         tables[:, self.example_ids, within_example] = self.lengths, self.prefixes
         self.sequence_lengths, self.prefix_lengths = tables
 
+    @property
+    def episodes(self) -> list[list[Trajectory]]:
+        """The trajectories, those of an episode together."""
+        return episodes_of(self.trajectories)
+
     def held(self, values: Tensor) -> Tensor:
         """Return the sums of drawn tokens' values [A], float64, at the rows that predict them, [T]."""
         rows = values.new_zeros(len(self.columns["tokens"]))
@@ -182,24 +189,35 @@ def answer_table(trajectories: list[Trajectory]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).T
 
 
-def answer_metrics(trajectories: list[Trajectory]) -> dict[str, Tensor]:
-    """Return the metrics of answers, with the mean score by each reward, in training and in evaluation."""
-    lengths, _, ended = answer_table(trajectories)
-    # the branches of an episode, which is one of its row's, have one score
-    episodes = [*{(one.row, one.group, one.episode): one for one in trajectories}.values()]
-    scores = answer_table(episodes)[1]
-    by_reward = {
-        f"{SCORES}/{name}": torch.tensor([one.scores[name] for one in episodes]).mean()
-        for name in episodes[0].scores
-    }
-    return {
+def answer_metrics(
+    episodes: list[list[Trajectory]], of_turns: bool = False
+) -> dict[str, Tensor]:
+    """Return the metrics of answers, with the mean score by each reward, in training and in evaluation.
+
+    Args:
+        episodes: their branches, of which answers have one.
+        of_turns: whether to tell of turns and branches.
+    """
+    table, by_name = [], defaultdict[str, list[float]](list)
+    for branches in episodes:
+        last, masks = branches[-1], [one.sampled for one in branches]
+        turns = sum(sum(is_said for is_said, _ in groupby(mask)) for mask in masks)
+        longest = max(len(one.prompt) + len(one.tokens) for one in branches)
+        said = sum(map(sum, masks))
+        table.append((said, last.score, last.ended, turns, len(branches), longest))
+        for name, score in last.scores.items():
+            by_name[name].append(score)
+    lengths, scores, ended, *of_episodes = torch.tensor(table, dtype=torch.float64).T
+    metrics = {
         SCORES: scores.mean(),
         f"{SCORES}_std": scores.std(correction=0),
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
-        **by_reward,
+        **{f"{SCORES}/{name}": torch.tensor(each).mean() for name, each in by_name.items()},
     }
+    names = ("turns", "branches", "length") if of_turns else ()
+    return metrics | {f"episode/{name}": x.mean() for name, x in zip(names, of_episodes)}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -209,6 +227,7 @@ class RolloutMaker:
     Args:
         engine: trains models.scored.PolicyValue, or CausalLM without a value.
         ppo: the [ppo] table.
+        episodes: returns the Episodes of rows; None if prompts are answered.
         sampler: decodes this rank's answers with the current weights, in this process or on servers.
         tokens_per_microbatch: the most tokens of a packed micro-batch.
         share_prompts: whether answers to one prompt that fit into a micro-batch share it.
@@ -228,6 +247,7 @@ class RolloutMaker:
     share_prompts: bool = False
     reference: Callable[..., Tensor] | None = None
     reward: Callable[..., list[dict[str, float]]] | None = None
+    episodes: Callable[..., Episodes] | None = None
     scorer: ZeroEngine | None = None
     phase: Callable[..., None] = lambda *_, **__: None
     show: Callable[[Rollout], None] = lambda rollout: None
@@ -256,30 +276,49 @@ class RolloutMaker:
         answers_per_prompt: int = 1,
     ) -> Rollout:
         """Decode and score answers to every prompt; token t of answer n is drawn by the key (seed, number, n, t)."""
+        self.phase("sampling")
+        local = self.draw(number, dataset, indices, answers_per_prompt)
+        return self.scored(number, dataset, local)
+
+    def draw(
+        self,
+        number: int,
+        dataset: TokenizedDataset,
+        indices: list[int],
+        answers_per_prompt: int,
+    ) -> list[Trajectory]:
+        """Return this rank's share of the answers."""
         K = answers_per_prompt
         local_groups = range(self.mesh.rank, len(indices), self.mesh.world_size)
-        prompts = {g: dataset[indices[g]].sequences[0].tokens.tolist() for g in local_groups}
-        to_answer = {
-            g * K + k: torch.tensor(prompts[g]) for g in local_groups for k in range(K)
-        }
-        self.phase("sampling")
+        rows = {g * K + k: indices[g] for g in local_groups for k in range(K)}
+        if self.episodes is not None:
+            given = {n: (row, dataset.row(row)) for n, row in rows.items()}
+            drawn = self.episodes(given).run(self.sampler, number)
+            return [replace(one, group=one.episode // K) for one in drawn]
+        prompts = {row: dataset[row].sequences[0].tokens.tolist() for row in {*rows.values()}}
+        to_answer = {n: torch.tensor(prompts[row]) for n, row in rows.items()}
         completions = self.sampler.sample(to_answer, number)
-        local = [
-            Trajectory.of(
-                prompts[n // K], completion, group=n // K, episode=n, row=indices[n // K]
-            )
+        return [
+            Trajectory.of(prompts[rows[n]], completion, group=n // K, episode=n, row=rows[n])
             for n, completion in completions.items()
         ]
+
+    def scored(
+        self, number: int, dataset: TokenizedDataset, local: list[Trajectory]
+    ) -> Rollout:
+        """Score this rank's answers, and lay out those of all ranks."""
         self.phase("reward")
+        # the last branch stands for an episode, whose function may have scored it
+        lasts = [last for *_, last in episodes_of(local) if not last.scores]
         if self.reward is not None:
-            rows = [one.row for one in local]
+            rows = [one.row for one in lasts]
             scores = self.reward(
-                [one.prompt for one in local],
-                [one.tokens for one in local],
+                [one.prompt for one in lasts],
+                [one.tokens for one in lasts],
                 [dataset.row(row) for row in rows],
                 rows,
             )
-            for one, by_reward in zip(local, scores, strict=True):
+            for one, by_reward in zip(lasts, scores, strict=True):
                 one.scores = by_reward
         self.phase("rollout")
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
@@ -296,15 +335,19 @@ class RolloutMaker:
                 values = self._values(rollout, self.scorer)
             scores_by_model = values[rollout.ends - 1].tolist()
             for one, score in zip(rollout.trajectories, scores_by_model, strict=True):
-                one.scores[self.ppo.reward_model] = score
-        for one in trajectories:
-            weighted = (w * one.scores[name] for name, w in self.ppo.reward.items())
-            one.score = sum(weighted)
-            if not abs(one.score) <= LARGEST:
+                if self.ppo.rollout not in one.scores:
+                    one.scores[self.ppo.reward_model] = score
+        factors = {**self.ppo.reward, self.ppo.rollout: 1.0}
+        for branches in episodes_of(trajectories):
+            scores = branches[-1].scores
+            score = sum(factors[name] * x for name, x in scores.items())
+            if not abs(score) <= LARGEST:
                 raise FloatingPointError(
-                    f"the weighted sum of the rewards {one.scores} is {one.score}, which is beyond 2^53 or no "
-                    "number; lower the weights in ppo.reward, or train another reward model"
+                    f"the weighted sum of the rewards {scores} is {score}, which is beyond 2^53 or no number; lower "
+                    "the weights in ppo.reward, or train another reward model"
                 )
+            for one in branches:
+                one.score, one.scores = score, scores
         return rollout
 
     # ---------------------------------------------------------------- passes without gradient
@@ -369,7 +412,7 @@ class RolloutMaker:
         gap = old - np.concatenate(sampled)
         N = len(rollout.trajectories)
         metrics = {
-            **answer_metrics(rollout.trajectories),
+            **answer_metrics(rollout.episodes, of_turns=bool(ppo.rollout)),
             "rollout": rollout.number,
             "objective/kl": (old - reference).sum() / N,
             "objective/entropy": -old.sum() / N,
