@@ -200,7 +200,7 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
     data = ListDataset("prompt", [(s,) for s in sequences(25, 0)])
     prompts, made = StepLoader(data, 10, tokens_per_microbatch=128, seed=3), []
 
-    def make(number, dataset, indices):
+    def make(number, dataset, indices, following):
         assert dataset is data and indices == prompts.indices(*divmod(number, 3))
         made.append(number)
         return answered([[1, 2]] * len(indices), [[3]] * len(indices), number)

@@ -162,6 +162,8 @@ class PpoSection(Section):
     """Rollouts from one export for the servers to the next."""
     sampler_timeout: float = Field(600.0, gt=0, le=1e6)
     """Seconds that a server may take for one request."""
+    rollouts_ahead: int = Field(0, ge=0, le=1)
+    """1: servers answer the next rollout's prompts while this one is trained; needs importance_cap."""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of answers that did not end within max_new_tokens; 0 is off."""
     kl_coefficient: NonNegativeFloat = 0.05

@@ -70,6 +70,7 @@ class OutsideSampler:
         synchronised: whether the servers have had weights of this run.
         compared: whether `check_gap` has seen a rollout of this run.
         is_current: whether the servers got the trainer's weights in the last call of `synchronise`.
+        closed: whether nobody wants the completions any more.
     """
 
     ppo: PpoSection
@@ -84,6 +85,7 @@ class OutsideSampler:
     synchronised: bool = False
     compared: bool = False
     is_current: bool = False
+    closed: bool = False
 
     def synchronise(self, rollout: int = 0) -> None:
         """Export the weights and have every server read them, if the rollout asks for it; all ranks call it together.
@@ -181,12 +183,18 @@ class OutsideSampler:
                 done, waiting = wait(waiting, LOOK_SECONDS, FIRST_EXCEPTION)
                 for completion in done:
                     completion.result()  # raises what has gone wrong
+                if self.closed:
+                    raise InterruptedError("the run has ended")
                 # a server that was told to end takes no requests, but may never answer those that it has
                 for address in servers if waiting else ():
                     self._call(address, "/health", get, LOOK_SECONDS)
             return {number: completion.result() for number, completion in asked.items()}
         finally:  # after an error this process does not wait for the other requests
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """Let a call of `sample` in another thread end soon, without asking for more."""
+        self.closed = True
 
     def _complete(self, address: str, prompt: list[int], seed: int) -> tuple[Completion, Json]:
         """Return a completion and why it ends: "stop" or "length" if all is well."""

@@ -126,6 +126,11 @@ class PpoStage(ReferencedStage):
                 "ppo.importance_cap needs the servers' probabilities among all tokens, but with ppo.top_p or ppo.top_k "
                 "they are those among the tokens that are kept; leave ppo.importance_cap out, or top_p and top_k"
             )
+        if ppo.rollouts_ahead and not (ppo.sampler and ppo.importance_cap):
+            yield (
+                "ppo.rollouts_ahead trains on answers of earlier weights that servers draw; name servers in "
+                "ppo.sampler and set ppo.importance_cap (commonly 2), or ppo.rollouts_ahead = 0"
+            )
         if ppo.kl_coefficient:
             yield from super().check()
 
@@ -186,6 +191,8 @@ class PpoStage(ReferencedStage):
             scorer=parts.frozen.get("reward"),
             phase=parts.phase,
         )
+        if ppo.rollouts_ahead:
+            parts.resources.callback(maker.close)
         return replace(stage, maker=maker)
 
     def show_rollouts(self, show: Callable[[Rollout], None]) -> None:
@@ -194,7 +201,7 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- what the loop reads
 
     def loader(self, data: StepLoader) -> RolloutSteps:
-        return RolloutSteps(self.maker, data)
+        return RolloutSteps(self.maker, data, self.total_steps(data))
 
     def may_prepare(self, step: int) -> bool:
         """Return False for the first step of a rollout, which is made with the weights of that moment."""
@@ -265,7 +272,7 @@ class PpoStage(ReferencedStage):
 
     def evaluate(self, source: StepLoader) -> Metrics:
         """Answer the held-out prompts and return the metrics of their answers; the loss is minus the mean score."""
-        self.maker.sampler.synchronise()
+        self.maker.synchronise()
         all_answers: list[Trajectory] = []
         of_sets: Metrics = {}
         numbers = count(EVALUATION)

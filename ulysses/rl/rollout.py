@@ -18,7 +18,9 @@ Letters: N sequences (answers with their prompts), T tokens of all sequences, K 
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -194,6 +196,10 @@ class RolloutMaker:
         phase: is called with the name of every phase of the work.
         show: is called with every finished rollout.
         rollout: the current one, whose steps are being trained.
+
+    Attributes:
+        ahead: this rank's part of the next rollout, which servers answer while the current one is trained.
+        collected: when the last rollout's answers had come.
     """
 
     engine: ZeroEngine
@@ -208,21 +214,58 @@ class RolloutMaker:
     phase: Callable[..., None] = lambda *_, **__: None
     show: Callable[[Rollout], None] = lambda rollout: None
     rollout: Rollout | None = None
+    ahead: Future[list[Trajectory]] | None = None
+    pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+    collected: float | None = None
 
     # ---------------------------------------------------------------- answers
 
-    def make(self, number: int, dataset: TokenizedDataset, indices: list[int]) -> Rollout:
-        """Answer the prompts `indices` and turn scores into advantages."""
-        began = time.perf_counter()
-        self.sampler.synchronise(number)
-        rollout = self.answer(number, dataset, indices, self.ppo.answers_per_prompt)
+    def make(
+        self,
+        number: int,
+        dataset: TokenizedDataset,
+        indices: list[int],
+        following: list[int] | None = None,
+    ) -> Rollout:
+        """Answer the prompts `indices` and turn scores into advantages.
+
+        Args:
+            following: the prompts of the next rollout. Servers begin to answer them, with the weights of now.
+        """
+        began, K = time.perf_counter(), self.ppo.answers_per_prompt
+        self.phase("sampling")
+        is_new = self.ahead is None
+        if is_new:
+            self.synchronise(number)
+            local = self.draw(number, dataset, indices, K)
+        else:
+            local, self.ahead = self.ahead.result(), None
+        came = time.perf_counter()
+        if following:
+            if not is_new:  # else the weights are still the same
+                self.synchronise(number + 1)
+            self.ahead = self.pool.submit(self.draw, number + 1, dataset, following, K)
+        rollout = self.scored(number, dataset, local)
         sampled = time.perf_counter()
         self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
+        rollout.metrics["time/waiting"] = (came - began) / (came - (self.collected or began))
         rollout.metrics["time/sampling"] = sampled - began
         rollout.metrics["time/rollout"] = time.perf_counter() - began
+        self.collected = came
         self.show(rollout)
-        self.sampler.check_gap(rollout.metrics["sampler/logp_gap"])
+        if is_new:  # what was answered ahead has earlier weights
+            self.sampler.check_gap(rollout.metrics["sampler/logp_gap"])
         return rollout
+
+    def synchronise(self, rollout: int = 0) -> None:
+        """Bring the sampler the current weights, when the answers that are being drawn have come."""
+        wait(filter(None, [self.ahead]))
+        self.sampler.synchronise(rollout)
+
+    def close(self) -> None:
+        """Give up the answers that are being drawn."""
+        self.sampler.close()
+        self.pool.shutdown(wait=False)
 
     def answer(
         self,
@@ -232,20 +275,36 @@ class RolloutMaker:
         answers_per_prompt: int = 1,
     ) -> Rollout:
         """Decode and score answers to every prompt; token t of answer n is drawn by the key (seed, number, n, t)."""
+        self.phase("sampling")
+        local = self.draw(number, dataset, indices, answers_per_prompt)
+        return self.scored(number, dataset, local)
+
+    def draw(
+        self,
+        number: int,
+        dataset: TokenizedDataset,
+        indices: list[int],
+        answers_per_prompt: int,
+    ) -> list[Trajectory]:
+        """Return this rank's share of the answers; with servers it calls no collective, so that a thread may do it."""
         K = answers_per_prompt
         local_groups = range(self.mesh.rank, len(indices), self.mesh.world_size)
         prompts = {g: dataset[indices[g]].sequences[0].tokens.tolist() for g in local_groups}
         to_answer = {
             g * K + k: torch.tensor(prompts[g]) for g in local_groups for k in range(K)
         }
-        self.phase("sampling")
         completions = self.sampler.sample(to_answer, number)
-        local = [
+        return [
             Trajectory.of(
                 prompts[n // K], completion, group=n // K, episode=n, row=indices[n // K]
             )
             for n, completion in completions.items()
         ]
+
+    def scored(
+        self, number: int, dataset: TokenizedDataset, local: list[Trajectory]
+    ) -> Rollout:
+        """Score this rank's answers, and lay out those of all ranks."""
         self.phase("reward")
         if self.reward is not None:
             rows = [one.row for one in local]
@@ -378,10 +437,12 @@ class RolloutSteps:
 
     Args:
         prompts: the loader whose step k holds the prompts of rollout k of the epoch.
+        total_steps: of the run; a rollout behind them is not asked for ahead.
     """
 
     maker: RolloutMaker
     prompts: StepLoader
+    total_steps: int = 0
     holds = "the rollout"
 
     @property
@@ -394,8 +455,11 @@ class RolloutSteps:
         of_epoch = k // maker.ppo.steps_per_rollout
         number = epoch * prompts.steps_per_epoch + of_epoch
         if maker.rollout is None or maker.rollout.number != number:
-            indices = prompts.indices(epoch, of_epoch)
-            maker.rollout = maker.make(number, prompts.dataset, indices)
+            indices, following = prompts.indices(epoch, of_epoch), None
+            later = (number + 1) * maker.ppo.steps_per_rollout
+            if maker.ppo.rollouts_ahead and later < self.total_steps:
+                following = prompts.indices(*divmod(number + 1, prompts.steps_per_epoch))
+            maker.rollout = maker.make(number, prompts.dataset, indices, following)
         return prompts.micro_batches(maker.rollout, self.indices(epoch, k))
 
     def indices(self, epoch: int, k: int) -> list[int]:
