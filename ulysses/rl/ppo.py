@@ -21,12 +21,14 @@ from torch.autograd.function import FunctionCtx
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from ulysses.config.stage_sections import PpoSection, is_function
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
+from ulysses.rl.rows import TrajectoryGroups, unfit_advantages
 from ulysses.rl.samplers import build_sampler
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import (
@@ -45,6 +47,17 @@ ROLLOUT_FILE = "rollout.safetensors"  # in a checkpoint
 LOGP_CHANGE = "policy/logp_change"  # the metric: mean |log-probability now - in the rollout| per trained token
 # evaluations draw with rollout numbers from here on, so that each has the same noise
 EVALUATION = 1 << 40
+# settings of what is done elsewhere
+UNREAD_WITH_ROWS = {
+    *("data.eval", "data.eval_fraction", "ppo.rollouts_ahead"),
+    *("ppo.reward", "ppo.reward_workers", "ppo.reward_timeout"),
+    *(
+        "ppo.sampler_folder",
+        "ppo.sampler_reload",
+        "ppo.sampler_sync_every",
+        "ppo.sampler_timeout",
+    ),
+}
 
 
 def policy_options(ppo: PpoSection) -> dict[str, object]:
@@ -83,7 +96,7 @@ class PpoStage(ReferencedStage):
     `maker` makes the rollouts. The log-probabilities of a rollout and of the first step may differ by `tolerance`, too.
     """
 
-    name, dataset_type = "ppo", "prompt"
+    name = "ppo"
     reference_words = ("live",)
 
     maker: RolloutMaker | None = None
@@ -93,7 +106,12 @@ class PpoStage(ReferencedStage):
     def check(self) -> Iterator[str]:
         ppo, budget = self.table, self.config.batch.tokens_per_microbatch
         functions = [*filter(is_function, ppo.reward)]
-        if not ppo.reward or "" in ppo.reward:
+        if ppo.takes_rows:
+            given = self.config.model_dump(include={"ppo", "data"}, exclude_defaults=True)
+            names = {f"{table}.{key}" for table, keys in given.items() for key in keys}
+            if more := [*ppo.sampler[1:], *sorted(names & UNREAD_WITH_ROWS)]:
+                yield f'ppo.sampler is "rows", which are drawn and scored elsewhere; remove {", ".join(more)}'
+        elif not ppo.reward or "" in ppo.reward:
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
         if len(ppo.reward) - len(functions) > 1:
             yield (
@@ -135,6 +153,19 @@ class PpoStage(ReferencedStage):
             yield from super().check()
 
     @property
+    def dataset_type(self) -> str:
+        return "trajectory" if self.table.takes_rows else "prompt"
+
+    def check_data(self, train: TokenizedDataset) -> Iterator[str]:
+        if self.table.takes_rows:
+            yield from filter(None, [unfit_advantages(train.columns["given"], self.table)])
+
+    def extend_data(
+        self, parts: RunParts, data: TokenizedDataset
+    ) -> TokenizedDataset | TrajectoryGroups:
+        return TrajectoryGroups(data) if self.table.takes_rows else data
+
+    @property
     def needs_reference(self) -> bool:
         return self.table.kl_coefficient > 0
 
@@ -142,6 +173,8 @@ class PpoStage(ReferencedStage):
     def requirements(self) -> Requirements:
         ppo, base = self.table, super().requirements
         prompts, answers = base.longest_example, ppo.answers_per_prompt
+        # rows hold their answers already
+        new_tokens = 0 if ppo.takes_rows else ppo.max_new_tokens
         needs_value = ADVANTAGES[ppo.advantage].needs_value
         models = base.models
         if ppo.reward_model:
@@ -150,12 +183,12 @@ class PpoStage(ReferencedStage):
             answers,
             batch=0 if ppo.sampler else ppo.planned_batch,
             prompt_tokens=prompts,
-            new_tokens=ppo.max_new_tokens,
+            new_tokens=new_tokens,
             steps=ppo.steps_per_rollout,
             merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
-            longest_example=prompts + ppo.max_new_tokens,
+            longest_example=prompts + new_tokens,
             examples_per_step=-(-self.config.batch.examples // ppo.minibatches) * answers,
             steps_per_load=ppo.steps_per_rollout,
             # every model reads a rollout once, and then `epochs` passes train on it

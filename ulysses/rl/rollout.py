@@ -39,6 +39,7 @@ from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.rows import TrajectoryGroups
 from ulysses.rl.samplers import AnySampler
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.passes import token_values
@@ -200,6 +201,7 @@ class RolloutMaker:
     Attributes:
         ahead: this rank's part of the next rollout, which servers answer while the current one is trained.
         collected: when the last rollout's answers had come.
+        asked: a step, and how often a program has sampled after it (ulysses/run/own_loop.py).
     """
 
     engine: ZeroEngine
@@ -217,6 +219,7 @@ class RolloutMaker:
     ahead: Future[list[Trajectory]] | None = None
     pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     collected: float | None = None
+    asked: tuple[int, int] = (-1, 0)
 
     # ---------------------------------------------------------------- answers
 
@@ -247,7 +250,7 @@ class RolloutMaker:
             self.ahead = self.pool.submit(self.draw, number + 1, dataset, following, K)
         rollout = self.scored(number, dataset, local)
         sampled = time.perf_counter()
-        self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
+        self.complete(rollout)
         rollout.metrics["time/waiting"] = (came - began) / (came - (self.collected or began))
         rollout.metrics["time/sampling"] = sampled - began
         rollout.metrics["time/rollout"] = time.perf_counter() - began
@@ -289,6 +292,9 @@ class RolloutMaker:
         """Return this rank's share of the answers; with servers it calls no collective, so that a thread may do it."""
         K = answers_per_prompt
         local_groups = range(self.mesh.rank, len(indices), self.mesh.world_size)
+        if isinstance(dataset, TrajectoryGroups):
+            given = dataset.trajectories(indices, self.sampler.options.stop_tokens)
+            return [one for one in given if one.group in local_groups]
         prompts = {g: dataset[indices[g]].sequences[0].tokens.tolist() for g in local_groups}
         to_answer = {
             g * K + k: torch.tensor(prompts[g]) for g in local_groups for k in range(K)
@@ -318,18 +324,13 @@ class RolloutMaker:
                 one.scores = by_reward
         self.phase("rollout")
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
-        rollout = Rollout.of(
-            number,
-            trajectories,
-            tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
-            by_length=self.ppo.loss_aggregation == "sequence",
-        )
+        rollout = self.laid_out(number, trajectories)
         if self.scorer is not None:
             with self.scorer.inference():
                 values = self._values(rollout, self.scorer)
             for one, score in zip(trajectories, values[rollout.ends - 1].tolist(), strict=True):
                 one.scores[self.ppo.reward_model] = score
-        for one in trajectories:
+        for one in trajectories if self.ppo.reward else ():
             weighted = (w * one.scores[name] for name, w in self.ppo.reward.items())
             one.score = sum(weighted)
             if not abs(one.score) <= LARGEST:
@@ -338,6 +339,18 @@ class RolloutMaker:
                     "number; lower the weights in ppo.reward, or train another reward model"
                 )
         return rollout
+
+    def laid_out(self, number: int, trajectories: list[Trajectory]) -> Rollout:
+        return Rollout.of(
+            number,
+            trajectories,
+            tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
+            by_length=self.ppo.loss_aggregation == "sequence",
+        )
+
+    def complete(self, rollout: Rollout) -> None:
+        """Give a rollout whose trajectories are scored all that training needs."""
+        self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
 
     # ---------------------------------------------------------------- passes without gradient
 
@@ -397,6 +410,8 @@ class RolloutMaker:
         )
         compute = ADVANTAGES[ppo.advantage].compute
         columns, of_advantages = compute(rewards, values, cu_seqlens, ppo)
+        if given := [x for one in rollout.trajectories for x in one.advantages]:
+            columns["advantages"] = torch.tensor(given, dtype=torch.float64)
         columns["old_logps"] = old
         if ppo.kl_in != "reward":
             columns[REFERENCE_LOGPS] = reference

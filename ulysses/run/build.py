@@ -46,6 +46,7 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
                 data,
                 held_out=held_out,
                 share_prompts=config.batch.share_prompts,
+                vocabulary=inputs.shape.vocab_size,
             )
 
     train, held_out = opened(data.train), None

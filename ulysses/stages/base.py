@@ -221,7 +221,7 @@ class Stage:
     """
 
     name: ClassVar[str]  # of the stage and of its table
-    dataset_type: ClassVar[str]  # text, sequence, pair, ranked, unpaired or prompt
+    dataset_type: ClassVar[str]  # text, sequence, pair, ranked, unpaired, prompt or trajectory
     reward: ClassVar[bool] = False  # whether a RewardModel is trained
     sequences_per_example: ClassVar[int] = 1  # all of them lie in the same micro-batch
 
