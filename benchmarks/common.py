@@ -30,6 +30,7 @@ from models.initial_weights import InitialWeights
 from ulysses.check.input_files import read_shape
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
+from ulysses.config.section import ConfigError
 from ulysses.gradients.policy import StepContext
 from ulysses.options import gradient_policies, stage_of
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
@@ -47,12 +48,13 @@ LR = 1e-6
 
 
 class Bench(NamedTuple):
-    """Hold an engine and the settings that made it."""
+    """Hold an engine, the settings that made it, and whether it was built for layers that run as CUDA graphs."""
 
     config: Config
     shape: ModelConfig
     mesh: ParallelMesh
     engine: ZeroEngine
+    graphs: bool
 
 
 def plain_parser(text: str | None) -> argparse.ArgumentParser:
@@ -126,7 +128,7 @@ def build(
     )
     # where the weights are is decided once
     weights = "resident" if choice.resident else "sharded"
-    return Bench(changed(config, "memory", weights=weights), shape, mesh, engine)
+    return Bench(changed(config, "memory", weights=weights), shape, mesh, engine, choice.graphs)
 
 
 def planned(
@@ -151,6 +153,11 @@ def remember(bench: Bench, tokens: int, documents: int = 1, micro_batches: int =
     """
     given = bench.config, bench.shape, bench.engine.device
     choice = planned(*given, tokens, documents, micro_batches)
+    if choice.graphs and not bench.graphs:
+        raise ConfigError(
+            "layers with such packs run as CUDA graphs, but not those with the largest pack, for which the engine was "
+            "built; measure these packs in a call of their own"
+        )
     decoder: Any = bench.engine.module.model
     decoder.set_memory(layer_memory(choice))
     return choice

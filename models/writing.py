@@ -80,6 +80,24 @@ def whole_weights(
         yield name, weight, base
 
 
+def stored_weights(
+    config: ModelConfig, weights: Iterable[tuple[str, Tensor]], *, reward: bool = False
+) -> Iterable[tuple[str, Tensor]]:
+    """Return a model's weights as transformers' files hold them: with their names, and each expert's matrices apart.
+
+    Args:
+        reward: whether the model gives scores: then no multimodal model is written around it.
+    """
+    if config.around and not reward:
+        prefix = file_prefix(config.around)
+        weights = ((multimodal_name(name, prefix), weight) for name, weight in weights)
+    if config.moe and not config.family.clamped_experts:
+        from models.expert_files import as_stored
+
+        weights = as_stored(weights)
+    return weights
+
+
 def is_wider(dtype: str, other: str) -> bool:
     """Tell whether a number takes more bytes in one dtype than in another; both are named as in torch."""
     return getattr(torch, dtype).itemsize > getattr(torch, other).itemsize
@@ -135,16 +153,12 @@ def write_weights(
     tensors: Iterable[tuple[str, Tensor]],
     max_shard_bytes: int = int(SHARD_GIB * 2**30),
     *,
-    config: ModelConfig | None = None,
-    reward: bool = False,
     carried: Mapping[str, Any] = {},
 ) -> None:
     """Write named tensors as transformers does, holding one shard in host memory.
 
     Args:
         folder: an empty folder; the caller moves it into place when all is written.
-        config: of the model; it says whether files have other names, or each expert's matrices by themselves.
-        reward: whether the model gives scores: then no multimodal model is written around it.
         carried: stored tensors (WeightFiles.carried) that are written as they are.
         max_shard_bytes: bounds a file; a larger tensor has a file of its own.
     """
@@ -162,13 +176,6 @@ def write_weights(
         (name, stored.read(0, stored.shape.numel()).view(stored.shape))
         for name, stored in carried.items()
     )
-    if config and config.around and not reward:
-        prefix = file_prefix(config.around)
-        tensors = ((multimodal_name(name, prefix), tensor) for name, tensor in tensors)
-    if config and config.moe and not config.family.clamped_experts:
-        from models.expert_files import as_stored
-
-        tensors = as_stored(tensors)
     for name, tensor in chain(tensors, of_other_files):
         if shard and size + tensor.nbytes > max_shard_bytes:
             write_shard()

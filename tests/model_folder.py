@@ -11,7 +11,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, init_parameter
 from models.folders import CONFIG
 from models.scored import RewardModel
-from models.writing import write_weights
+from models.writing import stored_weights, write_weights
 from tests import ROOT
 from ulysses.disk import write_json
 
@@ -40,7 +40,7 @@ def write_model(
     model = CausalLM(config, attention="reference").to(dtype)
     init_weights(model, seed=1)
     folder.mkdir(parents=True, exist_ok=True)
-    write_weights(folder, model.named_parameters(), config=config, **options)
+    write_weights(folder, stored_weights(config, model.named_parameters()), **options)
     write_json(folder / CONFIG, config.to_hf(dtype=str(dtype).removeprefix("torch.")))
     return model
 

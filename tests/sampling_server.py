@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import STUCK
+from tests.weight_receiver import WeightReceiver
 
 # answers that are packed although nobody asked for it
 PACKINGS = {
@@ -48,20 +49,22 @@ class SamplingServer:
             "no stop token", "abort", "short", "unknown tokens", "tokens as text", "numbers as text" or "goes on", and
             "late stop" where a stop token is the last that was asked for, which is no fault; of a server that was told
             to end and keeps the requests that it has "ended" (nothing listens any more) or "ending" (it says that it is
-            not available); and "busy", which is late and knows no /health, which is no fault either.
+            not available); "busy", which is late and knows no /health, which is no fault either; and the path of a call
+            that it refuses.
         released: ends the requests that a server keeps.
         length, model: what it tells of itself, the tokens of the longest sequence and the model's configuration.
+        receiver: takes weights that come over the network.
         folder: whose weights it has read.
-        load: folder -> a function of prompt and tokens, which returns their log-probabilities; without it, they are
-            invented.
+        load: folder, or weights by their names -> a function of prompt and tokens, which returns their
+            log-probabilities; without it, they are invented.
         scores: what a reward answers; if empty, it counts the letters of each answer.
     """
 
     def __init__(self) -> None:
         self.length: object = 4096
         self.model = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
-        self.folder = ""
-        self.load: Callable[[str], LogProbabilities] = lambda _: invented
+        self.folder, self.receiver = "", WeightReceiver()
+        self.load: Callable[[Any], LogProbabilities] = lambda _: invented
         self.logps: LogProbabilities = invented
         self.released = threading.Event()
         self.asked: list[tuple[str, Any]] = []
@@ -79,8 +82,10 @@ class SamplingServer:
                         "vllm_config": {"model_config": outer.model}
                     },
                 }
+                if self.path in outer.receiver.GET:
+                    found[self.path] = outer.receiver.get(self.path)
                 text = json.dumps(found[self.path]).encode()
-                codes = {"busy": 404, "ending": 503}
+                codes = {"busy": 404, "ending": 503, self.path: 404}
                 self.send_response(codes.get(outer.fault, 200))
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
@@ -99,7 +104,8 @@ class SamplingServer:
                         outer.close()
                     outer.released.wait(STUCK)
                     return
-                found = outer.reply(self.path, body)
+                is_refused = self.path.partition("?")[0] == outer.fault
+                found = "no weights fit" if is_refused else outer.reply(self.path, body)
                 text = b"not JSON" if outer.fault == "garbage" else json.dumps(found).encode()
                 if outer.fault == "deep":
                     text = b"[" * 200_000 + b"]" * 200_000
@@ -114,6 +120,8 @@ class SamplingServer:
                     self.wfile.write(b"what?\r\n\r\n")
                     return
                 codes = {"refuse": 503, "redirect": 307, "broken": 500}
+                if is_refused:
+                    codes[outer.fault] = 400
                 if outer.fault in ("refuse", "broken"):
                     key = str(self.headers["Authorization"]).removeprefix("Bearer ")
                     text = f"{key} is right, but\nno weights fit: {'x' * 400}".encode()
@@ -145,8 +153,14 @@ class SamplingServer:
                 "scores": self.scores
                 or [len(r["completion"]) / r["row"].get("scale", 1) for r in body["rows"]]
             }
+        path, _, query = path.partition("?")
         if path == "/reset_prefix_cache":
             return {}
+        if path in self.receiver.POST:
+            found = self.receiver.post(path, query, body)
+            if path in ("/resume", "/continue_generation"):
+                self.logps = self.load(self.receiver.weights)
+            return found
         if path in ("/collective_rpc", "/update_weights_from_disk"):
             given = body.get("kwargs", {}).get("weights_path") or body["model_path"]
             assert (Path(given) / "config.json").exists()

@@ -26,7 +26,7 @@ with explained_imports():
     from models.folders import ADAPTER_CONFIG, CONFIG, folder_with, read_config, resolve_model
     from models.hf_format import WeightFiles
     from models.kinds import empty_model, parameter_shapes
-    from models.writing import GENERATION, SHARD_GIB, Rounding, write_weights
+    from models.writing import GENERATION, SHARD_GIB, Rounding, stored_weights, write_weights
     from ulysses.check.run_folder import read_run_state
     from ulysses.config.command_line import check, still_known
     from ulysses.config.section import ConfigError, absolute, existing
@@ -187,7 +187,9 @@ def merge_adapter(
     sources = [folder_with(folder, pattern) for pattern in (GENERATION, "tokenizer*")]
     with whole_folder(out) as new:
         shard, carried = int(shard_gib * 2**30), {} if reward else files.carried
-        write_weights(new, weights(), shard, config=shape, reward=reward, carried=carried)
+        write_weights(
+            new, stored_weights(shape, weights(), reward=reward), shard, carried=carried
+        )
         card = f"""---
 base_model: {json.dumps(base)}
 tags: [ulysses-engine]

@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from models.families import Delta
 from models.ops import delta_rule as plain
 from models.ops import delta_triton
+from models.ops.delta_compile import compile_side_by_side
 from ulysses.parallel.recurrence import Recurrence, TreeLevel
 
 
@@ -69,6 +71,7 @@ def mix_step(delta: Delta, *inputs: Tensor) -> Tensor:
 # Lengths of the documents of prove_rule, some of which end inside a chunk, and the rows that two of them leave out.
 PROOF_LENGTHS, PREFIXES = (300, 1, 129, 70), {2: (0, 200), 3: (0, 64)}
 PROOF_ERROR = 2e-2  # as a part of a tensor's norm; half precision reaches 3e-3 to 4e-3
+LONG = 65536  # rows of a document that runs in parts, by other kernels
 
 
 def prove_rule(name: str, device: torch.device, *case: int) -> None:
@@ -78,9 +81,35 @@ def prove_rule(name: str, device: torch.device, *case: int) -> None:
     Decays are those of trained models: some heads forget within a token, others hardly anything.
     Raises FloatingPointError, which names the wrong tensor and the size of its error; ValueError without kernels.
     """
-    draw = torch.Generator().manual_seed(0)
+    delta, kernels = Delta(*case), sys.modules[__name__]
     recurrence = Recurrence([0, *accumulate(PROOF_LENGTHS)], PREFIXES, device)
-    delta, rows = Delta(*case), sum(PROOF_LENGTHS)
+    tensors = _proof_tensors(delta, sum(PROOF_LENGTHS), device)
+    if device.type == "cuda":
+        long = {
+            key: x.new_zeros(LONG, *x.shape[1:]) if len(x) == len(tensors["rows"]) else x
+            for key, x in tensors.items()
+        }
+        alone = Recurrence([0, LONG], {}, device)
+        compile_side_by_side(
+            lambda: _computed(delta, recurrence, kernels, tensors),
+            lambda: _computed(delta, alone, kernels, long),
+        )
+    results = (
+        _computed(delta, recurrence, kernels, tensors),
+        _computed(delta, recurrence, plain, tensors, torch.float64),
+    )
+    for tensor, got, wanted in zip(("output", *tensors), *results):
+        error = float((got.double() - wanted).norm() / wanted.norm())
+        if not error < PROOF_ERROR:
+            raise FloatingPointError(
+                f"{name}: the kernels of fla-core give a wrong {tensor} on {device}, or its gradient: off by "
+                f"{error:.1%} of its norm; install other versions of fla-core, flash-qla and tilelang"
+            )
+
+
+def _proof_tensors(delta: Delta, rows: int, device: torch.device) -> dict[str, Tensor]:
+    """Return the inputs of `mix_pack` by their names; all but the decays are in the model's dtype."""
+    draw = torch.Generator().manual_seed(0)
     heads, columns = delta.linear_num_value_heads, sum(delta.widths)
     tensors = {
         "rows": torch.randn(rows, columns, generator=draw),
@@ -90,20 +119,21 @@ def prove_rule(name: str, device: torch.device, *case: int) -> None:
         "A_log": torch.linspace(-6, 3, heads),
         "dt_bias": torch.linspace(-4, 1, heads),
     }
-    # all but the decays are in the model's dtype
-    tensors = {
+    return {
         key: x.to(device, torch.bfloat16 if x.dim() > 1 else None) for key, x in tensors.items()
     }
-    upstream = torch.randn(rows, heads, delta.linear_value_head_dim, generator=draw).to(device)
-    results = []
-    for dtype, kernels in (None, sys.modules[__name__]), (torch.float64, plain):
-        inputs = [x.to(dtype=dtype).detach().requires_grad_() for x in tensors.values()]
-        out = plain.mix_pack(delta, recurrence, kernels, *inputs)
-        results.append([out, *torch.autograd.grad((out * upstream).sum(), inputs)])
-    for tensor, got, wanted in zip(("output", *tensors), *results):
-        error = float((got.double() - wanted).norm() / wanted.norm())
-        if not error < PROOF_ERROR:
-            raise FloatingPointError(
-                f"{name}: the kernels of fla-core give a wrong {tensor} on {device}, or its gradient: off by "
-                f"{error:.1%} of its norm; install other versions of fla-core, flash-qla and tilelang"
-            )
+
+
+def _computed(
+    delta: Delta,
+    recurrence: Recurrence,
+    kernels: ModuleType,
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Return the output of a pack [rows, heads, width] and the gradients of the inputs."""
+    inputs = [x.to(dtype=dtype).detach().requires_grad_() for x in tensors.values()]
+    out = plain.mix_pack(delta, recurrence, kernels, *inputs)
+    draw = torch.Generator().manual_seed(1)
+    upstream = torch.randn(out.shape, generator=draw).to(out.device)
+    return [out, *torch.autograd.grad((out * upstream).sum(), inputs)]

@@ -190,8 +190,8 @@ class Stack(NamedTuple):
     which are trained. transposed: the tensor is [N, K, O].
 
     With an adapter, rows and the gradients of results have `room` columns at their end: the narrow ones, which hold
-    scale * x a^T, or scale * grad b. Quantised matrices are dequantised for every product, and then beside b (or above
-    a), so that one product does both.
+    scale * x a^T, or scale * grad b. For every product the matrices are copied, or dequantised, beside b (or above a),
+    so that one product does both: that costs less than a second product whose results are added to all rows.
     """
 
     matrices: Tensor
@@ -225,19 +225,17 @@ class Stack(NamedTuple):
         """Multiply rows by the matrices, or gradients by their transposes."""
         from_narrow = self.narrow(rows, ends, back=back)
         is_turned = back == self.transposed
-        if self.packed is None:
+        if self.packed is None and from_narrow is None:
             matrices = self.matrices.mT if is_turned else self.matrices
-            if from_narrow is None:
-                return grouped_product(rows, matrices, ends)
-            wide, narrow = self._split(rows)
-            return grouped_product(wide, matrices, ends).add_(
-                grouped_product(narrow, from_narrow, ends)
-            )
-        size, axis = list(self.packed.shape), 2 if is_turned else 1
-        size[axis] += self.room
-        joined = torch.empty(size, dtype=rows.dtype, device=rows.device)
-        dequantised = joined.narrow(axis, 0, size[axis] - self.room)
-        self.packed.unpack(self.matrices, rows.dtype, dequantised)
+            return grouped_product(rows, matrices, ends)
+        size = list(self.matrices.shape if self.packed is None else self.packed.shape)
+        axis = 2 if is_turned else 1
+        joined = rows.new_empty([n + self.room * (i == axis) for i, n in enumerate(size)])
+        whole = joined.narrow(axis, 0, size[axis])
+        if self.packed is None:
+            whole.copy_(self.matrices)
+        else:
+            self.packed.unpack(self.matrices, rows.dtype, whole)
         matrices = joined.mT if is_turned else joined
         if from_narrow is not None:
             matrices[:, -self.room :] = from_narrow

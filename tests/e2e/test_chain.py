@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -141,9 +142,13 @@ def test_every_stage_begins_where_another_ended(chain, tmp_path):
     assert_same_folder(tmp_path / "ppo", export)
 
 
-def load(folder):
-    """Return what computes the log-probabilities of answers by the model in a folder, as servers do."""
+def load(folder, weights=None):
+    """Return what computes the log-probabilities of answers by the model in a folder, as servers do.
+
+    `weights` take the place of those of their names.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder)
+    model.load_state_dict(weights or {}, strict=False)
 
     @torch.no_grad()
     def logps(prompt, tokens):
@@ -153,7 +158,8 @@ def load(folder):
     return logps
 
 
-def test_a_server_samples(chain, tmp_path):
+@pytest.mark.parametrize("sync", ["disk", "gloo"])
+def test_a_server_samples(chain, tmp_path, sync):
     """From whole weights, every second rollout from new ones; one that has other weights ends the run."""
     folder, output, server = chain[0], tmp_path / "served", SamplingServer()
     data = folder / "data"
@@ -163,9 +169,10 @@ def test_a_server_samples(chain, tmp_path):
     --data.train {data}/ppo_train.jsonl --data.eval [] --data.cache {tmp_path}/cache
     --model.path {folder}/sft/export --model.init pretrained --model.tokenizer {data}/tokenizer --model.lora.rank 4
     --ppo.sampler vllm+{server.address} --ppo.sampler_sync_every 2 --ppo.importance_cap 2
+    --ppo.sampler_sync {sync}
     """.split()
     refused = ranks([*typed, "--run.output", f"{tmp_path}/other"], 2, code=1)
-    server.load = load
+    server.load = load if sync == "disk" else partial(load, folder / "sft/export")
     ranks([*typed, "--run.output", f"{output}"], 2)
     server.close()
     refused.refused("have the same weights, but their log-probabilities differ by .*; look in")
@@ -173,8 +180,10 @@ def test_a_server_samples(chain, tmp_path):
     assert [m["rollout"] for m in lines] == [0, 1, 2]
     fresh, old, again = (m["sampler/logp_gap"] for m in lines)
     assert max(fresh, again) < 1e-4 < old
-    assert [asked for asked, _ in server.asked].count("/collective_rpc") == 3
-    names = WeightFiles(output / "sampler").tensors
+    last = {"disk": "/collective_rpc", "gloo": "/finish_weight_update"}[sync]
+    assert [asked for asked, _ in server.asked].count(last) == 3
+    by_disk = sync == "disk"
+    names = WeightFiles(output / "sampler").tensors if by_disk else server.receiver.weights
     assert "model.norm.weight" in names and not [n for n in names if "lora" in n]
 
 

@@ -1,10 +1,13 @@
 """The kernels of linear attention: fla-core's, proven before a run, and ours, which equal plain torch."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
 from models.families import Delta
-from models.ops import delta_kernels, delta_rule
+from models.ops import delta_compile, delta_kernels, delta_rule
 from ulysses.parallel.recurrence import Recurrence
 
 HEADS = 2, 6, 16, 24, 4  # key and value heads, their widths, and the convolution's
@@ -57,6 +60,7 @@ def test_the_kernels_are_as_near_to_float64_as_their_dtype(heads):
 @pytest.mark.parametrize("prefixes", [{}, {2: (0, 60), 3: (0, 2)}], ids=["whole", "shared"])
 def test_the_convolution_equals_plain_torch(prefixes):
     """Documents that end inside a program's rows, and one that goes on in the next program."""
+    pytest.importorskip("fla")
     widths, device = [48, 48, 150], torch.device("cuda")
     recurrence = Recurrence([0, 61, 131, 300, 302], prefixes, device)
     draw = torch.Generator().manual_seed(0)
@@ -86,3 +90,34 @@ def test_a_step_of_decoding_equals_plain_torch(heads):
         results.append([*outs, inputs, memory])
     for wanted, got in zip(*results):
         assert float((got - wanted).norm() / wanted.norm()) < 1e-6
+
+
+def test_kernels_are_compiled_side_by_side_and_none_of_them_runs(monkeypatch):
+    compiled, ran = [], []
+
+    class Kernel:
+        out_idx = execution_backend = target = target_host = verbose = None
+        pass_configs = compile_flags = None
+
+        def get_tir(self, *args, **kwargs):
+            return args, kwargs
+
+        def __call__(self, *args, **kwargs):
+            return lambda *tensors: ran.append(tensors)
+
+    def compute():
+        for width in (64, 128, 64):
+            kernel(width, varlen=True)(torch.ones(3))
+        raise RuntimeError("what it computes means nothing")
+
+    tilelang = ModuleType("tilelang.jit")
+    tilelang.JITImpl, tilelang.compile = Kernel, lambda source, **_: compiled.append(source)
+    monkeypatch.setitem(sys.modules, "tilelang", ModuleType("tilelang"))
+    monkeypatch.setitem(sys.modules, "tilelang.jit", tilelang)
+    kernel = Kernel()
+    delta_compile.compile_side_by_side(compute)
+    assert (
+        sorted(compiled) == [((64,), {"varlen": True}), ((128,), {"varlen": True})] and not ran
+    )
+    kernel(64)(1)
+    assert ran == [(1,)]

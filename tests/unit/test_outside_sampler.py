@@ -44,6 +44,7 @@ def sampler(folder, *addresses, main=True, **options):
     return OutsideSampler(
         config,
         export,
+        lambda device: [],
         folder / "policy",
         main,
         OPTIONS,
@@ -255,10 +256,18 @@ def test_a_busy_server_that_knows_no_health_is_waited_for(tmp_path, server, monk
     assert len(sampler(tmp_path, f"vllm+{server.address}").sample(PROMPTS)) == 3
 
 
-def test_of_two_servers_the_one_that_ended_is_named(tmp_path, server):
-    gone = f"vllm+http://127.0.0.1:{free_port()}"
-    with pytest.raises(ValueError, match=f"{gone.partition('+')[2]}/v1/completions failed"):
-        sampler(tmp_path, f"vllm+{server.address}", gone).sample(PROMPTS)
+def test_what_a_server_was_asked_that_has_ended_another_one_is_asked(tmp_path, server):
+    gone, said = f"vllm+http://127.0.0.1:{free_port()}", []
+    found = sampler(tmp_path, f"vllm+{server.address}", gone)
+    found.say = said.append
+    assert [len(c.tokens) for c in found.sample(PROMPTS).values()] == [2, 3, 6]
+    assert len(found.sample(PROMPTS)) == 3 and found.serving == [f"vllm+{server.address}"]
+    [warning] = said
+    assert "/v1/completions failed (ConnectError" in warning
+    assert warning.endswith("; the other servers are asked in its place")
+    server.close()
+    with pytest.raises(ValueError, match=f"{server.address}/v1/completions failed .*continue"):
+        found.sample(PROMPTS)
 
 
 def test_a_server_that_comes_back_is_asked_again(tmp_path, server, monkeypatch):

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import ulysses.rl.outside_sampler as outside
 import ulysses.rl.rollout as rollouts
+import ulysses.rl.servers as servers
 from tests.engine_case import ListDataset, sequences
 from tests.harness import PATIENCE, until
 from tests.sampling_server import SamplingServer
@@ -138,19 +139,15 @@ def test_what_fails_ahead_fails_when_it_is_collected(monkeypatch):
 def test_a_run_that_ends_gives_up_what_is_in_flight(tmp_path, monkeypatch):
     monkeypatch.setattr(outside, "LOOK_SECONDS", 0.05)
     server = SamplingServer()
-    server.fault = "ending"  # it keeps what it is asked
-    monkeypatch.setattr(outside, "get", lambda *_: None)
+    server.fault = "hang"
+    options = SamplingOptions(4, batch=2)
     config = PpoSection(sampler=f"vllm+{server.address}")
     sampler = OutsideSampler(
-        config, None, tmp_path, True, SamplingOptions(4, batch=2),
-        longest=9, vocabulary=100, float32=True,
-    )  # fmt: skip
-    maker = steps_with(sampler, 1, monkeypatch).maker
-    maker.ahead = maker.pool.submit(sampler.sample, dict.fromkeys(range(6), torch.arange(3)))
+        config, None, None, tmp_path, True, options, longest=9, vocabulary=100, float32=True
+    )
+    found = servers.in_thread(sampler.sample, dict.fromkeys(range(6), torch.arange(3)))
     assert until(lambda: len(server.asked) == 2)
-    maker.close()
-    wait([maker.ahead], PATIENCE)
-    assert isinstance(maker.ahead.exception(0), InterruptedError)
-    server.released.set()
+    sampler.close()
+    assert isinstance(found.exception(PATIENCE), InterruptedError)
     server.close()
     assert len(server.asked) == 2

@@ -155,6 +155,8 @@ class PpoSection(Section):
     sampler: Annotated[list[Annotated[str, Field(pattern=ADDRESS)]], ONE_OR_MORE] = []
     """Servers that sample instead of this engine: vllm+http://host:port or sglang+http://host:port, or a list; or
     "rows": nothing is sampled, because data.train holds trajectories."""
+    sampler_sync: Literal["disk", "nccl", "gloo"] = "disk"
+    """How servers get the weights: from sampler_folder, or from rank 0 over the network: nccl is for GPUs."""
     sampler_folder: PathOrWord = ""
     """Where the policy is exported for the servers, on a disk that they share with rank 0; default OUTPUT/sampler."""
     sampler_reload: Values = {}

@@ -299,7 +299,8 @@ def _working_bytes(
     else:  # the embedding's gradient, whole, and its reduction
         loss += 2 * size * trained
     layer = max(x.backward_bytes(y, S, q.setup(model)) for y, x in {*zip(levels, layers)})
-    if model.quantize != "none":  # experts' gate and up are unpacked
+    # experts' gate and up are unpacked, or copied beside their adapters
+    if model.quantize != "none" or model.idle_adapters:
         layer += max(2 / 3 * size * x.feed_forward * bool(x.copied) for x in layers)
     # as measured, the vocabulary's gradient is still on its way to other ranks or the host, and one more output lives
     if W > 1 or q.offload_optimizer:

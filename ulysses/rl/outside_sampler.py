@@ -1,13 +1,15 @@
-"""Sampling on servers of vLLM or SGLang: they get prompts, return tokens with log-probabilities, and read weights.
+"""Sampling on servers of vLLM or SGLang: they get prompts, return tokens with log-probabilities, and take weights.
 
     what the servers are -> refused if they cannot do what is asked          before the first rollout
     trained weights -> export folder -> reload calls to every server        before a rollout that synchronises
+                    -> or over the network (weight_push.py)
     this process's prompts -> POST, one request for each answer -> tokens, log-probabilities
 
     "vllm+http://host:8000"       POST /v1/completions with token ids (return_token_ids: vLLM 0.10.2 and newer)
     "sglang+http://host:30000"    POST /generate with token ids
 
-The folder must be on a disk that servers and rank 0 share. Servers draw their own random numbers, so that a rollout
+The folder must be on a disk that servers and rank 0 share. What a server was asked that has ended, others are asked,
+until it is there again and has had new weights. Servers draw their own random numbers, so that a rollout
 does not repeat bit for bit; ppo.importance_cap corrects where their probabilities differ from the trainer's. Everything
 that changes what they draw is part of a request, because they take what it omits from the generation_config.json of
 the folder that they were started with.
@@ -15,12 +17,15 @@ the folder that they were started with.
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ulysses.config.section import UserCodeError
@@ -28,7 +33,8 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import seed_of
 from ulysses.rl.sampler import Completion, SamplingOptions
-from ulysses.rl.servers import Json, get, post
+from ulysses.rl.servers import Json, LostError, RefusedError, get, in_thread, is_up, post
+from ulysses.rl.weight_push import WeightPush
 
 # The calls, in order, that make a server read the weights in a folder: {path: body}, where FOLDER stands for it. vLLM
 # needs VLLM_SERVER_DEV_MODE=1.
@@ -58,6 +64,7 @@ class OutsideSampler:
     Args:
         ppo: the [ppo] table; prompts go to the servers of `ppo.sampler` in turn.
         export: writes the policy's weights into a folder; all ranks call it together.
+        weights: yields them on a device instead; all ranks iterate together, and the first one gets them.
         folder: where the servers read the weights.
         main: whether this is the process that tells the servers to read them.
         options: of sampling.
@@ -65,8 +72,11 @@ class OutsideSampler:
         vocabulary: the number of tokens that the policy knows.
         float32: whether the trainer computes in float32, and after the first call of `synchronise` the servers, too.
         renew: is called after every completion.
+        say: prints a line.
 
     Attributes:
+        push: gives the servers the weights, unless they read them from the folder.
+        lost: the servers that take no requests, until the next call of `synchronise`, with what is wrong.
         synchronised: whether the servers have had weights of this run.
         compared: whether `check_gap` has seen a rollout of this run.
         is_current: whether the servers got the trainer's weights in the last call of `synchronise`.
@@ -75,6 +85,7 @@ class OutsideSampler:
 
     ppo: PpoSection
     export: Callable[[Path], None]
+    weights: Callable[[torch.device], Iterable[tuple[str, Tensor]]]
     folder: Path
     main: bool
     options: SamplingOptions
@@ -82,50 +93,98 @@ class OutsideSampler:
     vocabulary: int
     float32: bool
     renew: Callable[[], None] = lambda: None
+    say: Callable[[str], None] = lambda text: None
+    push: WeightPush | None = None
+    lost: dict[str, LostError] = field(default_factory=dict)
     synchronised: bool = False
     compared: bool = False
     is_current: bool = False
     closed: bool = False
 
-    def synchronise(self, rollout: int = 0) -> None:
-        """Export the weights and have every server read them, if the rollout asks for it; all ranks call it together.
+    def __post_init__(self) -> None:
+        if self.ppo.sampler_sync != "disk":
+            self.push = WeightPush(
+                self.ppo.sampler_sync,
+                self.weights,
+                self.main,
+                self.ppo.sampler_timeout,
+                self._tell,
+                self._ask,
+            )
 
-        The first call also asks the servers what they are. Raises UserCodeError if one does not fit or does not read.
+    @property
+    def serving(self) -> list[str]:
+        """The servers that take requests."""
+        return [address for address in self.ppo.sampler if address not in self.lost]
+
+    def synchronise(self, rollout: int = 0) -> None:
+        """Give every server the weights, if the rollout asks for it; all ranks call it together.
+
+        The first call also asks the servers what they are. Raises UserCodeError if one does not fit or does not take
+        them, or if none is left.
         """
         self.is_current = not (self.synchronised and rollout % self.ppo.sampler_sync_every)
         if not self.is_current:
             return
-        if not self.synchronised:
-            for address in self.ppo.sampler:
+        for address in self.ppo.sampler:
+            if not self.synchronised:
                 self.float32 &= self._check_server(address)
+            elif self._look(address) and self.lost.pop(address, None):
+                self._check_server(address)
+                self.say(f"{address} is there again")
         self.synchronised = True
-        self.export(self.folder)
-        for address in self.ppo.sampler if self.main else ():
-            calls = self.ppo.sampler_reload or RELOAD[address.partition("+")[0]]
-            for path, body in calls.items():
-                text = json.dumps(body).replace("FOLDER", str(self.folder.absolute()))
-                # one attempt: a server whose reload has failed may hold a part of the new weights
-                answer = self._post(address, path, json.loads(text), attempts=1)
-                if isinstance(answer, dict) and answer.get("success", True) is not True:
-                    raise UserCodeError(
-                        f"{address}{path} did not take the new weights: {str(answer)[:200]}"
-                    )
-        gather(None)  # no process asks a server before all servers have the new weights
+        if self.push:
+            for address, error in self.push(self.serving, f"of rollout {rollout}").items():
+                self._lose(address, error)
+        else:
+            self.export(self.folder)
+            for address in self.serving if self.main else ():
+                try:
+                    self._reload(address)
+                except LostError as error:
+                    self._lose(address, error)
+        # no process asks a server before all servers have the new weights, nor one that was lost
+        for lost in gather(self.lost):
+            self.lost |= lost
+
+    def _reload(self, address: str) -> None:
+        calls = self.ppo.sampler_reload or RELOAD[address.partition("+")[0]]
+        for path, body in calls.items():
+            text = json.dumps(body).replace("FOLDER", str(self.folder.absolute()))
+            self._tell(address, path, json.loads(text))
+
+    def _look(self, address: str) -> bool:
+        """Return whether a server takes requests. Raises LostError if none is left."""
+        try:
+            self._call(address, "/health", get, LOOK_SECONDS)
+        except LostError as error:
+            self._lose(address, error)
+            return False
+        return True
+
+    def _lose(self, address: str, error: LostError) -> None:
+        """Ask a server no more until it has had new weights. Raises the error if none is left."""
+        is_new = address not in self.lost
+        self.lost[address] = error
+        if not self.serving:
+            raise error
+        if is_new:
+            self.say(
+                f"warning: {str(error).partition(';')[0]}; the other servers are asked in its place"
+            )
 
     def _check_server(self, address: str) -> bool:
         """Return whether a server tells that it computes in float32.
 
         Raises UserCodeError if it tells that it cannot do what it will be asked for.
         """
-        length = _at(
-            self._call(address, "/v1/models", get, INFO_SECONDS), "data", 0, "max_model_len"
-        )
+        length = _at(self._ask(address, "/v1/models"), "data", 0, "max_model_len")
         if isinstance(length, int) and length < self.longest:
             raise UserCodeError(
                 f"{address} has room for {length} tokens of a prompt with its answer, but data.max_length + "
                 f"ppo.max_new_tokens is {self.longest}; {MORE_ROOM}"
             )
-        info = self._call(address, "/server_info?config_format=json", get, INFO_SECONDS)
+        info = self._ask(address, "/server_info?config_format=json")
         model = _at(info, "vllm_config", "model_config")
         mode = _at(model, "logprobs_mode")
         if mode not in (None, "processed_logprobs") and self.options.temperature != 1:
@@ -160,37 +219,45 @@ class OutsideSampler:
 
         Raises UserCodeError if a server fails several times, or if its answer cannot be trained on.
         """
-        servers = self.ppo.sampler
-
-        def ask(number: int) -> Completion:
-            address = servers[number % len(servers)]
-            seed = seed_of(self.options.seed, rollout, number) % 2**31
-            try:
-                completion, reason = self._complete(address, prompts[number].tolist(), seed)
-                fault = self._fault(completion, reason)
-            except (LookupError, TypeError) as error:
-                fault = f"JSON of another form ({error!r})"
-            if fault:
-                raise UserCodeError(f"{address} answered prompt {number} with {fault}")
-            self.renew()
-            return completion
-
-        pool = ThreadPoolExecutor(self.options.batch)
-        try:
-            asked = {number: pool.submit(ask, number) for number in prompts}
-            waiting = {*asked.values()}
-            while waiting:
-                done, waiting = wait(waiting, LOOK_SECONDS, FIRST_EXCEPTION)
-                for completion in done:
-                    completion.result()  # raises what has gone wrong
-                if self.closed:
-                    raise InterruptedError("the run has ended")
-                # a server that was told to end takes no requests, but may never answer those that it has
-                for address in servers if waiting else ():
-                    self._call(address, "/health", get, LOOK_SECONDS)
-            return {number: completion.result() for number, completion in asked.items()}
-        finally:  # after an error this process does not wait for the other requests
-            pool.shutdown(wait=False, cancel_futures=True)
+        unasked, completions = deque(prompts), {}
+        asked: dict[Future[tuple[Completion, Json]], tuple[int, str]] = {}
+        look = time.monotonic() + LOOK_SECONDS
+        while unasked or asked:
+            if self.closed:
+                raise InterruptedError("the run has ended")
+            while unasked and len(asked) < self.options.batch:
+                number = unasked.popleft()
+                address = self.serving[number % len(self.serving)]
+                seed = seed_of(self.options.seed, rollout, number) % 2**31
+                prompt = prompts[number].tolist()
+                asked[in_thread(self._complete, address, prompt, seed)] = number, address
+            for answer in wait(asked, LOOK_SECONDS, FIRST_COMPLETED).done:
+                number, address = asked.pop(answer)
+                try:
+                    completion, reason = answer.result()
+                    fault = self._fault(completion, reason)
+                except LostError as error:
+                    self._lose(address, error)
+                    unasked.append(number)
+                    continue
+                except (LookupError, TypeError) as error:
+                    fault = f"JSON of another form ({error!r})"
+                if fault:
+                    raise UserCodeError(f"{address} answered prompt {number} with {fault}")
+                completions[number] = completion
+                self.renew()
+            # a server that was told to end takes no requests, but may never answer those that it has
+            if asked and time.monotonic() > look:
+                for address in self.serving:
+                    self._look(address)
+                look = time.monotonic() + LOOK_SECONDS
+            for answer, (number, address) in [*asked.items()]:
+                if address in self.lost:
+                    del asked[answer]
+                    unasked.append(number)
+        for address in self.serving if self.push else ():
+            self.push.check(address)
+        return {number: completions[number] for number in prompts}
 
     def close(self) -> None:
         """Let a call of `sample` in another thread end soon, without asking for more."""
@@ -251,17 +318,31 @@ class OutsideSampler:
     def _post(self, address: str, path: str, body: Json, attempts: int = 3) -> Json:
         return self._call(address, path, post, body, self.ppo.sampler_timeout, attempts)
 
+    def _tell(self, address: str, path: str, body: Json) -> None:
+        # one attempt: a server that has failed to take weights may hold a part of them
+        answer = self._post(address, path, body, attempts=1)
+        if isinstance(answer, dict) and answer.get("success", True) is not True:
+            raise UserCodeError(
+                f"{address}{path} did not take the new weights: {str(answer)[:200]}"
+            )
+
+    def _ask(self, address: str, path: str) -> Json:
+        return self._call(address, path, get, INFO_SECONDS)
+
     def _call(self, address: str, path: str, call: Callable[..., Json], *more: object) -> Json:
         """Return what `post` or `get` returns for a path of a server, with more arguments.
 
-        Raises UserCodeError if it fails.
+        Raises UserCodeError if it fails, LostError if the server takes no requests.
         """
-        url = address.partition("+")[2].rstrip("/") + path
+        host = address.partition("+")[2].rstrip("/")
         try:
-            return call(url, *more)
+            return call(host + path, *more)
         except (OSError, ValueError) as error:
-            raise UserCodeError(
-                f"the sampling server {url} failed ({error}); look at its log, start it again and continue with "
+            is_lost = isinstance(error, RefusedError) or not is_up(
+                f"{host}/health", INFO_SECONDS
+            )
+            raise (LostError if is_lost else UserCodeError)(
+                f"the sampling server {host}{path} failed ({error}); look at its log, start it again and continue with "
                 "--run.resume auto"
             ) from None
 

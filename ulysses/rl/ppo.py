@@ -29,7 +29,7 @@ from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
 from ulysses.rl.rows import TrajectoryGroups, unfit_advantages
-from ulysses.rl.samplers import build_sampler
+from ulysses.rl.samplers import build_sampler, check_sampler
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import (
     AuxiliaryModel,
@@ -149,6 +149,7 @@ class PpoStage(ReferencedStage):
                 "ppo.rollouts_ahead trains on answers of earlier weights that servers draw; name servers in "
                 "ppo.sampler and set ppo.importance_cap (commonly 2), or ppo.rollouts_ahead = 0"
             )
+        yield from check_sampler(ppo)
         if ppo.kl_coefficient:
             yield from super().check()
 
@@ -225,7 +226,7 @@ class PpoStage(ReferencedStage):
             phase=parts.phase,
         )
         if ppo.rollouts_ahead:
-            parts.resources.callback(maker.close)
+            parts.resources.callback(sampler.close)
         return replace(stage, maker=maker)
 
     def show_rollouts(self, show: Callable[[Rollout], None]) -> None:

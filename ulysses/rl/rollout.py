@@ -18,9 +18,8 @@ Letters: N sequences (answers with their prompts), T tokens of all sequences, K 
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.rows import TrajectoryGroups
 from ulysses.rl.samplers import AnySampler
+from ulysses.rl.servers import in_thread
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.passes import token_values
 from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
@@ -217,7 +217,6 @@ class RolloutMaker:
     show: Callable[[Rollout], None] = lambda rollout: None
     rollout: Rollout | None = None
     ahead: Future[list[Trajectory]] | None = None
-    pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     collected: float | None = None
     asked: tuple[int, int] = (-1, 0)
 
@@ -247,7 +246,7 @@ class RolloutMaker:
         if following:
             if not is_new:  # else the weights are still the same
                 self.synchronise(number + 1)
-            self.ahead = self.pool.submit(self.draw, number + 1, dataset, following, K)
+            self.ahead = in_thread(self.draw, number + 1, dataset, following, K)
         rollout = self.scored(number, dataset, local)
         sampled = time.perf_counter()
         self.complete(rollout)
@@ -264,11 +263,6 @@ class RolloutMaker:
         """Bring the sampler the current weights, when the answers that are being drawn have come."""
         wait(filter(None, [self.ahead]))
         self.sampler.synchronise(rollout)
-
-    def close(self) -> None:
-        """Give up the answers that are being drawn."""
-        self.sampler.close()
-        self.pool.shutdown(wait=False)
 
     def answer(
         self,

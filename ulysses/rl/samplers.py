@@ -1,12 +1,35 @@
 """Choose who samples: this process with the weights that it trains, or servers (ppo.sampler)."""
 
+from collections.abc import Iterator
+
+import torch
+
 from ulysses.config.schema import Config
+from ulysses.config.stage_sections import PpoSection
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import SamplingOptions
 from ulysses.stages.base import RunParts
 
 AnySampler = EngineSampler | OutsideSampler
+
+
+def check_sampler(ppo: PpoSection) -> Iterator[str]:
+    """Yield the errors in the settings of who samples."""
+    if ppo.sampler_sync == "disk":
+        return
+    if not ppo.sampler:
+        yield (
+            f'ppo.sampler_sync is "{ppo.sampler_sync}" but ppo.sampler names no servers; name them, or leave it out'
+        )
+    for name in ("sampler_folder", "sampler_reload"):
+        if getattr(ppo, name):
+            yield (
+                f'ppo.{name} is about weights on a disk, but ppo.sampler_sync is "{ppo.sampler_sync}"; leave one of '
+                "them out"
+            )
+    if ppo.sampler_sync == "nccl" and not torch.cuda.is_available():
+        yield 'ppo.sampler_sync is "nccl" but this machine has no GPU of NVIDIA; use "disk"'
 
 
 def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySampler:
@@ -33,6 +56,7 @@ def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySample
     return OutsideSampler(
         ppo,
         parts.export,
+        parts.served_weights,
         config.sampler_folder,
         parts.mesh.is_main,
         options,
@@ -40,4 +64,5 @@ def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySample
         vocabulary=shape.vocab_size,
         float32=config.model.dtype == "float32",
         renew=parts.renew,
+        say=parts.say,
     )

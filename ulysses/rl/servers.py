@@ -3,19 +3,25 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
-from ulysses.config.section import visible
+from ulysses.config.section import UserCodeError, visible
 from ulysses.environment import api_headers
 
+Value = TypeVar("Value")
 Json = Any  # None, numbers, texts, and lists and objects of these
 PAUSE = (
     1.0  # seconds before the second attempt of a request; before the third it is twice as long
 )
 MOST_BYTES = 256 << 20  # of an answer
+
+
+class LostError(UserCodeError):
+    """A server takes no more requests, so that another one is asked."""
 
 
 class RefusedError(OSError):
@@ -46,6 +52,17 @@ def get(url: str, timeout: float) -> Json:
         return None
 
 
+def is_up(url: str, timeout: float) -> bool:
+    """Return whether a GET is answered in time, by anything but that the server is not available."""
+    try:
+        _request("GET", url, b"", timeout, 3)
+    except (RefusedError, TimeoutError):
+        return False
+    except (OSError, ValueError):
+        pass
+    return True
+
+
 def _request(method: str, url: str, data: bytes, timeout: float, attempts: int) -> Json:
     for pause in (PAUSE, 2 * PAUSE, None)[-attempts:]:
         try:
@@ -66,16 +83,21 @@ def _request(method: str, url: str, data: bytes, timeout: float, attempts: int) 
 
 def _answer(method: str, url: str, data: bytes, timeout: float) -> bytes:
     """Return the body of a server's answer; httpx limits each read, and a thread all of them, headers included."""
-    answer: Future[bytes] = Future()
+    return in_thread(_read, method, url, data, timeout).result(timeout)
 
-    def ask() -> None:
+
+def in_thread(function: Callable[..., Value], *args: object) -> Future[Value]:
+    """Call a function in a thread of its own, for which nothing waits when the process ends."""
+    result: Future[Value] = Future()
+
+    def call() -> None:
         try:
-            answer.set_result(_read(method, url, data, timeout))
-        except Exception as error:
-            answer.set_exception(error)
+            result.set_result(function(*args))
+        except BaseException as error:
+            result.set_exception(error)
 
-    threading.Thread(target=ask, daemon=True, name="request").start()
-    return answer.result(timeout)
+    threading.Thread(target=call, daemon=True, name="request").start()
+    return result
 
 
 def _read(method: str, url: str, data: bytes, timeout: float) -> bytes:

@@ -33,6 +33,7 @@ from models.writing import (
     Rounding,
     copy_side_files,
     is_wider,
+    stored_weights,
     whole_weights,
     write_weights,
 )
@@ -124,9 +125,39 @@ def _edited(path: Path) -> Iterator[Fields]:
 
 # ---------------------------------------------------------------- weights
 
+Read = Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]]
+
+
+def served_weights(
+    read: Read, shape: ModelConfig, config: Config
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole weights that an export for servers holds, with the same names and bits, where `read` has them.
+
+    All ranks iterate together, and the first one gets the weights. Tensors that are only copied from the base are not
+    among them.
+    """
+    weights, adapters = _read_weights(read, config)
+    if dist.is_initialized() and dist.get_rank():
+        deque(weights, maxlen=0)  # this rank only takes part in gathering them
+        return
+    merged = whole_weights(shape, weights, adapters, config.model)
+    yield from stored_weights(shape, starmap(Rounding(config.model.dtype, shape), merged))
+
+
+def _read_weights(
+    read: Read, config: Config, *, whole: bool = True
+) -> tuple[Iterable[tuple[str, Tensor]], dict[str, Tensor]]:
+    """Return the parameters, none unless they are exported whole, as they are asked for, and all adapters by name."""
+    weights, adapters = read(lambda name: whole and ".lora_" not in name), {}
+    if config.model.lora.rank:
+        from models.lora import is_adapter
+
+        adapters = dict(read(partial(is_adapter, whole=config.model.lora.train)))
+    return weights, adapters
+
 
 def export_model(
-    read: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]],
+    read: Read,
     out: Path,
     shape: ModelConfig,
     config: Config,
@@ -148,11 +179,7 @@ def export_model(
     """
     source, lora = config.model, config.model.lora
     whole = for_servers or lora.merge or not lora.rank
-    weights, adapters = read(lambda name: whole and ".lora_" not in name), {}
-    if lora.rank:
-        from models.lora import is_adapter, save_adapters
-
-        adapters = dict(read(partial(is_adapter, whole=lora.train)))
+    weights, adapters = _read_weights(read, config, whole=whole)
     if dist.is_initialized() and dist.get_rank():
         deque(weights, maxlen=0)  # this rank only takes part in gathering them
         return ""
@@ -182,14 +209,16 @@ model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
                 shape, weights, adapters, source, base_files if reads_base else None
             )
             shard = int(config.export.shard_gib * 2**30)
-            rounded = starmap(rounding, merged)
-            write_weights(new, rounded, shard, config=shape, reward=reward, carried=carried)
+            stored = stored_weights(shape, starmap(rounding, merged), reward=reward)
+            write_weights(new, stored, shard, carried=carried)
         else:
             is_text = not shape.around or adapted.endswith("ForCausalLM")
             adapters = {
                 name if is_text else multimodal_name(name): x.to(rounding.dtype)
                 for name, x in adapters.items()
             }
+            from models.lora import save_adapters
+
             by_parameter = shape.family.mlp_by_parameter
             save_adapters(new, adapters, source, reward=reward, by_parameter=by_parameter)
         if rounding.note:

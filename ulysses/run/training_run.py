@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ from ulysses.plan.planner import (
 )
 from ulysses.plan.step_cost import predict
 from ulysses.run.build import frozen_engine, open_data, step_loader, trained_engine
-from ulysses.run.export_model import export_model, save_tokenizer
+from ulysses.run.export_model import export_model, save_tokenizer, served_weights
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.trackers import TrackedRun
 from ulysses.run.trainer import Trainer
@@ -196,6 +197,7 @@ class TrainingRun:
             phase=self.watch.phase,
             renew=self.watch.renew,
             export=partial(self.export, for_servers=True),
+            served_weights=self.served_weights,
             say=self.say,
         )
         stage = inputs.stage.build(parts)
@@ -338,16 +340,8 @@ class TrainingRun:
         config, step = self.config, self.trainer.step
         self.watch.phase("export")
         dtype = config.model.dtype if for_servers else config.export_dtype
-
-        def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-            return full_parameters(
-                self.engine,
-                lambda name: wanted(name) and not name.startswith(VALUE),
-                exact=is_wider(dtype, config.model.dtype),
-            )
-
         note = export_model(
-            read,
+            partial(self._read, exact=is_wider(dtype, config.model.dtype)),
             folder,
             self.inputs.shape,
             config,
@@ -359,6 +353,24 @@ class TrainingRun:
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}; {note}" if note else f"exported {folder}")
         dist.barrier()
+
+    def served_weights(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that an export for servers holds; all ranks iterate together, and the first one gets them.
+
+        Args:
+            device: in whose memory they are.
+        """
+        self.watch.phase("export")
+        read = partial(self._read, device=device)
+        return served_weights(read, self.inputs.shape, self.config)
+
+    def _read(
+        self, wanted: Callable[[str], bool], **options: Any
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield parameters of the policy, without those of its value; `options` are those of `full_parameters`."""
+        return full_parameters(
+            self.engine, lambda name: wanted(name) and not name.startswith(VALUE), **options
+        )
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one; only with `debug` on other ranks than the first."""

@@ -193,6 +193,8 @@ class RunParts:
         phase: tells the watch what begins.
         renew: tells the watch that this process makes progress.
         export: writes the current weights into a folder for sampling servers; all ranks call it together.
+        served_weights: yields what that folder's files hold, on a device; all ranks iterate together, and the first one
+            gets the weights.
         say: prints a line.
     """
 
@@ -208,6 +210,7 @@ class RunParts:
     phase: Callable[..., None]
     renew: Callable[[], None]
     export: Callable[[Path], None]
+    served_weights: Callable[[torch.device], Iterator[tuple[str, Tensor]]]
     say: Callable[[str], None]
 
 

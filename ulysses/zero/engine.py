@@ -200,11 +200,13 @@ def full_parameters(
     wanted: Callable[[str], bool] = lambda name: True,
     *,
     exact: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the name and the whole value of every wanted parameter in the model's order.
 
-    Values are in host memory, on rank 0 only; other ranks get None. All ranks must iterate together. No rank ever holds
-    the parameters of more than one module. With `exact`, trained parameters are the master weights in float32.
+    Values are on rank 0 only, in the memory of `device`; other ranks get None. All ranks must iterate together. No rank
+    ever holds the parameters of more than one module. With `exact`, trained parameters are the master weights in
+    float32, in host memory.
     """
     masters = {s.name: s for s in engine.slices} if exact else {}  # type: ignore[attr-defined]
     main = dist.get_rank() == 0
@@ -214,7 +216,7 @@ def full_parameters(
             names, parameters = zip(*of_module)
             with engine.weights.whole(parameters), torch.no_grad():
                 values = [
-                    p.detach().to("cpu", copy=True) if main and name not in masters else None
+                    p.detach().to(device, copy=True) if main and name not in masters else None
                     for name, p in zip(names, parameters)
                 ]
             for name, value in zip(names, values):

@@ -1,0 +1,145 @@
+"""Weights that are pushed to servers: what the servers are told, and what their failures cost."""
+
+import pytest
+import torch
+
+import ulysses.rl.outside_sampler as outside
+import ulysses.rl.servers as servers
+from tests import rows_of
+from tests.sampling_server import SamplingServer
+from tests.unit.test_outside_sampler import PROMPTS, sampler
+from ulysses.config.stage_sections import PpoSection
+from ulysses.rl import weight_push
+from ulysses.rl.samplers import check_sampler
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(servers, "PAUSE", 0.01)
+    monkeypatch.setattr(outside, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(weight_push, "PART_BYTES", 8)
+
+
+@pytest.fixture
+def two():
+    found = [SamplingServer(), SamplingServer()]
+    yield found
+    for server in found:
+        server.released.set()
+        server.close()
+
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1).bfloat16(), "c": torch.eye(2)}
+
+
+def pushing(folder, two, *dialects):
+    addresses = [f"{dialect}+{server.address}" for dialect, server in zip(dialects, two)]
+    found = sampler(folder, *addresses, sampler_sync="gloo")
+    found.push.weights = lambda device: WEIGHTS.items()
+    found.said = []
+    found.say = found.said.append
+    return found
+
+
+def calls(server):
+    return [
+        path for path, _ in server.asked if "completions" not in path and path != "/generate"
+    ]
+
+
+@pytest.mark.parametrize("dialect, times", [("vllm", 6), ("sglang", 3)])
+def test_a_group_is_met_once_and_weights_come_in_parts(tmp_path, two, dialect, times):
+    found = pushing(tmp_path, two[:1], dialect)
+    for rollout in (0, 1):
+        found.synchronise(rollout)
+        assert len(found.sample(PROMPTS, rollout)) == 3
+    receiver = two[0].receiver
+    assert receiver.version == "of rollout 1" and receiver.weights.keys() == WEIGHTS.keys()
+    assert all(torch.equal(receiver.weights[name], x) for name, x in WEIGHTS.items())
+    asked = calls(two[0])
+    assert sum("init" in path for path in asked) == 1
+    assert sum("/update_weights" in path for path in asked) == 2 * 2  # a is a part by itself
+    assert not (tmp_path / "policy").exists()
+
+
+# the call that a server refuses
+REFUSED = """
+vllm => /init_weight_transfer_engine
+vllm => /pause
+vllm => /update_weights
+vllm => /finish_weight_update
+sglang => /init_weights_update_group
+sglang => /update_weights_from_distributed
+sglang => /continue_generation
+"""
+
+
+@pytest.mark.parametrize("dialect, path", rows_of(REFUSED))
+def test_a_call_that_a_server_refuses_ends_the_push_with_what_it_said(
+    tmp_path, two, dialect, path
+):
+    two[1].fault = path
+    found = pushing(tmp_path, two, dialect, dialect)
+    said = f"{two[1].address}{path}.* failed .HTTP 400 Bad Request .no weights fit"
+    with pytest.raises(ValueError, match=said):
+        found.synchronise()
+    assert calls(two[1])[-1].startswith(path)
+
+
+def test_a_server_that_knows_no_such_routes_is_told_apart(tmp_path, two):
+    two[0].fault = "/get_world_size"
+    with pytest.raises(
+        ValueError, match="does not tell how many workers .*; use vLLM 0.28 or newer"
+    ):
+        pushing(tmp_path, two[:1], "vllm").synchronise()
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_a_server_that_was_started_again_is_met_again(tmp_path, two, dialect):
+    found = pushing(tmp_path, two[:1], dialect)
+    found.synchronise()
+    two[0].receiver.version = "default"
+    with pytest.raises(ValueError, match="holds the weights 'default' and not 'of rollout 0'"):
+        found.sample(PROMPTS)
+    found.synchronise(1)
+    assert sum("init" in path for path in calls(two[0])) == 2
+    assert len(found.sample(PROMPTS, 1)) == 3
+
+
+def test_a_server_that_ends_is_left_out_and_gets_weights_when_it_is_there_again(tmp_path, two):
+    found = pushing(tmp_path, two, "vllm", "vllm")
+    found.synchronise()
+    two[1].fault = "ending"
+    assert len(found.sample(PROMPTS)) == 3
+    found.synchronise(1)
+    assert two[1].receiver.version == "of rollout 0"
+    two[1].fault = ""
+    found.synchronise(2)
+    assert two[1].receiver.version == two[0].receiver.version == "of rollout 2"
+    assert [line.partition(" ")[0] for line in found.said] == [
+        "warning:",
+        f"vllm+{two[1].address}",
+    ]
+
+
+SETTINGS = """
+sampler_sync => "gloo" but ppo.sampler names no servers
+sampler_folder => ppo.sampler_folder is about weights on a disk, but ppo.sampler_sync is "gloo"
+sampler_reload => ppo.sampler_reload is about weights on a disk, but ppo.sampler_sync is "gloo"
+nccl => ppo.sampler_sync is "nccl" but this machine has no GPU
+"""
+
+
+@pytest.mark.parametrize("name, sentence", rows_of(SETTINGS))
+def test_settings_that_do_not_go_together_are_refused(monkeypatch, name, sentence):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = {
+        "sampler": [] if name == "sampler_sync" else ["vllm+http://host:1"],
+        "sampler_sync": "gloo",
+    }
+    given |= {"nccl": {"sampler_sync": "nccl"}, "sampler_folder": {name: "/dev/shm/a"}}.get(
+        name, {}
+    )
+    given |= {name: {"/reload": {}}} if name == "sampler_reload" else {}
+    [error] = check_sampler(PpoSection(**given))
+    assert sentence in error

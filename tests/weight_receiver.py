@@ -1,0 +1,103 @@
+"""What a sampling server does with weights that come over the network, as vLLM 0.32 and SGLang 0.5 do it."""
+
+import base64
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _new_process_group_helper,
+    _world,
+    rendezvous,
+)
+
+LIMIT = timedelta(seconds=60)
+
+
+def torch_group(where: dict[str, Any]) -> Any:
+    """Meet rank 0 as SGLang does, which has copied this from torch."""
+    name, backend = where["group_name"], where["backend"]
+    place = f"tcp://{where['master_address']}:{where['master_port']}"
+    rank, world = where["rank_offset"], where["world_size"]
+    store = next(rendezvous(place, rank, world, timeout=LIMIT))[0]
+    store = PrefixStore(name, store)
+    group, _ = _new_process_group_helper(
+        world, rank, [], Backend(backend), store, group_name=name, timeout=LIMIT
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(world)}
+    return lambda tensor: group.broadcast(tensor, 0).wait()
+
+
+def nccl_group(where: dict[str, Any], device: torch.device) -> Any:
+    """Meet rank 0 as vLLM does: by NCCL alone, and with a sum of one number."""
+    name = base64.b64decode(where["nccl_unique_id_b64"], validate=True)
+    with torch.cuda.device(device):
+        communicator = torch.cuda.nccl.init_rank(where["world_size"], name, 1)
+        torch.cuda.nccl.all_reduce([torch.zeros(1, device=device)], comms=[communicator])
+    return lambda tensor: torch.cuda.nccl.broadcast([tensor], comms=[communicator])
+
+
+class WeightReceiver:
+    """One worker of a server.
+
+    Attributes:
+        weights: those that it has had, by their names, on the CPU.
+        version: what they are called.
+        phases: what the server is in the middle of.
+    """
+
+    GET = ("/get_world_size", "/weight_info", "/model_info", "/server_info")
+    POST = (
+        *("/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights"),
+        *("/finish_weight_update", "/resume", "/init_weights_update_group", "/pause_generation"),
+        *("/update_weights_from_distributed", "/continue_generation"),
+    )  # fmt: skip
+
+    def __init__(self, backend: str = "gloo", device: str = "cpu") -> None:
+        self.backend, self.device = backend, torch.device(device)
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version, self.phases = "default", set[str]()
+        self.receive: Any = None
+
+    def get(self, path: str) -> Any:
+        return {"world_size": 1, "tp_size": 1, "weight_version": self.version}
+
+    def post(self, path: str, query: str, body: Any) -> Any:
+        match path:
+            case "/init_weight_transfer_engine":
+                where = body["init_info"]
+                is_gloo = self.backend == "gloo"
+                self.receive = torch_group(where) if is_gloo else nccl_group(where, self.device)
+            case "/init_weights_update_group":
+                assert body["backend"] == self.backend
+                self.receive = torch_group(body)
+            case "/pause" | "/pause_generation":
+                # requests that wait must not be dropped
+                assert query == "mode=keep" or body == {"mode": "retract"}
+                self.phases.add("paused")
+            case "/start_weight_update":
+                assert self.phases == {"paused"}
+                self.phases.add("updated")
+            case "/update_weights":
+                assert "updated" in self.phases
+                info = body["update_info"]
+                self._load(info["names"], info["dtype_names"], info["shapes"])
+            case "/update_weights_from_distributed":
+                assert self.phases == {"paused"}
+                self._load(body["names"], body["dtypes"], body["shapes"])
+                self.version = body["weight_version"]
+            case "/finish_weight_update":
+                self.phases.remove("updated")
+                self.version = body["weight_version"]
+            case "/resume" | "/continue_generation":
+                assert self.phases == {"paused"}
+                self.phases.clear()
+        return {"success": True}
+
+    def _load(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            self.receive(tensor)
+            self.weights[name] = tensor.cpu()

@@ -1,0 +1,236 @@
+"""Push weights to servers of vLLM or SGLang over the network, without a disk between.
+
+    (name, tensor), ...  -> parts of 256 MiB   rank 0 holds no more of them at a time
+    POST what a part holds                     the server's workers wait for it
+    broadcast its tensors                      and load them
+
+Rank 0 and the workers of one server are a group of processes of their own. A server keeps the requests that it has, and
+goes on with them under the new weights from an empty cache.
+
+The calls are those of vLLM 0.28 (with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config) and of SGLang 0.5. vLLM
+itself knows no gloo: tests/servers/gloo_worker.py teaches it.
+"""
+
+import base64
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ulysses.config.section import UserCodeError
+from ulysses.rl.servers import Json, LostError, in_thread
+
+PART_BYTES = 256 << 20
+Part = list[tuple[str, Tensor]]
+
+
+@dataclass
+class WeightPush:
+    """Give servers the weights; every rank has one of these.
+
+    Args:
+        backend: "nccl" or "gloo".
+        weights: device -> names and tensors; all ranks iterate together, and the first one gets them.
+        main: whether this is the first rank.
+        seconds: how long a server may take for a call.
+        post, get: call a server by its address: (address, path, body) and (address, path). They raise UserCodeError if
+            it fails, LostError if it takes no more calls, and `get` returns None where it knows no such path.
+
+    Attributes:
+        version: what the last weights are called.
+        receivers: the servers that rank 0 has met in a group, by their addresses.
+    """
+
+    backend: str
+    weights: Callable[[torch.device], Iterable[tuple[str, Tensor]]]
+    main: bool
+    seconds: float
+    post: Callable[[str, str, Json], Json]
+    get: Callable[[str, str], Json]
+    version: str = ""
+    receivers: dict[str, "Receiver"] = field(default_factory=dict)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where tensors are when they are sent."""
+        if self.backend == "gloo":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def __call__(self, addresses: Iterable[str], version: str) -> dict[str, LostError]:
+        """Push the weights; all ranks call it together. Return the servers that were lost meanwhile.
+
+        Raises UserCodeError if a server does not take them.
+        """
+        weights, lost = self.weights(self.device), {}
+        if not self.main:
+            self.version = version
+            deque(weights, maxlen=0)
+            return lost
+
+        def every(call: Callable[..., None], *args: object) -> None:
+            called = {a: in_thread(call, a, *args) for a in addresses if a not in lost}
+            for address, done in called.items():
+                try:
+                    done.result()
+                except LostError as error:
+                    lost[address] = error
+                    self.receivers.pop(address, None)
+
+        every(self._meet)
+        every(lambda address: self.receivers[address].begin())
+        for part in _parts(weights):
+            every(lambda address, part=part: self.receivers[address].send(part, version))
+        self.version = version
+        every(self._finish)
+        return lost
+
+    def check(self, address: str) -> None:
+        """Raise UserCodeError if a server tells that it has other weights than it was given."""
+        told = self._told(address)
+        if told not in (None, self.version):
+            raise UserCodeError(
+                f"{address} holds the weights {told!r:.100} and not {self.version!r}, which it was given: it was "
+                "started again, or serves another run, too; continue with --run.resume auto"
+            )
+
+    def _told(self, address: str) -> str | None:
+        path = "/weight_info" if address.startswith("vllm") else "/model_info"
+        told = self.get(address, path)
+        return told.get("weight_version") if isinstance(told, dict) else None
+
+    def _meet(self, address: str) -> None:
+        # a server that was started again knows nothing of its group
+        if address not in self.receivers or self._told(address) not in (None, self.version):
+            self.receivers[address] = Receiver(self, address)
+
+    def _finish(self, address: str) -> None:
+        self.receivers[address].finish(self.version)
+        self.check(address)
+
+
+def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Part]:
+    part: Part = []
+    for name, tensor in weights:
+        part.append((name, tensor.contiguous()))
+        if sum(x.nbytes for _, x in part) >= PART_BYTES:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+class Receiver:
+    """A server, all workers of which are in a group with this process, which sends.
+
+    Args:
+        push: whose backend, device and calls are used.
+        address: of the server.
+    """
+
+    def __init__(self, push: WeightPush, address: str) -> None:
+        self.push, self.address = push, address
+        self.is_vllm = address.startswith("vllm")
+        path, number = (
+            ("/get_world_size", "world_size") if self.is_vllm else ("/server_info", "tp_size")
+        )
+        try:
+            size = 1 + push.get(address, path)[number]
+        except (LookupError, TypeError):
+            raise UserCodeError(
+                f"{address} does not tell how many workers it has ({path}), which ppo.sampler_sync needs; use vLLM "
+                '0.28 or newer with VLLM_SERVER_DEV_MODE=1, SGLang 0.5, or ppo.sampler_sync = "disk"'
+            ) from None
+        url, limit = urlsplit(address.partition("+")[2]), timedelta(seconds=push.seconds)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        with socket.create_connection((url.hostname, port), push.seconds) as found:
+            host = found.getsockname()[0]  # by which the server reaches this machine
+        tcp = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self.name = f"ulysses-{uuid4().hex}"
+        store: dist.Store = dist.PrefixStore(self.name, tcp)
+        # the keys by which torch.distributed, and SGLang with it, finds what belongs to a group
+        for prefix in (self.name, "cuda" if push.backend == "nccl" else "cpu"):
+            store = dist.PrefixStore(f"{prefix}/", store)
+        where = {"master_address": host, "master_port": tcp.port, "backend": push.backend}
+        where |= {"group_name": self.name}
+        if push.backend == "gloo":
+            met = in_thread(dist.ProcessGroupGloo, store, 0, size, limit)
+        else:
+            met = in_thread(_nccl_group, store, size, limit, push.device, self.is_vllm)
+        if self.is_vllm and push.backend == "nccl":
+            # its workers look into no store of torch, and are told NCCL's own name of the group
+            where = {"nccl_unique_id_b64": base64.b64encode(store.get("0")).decode()}
+        where |= {"rank_offset": 1, "world_size": size}
+        if self.is_vllm:
+            self._call("/init_weight_transfer_engine", {"init_info": where}, met)
+        else:
+            self._call("/init_weights_update_group", where, met)
+        self.group = met.result()
+
+    def begin(self) -> None:
+        """Have the server pause."""
+        if self.is_vllm:
+            self._call("/pause?mode=keep", {})
+            self._call("/start_weight_update", {})
+        else:
+            self._call("/pause_generation", {"mode": "retract"})
+
+    def send(self, part: Part, version: str) -> None:
+        """Have the server load tensors."""
+        names, tensors = zip(*part)
+        info = {"names": names, "shapes": [[*x.shape] for x in tensors]}
+        dtypes = [str(x.dtype).removeprefix("torch.") for x in tensors]
+        sent = in_thread(self._broadcast, tensors)
+        if self.is_vllm:
+            info |= {"dtype_names": dtypes}
+            self._call("/update_weights", {"update_info": info}, sent)
+        else:
+            info |= {"dtypes": dtypes, "group_name": self.name, "weight_version": version}
+            self._call("/update_weights_from_distributed", info, sent)
+
+    def finish(self, version: str) -> None:
+        """Have the server go on."""
+        if self.is_vllm:
+            self._call("/finish_weight_update", {"weight_version": version})
+            self._call("/reset_prefix_cache?reset_running_requests=true", {})
+            self._call("/resume", {})
+        else:
+            self._call("/continue_generation", {})
+
+    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self.group.broadcast([tensor]).wait()
+
+    def _call(self, path: str, body: Json, own: Future[Any] | None = None) -> None:
+        """Call the server while this process does its own part, which would wait for ever if the server refuses."""
+        told = in_thread(self.push.post, self.address, path, body)
+        wait([told, own] if own else [told], return_when=FIRST_EXCEPTION)
+        told.result()
+        try:
+            if own:
+                own.result()
+        except RuntimeError as error:
+            raise UserCodeError(f"sending weights to {self.address} failed ({error})") from None
+
+
+def _nccl_group(
+    store: dist.Store, size: int, limit: timedelta, device: torch.device, sums: bool
+) -> Any:
+    """Return a group whose workers meet at its first collective, which in vLLM is a sum of one number."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    with torch.cuda.device(device):
+        group = dist.ProcessGroupNCCL(store, 0, size, options)
+        if sums:
+            group.allreduce([torch.zeros(1, device=device)]).wait()
+    return group
