@@ -12,7 +12,7 @@ from ulysses.data import BadRowError
 from ulysses.data.read.sources import RawRow
 from ulysses.data.read.trajectories import read_trajectory
 from ulysses.parallel.batch import Sequence
-from ulysses.rl.rows import TrajectoryGroups, trajectory_of, unfit_advantages
+from ulysses.rl.rows import TrajectoryGroups, trajectories_of, unfit_advantages
 
 # two turns with a result of a tool between them, and a turn that nobody answers
 ROW = {
@@ -31,7 +31,7 @@ def read(row, columns=None, source=0):
 
 @pytest.mark.parametrize("stop, ended", [((3,), True), ((6,), False)])
 def test_a_row_becomes_a_trajectory_up_to_its_last_trained_token(stop, ended):
-    found = trajectory_of(read(ROW), stop)
+    [found] = trajectories_of([[read(ROW)]], stop)
     assert found.prompt == [5, 7] and found.tokens == [9, 4, 8, 8, 3]
     assert found.sampled == [True, True, False, True, True]
     assert found.logps == [-0.5, -1.5, 0, -2, -0.25]
@@ -40,7 +40,7 @@ def test_a_row_becomes_a_trajectory_up_to_its_last_trained_token(stop, ended):
 
 @pytest.mark.parametrize("given", [2, [1, 2, 3, 4, 5, 6, 7, 8]])
 def test_advantages_are_a_number_or_one_for_every_token(given):
-    found = trajectory_of(read({**ROW, "advantages": given}), ())
+    [found] = trajectories_of([[read({**ROW, "advantages": given})]], ())
     assert found.advantages == ([2.0] * 5 if given == 2 else [3.0, 4.0, 5.0, 6.0, 7.0])
 
 
@@ -106,16 +106,15 @@ def test_the_rows_of_a_group_may_stand_anywhere_and_sources_share_none():
         source_weights, source_names = [1.0, 1.0], ["", ""]
 
     def example(row):
-        per_token = {name: row[f"token_{name}"] for name in ("logps", "advantages")}
+        per_token = {name: row[name] for name in ("token_logps", "token_advantages")}
         sequence = Sequence(row["tokens"], row["weights"], per_token)
         return SimpleNamespace(sequences=[sequence], columns=row)
 
     found = TrajectoryGroups(Rows(map(example, rows)))
     assert [each.tolist() for each in found.members] == [[0, 2], [1], [3], [4]]
     assert found.sources.tolist() == [0, 0, 1, 0]
-    drawn = found.trajectories([3, 0], ())
-    numbers = [(one.group, one.episode, one.row) for one in drawn]
-    assert numbers == [(0, 0, 4), (1, 1, 0), (1, 2, 2)]
+    drawn = trajectories_of([found[3], found[0]], ())
+    assert [(one.group, one.episode) for one in drawn] == [(0, 0), (1, 1), (1, 2)]
 
 
 # how many of two rows have advantages, the settings, and whether they fit

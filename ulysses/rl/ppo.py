@@ -47,17 +47,8 @@ ROLLOUT_FILE = "rollout.safetensors"  # in a checkpoint
 LOGP_CHANGE = "policy/logp_change"  # the metric: mean |log-probability now - in the rollout| per trained token
 # evaluations draw with rollout numbers from here on, so that each has the same noise
 EVALUATION = 1 << 40
-# settings of what is done elsewhere
-UNREAD_WITH_ROWS = {
-    *("data.eval", "data.eval_fraction", "ppo.rollouts_ahead"),
-    *("ppo.reward", "ppo.reward_workers", "ppo.reward_timeout"),
-    *(
-        "ppo.sampler_folder",
-        "ppo.sampler_reload",
-        "ppo.sampler_sync_every",
-        "ppo.sampler_timeout",
-    ),
-}
+# how the settings begin of what is done elsewhere if the trajectories are rows
+NOT_WITH_ROWS = "data.eval", "ppo.reward", "ppo.rollouts_ahead", "ppo.sampler_"
 
 
 def policy_options(ppo: PpoSection) -> dict[str, object]:
@@ -108,8 +99,9 @@ class PpoStage(ReferencedStage):
         functions = [*filter(is_function, ppo.reward)]
         if ppo.takes_rows:
             given = self.config.model_dump(include={"ppo", "data"}, exclude_defaults=True)
-            names = {f"{table}.{key}" for table, keys in given.items() for key in keys}
-            if more := [*ppo.sampler[1:], *sorted(names & UNREAD_WITH_ROWS)]:
+            names = [f"{table}.{key}" for table, keys in given.items() for key in keys]
+            unread = [name for name in names if name.startswith(NOT_WITH_ROWS)]
+            if more := ppo.sampler[1:] + sorted(unread):
                 yield f'ppo.sampler is "rows", which are drawn and scored elsewhere; remove {", ".join(more)}'
         elif not ppo.reward or "" in ppo.reward:
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"

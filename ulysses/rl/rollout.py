@@ -38,7 +38,7 @@ from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES
-from ulysses.rl.rows import TrajectoryGroups
+from ulysses.rl.rows import TrajectoryGroups, trajectories_of
 from ulysses.rl.samplers import AnySampler
 from ulysses.rl.servers import in_thread
 from ulysses.rl.trajectory import Trajectory
@@ -287,7 +287,8 @@ class RolloutMaker:
         K = answers_per_prompt
         local_groups = range(self.mesh.rank, len(indices), self.mesh.world_size)
         if isinstance(dataset, TrajectoryGroups):
-            given = dataset.trajectories(indices, self.sampler.options.stop_tokens)
+            groups = (dataset[i] for i in indices)
+            given = trajectories_of(groups, self.sampler.options.stop_tokens)
             return [one for one in given if one.group in local_groups]
         prompts = {g: dataset[indices[g]].sequences[0].tokens.tolist() for g in local_groups}
         to_answer = {

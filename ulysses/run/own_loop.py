@@ -3,8 +3,8 @@
 All ranks call both functions together; what rank 0 gives them counts.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -15,7 +15,7 @@ from ulysses.data.read.sources import RawRow
 from ulysses.data.read.trajectories import read_trajectory
 from ulysses.parallel.mesh import gather
 from ulysses.rl.ppo import PpoStage
-from ulysses.rl.rows import trajectory_of, unfit_advantages
+from ulysses.rl.rows import trajectories_of, unfit_advantages
 from ulysses.rl.sampler import Completion
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Metrics
@@ -23,27 +23,21 @@ from ulysses.stages.base import Metrics
 
 def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completion]:
     """Return an answer to every prompt (token ids), drawn as the [ppo] table says."""
-    stage, mesh = ppo_stage(trainer), trainer.mesh
-    prompts, maker = gather(prompts)[0], stage.maker
-    longest, vocabulary = stage.config.data.max_length, trainer.engine.module.config.vocab_size
-    for n, prompt in enumerate(prompts):
-        if not (0 < len(prompt) <= longest and 0 <= min(prompt) <= max(prompt) < vocabulary):
-            raise ValueError(
-                f"prompt {n} has not 1 to {longest} tokens (data.max_length), each below {vocabulary}"
-            )
-    step, calls = maker.asked
-    if step != trainer.step:  # so that servers have other weights
+    maker, mesh, step = ppo_stage(trainer).maker, trainer.mesh, trainer.step
+    prompts = gather(prompts)[0]
+    after, calls = maker.asked
+    if after != step:  # so that servers have earlier weights
         maker.synchronise()
         calls = 0
-    maker.asked = trainer.step, calls + 1
+    maker.asked = step, calls + 1
     maker.phase("sampling")
     mine = range(mesh.rank, len(prompts), mesh.world_size)
-    drawn = maker.sampler.sample(
-        {n: torch.tensor(prompts[n]) for n in mine}, (trainer.step << 20) + calls
-    )
-    found = dict(chain(*(each.items() for each in gather(drawn))))
+    to_answer = {n: torch.tensor(prompts[n]) for n in mine}
+    # each call draws with random numbers of its own
+    drawn = gather(maker.sampler.sample(to_answer, (step << 20) + calls))
     trainer.watch.pause()
-    return [found[n] for n in range(len(prompts))]
+    found = sorted(chain(*(each.items() for each in drawn)))
+    return [completion for _, completion in found]
 
 
 def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
@@ -55,30 +49,27 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
     Raises ValueError for a row that cannot be trained on, and where `run.steps` leaves too few steps.
     """
     stage = ppo_stage(trainer)
-    maker, ppo = stage.maker, stage.table
-    vocabulary = trainer.engine.module.config.vocab_size
-    limits = {}, vocabulary, stage.requirements.longest_example
-    groups, found, given = {}, [], []
+    maker, per_rollout = stage.maker, stage.table.steps_per_rollout
+    limits = trainer.engine.module.config.vocab_size, stage.requirements.longest_example
+    groups, given = defaultdict(list), []
     for n, row in enumerate(gather(rows)[0]):
         try:
-            columns = read_trajectory(RawRow(0, "", False, row), *limits)
+            columns = read_trajectory(RawRow(0, "", False, row), {}, *limits)
         except BadRowError as error:
             raise ValueError(f"trajectory {n} {error}") from None
-        group = groups.setdefault(columns["_prompt"], len(groups))
-        one = trajectory_of(columns, maker.sampler.options.stop_tokens)
-        found.append(replace(one, group=group, episode=n, row=n))
+        groups[columns["_prompt"]].append(columns)
         given.append(columns["given"])
-    left, per_rollout = trainer.total_steps - trainer.step, ppo.steps_per_rollout
-    if fault := unfit_advantages(np.array(given), ppo):
+    if fault := unfit_advantages(np.array(given), stage.table):
         raise ValueError(fault)
-    if not found or left < per_rollout:
+    left = trainer.total_steps - trainer.step
+    if not given or left < per_rollout:
         raise ValueError(
-            f"there are {len(found)} trajectories for {per_rollout} steps, and run.steps leaves {left}"
+            f"there are {len(given)} trajectories for {per_rollout} steps, and run.steps leaves {left}"
         )
-    maker.phase("rollout")
     while trainer.step % per_rollout:  # those that a checkpoint has left
         trainer.train_step()
-    found.sort(key=lambda one: one.group)
+    maker.phase("rollout")
+    found = trajectories_of(groups.values(), maker.sampler.options.stop_tokens)
     maker.rollout = maker.laid_out(trainer.step // per_rollout, found)
     maker.complete(maker.rollout)
     for _ in range(per_rollout):

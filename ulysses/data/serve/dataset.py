@@ -84,7 +84,7 @@ class TokenizedDataset:
         }
         self._tokens = arrays.pop("tokens")
         of_tokens = [name for name in arrays if name.startswith("token_")]
-        self.token_columns = {name[6:]: arrays.pop(name) for name in of_tokens}
+        self.token_columns = {name: arrays.pop(name) for name in of_tokens}
         ones = np.broadcast_to(np.float32(1), len(self._tokens))
         self._weights = arrays.pop("weights", ones)
         counts = arrays["_counts"]
