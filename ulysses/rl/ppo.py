@@ -153,9 +153,7 @@ class PpoStage(ReferencedStage):
         if self.table.takes_rows:
             yield from filter(None, [unfit_advantages(train.columns["given"], self.table)])
 
-    def extend_data(
-        self, parts: RunParts, data: TokenizedDataset
-    ) -> TokenizedDataset | TrajectoryGroups:
+    def dealt(self, data: TokenizedDataset) -> TokenizedDataset | TrajectoryGroups:
         return TrajectoryGroups(data) if self.table.takes_rows else data
 
     @property

@@ -1,7 +1,7 @@
 """Rollouts of trajectories that were drawn elsewhere, a group of rows for each prompt (ppo.sampler = "rows")."""
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +15,11 @@ Columns = Mapping[str, Any]  # of a row, as data/read/trajectories.py names them
 class TrajectoryGroups:
     """The groups of a dataset of trajectories, with as much of the face of a dataset as a StepLoader needs.
 
-    lengths: the tokens of the rows, which are more than the groups.
     members: the numbers of each group's rows, wherever they stand.
     """
 
     def __init__(self, rows: TokenizedDataset) -> None:
-        self.rows, self.lengths = rows, rows.lengths
-        ids = rows.columns["prompt_id"]
+        self.rows, ids = rows, rows.columns["prompt_id"]
         order = np.argsort(ids, kind="stable")
         self.members = np.split(order, np.flatnonzero(np.diff(ids[order])) + 1)
         self.sources = rows.sources[[each[0] for each in self.members]]
@@ -29,10 +27,6 @@ class TrajectoryGroups:
 
     def __len__(self) -> int:
         return len(self.members)
-
-    @property
-    def apart(self) -> Self:
-        return self
 
     def __getitem__(self, index: int) -> list[Columns]:
         """Return the rows of a group."""

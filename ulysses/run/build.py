@@ -74,7 +74,7 @@ def step_loader(
     if config.batch.tokens_per_microbatch == "auto":
         tokens_per_microbatch = max(tokens_per_microbatch, int(dataset.lengths.max()))
     return StepLoader(
-        dataset,
+        inputs.stage.dealt(dataset),
         inputs.stage.requirements.examples_per_load,
         tokens_per_microbatch=tokens_per_microbatch,
         seed=config.run.seed,

@@ -271,6 +271,10 @@ class Stage:
         examples = self.config.batch.examples
         return Requirements(self.config.data.max_length, examples, examples)
 
+    def dealt(self, data: TokenizedDataset) -> TokenizedDataset:
+        """Return data as steps take their examples: as they are, or in groups."""
+        return data
+
     def total_steps(self, loader: StepLoader) -> int:
         """Return the optimizer steps of the whole run."""
         steps_per_epoch = loader.steps_per_epoch * self.requirements.steps_per_load
