@@ -129,33 +129,39 @@ def gae(
     return advantages, returns
 
 
-@takes_tensors()
+@takes_tensors("groups")
 def group_advantages(
-    scores: Tensor, group_size: int, kind: str = "group", *, scale: bool | str = True
+    scores: Tensor, groups: Tensor, kind: str = "group", *, scale: bool | str = True
 ) -> Tensor:
-    """Return one advantage for each answer from the scores of all answers to its prompt: [N], detached.
+    """Return one advantage for each answer from the scores of all answers of its group: [N], detached.
 
-    scores [N]: the answers of a group lie one after the other, `group_size` in each, at least 2.
+    scores and groups are [N]: a group has the answers to one prompt, any number of them, and `groups` says which of
+    them have the same number. An answer that is alone gets 0.
     "group": (r - mean) / (std + 1e-4) over the group, std with n - 1 (GRPO, 2402.03300, section 4.1.2); with `scale`
     "batch" the std is that of all scores (2508.08221), without it r - mean alone (Dr. GRPO, 2503.20783).
     "leave_one_out": r minus the mean of the other answers (RLOO, 2402.14740).
-    Raises ValueError for another kind, or scores that do not form such groups.
+    Raises ValueError for another kind, or other shapes.
     """
-    rule = "scores: they must be [N], one for each answer"
-    (scores,) = check_shapes(rule, 1, scores.detach())
-    if group_size < 2 or len(scores) % group_size or kind not in ("group", "leave_one_out"):
-        raise ValueError(
-            f"{kind!r} advantages of {len(scores)} scores in groups of {group_size}; the kind must be group or "
-            "leave_one_out, and groups must have one size of at least 2"
-        )
-    groups = scores.view(-1, group_size)
-    centred = groups - groups.mean(1, keepdim=True)
+    rule = "scores and groups: they must be [N], one of both for each answer"
+    scores, groups = check_shapes(rule, 1, scores.detach(), groups)
+    if kind not in ("group", "leave_one_out"):
+        raise ValueError(f"kind is {kind!r} but must be group or leave_one_out")
+    places = groups.unique(return_inverse=True)[1]
+
+    def summed(values: Tensor) -> Tensor:
+        """Return for each answer the sum of its group's values."""
+        return torch.zeros_like(values).index_add(0, places, values)[places]
+
+    sizes = summed(torch.ones_like(scores))
+    centred, others = scores - summed(scores) / sizes, (sizes - 1).clamp(min=1)
     if kind == "leave_one_out":
-        centred = centred * group_size / (group_size - 1)
-    elif scale:
-        spread = groups.std() if scale == "batch" else groups.std(1, keepdim=True)
-        centred = centred / (spread + 1e-4)
-    return centred.flatten()
+        return centred * sizes / others
+    if not scale:
+        return centred
+    variance = summed(centred.square()) / others
+    if scale == "batch":
+        variance = (scores - scores.mean()).square().sum() / max(1, len(scores) - 1)
+    return centred / (variance.sqrt() + 1e-4)
 
 
 @takes_tensors()

@@ -7,6 +7,7 @@ Shapes: S rows, D width, N experts, F an expert's width, k experts of a row.
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,15 +20,17 @@ from models.ops.linear import Adapter
 from models.ops.norm import NormRule
 from ulysses.memory.tiling import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch
+from ulysses.parallel.ranges import count_rows
 
 
 def times_counted(batch: ShardedBatch) -> Tensor:
-    """Return to how many sequences each local row [S] belongs: none in the tail, several in a shared prompt."""
+    """Return to how many sequences each local row [S] belongs: none in the tail, several where they share it."""
     ids, plan = batch.sequence_ids, batch.attention_plan
     times = (ids < batch.num_sequences).long()
-    for start, end in plan.prefixes.values():
-        sequence = plan.cu_seqlens.index(start)  # the one that holds the prompt
-        times += (ids == sequence) & (batch.positions < end - start)
+    for start, end in chain(*plan.prefixes.values()):
+        holder = plan.cu_seqlens.index(start)  # the sequence that holds these rows
+        before = count_rows(plan.prefixes.get(holder, ()))
+        times += (ids == holder) & (batch.positions < before + end - start)
     return times
 
 

@@ -1,6 +1,7 @@
 """Rows of a test as a tokenised dataset."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ def content(sequence: Sequence) -> list[Any]:
 
 
 def sharing(sequences: list[Sequence], prompt: int = 0) -> list[Sequence]:
-    """Let sequences say what they have in common with the first one, as far as they do not train it."""
-    first, *others = ((s.tokens, s.loss_weights) for s in sequences)
-    heads = [len(first[0]), *(common_prefix(first, other) + 1 for other in others)]
+    """Let sequences say what they have in common with the one before, as far as they do not train it."""
+    parts = [(s.tokens, s.loss_weights) for s in sequences]
+    heads = [1, *(common_prefix(*two) + 1 for two in pairwise(parts))]
     return [replace(s, prompt=prompt, prompt_length=n) for s, n in zip(sequences, heads)]
 
 

@@ -29,6 +29,12 @@ def _distill() -> type[Stage]:
     return DistillStage
 
 
+def _on_policy() -> type[Stage]:
+    from ulysses.rl.on_policy import OnPolicyStage
+
+    return OnPolicyStage
+
+
 def _rm() -> type[Stage]:
     from ulysses.stages.rm import RmStage
 
@@ -142,6 +148,8 @@ def check_parts(config: Config, shape: ModelConfig | None = None) -> Iterator[st
 
 def stage_of(config: Config) -> Stage:
     """Return the stage of a configuration, which is not yet built around an engine."""
+    if getattr(getattr(config, config.stage), "on_policy", 0):
+        return enter({"on_policy": _on_policy}, "on_policy", config.stage)(config)
     return enter(STAGES, config.stage, "stage")(config)
 
 

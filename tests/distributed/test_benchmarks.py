@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.e2e.launch import ROOT, environment
 from tests.harness import run_distributed
 from tests.model_folder import demo_model
@@ -68,3 +70,17 @@ def test_preferences_of_a_model_are_judged_before_and_after(tmp_path):
     gains = [re.findall(r"(-?[\d.]+) ± ([\d.]+)", line) for line in lines]
     assert all(float(gain) > 2 * float(error) > 0 for (_, (gain, error)) in gains), gains
     assert (tmp_path / "dpo/dpo.png").stat().st_size > 10_000
+
+
+def test_episodes_are_measured_whole_and_with_every_shared_turn_once(tmp_path):
+    toy = "--layers 1 --episodes 2 --shortest 64 --longest 80 --prompt 90 --answers 3 --tokens 999"
+    run = "-m torch.distributed.run --standalone benchmarks/episodes.py --steps 1 --out"
+    command = f"{sys.executable} {run} {tmp_path / 'rows'} {toy} {' '.join(SHAPE.split())}"
+    subprocess.run(command.split(), cwd=ROOT, env=environment(), check=True)
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["case"] for row in rows] == ["episodes", "flat"]
+    for row in rows:
+        assert row["shared_tokens"] < 0.85 * row["whole_tokens"]
+        assert row["gain"] == pytest.approx(row["whole_s"] / row["shared_s"], rel=0.05)
+    # three answers leave out the prompt twice, each but for its last token
+    assert rows[1]["whole_tokens"] - rows[1]["shared_tokens"] == 2 * 2 * 89

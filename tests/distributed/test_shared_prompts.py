@@ -111,7 +111,7 @@ def test_shared_prompts_are_the_separate_sequences(sp):
     cases, tokens = [(4, 2), (3, 1), (14, 2)], sum(len(s.tokens) for t in trees() for s in t)
     for heads, (got, packed) in zip(cases, run_distributed(many, sp, sp, cases)[0]):
         compare(got, formula(heads), 1e-12)
-        assert packed == tokens - (19 + 12 + 19) - 6 - 6
+        assert packed == tokens - (19 + 12 + 12) - 6 - 6
 
 
 def windows_of(sp, cases, windows):

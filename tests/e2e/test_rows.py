@@ -72,9 +72,9 @@ def assert_same(found, expected):
 
 
 def with_advantages(rows, as_list):
-    """Rows with what their rewards come to, of groups of three, and no rewards."""
-    scores = torch.tensor([row["reward"] for row in rows]).double()
-    for row, x in zip(rows, group_advantages(scores, 3).tolist()):
+    """Rows with what their rewards come to among those of the group, and no rewards."""
+    scores, groups = (torch.tensor([row[key] for row in rows]) for key in ("reward", "group"))
+    for row, x in zip(rows, group_advantages(scores.double(), groups).tolist()):
         given = [x] * len(row["mask"]) if as_list else x
         yield {**row, "reward": None, "advantages": given}
 

@@ -67,7 +67,8 @@ def without(names: list[str], folder: Path) -> Path:
     for name in gone:
         for file in OPTIONS[name][0]:
             path = tree / file
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            # a file may lie in the folder of another option
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     (tree / "start.py").write_text(START.format(tree=str(tree)))
     return tree
 

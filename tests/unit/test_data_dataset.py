@@ -100,9 +100,10 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_example(trained, 
 
     # the history of a later turn holds the prompts of earlier ones, which are computed once
     shared = TokenizedDataset(dataset.folder, share_prompts=True)[0].sequences
-    for sequence, (first, cut) in zip(whole[1:], shared_prompts(shared)[1:]):
-        assert first == 0 and cut == int(np.flatnonzero(sequence.loss_weights)[0]) - 1
-        assert list(whole[0].tokens[:cut]) == list(sequence.tokens[:cut])
+    for place, (before, cut) in enumerate(shared_prompts(shared)[1:], start=1):
+        sequence = whole[place]
+        assert before == place - 1 and cut == int(np.flatnonzero(sequence.loss_weights)[0]) - 1
+        assert list(whole[before].tokens[:cut]) == list(sequence.tokens[:cut])
 
     together = open_rows(rows, template="qwen3", turns="together")
     assert len(together) == 1 and list(together.report.dropped.values()) == [1]

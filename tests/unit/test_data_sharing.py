@@ -27,11 +27,9 @@ def test_branches_leave_out_the_prompt_and_nothing_else(opened, kind):
     for given, trees in zip(whole, shared):
         first = given.sequences[0]
         for place, (s, tree) in enumerate(zip(given.sequences, trees.sequences, strict=True)):
-            first_place, cut = shared_prompts(trees.sequences)[place]
-            assert (first_place, cut) == (
-                0,
-                int(given.columns["prompt_length"]) - 1 if place else 0,
-            )
+            length = int(given.columns["prompt_length"])
+            before, cut = shared_prompts(trees.sequences)[place]
+            assert (before, cut) == ((place - 1, length - 1) if place else (0, 0))
             assert not s.loss_weights[: cut + 1].any()
             assert list(first.tokens[:cut]) == list(s.tokens[:cut])
             assert content(tree) == content(s) and s.prompt is None

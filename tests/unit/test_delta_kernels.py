@@ -57,7 +57,9 @@ def test_the_kernels_are_as_near_to_float64_as_their_dtype(heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("prefixes", [{}, {2: (0, 60), 3: (0, 2)}], ids=["whole", "shared"])
+@pytest.mark.parametrize(
+    "prefixes", [{}, {2: [(0, 60)], 3: [(0, 60), (131, 133)]}], ids=["whole", "shared"]
+)
 def test_the_convolution_equals_plain_torch(prefixes):
     """Documents that end inside a program's rows, and one that goes on in the next program."""
     pytest.importorskip("fla")

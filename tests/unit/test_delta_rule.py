@@ -3,6 +3,7 @@
 Documents of 1 to 300 tokens cross chunks; answers start from the state of a prompt that they share.
 """
 
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +17,14 @@ from ulysses.parallel.recurrence import Recurrence
 CPU = torch.device("cpu")
 K, H, E, V = 2, 6, 8, 12
 LENGTHS = (1, 300, 63, 64, 65, 2)
-# whole documents, the packed rows that suffixes leave out, by their place: cuts at 70, 300, 70 and 1 of the second one
-SHARING = {2: (1, 71), 3: (1, 301), 4: (1, 71), 5: (1, 2)}
+# whole documents, the packed rows that suffixes leave out, by their place: cuts at 70 and 300 of the second one, then
+# at one row of a suffix, and at the end of that suffix's suffix
+SHARING = {
+    2: [(1, 71)],
+    3: [(1, 301)],
+    4: [(1, 71), (301, 302)],
+    5: [(1, 71), (301, 302), (428, 493)],
+}
 
 
 def drawn(total, dtype):
@@ -51,9 +58,8 @@ def step_by_step(given, bounds, prefixes):
     beta = given["b"].sigmoid()
     for place in range(len(bounds) - 1):
         state = q.new_zeros(H, E, V)
-        first, last = prefixes.get(place, (0, 0))
         own = range(bounds[place], bounds[place + 1])
-        for t in (*range(first, last), *own):
+        for t in chain(*(range(*part) for part in prefixes.get(place, ())), own):
             state = left[t][:, None, None] * state
             new = beta[t][:, None] * (
                 given["value"][t] - torch.einsum("hev,he->hv", state, k[t])
@@ -105,9 +111,8 @@ def test_the_convolution_sees_its_own_document_and_what_it_shares():
     for prefixes in ({}, SHARING):
         found = torch.cat(convolve(x, weight, Recurrence(bounds, prefixes, CPU), [2, 3]), 1)
         for place, length in enumerate(LENGTHS):
-            first, last = prefixes.get(place, (0, 0))
             own = slice(bounds[place], bounds[place + 1])
-            whole = torch.cat([x[first:last], x[own]])
+            whole = torch.cat([*(x[slice(*part)] for part in prefixes.get(place, ())), x[own]])
             wanted = F.conv1d(whole.T, weight[:, None], padding=W - 1, groups=F_)
             wanted = F.silu(wanted[:, : len(whole)].T)[-length:]
             torch.testing.assert_close(found[own], wanted)

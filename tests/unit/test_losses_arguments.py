@@ -11,7 +11,7 @@ from tests.unit.test_losses_shapes import CASES, FUNCTIONS
 
 # masks, lengths and indices may hold whole numbers
 WHOLE = {"mask", "weights", "has_eos", "last_index", "cu_seqlens", "margin", "token_index", "public_lengths",
-         "chosen_lengths", "rejected_lengths", "targets", "loss_weights"}  # fmt: skip
+         "chosen_lengths", "rejected_lengths", "targets", "loss_weights", "groups"}  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     "linear_logprobs": {
         "hidden": torch.rand(3, 4),

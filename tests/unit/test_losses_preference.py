@@ -446,7 +446,7 @@ SIGNATURES = {
     "label_smoothed_nll": "logps lse mean_logit label_smoothing",
     "dft_nll": "logps",
     "z_loss": "lse coefficient",
-    "group_advantages": "scores group_size kind='group' * scale=True",
+    "group_advantages": "scores groups kind='group' * scale=True",
     "gae": "rewards values mask gamma=1.0 lam=0.95",
     "packed_gae": "rewards values cu_seqlens gamma=1.0 lam=0.95",
     "ppo_policy_loss": "logps old_logps advantages clip=0.2 * clip_high=None dual_clip=None kind='clip'",

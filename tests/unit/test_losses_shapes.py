@@ -17,7 +17,7 @@ ld_dpo_weights | token_index=[4], public_lengths=[4] | alpha=0.5
 token_nll | logps=[2, 3], weights=[2, 3] |
 weighted_sum | values=[2, 3], weights=[2, 3] |
 label_smoothed_nll | logps=[4], lse=[4], mean_logit=[4] | label_smoothing=0.1
-group_advantages | scores=[4] | group_size=2
+group_advantages | scores=[4], groups=[4] |
 packed_gae | rewards=[4], values=[4] | cu_seqlens=torch.tensor([0, 4])
 gae | rewards=[2, 3], values=[2, 3], mask=[2, 3] |
 ppo_policy_loss | logps=[4], old_logps=[4], advantages=[4] |
@@ -35,7 +35,7 @@ dpo_loss | policy_chosen_logps=[4], policy_rejected_logps=[4], reference_chosen_
 """
 ROWS = [line.split("|") for line in TABLE.strip().splitlines()]
 CASES = {name.strip(): [eval(f"dict({x})") for x in arguments] for name, *arguments in ROWS}
-ANY_LENGTH = {"group_advantages": "scores", "token_rewards": "kl"}
+ANY_LENGTH = {"token_rewards": "kl"}
 FUNCTIONS = {
     name: getattr(losses, name)
     for name in losses.__all__

@@ -301,8 +301,9 @@ def test_kl_estimates_agree_in_expectation():
 
 
 def test_group_advantages():
-    """Against the papers' equations, one group at a time."""
-    scores = torch.tensor([1.0, 2.0, 4.0, 0.5, 0.5, 0.5, -1.0, 3.0, 0.0], dtype=torch.float64)
+    """Against the papers' equations, one group at a time; groups of 4, 3, 2 and 1 answers in any order."""
+    scores = torch.tensor([1, 2, 4, 0.5, 0.5, 0.5, -1, 3, 0, 7], dtype=torch.float64)
+    groups = torch.tensor([3, 9, 3, 5, 5, 5, 3, 3, 9, -2])
     cases: Any = (
         ("group", True),
         ("group", "batch"),
@@ -310,20 +311,20 @@ def test_group_advantages():
         ("leave_one_out", True),
     )
     for kind, scale in cases:
-        found = group_advantages(scores, 3, kind, scale=scale)
+        found = group_advantages(scores, groups, kind, scale=scale)
         for i, r in enumerate(scores.tolist()):
-            group = scores[i // 3 * 3 : i // 3 * 3 + 3].tolist()
-            mean = sum(group) / 3
-            deviation = math.sqrt(sum((x - mean) ** 2 for x in group) / 2)
+            group = scores[groups == groups[i]].tolist()
+            mean, others = sum(group) / len(group), max(1, len(group) - 1)
+            deviation = math.sqrt(sum((x - mean) ** 2 for x in group) / others)
             if scale == "batch":
-                deviation = math.sqrt(float(((scores - scores.mean()) ** 2).sum()) / 8)
+                deviation = math.sqrt(float(((scores - scores.mean()) ** 2).sum()) / 9)
             expected = (r - mean) / (deviation + 1e-4) if scale else r - mean
             if kind == "leave_one_out":
-                expected = r - (sum(group) - r) / 2
+                expected = r - (sum(group) - r) / others if len(group) > 1 else 0
             assert found[i].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    for size, kind in ((1, "group"), (2, "group"), (3, "gae")):
-        with pytest.raises(ValueError, match="groups must have one size of at least 2"):
-            group_advantages(scores, size, kind)
+    assert group_advantages(scores[:1], groups[:1], scale="batch").tolist() == [0]
+    with pytest.raises(ValueError, match="kind is 'gae' but must be group or leave_one_out"):
+        group_advantages(scores, groups, "gae")
 
 
 def test_whiten():

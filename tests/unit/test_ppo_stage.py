@@ -13,6 +13,7 @@ import ulysses.rl.servers as servers
 from losses.logprobs import LogProbs
 from losses.ppo import group_advantages
 from tests import rows_of
+from tests.data_case import content
 from tests.e2e.launch import tiny
 from tests.engine_case import ListDataset, sequences
 from tests.harness import PATIENCE, STUCK
@@ -130,7 +131,9 @@ def test_advantages_without_a_value(advantage, kl_in, masked):
         wanted = whitened(scores.repeat_interleave(lengths) - torch.cat(to_come))
     else:
         earned = scores - torch.stack([gap[0] for gap in to_come])
-        wanted = group_advantages(earned, 3, advantage).repeat_interleave(lengths)
+        wanted = group_advantages(earned, torch.arange(6) // 3, advantage).repeat_interleave(
+            lengths
+        )
     found = {name: column[predicts] for name, column in rollout.columns.items()}
     assert_close(found["advantages"].double(), wanted * kept, rtol=1e-5, atol=1e-5)
     assert_close(found["old_logps"], old[predicts] * kept)
@@ -161,7 +164,7 @@ def test_losses_equal_trls(case):
     scores = torch.tensor([1, 0, 0.5, 2, 0, -1, 1, 1]).double()
     given = "advantage=group answers_per_prompt=4 clip_high=0.28 kl_in=loss kl_estimator=k3"
     config = ppo(f"{given} kl_coefficient=0.04 max_new_tokens=6 {settings}")
-    advantages, sequences, rows = group_advantages(scores, 4), [], []
+    advantages, sequences, rows = group_advantages(scores, torch.arange(8) // 4), [], []
     for n, length in enumerate(lengths):
         # the last token of a sequence predicts nothing
         t = torch.arange(length + 1).double()
@@ -194,6 +197,73 @@ def test_answers_share_their_prompt_within_the_budget():
     lengths = rollout.sequence_lengths[[0, 2, 4]].tolist()
     assert lengths == [[6, 3, 0, 0], [7, 2, 0, 0], [3, 3, 3, 3]]
     assert rollout.examples([1, 0]) == [4, 0, 2]
+
+
+def turns(prompt, *said, group, episode, score=0.0):
+    """A trajectory of one drawn turn after the other, with what is told between them: [drawn], [told], [drawn] ..."""
+    sampled = [place % 2 == 0 for place, part in enumerate(said) for _ in part]
+    tokens = sum(said, [])
+    logps = [0.0] * len(tokens)
+    return Trajectory(prompt, tokens, logps, sampled, True, group, episode, score=score)
+
+
+def test_branches_of_episodes_leave_out_every_turn_that_another_holds(monkeypatch, tmp_path):
+    monkeypatch.setattr("ulysses.rl.trajectory.FEWEST_SHARED", 2)
+    found = [
+        turns([5, 6], [7, 8, 9], [1], [4], group=3, episode=0),
+        turns([5, 6], [7, 3], group=3, episode=1),
+        turns([5, 6], [7, 8, 9], [2], [4, 4], group=3, episode=0),
+        turns([9], [8], [7], group=1, episode=2),
+        turns([5, 6], [7, 8], group=3, episode=3),
+    ]
+    rollout = Rollout.of(0, found, tokens_per_microbatch=15)
+    # one token in common is not shared; two are, and what a branch is told another one has drawn
+    order = [found[i] for i in (1, 4, 0, 2, 3)]
+    assert rollout.trajectories == order and rollout.num_groups == 2
+    assert rollout.prefixes.tolist() == [0, 1, 3, 4, 0]
+    assert rollout.example_ids.tolist() == [0, 0, 0, 0, 4]
+    wholes = [s.tokens.tolist() for i in (0, 4) for s in rollout[i].sequences]
+    assert wholes == [one.whole.tolist() for one in order]
+    assert rollout.columns["tokens"].tolist() == [
+        5, 6, 7, 3, 6, 7, 8, 8, 9, 1, 4, 9, 2, 4, 4, 9, 8, 7,
+    ]  # fmt: skip
+    weights = [0, 0, 1, 1, 0, 3, 3, 0, 2, 0, 1, 0, 0, 1, 1, 0, 1, 0]
+    assert rollout.columns["weights"].tolist() == weights
+    assert rollout.examples([1]) == [4] and rollout.examples([1, 0]) == [4, 0]
+    # a smaller budget begins an example, whose first sequence is whole; without one nothing is shared
+    assert Rollout.of(0, found, tokens_per_microbatch=12).prefixes.tolist() == [0, 1, 3, 0, 0]
+    apart = Rollout.of(0, found)
+    assert apart.trajectories == order and apart.example_ids.tolist() == [0, 1, 2, 3, 4]
+    # tokens that both draw may be kept apart
+    drawn_twice = Rollout.of(0, found, tokens_per_microbatch=99, share_drawn=False)
+    assert drawn_twice.prefixes.max() == 1 and drawn_twice.columns["weights"].max() == 1
+    rollout.save(tmp_path / "rollout.safetensors")
+    loaded = Rollout.load(tmp_path / "rollout.safetensors")
+    assert loaded.examples([1, 0]) == [4, 0]
+    for i in (0, 4):
+        both = ([*map(content, one[i].sequences)] for one in (loaded, rollout))
+        assert next(both) == next(both)
+
+
+@pytest.mark.parametrize("advantage", ["group", "leave_one_out"])
+def test_an_episode_counts_once_however_many_branches_it_has(advantage):
+    """Groups of three episodes and of one, which learns nothing."""
+    scores = {0: 1.0, 1: 4.0, 2: 2.0, 3: 9.0}
+    branches = [(0, 0), (0, 1), (0, 1), (0, 2), (5, 3), (0, 1), (5, 3)]
+    found = [
+        turns([4], [6, place], group=group, episode=episode, score=scores[episode])
+        for place, (group, episode) in enumerate(branches)
+    ]
+    rollout = Rollout.of(0, found)
+    zeros = torch.zeros(len(rollout.columns["tokens"]))
+    maker(f"advantage={advantage} kl_coefficient=0").finish(rollout, zeros, zeros, zeros)
+    wanted = group_advantages(torch.tensor([1.0, 4, 2]).double(), torch.zeros(3), advantage)
+    by_episode = [*wanted.tolist(), 0.0]
+    got = rollout.columns["advantages"][rollout.ends - 2]
+    expected = [by_episode[one.episode] for one in rollout.trajectories]
+    assert got.tolist() == pytest.approx(expected)
+    assert rollout.metrics["advantages/zero_groups"] == 0.5
+    assert rollout.metrics["objective/scores"] == 4.0  # of four episodes
 
 
 def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
@@ -370,7 +440,8 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
     section = PpoSection(reward={"models/rm": 0.5, HALF: 2.0})
     assert section.reward_model == "models/rm"
     rounds = [answered(), answered(PROMPTS[:1], ANSWERS[:1])]
-    for answer in rounds[0].trajectories + rounds[1].trajectories:
+    for row, answer in enumerate(rounds[0].trajectories + rounds[1].trajectories):
+        answer.row = row
         answer.scores = {"models/rm": 3.0, HALF: answer.score}
     asked = Mock(answer=lambda number, *_: rounds[number % 2])
     stage = PpoStage(Config(stage="ppo", ppo=section), maker=asked)

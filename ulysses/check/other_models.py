@@ -50,7 +50,7 @@ def check_vocabularies(
 ) -> Iterator[str]:
     """Yield which frozen models lack tokens of the trained one, and what the stage objects to in its tokenizer."""
     # a policy that is sampled may write any token of its vocabulary, whether its tokenizer knows it or not
-    needed = shape.vocab_size if stage.dataset_type == "prompt" else len(tokenizer)
+    needed = shape.vocab_size if stage.requirements.rollout else len(tokenizer)
     for model in models:
         tokens = others[model.setting].shape.vocab_size
         if model.is_reward and tokens != needed:

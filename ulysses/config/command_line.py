@@ -29,7 +29,7 @@ from ulysses.config.section import (
     flat,
     refuse,
 )
-from ulysses.config.stage_sections import LEARNING_RATES
+from ulysses.config.stage_sections import LEARNING_RATES, SAMPLING
 
 MOST_LR = 10.0
 # In ppo.sampler_reload, the JSON that a server is sent: a path with parameters, or a field that holds a secret.
@@ -297,13 +297,15 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
         name: f"stage {config.stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
         for name in {*LEARNING_RATES} - {config.stage}
     }
+    samples = stage and stage.requirements.rollout
     if not model.lora.rank:
         unread["model.lora"] = (
             "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
         )
     for table, reason in unread.items():
         # defaults are no wish of the user's: the config.json of a run has them all
-        if given := attrgetter(table)(config).model_dump(exclude_defaults=True):
+        given = attrgetter(table)(config).model_dump(exclude_defaults=True)
+        if given := given.keys() - (SAMPLING if samples and table == "ppo" else {}):
             yield f"{', '.join(f'{table}.{key}' for key in sorted(given))}: {reason}"
     if data.eval and data.eval_fraction:
         yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"

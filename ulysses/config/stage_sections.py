@@ -63,6 +63,9 @@ class DistillSection(Section):
     """Divides the logits of both models in the divergence."""
     nll_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of the trained tokens, which is added to the divergence."""
+    on_policy: Fraction = 0.0
+    """Share of the rows whose (last) answer the student samples itself in every step (GKD's lambda), as the settings of
+    sampling in the table ppo say. At 1 rows need no answer."""
 
 
 class RmSection(Section):
@@ -227,3 +230,10 @@ class PpoSection(Section):
     def planned_batch(self) -> int:
         """Answers at a time that a plan counts on."""
         return 64 if self.generation_batch == "auto" else self.generation_batch
+
+
+# the settings of the table ppo that other stages that sample read too
+SAMPLING = {
+    *("max_new_tokens", "temperature", "top_p", "top_k", "generation_batch"),
+    *(name for name in PpoSection.model_fields if name.startswith("sampler")),
+}

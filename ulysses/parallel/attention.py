@@ -232,8 +232,11 @@ class UlyssesAttention(nn.Module):
             dkey, dvalue = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
             for call in plan.calls:
                 dquery[call.rows], dk, dv = gradients(call)
-                dkey[call.keys] += dk
-                dvalue[call.keys] += dv
+                for total, more in (dkey, dk), (dvalue, dv):
+                    if isinstance(call.keys, slice):
+                        total[call.keys] += more
+                    else:  # suffixes that see the same prefix through a window
+                        total.index_add_(0, call.keys, more.to(wide))
         # No call has a row or a key twice, and no two prefix calls have the same key.
         for call in plan.prefix_calls:
             dq, dk, dv = gradients(call)

@@ -9,12 +9,14 @@ Targets are shifted before the pack is cut, so no label is lost at the edge of a
 has no target. The tail has its own cu_seqlens entry and weight 0. Where ranks split query rows the shards are not
 contiguous (layout.py); positions, targets and columns travel with their tokens.
 
-A prompt with which several sequences begin (`Sequence.prompt`) is held by the first of them. The others leave out all
-but its last token, so that each predicts its own first token and no row has two targets. `shared_prompts` alone decides
+A sequence may continue the one before it (`Sequence.prompt`), which may continue another one itself. It leaves out all
+but the last token that the two have in common, so that it predicts its own next token and no row has two targets. In
+depth-first order, which sorting the token arrays gives, a tree's tokens are held once. `shared_prompts` alone decides
 this.
 
-    first     p p p p a a a       all of its rows
-    later           p b b b       positions 3 4 5 6; attends to rows 0 .. 2 of the first one, and to its own
+    first     p p p p a a a a       all of its rows
+    second            a b b b       positions 5 6 7 8; attends to rows 0 .. 4 of the first one, and to its own
+    third           p c c           positions 3 4 5; attends to rows 0 .. 2 of the first one, and to its own
 
 Letters: T packed tokens, S tokens on this rank, N sequences, L tokens of one sequence.
 """
@@ -31,16 +33,15 @@ from torch import Tensor
 from .layout import (
     AttentionPlan,
     Device,
-    Range,
     packed_plan,
     row_sets,
-    rows_of,
     sequence_parts,
     shard_ranges,
     squares,
     to_device,
 )
 from .mesh import ParallelMesh
+from .ranges import Range, rows_between, rows_of
 
 IGNORE = -100
 Array = np.ndarray | Tensor | list[float]
@@ -53,8 +54,9 @@ class Sequence:
     tokens [L] integers. loss_weights [L] numbers: entry t is the weight of token t as a target; entry 0 never counts.
     token_columns {name: [L]}: row i belongs to the prediction that position i makes of token i + 1.
     columns {name: number}: values of the whole sequence.
-    prompt: a number. Sequences of a pack that have the same one begin with the same tokens, as many as the smaller
-    `prompt_length` of the two says, and these are not trained. None: the sequence shares no prompt.
+    prompt: a number. A sequence begins with the same `prompt_length` tokens as the one before it in the pack that has
+    the same number, or with all tokens of that one if it has fewer, and trains none of them that it leaves out. None:
+    the sequence shares nothing.
     Raises ValueError if lengths differ.
     """
 
@@ -87,15 +89,16 @@ class Sequence:
 def shared_prompts(
     sequences: list[Sequence] | tuple[Sequence, ...],
 ) -> list[tuple[int, int]]:
-    """Return for each sequence of a pack the place of the first with its prompt, and how many tokens it leaves out."""
-    firsts: dict[int, int] = {}
+    """Return for each sequence of a pack the place of the one that it continues, and how many tokens it leaves out."""
+    newest: dict[int, int] = {}
     shared = []
     for i, sequence in enumerate(sequences):
-        first = i
+        before = i
         if sequence.prompt is not None:
-            first = firsts.setdefault(sequence.prompt, i)
-        length = min(sequence.prompt_length, sequences[first].prompt_length)
-        shared.append((first, max(0, length - 1) if first < i else 0))
+            before = newest.get(sequence.prompt, i)
+            newest[sequence.prompt] = i
+        length = min(sequence.prompt_length, len(sequences[before].tokens))
+        shared.append((before, max(0, length - 1) if before < i else 0))
     return shared
 
 
@@ -106,7 +109,7 @@ class ShardedBatch:
     tokens, targets, positions, sequence_ids [S] int64; the tail has the sequence id N. loss_weights [S] float32; a
     target is -100 exactly where its weight is 0. is_last [S] marks the last token of each sequence.
     cu_seqlens [N + 1] int32 describes the whole pack, with one more entry if there is a tail.
-    num_sequences is N. num_tokens counts the tokens of the whole pack without its tail, num_tokens_shared the prompts'
+    num_sequences is N. num_tokens counts the tokens of the whole pack without its tail, num_tokens_shared the shared
     tokens that were left out of it, and num_squares twice the pairs of query and key in its attention, in the mean of
     the layers. num_valid counts this rank's targets of nonzero weight, which are at valid_index [num_valid].
     attention_plan says how attention is computed (layout.py). This rank's rows of sequence i are
@@ -164,6 +167,11 @@ def pack_shard(
     tail = [total - num_tokens] if total > num_tokens else []
     cu = torch.tensor([0, *lengths, *tail]).cumsum(0)
     starts = cu.tolist()
+    prefixes: dict[int, list[Range]] = {}
+    for i, (before, count) in enumerate(shared):
+        if count:
+            whole = [*prefixes.get(before, ()), (starts[before], starts[before + 1])]
+            prefixes[i] = rows_between(whole, 0, count)
     prefix_lengths = torch.tensor([*left_out, *[0] * len(tail)])
     sets = row_sets(cu, mesh.row_parallel_size, prefix_lengths, mesh.windows)
     ranges = shard_ranges(sets, mesh.sp_rank, mesh.head_parallel_size)
@@ -203,18 +211,7 @@ def pack_shard(
         num_squares=squares(np.array(lengths), np.array(left_out), mesh.windows).sum().item(),
         num_valid=valid.numel(),
         mesh=mesh,
-        attention_plan=packed_plan(
-            cu,
-            sets,
-            mesh,
-            device,
-            {
-                i: (starts[first], starts[first] + count)
-                for i, (first, count) in enumerate(shared)
-                if count
-            },
-            tail=len(tail) > 0,
-        ),
+        attention_plan=packed_plan(cu, sets, mesh, device, prefixes, tail=len(tail) > 0),
     )
 
 

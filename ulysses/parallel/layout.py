@@ -27,8 +27,8 @@ whole documents, except that the first one may start in the middle (then it has 
 mask is aligned bottom-right) and the last one may end early. No key is copied for a second arc. Positions travel with
 their tokens, so the rest of the engine does not notice the order.
 
-A document is a sequence of the pack, or its tail. A sequence that leaves out a shared prompt is a suffix; the packed
-rows that it leaves out, which an earlier sequence holds, are its prefix (batch.py).
+A document is a sequence of the pack, or its tail. A sequence that continues another one is a suffix; the packed rows
+that it leaves out, which earlier sequences hold, are its prefix (batch.py).
 
 Letters: T packed tokens (tail included), S tokens on this rank, N sequences, H query heads, K kv heads, U head-parallel
 and R row-parallel size.
@@ -47,8 +47,8 @@ import torch
 from torch import Tensor
 
 from .mesh import ParallelMesh
+from .ranges import Range, count_rows, rows_between, rows_of
 
-Range = tuple[int, int]
 Device = torch.device | str
 Tensors = Sequence[Tensor]
 Rest = TypeVar("Rest")
@@ -203,20 +203,6 @@ def _arcs(rows: Tensor) -> list[Range]:
     return [(int(rows[a]), int(rows[b - 1]) + 1) for a, b in pairwise(bounds)]
 
 
-def count_rows(ranges: Sequence[Range]) -> int:
-    """Count the rows of packed ranges."""
-    return sum(end - start for start, end in ranges)
-
-
-def rows_of(ranges: Sequence[Range]) -> Tensor:
-    """List the rows of packed ranges, in order: int64 on the host."""
-    starts, ends = torch.tensor(ranges).T
-    sizes = ends - starts
-    # the difference between a row's number and its place in the list, which is the same for all rows of a range
-    shift = starts - sizes.cumsum(0) + sizes
-    return shift.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
-
-
 def shard_ranges(sets: list[list[Range]], sp_rank: int, head_parallel_size: int) -> list[Range]:
     """Return the packed ranges whose tokens rank r * U + u holds, in order: the u-th equal part of row set r."""
     row_set, part = divmod(sp_rank, head_parallel_size)
@@ -297,8 +283,9 @@ class AttentionPlan:
     row_sets: the packed ranges of every row set; its U ranks hold equal parts of them, one after the other.
     calls: one for each arc of this rank's row set; causal calls leave out the keys after the arc's end.
     prefix_calls: calls without a mask from the rows of suffixes to their prefixes, whose results are merged with those
-        of `calls`. Within a call no row and no key comes twice, and no two prefix calls have the same key.
-    prefixes: the packed rows of every suffix's prefix, by the suffix's place in the pack; the same on all ranks.
+        of `calls`. Within one of them no row and no key comes twice, and no two of them have the same key.
+    prefixes: the packed rows of every suffix's prefix, by the suffix's place in the pack; the same on all ranks. Each
+        range has the first rows of a sequence, so that two prefixes that have a row in common are alike before it.
     """
 
     mesh: ParallelMesh
@@ -307,7 +294,7 @@ class AttentionPlan:
     row_sets: list[list[Range]]
     calls: list[VarlenCall]
     prefix_calls: list[VarlenCall]
-    prefixes: dict[int, Range]
+    prefixes: dict[int, list[Range]]
 
     @property
     def total(self) -> int:
@@ -325,7 +312,7 @@ class AttentionPlan:
     def longest(self) -> int:
         """The most tokens that a row sees without a window."""
         bounds = enumerate(pairwise(self.cu_seqlens))
-        return max(b - a + count_rows([self.prefixes.get(i, (0, 0))]) for i, (a, b) in bounds)
+        return max(b - a + count_rows(self.prefixes.get(i, ())) for i, (a, b) in bounds)
 
     def windowed(self, window: int) -> "AttentionPlan":
         """Return the plan of layers whose window cuts documents, which is another one if there are shared prefixes.
@@ -363,7 +350,7 @@ class AttentionPlan:
         """The plan with calls without a mask: every row attends to its whole sequence."""
         if self.prefixes:
             raise ValueError(
-                "sequences that share a prompt need a causal mask; pack them whole"
+                "sequences that continue others need a causal mask; pack them whole"
             )
         arcs = sequence_parts(self.cu_seqlens, self.row_sets[self.mesh.row_set])
         whole = [[([part.rows], [part.whole]) for part in parts] for parts in arcs]
@@ -375,7 +362,7 @@ def packed_plan(
     sets: list[list[Range]],
     mesh: ParallelMesh,
     device: Device,
-    prefixes: dict[int, Range] | None = None,
+    prefixes: dict[int, list[Range]] | None = None,
     tail: bool = False,
 ) -> AttentionPlan:
     """Plan the attention of a pack whose rows were dealt as `sets`; `cu_seqlens` is on the host and covers the tail.
@@ -400,52 +387,52 @@ def packed_plan(
 
 
 def _prefix_calls(
-    parts: Iterable[Part], prefixes: dict[int, Range], device: Device
+    parts: Iterable[Part], prefixes: dict[int, list[Range]], device: Device
 ) -> list[VarlenCall]:
-    """Return the calls from all parts of suffixes to their prefixes.
+    """Return the calls from all parts of suffixes to their prefixes, which are cut wherever one of them ends.
 
-    Three suffixes whose prefixes are the first 2, 2 and 3 rows of one sequence take two calls:
+    The n-th call has the n-th piece of every prefix. Three suffixes have the first 2, 2 and 3 rows of one sequence as
+    their prefixes, and a fourth one has those of the third and its first row:
 
-        call 0     rows of all three suffixes      keys 0 1
-        call 1     rows of the third one           keys     2
+        call 0     rows of all four suffixes           keys 0 1
+        call 1     rows of the third and the fourth    keys     2
+        call 2     rows of the fourth                  keys       the third one's first
     """
-    # by the start of their prefix: (end of the prefix, part of a suffix)
-    suffixes: dict[int, list[tuple[int, Part]]] = defaultdict(list)
-    for part in parts:
-        if part.sequence in prefixes:
-            start, end = prefixes[part.sequence]
-            suffixes[start].append((end, part))
-    calls: dict[int, list[Document]] = defaultdict(list)
-    for start, same_start in suffixes.items():
-        ends = sorted({end for end, _ in same_start})
-        for number, (low, high) in enumerate(pairwise([start, *ends])):
-            rows = [part.rows for end, part in same_start if end >= high]
-            calls[number].append((rows, [(low, high)]))
-    return [varlen_call(documents, device, causal=False) for documents in calls.values()]
+    read = [(part, prefixes[part.sequence]) for part in parts if part.sequence in prefixes]
+    ends = sorted({end for _, ranges in read for _, end in ranges})
+    # by the number of the call and the piece of prefixes: the rows that read it
+    calls: dict[int, dict[Range, list[Range]]] = defaultdict(lambda: defaultdict(list))
+    for part, ranges in read:
+        cut = (
+            [start, *ends[bisect_right(ends, start) : bisect_right(ends, end)]]
+            for start, end in ranges
+        )
+        for number, piece in enumerate(chain(*map(pairwise, cut))):
+            calls[number][piece].append(part.rows)
+    return [
+        varlen_call([(rows, [piece]) for piece, rows in call.items()], device, causal=False)
+        for call in calls.values()
+    ]
 
 
 def _causal_calls(
-    arcs: list[list[Part]], prefixes: dict[int, Range], window: int, device: Device
+    arcs: list[list[Part]], prefixes: dict[int, list[Range]], window: int, device: Device
 ) -> list[VarlenCall]:
-    """Return the calls of every arc: first parts that see no prefix, then suffixes, one of each prompt at a time.
+    """Return the call of every arc, where suffixes may have keys of their prefixes in common.
 
     The keys of a part are those of its rows, and those that its first row sees through the window.
     """
-    calls: dict[Range, list[Document]] = defaultdict(list)
-    for arc, parts in enumerate(arcs):
-        suffixes: Counter[int] = Counter()  # so far, by the start of their prefix
+    calls = []
+    for parts in arcs:
+        documents = []
         for part in parts:
             begin, reach = part.whole[0], part.start + 1 - window
-            keys, number = [(max(begin, reach), part.end)], 0
-            start, stop = prefixes.get(part.sequence, (0, 0))
-            # the first row of the prefix that the window reaches
-            seen = max(start, stop + reach - begin)
-            if seen < stop:
-                keys.insert(0, (seen, stop))
-                suffixes[start] += 1
-                number = suffixes[start]
-            calls[arc, number].append(([part.rows], keys))
-    return [varlen_call(calls[key], device, causal=True) for key in sorted(calls)]
+            prefix = prefixes.get(part.sequence, ())
+            count = count_rows(prefix)
+            seen = rows_between(prefix, count + reach - begin, count)
+            documents.append(([part.rows], [*seen, (max(begin, reach), part.end)]))
+        calls.append(varlen_call(documents, device, causal=True))
+    return calls
 
 
 def varlen_call(documents: list[Document], device: Device, *, causal: bool) -> VarlenCall:

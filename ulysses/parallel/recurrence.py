@@ -1,10 +1,10 @@
-"""The order in which a recurrence runs over the documents of a pack: an answer starts where its prompt has ended.
+"""The order in which a recurrence runs over the documents of a pack: a suffix starts where its prefix has ended.
 
     packed rows     p p p a a a | b b | c c c     the second document leaves out p p p, which the first one holds
     tree level 0    p p p | c c c                 start from nothing
     tree level 1    a a a | b b                   start from the state after p p p
 
-Shared prompts make documents trees, whose levels run one after the other. A pack without them has one level.
+Shared prefixes make documents trees, whose levels run one after the other. A pack without them has one level.
 
 Letters: T packed tokens.
 """
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .ranges import Range, count_rows, rows_between, rows_of
 
 
 class TreeLevel(NamedTuple):
@@ -36,7 +38,7 @@ class TreeLevel(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """A pack in which each document that leaves out a prompt begins with copies of the prompt's last rows.
+    """A pack in which each document that leaves out a prefix begins with copies of the prefix's last rows.
 
     bounds: where each document begins, and the end. cu_seqlens: the bounds on the device, int64. rows: the packed rows
     that the new pack consists of. originals: which rows of the new pack are no copies.
@@ -59,17 +61,19 @@ class Recurrence:
     def __init__(
         self,
         cu_seqlens: Sequence[int],
-        prefixes: Mapping[int, tuple[int, int]],
+        prefixes: Mapping[int, Sequence[Range]],
         device: torch.device,
     ) -> None:
         self.documents, self.prefixes, self.device = [*pairwise(cu_seqlens)], prefixes, device
         self.tree_levels: list[TreeLevel] = []
         self.with_copies = cache(self._with_copies)
-        prefix_ends = {end for _, end in prefixes.values()}
+        # by a sequence's place: the row before which its prefix ends
+        prefix_end = {i: ranges[-1][1] for i, ranges in prefixes.items()}
+        prefix_ends = {*prefix_end.values()}
         # A part begins where a document begins, or where a prefix ends. Each is given by its packed rows and by the
         # row before which the state that it starts from ends; 0 is the state of nothing.
         state_of_start = dict.fromkeys(cu_seqlens, 0)
-        state_of_start |= {cu_seqlens[i]: end for i, (_, end) in prefixes.items()}
+        state_of_start |= {cu_seqlens[i]: end for i, end in prefix_end.items()}
         level_after_state = {0: 0}
         levels: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for start, end in pairwise(sorted({*cu_seqlens, *prefix_ends})):
@@ -97,10 +101,11 @@ class Recurrence:
             return Copies(level.bounds, level.cu_seqlens, slice(None), slice(None))
         bounds, rows, originals = [0], [], []
         for i, (start, end) in enumerate(self.documents):
-            prefix_start, prefix_end = self.prefixes.get(i, (0, 0))
-            copies = min(count, prefix_end - prefix_start)
-            rows += [torch.arange(prefix_end - copies, prefix_end), torch.arange(start, end)]
-            bounds.append(bounds[-1] + copies + end - start)
+            prefix = self.prefixes.get(i, ())
+            length = count_rows(prefix)
+            document = [*rows_between(prefix, length - count, length), (start, end)]
+            rows.append(rows_of(document))
+            bounds.append(bounds[-1] + count_rows(document))
             originals.append(torch.arange(bounds[-1] - (end - start), bounds[-1]))
         tensors = torch.tensor(bounds), torch.cat(rows), torch.cat(originals)
         return Copies(bounds, *(x.to(self.device) for x in tensors))

@@ -173,7 +173,8 @@ def run_question(
     def question_of(data: TokenizedDataset) -> Question:
         tokens = budget
         if auto:
-            tokens = longest if data.kind == "prompt" else int(data.lengths.max())
+            is_sampled = requirements.longest_example > config.data.max_length
+            tokens = longest if is_sampled else int(data.lengths.max())
         question = planner_question(stage, shape, machine, tokens)
         steps = (planned_step(stage, shape, data, each) for each in (typical, largest))
         return cut_steps(question, *steps, auto)
@@ -196,7 +197,7 @@ def planned_step(
     """
     requirements = stage.requirements
     lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
-    if requirements.rollout:
+    if "prompt" in (stage.trained_type, stage.dataset_type):
         count = requirements.rollout.answers
         prompts = lengths.repeat(count, axis=0)[: requirements.examples_per_step]
         prefixes = (prompts - 1) * (1 - 1 / count) * data.share_prompts

@@ -5,11 +5,14 @@
     leave_one_out   an answer's reward minus the mean of the other answers' (RLOO, 2402.14740)
     reinforce++     the sum of the answer's rewards from a token on, whitened over the rollout (2501.03262)
 
-Each function takes rewards [T] and values [T] of the answers' tokens, packed by cu_seqlens [N + 1], and the [ppo]
-table. It returns the columns [T] that the loss reads (`advantages`, and with a value `old_values` and `returns`), and
-metrics. Answers to the same prompt lie one after the other. Everything is float64 and the same on every rank.
+An answer is an episode where an episode has branches: they have one reward, the mean of theirs, and one advantage.
+
+Each function takes rewards [T] and values [T] of the tokens that the policy has drawn, packed by cu_seqlens [N + 1],
+the N trajectories, and the [ppo] table. It returns the columns [T] that the loss reads (`advantages`, and with a value
+`old_values` and `returns`), and metrics. Everything is float64 and the same on every rank.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,12 +21,17 @@ from torch import Tensor
 
 from losses.ppo import group_advantages, packed_gae, whiten
 from ulysses.config.stage_sections import PpoSection
+from ulysses.rl.trajectory import Trajectory
 
 ColumnsAndMetrics = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def gae(
-    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, ppo: PpoSection
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    trajectories: list[Trajectory],
+    ppo: PpoSection,
 ) -> ColumnsAndMetrics:
     advantages, returns = packed_gae(rewards, values, cu_seqlens, ppo.gamma, ppo.lam)
     whitened = whiten(advantages, torch.ones_like(values))
@@ -34,20 +42,32 @@ def gae(
 
 
 def compare_answers(
-    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, ppo: PpoSection
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    trajectories: list[Trajectory],
+    ppo: PpoSection,
 ) -> ColumnsAndMetrics:
-    lengths, per_prompt = cu_seqlens.diff(), ppo.answers_per_prompt
-    scores = torch.stack([answer.sum() for answer in rewards.split(lengths.tolist())])
-    advantages = group_advantages(scores, per_prompt, ppo.advantage, scale=ppo.scale_by_std)
-    groups = scores.view(-1, per_prompt)
+    lengths = cu_seqlens.diff()
+    earned = torch.stack([answer.sum() for answer in rewards.split(lengths.tolist())])
+    numbers = torch.tensor([(one.group, one.episode) for one in trajectories])
+    episodes, places, branches = numbers.unique(dim=0, return_inverse=True, return_counts=True)
+    scores = earned.new_zeros(len(episodes)).index_add(0, places, earned) / branches
+    groups = episodes[:, 0]
+    advantages = group_advantages(scores, groups, ppo.advantage, scale=ppo.scale_by_std)
+    different = Counter(group for group, _ in {*zip(groups.tolist(), scores.tolist())})
     # nothing is learned from answers that all have the same score
-    equal = (groups == groups[:, :1]).all(1)
+    equal = torch.tensor([count == 1 for count in different.values()])
     metrics = {"advantages/zero_groups": equal.double().mean()}
-    return {"advantages": advantages.repeat_interleave(lengths)}, metrics
+    return {"advantages": advantages[places].repeat_interleave(lengths)}, metrics
 
 
 def reinforce(
-    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, ppo: PpoSection
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    trajectories: list[Trajectory],
+    ppo: PpoSection,
 ) -> ColumnsAndMetrics:
     no_values = torch.zeros_like(rewards)
     _, returns = packed_gae(rewards, no_values, cu_seqlens, ppo.gamma, lam=1.0)
@@ -57,7 +77,7 @@ def reinforce(
 class Advantage(NamedTuple):
     """An algorithm: its function, whether it trains a value, and whether it compares the answers to a prompt."""
 
-    compute: Callable[[Tensor, Tensor, Tensor, PpoSection], ColumnsAndMetrics]
+    compute: Callable[..., ColumnsAndMetrics]
     needs_value: bool = False
     needs_group: bool = False
 

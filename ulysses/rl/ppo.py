@@ -27,7 +27,14 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.rewards import Rewards
-from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
+from ulysses.rl.rollout import (
+    OPPOSED,
+    SCORES,
+    Rollout,
+    RolloutMaker,
+    RolloutSteps,
+    answer_metrics,
+)
 from ulysses.rl.rows import TrajectoryGroups, unfit_advantages
 from ulysses.rl.samplers import build_sampler, check_sampler
 from ulysses.rl.trajectory import Trajectory
@@ -87,7 +94,7 @@ class PpoStage(ReferencedStage):
     `maker` makes the rollouts. The log-probabilities of a rollout and of the first step may differ by `tolerance`, too.
     """
 
-    name = "ppo"
+    name, dataset_type = "ppo", "prompt"
     reference_words = ("live",)
 
     maker: RolloutMaker | None = None
@@ -146,8 +153,8 @@ class PpoStage(ReferencedStage):
             yield from super().check()
 
     @property
-    def dataset_type(self) -> str:
-        return "trajectory" if self.table.takes_rows else "prompt"
+    def trained_type(self) -> str:
+        return "trajectory" if self.table.takes_rows else ""
 
     def check_data(self, train: TokenizedDataset) -> Iterator[str]:
         if self.table.takes_rows:
@@ -250,6 +257,9 @@ class PpoStage(ReferencedStage):
         policy = ppo_policy_loss(logps, old, advantages, **policy_options(ppo))
         importance = columns["importance"] if ppo.importance_cap else 1.0
         policy_losses = policy.losses * importance
+        if OPPOSED in columns:
+            opposed = ppo_policy_loss(logps, old, columns[OPPOSED], **policy_options(ppo))
+            policy_losses = policy_losses + opposed.losses * importance
         means = {
             "policy/approxkl_avg": 0.5 * gap.square(),
             "policy/clipfrac_avg": policy.clipped,

@@ -7,12 +7,13 @@
       -> rewards and advantages             of GAE with its returns, or of each answer among the others to its prompt
 
     answers to prompt 0          to prompt 1
-    [ p p p a a ]                [ p a a a ]        the answers to a prompt lie one after the other; those that fit
-          [ p a a a ]            [ p a ]            into a micro-batch together form one example: they share the
-          [ p a ]                      [ p a a ]    prompt, which is computed once
+    [ p p p a a ]                [ p a a t a a ]    the trajectories of a group lie one after the other; those that fit
+          [ p a a a ]            [ p a ]            into a micro-batch together form one example: what one has in
+          [ p a ]                      [ t a a ]    common with the one before it, a prompt or more, is computed once
 
 All columns are in prediction coordinates: row i of a sequence belongs to the prediction of its token i + 1.
-Letters: N sequences (answers with their prompts), T tokens of all sequences, K answers to each prompt.
+Letters: N trajectories, T tokens that are held of them, A tokens that they have drawn, each counted in every one of
+them.
 """
 
 import json
@@ -41,39 +42,46 @@ from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.rows import TrajectoryGroups, trajectories_of
 from ulysses.rl.samplers import AnySampler
 from ulysses.rl.servers import in_thread
-from ulysses.rl.trajectory import Trajectory
+from ulysses.rl.trajectory import Trajectory, depth_first
 from ulysses.stages.passes import token_values
 from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
 from ulysses.zero.engine import ZeroEngine
 
 SCORES = "objective/scores"  # the metric that an evaluation is judged by
+OPPOSED = "opposed_advantages"  # the column of those below 0 where others of the same token are above it
 
 
 @dataclass
 class Rollout:
-    """Prompts with their answers and what training on them needs, as a dataset whose examples may share prompts.
+    """Trajectories and what training on them needs, as a dataset whose examples are trees of sequences.
 
-    An example has the number of its first answer, whose sequence alone holds the whole prompt.
+    Each trajectory leaves out what it has in common with the one before it in its example; a token that several share
+    has the sum of their weights. An example has the number of its first trajectory, which is held whole.
 
     Args:
-        layout: three rows [N] for the answers: `lengths`, the tokens of their sequences; `example_ids`, the numbers of
-            their examples; `prefixes`, the tokens of the prompt that a sequence leaves out, 0 for first answers.
-        columns: flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout is finished,
-            float32 columns for the loss.
-        trajectories: [N]; a checkpoint leaves them out.
-        answers_per_prompt: K.
+        layout: four rows [N] for the trajectories: `lengths`, the tokens that are held of their sequences; `prefixes`,
+            those that they leave out; `example_ids`, the numbers of their examples; `groups`, the places of their
+            groups.
+        columns: flat [T]: the tokens, their weights in the loss (0 where nothing is drawn) and, once the rollout is
+            finished, float32 columns for the loss.
+        trajectories: [N] in the order of the layout. A checkpoint leaves them out.
 
     Attributes:
-        ends: where each answer's tokens end in the columns, [N].
-        sequence_lengths, prefix_lengths: `lengths` and `prefixes` by example, [N, K]; 0 where there is no sequence.
+        predicted_at: for each token that a trajectory has drawn, one trajectory after the other, the row of the columns
+            that predicts it, [A]. Several trajectories may have the same rows.
+        weights: those of the same tokens, float64 [A]. A checkpoint leaves out both.
+        ends: where each trajectory's tokens end in the columns, [N].
+        sequence_lengths, prefix_lengths: `lengths` and `prefixes` by example, [N, the most of one]; 0 where there is no
+            sequence.
     """
 
     number: int
     layout: Tensor
     columns: dict[str, Tensor]
     trajectories: list[Trajectory] = field(default_factory=list)
-    answers_per_prompt: int = 1
     metrics: dict[str, float] = field(default_factory=dict)
+    predicted_at: Tensor = field(init=False)
+    weights: Tensor = field(init=False)
 
     @classmethod
     def of(
@@ -83,70 +91,88 @@ class Rollout:
         *,
         tokens_per_microbatch: int = 0,
         by_length: bool = False,
+        share_drawn: bool = True,
     ) -> "Rollout":
-        """Lay out trajectories, those of a group, of which each has K, one after the other.
+        """Lay out trajectories, one group after the other, those of a group depth first.
 
         Args:
-            tokens_per_microbatch: the most tokens of an example, whose prompt counts once; 0 shares no prompt.
-            by_length: every answer weighs 1 in the loss, and not each of its tokens.
+            tokens_per_microbatch: the most tokens of an example, where what is shared counts once; 0 shares nothing.
+            by_length: every trajectory weighs 1 in the loss, and not each of its tokens.
+            share_drawn: trajectories may share tokens that each of them trains.
         """
-        K = len(trajectories) // len({t.group for t in trajectories})
-        parts, counts, weights, layout = [], [], [], []
-        example, room = 0, 0
-        for n, trajectory in enumerate(trajectories):
-            prompt, length = trajectory.prompt, len(trajectory.tokens)
-            # every sequence holds the prompt's last token, which predicts the answer's first
-            room -= 1 + length
-            if n % K == 0 or room < 0:
-                example, room = n, tokens_per_microbatch - len(prompt) - length
-            prefix = len(prompt) - 1 if example < n else 0
-            rest = len(prompt) - prefix
-            parts += [prompt[prefix:], trajectory.tokens]
-            counts += [rest, length]
-            weights += [0.0, 1 / length if by_length else 1.0]
-            layout.append((rest + length, example, prefix))
-        columns = {
-            "tokens": torch.from_numpy(np.concatenate(parts).astype(np.int32)),
-            "weights": torch.tensor(weights).repeat_interleave(torch.tensor(counts)),
-        }
-        return cls(number, torch.tensor([*zip(*layout)]), columns, trajectories, K)
+        groups: dict[int, list[Trajectory]] = {}
+        for trajectory in trajectories:
+            groups.setdefault(trajectory.group, []).append(trajectory)
+        ordered: list[Trajectory] = []
+        tokens, predicted_at, weights, layout = [], [], [], []
+        rows, example, room, held = np.empty(0, np.int64), 0, 0, 0
+        for place, group in enumerate(groups.values()):
+            for trajectory, in_common in zip(*depth_first(group, share_drawn)):
+                whole, drawn = trajectory.whole, trajectory.drawn
+                # the last token in common predicts the first that differs
+                prefix = max(0, in_common - 1)
+                room -= len(whole) - prefix
+                if in_common == 0 or room < 0:
+                    example, prefix = len(ordered), 0
+                    room = tokens_per_microbatch - len(whole)
+                own = len(whole) - prefix
+                # where the columns have the rows of the whole sequence
+                rows = np.append(rows[:prefix], np.arange(held, held + own))
+                held += own
+                ordered.append(trajectory)
+                layout.append((own, prefix, example, place))
+                tokens.append(whole[prefix:])
+                predicted_at.append(rows[drawn - 1])
+                weights.append(np.full(len(drawn), 1 / len(drawn) if by_length else 1.0))
+        columns = {"tokens": torch.from_numpy(np.concatenate(tokens))}
+        rollout = cls(number, torch.tensor(layout).T.contiguous(), columns, ordered)
+        rollout.predicted_at, rollout.weights = (
+            torch.from_numpy(np.concatenate(x)) for x in (predicted_at, weights)
+        )
+        rollout.columns["weights"] = rollout.held(rollout.weights).roll(1).float()
+        return rollout
 
     def __post_init__(self) -> None:
-        self.lengths, self.example_ids, self.prefixes = self.layout.numpy()
+        self.lengths, self.prefixes, self.example_ids, self.groups = self.layout.numpy()
         self.ends = self.lengths.cumsum()
-        tables = np.zeros((2, len(self.ends), self.answers_per_prompt), np.int64)
         within_example = np.arange(len(self.ends)) - self.example_ids
+        tables = np.zeros((2, len(self.ends), within_example.max() + 1), np.int64)
         tables[:, self.example_ids, within_example] = self.lengths, self.prefixes
         self.sequence_lengths, self.prefix_lengths = tables
 
-    def examples(self, prompts: list[int]) -> list[int]:
-        """Return the numbers of the examples that hold all answers to these prompts."""
-        ids = self.example_ids.reshape(-1, self.answers_per_prompt)[prompts]
-        return [*dict.fromkeys(ids.ravel().tolist())]
+    @property
+    def num_groups(self) -> int:
+        return int(self.groups[-1]) + 1
+
+    def held(self, values: Tensor) -> Tensor:
+        """Return the sums of drawn tokens' values [A], float64, at the rows that predict them, [T]."""
+        rows = values.new_zeros(len(self.columns["tokens"]))
+        return rows.index_add_(0, self.predicted_at, values)
+
+    def examples(self, groups: list[int]) -> list[int]:
+        """Return the numbers of the examples that hold these groups, by their places."""
+        ids = (self.example_ids[self.groups == place].tolist() for place in groups)
+        return [*dict.fromkeys(chain(*ids))]
 
     def __getitem__(self, i: int) -> Example:
         arrays = {name: column.numpy() for name, column in self.columns.items()}
         lengths, prefixes = self.sequence_lengths[i].tolist(), self.prefix_lengths[i].tolist()
-        prompt_length = max(prefixes) + 1  # if the prompt is shared
-        start = end = int(self.ends[i]) - lengths[0]
-        sequences = []
+        end = int(self.ends[i]) - lengths[0]
+        sequences, before = [], arrays  # of which the first sequence takes nothing
         for length, prefix in zip(filter(None, lengths), prefixes):
             begin, end = end, end + length
-            per_token = {
-                name: np.concatenate([column[start : start + prefix], column[begin:end]])
+            before = {
+                name: np.concatenate([before[name][:prefix], column[begin:end]])
                 for name, column in arrays.items()
             }
+            per_token = dict(before)
             tokens, weights = per_token.pop("tokens"), per_token.pop("weights")
-            sequences.append(Sequence(tokens, weights, per_token, {}, i, prompt_length))
+            sequences.append(Sequence(tokens, weights, per_token, {}, i, prefix + 1))
         return Example(i, tuple(sequences))
 
     def save(self, path: Path) -> None:
         """Write a finished rollout as safetensors."""
-        fields = {
-            "number": self.number,
-            "answers_per_prompt": self.answers_per_prompt,
-            "metrics": self.metrics,
-        }
+        fields = {"number": self.number, "metrics": self.metrics}
         write_tensors(path, {"layout": self.layout, **self.columns}, rollout=json.dumps(fields))
 
     @classmethod
@@ -159,17 +185,20 @@ class Rollout:
 
 
 def answer_table(trajectories: list[Trajectory]) -> Tensor:
-    """Return every answer's length, score and whether a stop token ended it, [3, N] float64."""
-    rows = [(len(one.tokens), one.score, one.ended) for one in trajectories]
+    """Return every answer's drawn tokens, score and whether a stop token ended it, [3, N] float64."""
+    rows = [(sum(one.sampled), one.score, one.ended) for one in trajectories]
     return torch.tensor(rows, dtype=torch.float64).T
 
 
 def answer_metrics(trajectories: list[Trajectory]) -> dict[str, Tensor]:
     """Return the metrics of answers, with the mean score by each reward, in training and in evaluation."""
-    lengths, scores, ended = answer_table(trajectories)
+    lengths, _, ended = answer_table(trajectories)
+    # the branches of an episode, which is one of its row's, have one score
+    episodes = [*{(one.row, one.group, one.episode): one for one in trajectories}.values()]
+    scores = answer_table(episodes)[1]
     by_reward = {
-        f"{SCORES}/{name}": torch.tensor([one.scores[name] for one in trajectories]).mean()
-        for name in trajectories[0].scores
+        f"{SCORES}/{name}": torch.tensor([one.scores[name] for one in episodes]).mean()
+        for name in episodes[0].scores
     }
     return {
         SCORES: scores.mean(),
@@ -323,7 +352,8 @@ class RolloutMaker:
         if self.scorer is not None:
             with self.scorer.inference():
                 values = self._values(rollout, self.scorer)
-            for one, score in zip(trajectories, values[rollout.ends - 1].tolist(), strict=True):
+            scores_by_model = values[rollout.ends - 1].tolist()
+            for one, score in zip(rollout.trajectories, scores_by_model, strict=True):
                 one.scores[self.ppo.reward_model] = score
         for one in trajectories if self.ppo.reward else ():
             weighted = (w * one.scores[name] for name, w in self.ppo.reward.items())
@@ -341,6 +371,8 @@ class RolloutMaker:
             trajectories,
             tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
             by_length=self.ppo.loss_aggregation == "sequence",
+            share_drawn=self.ppo.ratio == "token"
+            and not ADVANTAGES[self.ppo.advantage].needs_value,
         )
 
     def complete(self, rollout: Rollout) -> None:
@@ -385,11 +417,8 @@ class RolloutMaker:
             old, values, reference: the policy's log-probabilities and values (zeros without a value model) and the
                 reference's log-probabilities at all tokens, [T].
         """
-        ppo, weights = self.ppo, rollout.columns["weights"]
-        in_answer = weights.bool()
-        # a sequence's last token predicts nothing: what follows is a prompt's token, which has no weight
-        predicts = in_answer.roll(-1)
-        old, values, reference = (x[predicts].double() for x in (old, values, reference))
+        ppo, at = self.ppo, rollout.predicted_at
+        old, values, reference = (x[at].double() for x in (old, values, reference))
         lengths, scores, ended = answer_table(rollout.trajectories)
         cu_seqlens = F.pad(lengths.long().cumsum(0), (1, 0))
         kept = (ended.bool() | (not ppo.mask_truncated)).repeat_interleave(lengths.long())
@@ -404,13 +433,15 @@ class RolloutMaker:
             has_eos=ended,
         )
         compute = ADVANTAGES[ppo.advantage].compute
-        columns, of_advantages = compute(rewards, values, cu_seqlens, ppo)
-        if given := [x for one in rollout.trajectories for x in one.advantages]:
-            columns["advantages"] = torch.tensor(given, dtype=torch.float64)
+        columns, of_advantages = compute(rewards, values, cu_seqlens, rollout.trajectories, ppo)
+        if rollout.trajectories[0].advantages:  # then all have them
+            given = [np.array(one.advantages)[one.sampled] for one in rollout.trajectories]
+            columns["advantages"] = torch.from_numpy(np.concatenate(given)).double()
         columns["old_logps"] = old
         if ppo.kl_in != "reward":
             columns[REFERENCE_LOGPS] = reference
-        gap = old - np.concatenate([one.logps for one in rollout.trajectories])
+        sampled = [np.array(one.logps)[one.sampled] for one in rollout.trajectories]
+        gap = old - np.concatenate(sampled)
         N = len(rollout.trajectories)
         metrics = {
             **answer_metrics(rollout.trajectories),
@@ -430,10 +461,24 @@ class RolloutMaker:
             capped = ratio > ppo.importance_cap
             metrics["sampler/importance_capped"] = capped.double().mean()
         rollout.metrics = {name: float(value) for name, value in metrics.items()}
-        weights[in_answer] *= kept
-        for name, column in columns.items():
-            zeros = torch.zeros(len(predicts))
-            rollout.columns[name] = zeros.masked_scatter_(predicts, (column * kept).float())
+        weights = rollout.weights * kept
+
+        def share(weights: Tensor) -> Tensor:
+            """Return each token's share of the weights at its row, of which a row may have none."""
+            return (weights / rollout.held(weights)[at]).nan_to_num()
+
+        # A loss is the same for all advantages of one sign but for a factor, so that those of one sign are added.
+        strength = share(weights * columns.get("importance", 1.0))
+        strengths = strength * columns.pop("advantages")
+        above, below = (
+            rollout.held(x) for x in (strengths.clamp(min=0), strengths.clamp(max=0))
+        )
+        held = {name: rollout.held(share(weights) * x) for name, x in columns.items()}
+        held["advantages"] = above.where(above > 0, below)
+        if (opposed := below * (above > 0)).any():
+            held[OPPOSED] = opposed
+        held["weights"] = rollout.held(weights).roll(1)
+        rollout.columns |= {name: column.float() for name, column in held.items()}
 
 
 @dataclass(eq=False)
@@ -476,6 +521,5 @@ class RolloutSteps:
         """Return the examples of step k of the current rollout, in a fixed order."""
         rollout, ppo = self.maker.rollout, self.maker.ppo
         pass_number, minibatch = divmod(k % ppo.steps_per_rollout, ppo.minibatches)
-        count = len(rollout.lengths) // rollout.answers_per_prompt
-        order = shuffled(count, self.prompts.seed, rollout.number, pass_number)
+        order = shuffled(rollout.num_groups, self.prompts.seed, rollout.number, pass_number)
         return rollout.examples(np.array_split(order, ppo.minibatches)[minibatch].tolist())

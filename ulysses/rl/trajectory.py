@@ -3,11 +3,20 @@
 prompt          tokens
 [ p p p p ]     [ a a a . . t t . . a a a . ]     a: drawn by the policy (`sampled`), and trained
                                                   t: told to it between its turns, as a tool's result is
+
+The trajectories of a group are a tree: they share a prompt, and branches of an episode its first turns. In depth-first
+order each one leaves out what it has in common with the one before it (parallel/batch.py).
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise, starmap
+
+import numpy as np
 
 from ulysses.rl.sampler import Completion
+
+# a branching point costs every layer a kernel call, about as much as so many tokens that are computed again
+FEWEST_SHARED = 64
 
 
 @dataclass
@@ -37,6 +46,16 @@ class Trajectory:
     scores: dict[str, float] = field(default_factory=dict)
     advantages: list[float] = field(default_factory=list)
 
+    @property
+    def whole(self) -> np.ndarray:
+        """All tokens, int32."""
+        return np.array([*self.prompt, *self.tokens], np.int32)
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """The places in the whole sequence at which the policy has drawn a token."""
+        return np.flatnonzero(self.sampled) + len(self.prompt)
+
     @classmethod
     def of(
         cls,
@@ -59,3 +78,33 @@ class Trajectory:
             episode,
             row,
         )
+
+
+def depth_first(
+    group: list[Trajectory], share_drawn: bool
+) -> tuple[list[Trajectory], list[int]]:
+    """Order the trajectories of a group, and return how many tokens each leaves to the one before it, its last too.
+
+    Sorting whole sequences gives a depth-first order. Answers that share their prompt alone stay in their order.
+
+    Args:
+        share_drawn: a trajectory may also leave out tokens that it has drawn itself; False shares none of those.
+    """
+    ordered = sorted(group, key=lambda one: one.prompt + one.tokens)
+    counts = _in_common(ordered, share_drawn)
+    if all(count <= len(one.prompt) for one, count in zip(ordered, counts)):
+        return group, _in_common(group, share_drawn)
+    return ordered, counts
+
+
+def _in_common(ordered: list[Trajectory], share_drawn: bool) -> list[int]:
+    def in_common(before: Trajectory, after: Trajectory) -> int:
+        one, other = before.whole, after.whole
+        count = min(len(one), len(other))
+        differs = np.flatnonzero(one[:count] != other[:count])
+        count, first = int([*differs, count][0]), int(after.drawn[0])
+        if share_drawn and count - first >= FEWEST_SHARED:
+            return count
+        return min(count, first)
+
+    return [0, *starmap(in_common, pairwise(ordered))]

@@ -33,14 +33,14 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
 
     Raises ConfigError for data that are missing or broken, or that the run cannot train on.
     """
-    config, data = inputs.config, inputs.config.data
+    config, data, stage = inputs.config, inputs.config.data, inputs.stage
 
-    def opened(setting: object, held_out: bool = False) -> TokenizedDataset:
+    def opened(setting: object, kind: str, held_out: bool = False) -> TokenizedDataset:
         sources = parse_sources(setting)
         with error_context("data", absent=any(source.is_on_hub for source in sources)):
             return open_dataset(
                 sources,
-                inputs.stage.dataset_type,
+                kind,
                 inputs.tokenizer,
                 inputs.template,
                 data,
@@ -49,13 +49,13 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
                 vocabulary=inputs.shape.vocab_size,
             )
 
-    train, held_out = opened(data.train), None
+    train, held_out = opened(data.train, stage.trained_type or stage.dataset_type), None
     if data.eval_fraction:
-        held_out = opened(data.train, held_out=True)
+        held_out = opened(data.train, stage.dataset_type, held_out=True)
     elif data.eval:
-        held_out = opened(data.eval)
+        held_out = opened(data.eval, stage.dataset_type)
     with error_context():
-        check_examples(config, inputs.stage, train, held_out)
+        check_examples(config, stage, train, held_out)
     return train, held_out
 
 

@@ -38,7 +38,7 @@ Metrics = dict[str, float]  # by name
 
 
 class PlannedRollout(NamedTuple):
-    """The answers that are decoded before each round of PPO's training, for the planner.
+    """The answers that are decoded before each round of training, for the planner.
 
     answers: to each prompt.
     batch: how many of them a process decodes at a time; 0 if servers decode.
@@ -225,6 +225,7 @@ class Stage:
 
     name: ClassVar[str]  # of the stage and of its table
     dataset_type: ClassVar[str]  # text, sequence, pair, ranked, unpaired, prompt or trajectory
+    trained_type: ClassVar[str] = ""  # of the training data alone, if it differs
     reward: ClassVar[bool] = False  # whether a RewardModel is trained
     sequences_per_example: ClassVar[int] = 1  # all of them lie in the same micro-batch
 

@@ -4,7 +4,8 @@ teacher's layers -> rows [M, D_t] --+
                                     +--> one tile of both models' logits at a time --> sum_t w_t (divergence + nll)
 student's layers -> rows [M, D] ----+
 
-Both models read the same rows: conversations, or prompts with answers that the student has drawn before.
+Both models read the same rows: conversations or, with distill.on_policy, prompts with answers that the student samples
+in every step (ulysses/rl/on_policy.py).
 """
 
 from collections.abc import Iterator

@@ -48,8 +48,8 @@ class TokenizedDataset:
         fingerprint: the folder's name, a digest of sources, settings, tokenizer and template; equal on all ranks.
         report: what happened to the rows.
         sequence_lengths: the tokens of every sequence, int64 [examples, most sequences of one], 0 where there is none.
-        prefix_lengths: in the same form, the first tokens of a sequence that a pack holds once, in the example's first
-            sequence; `sequence_lengths` do not count them.
+        prefix_lengths: in the same form, the first tokens of a sequence that a pack holds once, because the sequence
+            before it has them too; `sequence_lengths` do not count them.
         lengths: int64 [examples], the sums of `sequence_lengths`.
         share_prompts: whether the examples say which sequences have a prompt in common; else all prefixes are 0.
         columns: {name: [examples]}, the numbers of the examples.
@@ -138,8 +138,6 @@ class TokenizedDataset:
         prompt = int(numbers.get("prompt_id", index)) if self.share_prompts else None
         first = self._firsts[index]
         of_example = slice(first, first + np.count_nonzero(self.sequence_lengths[index]))
-        # the first sequence has the values of the prefixes of the others
-        first_row = self._starts[first, 1]
         sequences: list[Sequence] = []
         for (start, row), (whole, prefix, rank) in zip(
             self._starts[of_example].tolist(), self._sizes[of_example].tolist()
@@ -148,15 +146,12 @@ class TokenizedDataset:
             for name, values in self.token_columns.items():
                 per_token[name] = values[row : row + whole - prefix]
                 if prefix:
-                    shared = values[first_row : first_row + prefix]
-                    per_token[name] = np.append(shared, per_token[name])
+                    before = sequences[-1].token_columns[name]
+                    per_token[name] = np.append(before[:prefix], per_token[name])
             ranked = {"rank": rank} if self.kind == "ranked" else {}
             arrays = (values[start : start + whole] for values in (self._tokens, self._weights))
             if "prompt_length" in numbers:
                 prompt_length = int(numbers["prompt_length"])
-            elif not sequences:
-                # all of the first sequence may serve later ones as their prompt
-                prompt_length = whole
             else:
                 # a turn that is trained separately; its last shared token is not left out
                 prompt_length = prefix + 1
@@ -221,7 +216,7 @@ def preview_examples(
             name = f"{dataset.kind} {number}"
             if dataset.kind == "pair":
                 name = "chosen" if number == 1 else "rejected"
-            after = f" after {left_out} of the first sequence" if left_out else ""
+            after = f" after {left_out} of the sequence before it" if left_out else ""
             is_trained = np.not_equal(sequence.loss_weights[left_out:], 0)
             is_trained[0] = False  # nothing predicts the first token
             tokens, edges = sequence.tokens[left_out:], np.flatnonzero(np.diff(is_trained)) + 1

@@ -68,7 +68,7 @@ from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.progress import progress
 
-FORMAT_VERSION = 13
+FORMAT_VERSION = 14
 BAR_AFTER_SECONDS = 2.0
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 21  # of a batch, to bound memory
 # settings of the [data] table that decide tokens, besides sources, tokenizer and template
@@ -271,11 +271,12 @@ class Tokenising:
         self, row: RawRow, record: Record, sequences: list[Encoded], prompt_length: int
     ) -> Columns:
         """Return an example as the files hold it."""
-        first, sizes = sequences[0], []
+        before: Encoded = ([], [])
+        sizes = []
         ranks = record.ranks if self.kind == "ranked" else repeat(0)
         for sequence, rank in zip(sequences, ranks):
-            prefix = 0 if sequence is first else common_prefix(first, sequence)
-            sizes += len(sequence[0]), prefix, rank
+            sizes += len(sequence[0]), common_prefix(before, sequence), rank
+            before = sequence
         tokens, weights = ([*chain(*parts)] for parts in zip(*sequences))
         columns: Columns = {
             **record.numbers,

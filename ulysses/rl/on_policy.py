@@ -1,0 +1,138 @@
+"""Distillation on the student's own answers (GKD's lambda, arXiv 2306.13649).
+
+    rows of a step     [ p p p a a ]   [ p p a a a ]   [ p p p ]        of which distill.on_policy are drawn
+                             |               |             |
+    what is trained    [ p p p a a ]   [ p p s s ]     [ p p p s s s ]  s: sampled with the weights of this step
+
+Of a conversation the last answer is sampled, and nothing else of it is trained.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from statistics import mean
+from typing import Self
+
+import numpy as np
+import torch
+
+from ulysses.data.serve.steps import StepLoader
+from ulysses.parallel.batch import Sequence
+from ulysses.parallel.mesh import gather
+from ulysses.parallel.random_keys import keyed_generator
+from ulysses.rl.samplers import AnySampler, build_sampler, check_sampler
+from ulysses.stages.base import Metrics, PlannedRollout, Requirements, RunParts, StepBatches
+from ulysses.stages.distill import DistillStage
+from ulysses.stages.passes import packed_batches
+
+
+@dataclass(eq=False)
+class OnPolicyStage(DistillStage):
+    """Learning from a teacher on rows some of which the student answers itself in every step.
+
+    Args:
+        sampler: decodes this rank's answers with the current weights, in this process or on servers.
+        sampling: metrics of the answers of the current step, the same on every rank but for times.
+    """
+
+    sampler: AnySampler | None = None
+    sampling: Metrics = field(default_factory=dict)
+
+    def check(self) -> Iterator[str]:
+        yield from super().check()
+        yield from check_sampler(self.config.ppo)
+        if self.config.ppo.takes_rows:
+            yield 'ppo.sampler is "rows" but the student samples (distill.on_policy); name servers, or leave it out'
+        if self.table.nll_weight:
+            yield (
+                f"distill.nll_weight is {self.table.nll_weight:g} but answers that the student samples "
+                "(distill.on_policy) are no examples to follow; set one of them to 0"
+            )
+        longest = self.requirements.longest_example
+        budget = self.config.batch.tokens_per_microbatch
+        if budget != "auto" and budget < longest:
+            yield (
+                f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is "
+                f"{longest}; raise it to at least {longest}, or lower one of them"
+            )
+
+    @property
+    def requirements(self) -> Requirements:
+        base, ppo = super().requirements, self.config.ppo
+        rollout = PlannedRollout(
+            answers=1,
+            batch=0 if ppo.sampler else ppo.planned_batch,
+            prompt_tokens=base.longest_example,
+            new_tokens=ppo.max_new_tokens,
+            merged=self.config.model.lora.rank > 0,
+        )
+        longest = base.longest_example + ppo.max_new_tokens
+        return base._replace(longest_example=longest, rollout=rollout)
+
+    @property
+    def trained_type(self) -> str:
+        return "prompt" if self.table.on_policy == 1 else ""
+
+    def build(self, parts: RunParts) -> Self:
+        longest = self.requirements.longest_example
+        sampler = build_sampler(self.config, parts, longest=longest)
+        return replace(super().build(parts), sampler=sampler)
+
+    def may_prepare(self, step: int) -> bool:
+        """Return False: every step needs the weights that the one before it leaves."""
+        return False
+
+    def read(self, source: StepLoader, step: int) -> StepBatches:
+        """Return what a step reads, after the student has answered some of its rows; held-out rows keep their answers.
+
+        Each row is drawn with the probability distill.on_policy, by a number that depends on seed, step and place
+        alone. What is sampled depends on the weights, too, so that a resumed run repeats both.
+        """
+        if not torch.is_grad_enabled():
+            return super().read(source, step)
+        began, dataset = time.perf_counter(), source.dataset
+        indices = source.indices(*divmod(step, source.steps_per_epoch))
+        rows = [list(dataset[i].sequences) for i in indices]
+        lengths = dataset.lengths[indices].tolist()
+        key = keyed_generator("cpu", source.seed, "on policy", step)
+        drawn = torch.rand(len(rows), generator=key) < self.table.on_policy
+        prompts = {n: prompt_of(rows[n][0]) for n in np.flatnonzero(drawn).tolist()}
+        self.sampling = {"on_policy/rows": len(prompts) / len(rows)}
+        if prompts:
+            self.sampler.synchronise(step)
+            mine = [*prompts][self.mesh.rank :: self.mesh.world_size]
+            sampled = self.sampler.sample({n: torch.tensor(prompts[n]) for n in mine}, step)
+            answers = [item for of_rank in gather(sampled) for item in of_rank.items()]
+            for n, answer in answers:
+                tokens = prompts[n] + answer.tokens
+                rows[n] = [Sequence(tokens, np.arange(len(tokens)) >= len(prompts[n]))]
+                lengths[n] = len(tokens)
+            self.sampling |= {
+                "response_length/mean": mean(len(answer.tokens) for _, answer in answers),
+                "response_length/clip_ratio": mean(not answer.ended for _, answer in answers),
+                "sampler/nll": -mean(logp for _, answer in answers for logp in answer.logps),
+                "time/sampling": time.perf_counter() - began,
+            }
+        packed = packed_batches(
+            lengths,
+            lambda numbers: [sequence for n in numbers for sequence in rows[n]],
+            self.mesh,
+            self.model.device,
+            source.tokens_per_microbatch,
+        )
+        return StepBatches([batch for _, batch in packed])
+
+    def finalise_metrics(self, metrics: Metrics) -> Metrics:
+        if "tokens" not in metrics:  # of held-out rows
+            return metrics
+        # where all trained tokens are sampled, by the same weights and from the same distribution, both are equal
+        if self.sampling["on_policy/rows"] == 1 and self.config.ppo.temperature == 1:
+            self.sampler.check_gap(abs(metrics["nll"] - self.sampling["sampler/nll"]))
+        return metrics | self.sampling
+
+
+def prompt_of(last_turn: Sequence) -> list[int]:
+    """Return the tokens before a sequence's last answer; all of them if it has none."""
+    trained = np.sign(last_turn.loss_weights[1:])  # nothing predicts the first token
+    begins = np.flatnonzero(np.diff(trained, prepend=0) > 0) + 1
+    return last_turn.tokens[: max(begins, default=None)].tolist()
