@@ -25,16 +25,10 @@ from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
-from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.rewards import Rewards
-from ulysses.rl.rollout import (
-    OPPOSED,
-    SCORES,
-    Rollout,
-    RolloutMaker,
-    RolloutSteps,
-    answer_metrics,
-)
+from ulysses.rl.rollout import SCORES, RolloutMaker, RolloutSteps, answer_metrics
+from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.rows import TrajectoryGroups, unfit_advantages
 from ulysses.rl.samplers import build_sampler, check_sampler
 from ulysses.rl.trajectory import Trajectory
