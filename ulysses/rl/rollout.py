@@ -152,8 +152,9 @@ class RolloutMaker:
         return rollout
 
     def synchronise(self, rollout: int = 0) -> None:
-        """Bring the sampler the current weights, when the answers that are being drawn have come."""
+        """Bring the sampler the current weights, when the answers that are being drawn have come to all ranks."""
         wait(filter(None, [self.ahead]))
+        gather(None)  # rank 0 may pause the servers of the others
         self.sampler.synchronise(rollout)
 
     def answer(
