@@ -35,7 +35,7 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.rewards import gsm8k_reward
-from ulysses.rl.sampler import Sampler, SamplingOptions
+from ulysses.rl.sampler import Requests, Sampler, SamplingOptions
 from ulysses.run.build import open_data
 
 ROOT = Path(__file__).parents[1]
@@ -143,8 +143,10 @@ def answers(folder: str | Path, prompts: list[Any], limit: int, top_k: int = 1) 
     stops = (tokenizer.eos_token_id,)
     options = SamplingOptions(limit, top_k=top_k, stop_tokens=stops, batch=batch)
     weights = dict(model.named_parameters())
-    found = Sampler(model.config, weights, asked, options).sample()
-    return [tokenizer.decode(found[i].tokens, skip_special_tokens=True) for i in asked]
+    requests = Requests(asked, limit)
+    Sampler(model.config, weights, requests, options).sample()
+    found = requests.completions.values()
+    return [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in found]
 
 
 def mean(values: Any, unit: float = 1.0, digits: int = 2) -> str:

@@ -19,7 +19,7 @@ from common import add_options, plain_parser, say
 
 from models.arch import ModelConfig, architecture
 from models.kinds import empty_model
-from ulysses.rl.sampler import Sampler, SamplingOptions
+from ulysses.rl.sampler import Requests, Sampler, SamplingOptions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -48,7 +48,8 @@ def main() -> None:
 
     def sample(*, graphs: bool) -> Any:
         """Sample anew: the capture of the graphs is part of the time."""
-        return Sampler(shape, weights, dict(enumerate(ids)), options, graphs=graphs).sample()
+        requests = Requests(dict(enumerate(ids)), a.new)
+        return Sampler(shape, weights, requests, options, graphs=graphs).sample()
 
     for variant in a.variants:
         call = partial(sample, graphs=variant == "graphs")

@@ -13,7 +13,7 @@ from tests.family_case import FAMILIES as HYBRIDS
 from tests.memory_case import build
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.rl.sampler import Sampler, SamplingOptions, fitting_slots
+from ulysses.rl.sampler import Requests, Sampler, SamplingOptions, fitting_slots
 
 QWEN = replace(
     SHAPE, model_type="qwen2", num_attention_heads=6, head_dim=4, attention_bias=True, tie_word_embeddings=True
@@ -37,10 +37,10 @@ def sampled(
     model, asked, new_tokens, *, graphs=True, look=0, prefill=8192, progress=lambda tokens: None, **options
 ):  # fmt: skip
     """One completion per prompt, whose key is its place."""
-    chosen = dict(enumerate(asked)), SamplingOptions(new_tokens, **options)
-    work = 0, progress, graphs, look, prefill
-    found = Sampler(model.config, weights_of(model), *chosen, *work).sample()
-    return [found[i] for i in range(len(asked))]
+    requests = Requests(dict(enumerate(asked)), new_tokens)
+    work = SamplingOptions(new_tokens, **options), 0, progress, graphs, look, prefill
+    Sampler(model.config, weights_of(model), requests, *work).sample()
+    return [*requests.completions.values()]
 
 
 def exact(model, asked, answers, temperature):
@@ -88,9 +88,9 @@ def test_samples_depend_on_no_batch_and_no_process():
     def tokens(keys=range(13), seed=3, rollout=2, batch=4):
         drawing = {"top_p": 0.9, "stop_tokens": (5,), "seed": seed}
         options = SamplingOptions(10, batch=batch, **drawing)
-        chosen = {i: asked[i] for i in keys}
-        found = Sampler(SHAPE, weights_of(model), chosen, options, rollout).sample()
-        return {i: found[i].tokens for i in keys}
+        requests = Requests({i: asked[i] for i in keys}, 10)
+        Sampler(SHAPE, weights_of(model), requests, options, rollout).sample()
+        return {i: each.tokens for i, each in requests.completions.items()}
 
     whole = tokens()
     assert all(tokens(batch=batch) == whole for batch in (1, 3, 64))
@@ -98,6 +98,35 @@ def test_samples_depend_on_no_batch_and_no_process():
         mine = range(13)[rank::3][::-1]
         assert tokens(mine) == {i: whole[i] for i in mine}
     assert whole not in (tokens(seed=4), tokens(rollout=3))
+
+
+class Late(Requests):
+    """Ask for two completions, and for another one whenever one has come; equal prompts lie far from each other."""
+
+    is_open = True
+
+    def take(self, wait):
+        assert not wait or self._new or all(c.tokens for c in self.completions.values())
+        ready = 2 + sum(bool(c.tokens) for c in self.completions.values())
+        begun = len(self.completions) - len(self._new)
+        new, self._new = self._new[: ready - begun], self._new[ready - begun :]
+        self.is_open = bool(self._new)
+        return new
+
+
+@pytest.mark.parametrize("shape", [SHAPE, HYBRID, SINKS], ids=["llama", "hybrid", "sinks"])
+def test_requests_that_come_later_are_answered_alike(shape):
+    """They take slots that others have left or that were closed up; limits are those of each."""
+    model, asked = build(config=shape), prompts(6) * 2
+    options = SamplingOptions(9, stop_tokens=(5, 6, 7), seed=3, batch=4)
+    found = []
+    for kind in (Requests, Late):
+        requests = kind(dict(enumerate(asked)), 9)
+        requests._new = [r._replace(limit=3 + r.number % 7) for r in requests._new]
+        Sampler(shape, weights_of(model), requests, options).sample()
+        found.append([c.tokens for c in requests.completions.values()])
+    assert found[0] == found[1]
+    assert all(len(tokens) <= 3 + n % 7 for n, tokens in enumerate(found[1]))
 
 
 def test_draws_follow_the_distribution():

@@ -125,10 +125,10 @@ def prepare(
         from ulysses.check.other_models import check_vocabularies, read_others
 
         errors += read_others(config, stage, strict, other_weights)
-    if config.ppo.reward:
+    if config.ppo.reward or config.ppo.rollout:
         from ulysses.rl.rewards import check_rewards
 
-        errors += check_rewards(config.ppo.reward, strict)
+        errors += check_rewards(config.ppo, strict)
     # a dry run that continues no checkpoint looks at the run's folder later, for its verdict
     if strict or config.run.resume != "never":
         with collecting(errors):

@@ -300,8 +300,8 @@ def digests_of_inputs(
     """Return digests of what a run's numbers depend on and its checkpoints do not hold, by words that name it.
 
     Whole files of weights are digested: a part would not show an edited layer, or a row of an embedding. The trained
-    model's config.json is compared key by key elsewhere; weights drawn at random have no digest. The code of a reward
-    function is its module's file, which the checks have imported.
+    model's config.json is compared key by key elsewhere; weights drawn at random have no digest. The code of a
+    function of rewards or rollouts is its module's file, which the checks have imported.
     """
     digests = {TRAINED_ON: train.folder.name, HELD_OUT: str(held_out and held_out.folder.name)}
     config, frozen = inputs.config, inputs.others
@@ -313,7 +313,7 @@ def digests_of_inputs(
             shape = "" if setting == TRAINED_MODEL else str(weights.shape)
             content = content_digest(weights.paths, Path(config.data.cache))
             digests[f"the weights of {setting}"] = digest_of_value([shape, content])
-    for reward in filter(is_function, config.ppo.reward):
+    for reward in filter(is_function, (*config.ppo.reward, config.ppo.rollout)):
         module = sys.modules.get(reward.partition(":")[0])
         if "//" not in reward and (file := getattr(module, "__file__", None)):
             digests[f"the lines of {reward}"] = digest_of(Path(file))

@@ -127,7 +127,13 @@ class PpoSection(Section):
     reward_workers: int = Field(0, ge=0, le=1024)
     """Processes beside each training process that call reward functions of one answer; 0 calls them in line."""
     reward_timeout: float = Field(60.0, gt=0, le=1e6)
-    """Seconds that a worker or a server may take for one answer."""
+    """Seconds that a worker or a server may take for one answer, and an episode between two calls of the model."""
+    rollout: str = Field("", pattern=r"^([\w.]+:\w+)?$")
+    """module:function, an async function of (row, model), which makes an episode of several turns by calls of the
+    model and returns its score, or None: then ppo.reward scores the whole episode. Empty: one answer."""
+    max_episode_tokens: NonNegativeInt = 0
+    """Most tokens of an episode, or of each of its branches, with its first prompt; 0 is data.max_length +
+    max_new_tokens."""
     reference: PathOrName = "live"
     """What the KL penalty is measured against: "live", a frozen copy of the initial policy, or another model's path."""
     advantage: Literal["gae", "group", "leave_one_out", "reinforce++"] = "gae"
@@ -145,7 +151,7 @@ class PpoSection(Section):
     minibatches: PositiveInt = 1
     """Optimizer steps per pass, each on its own share of the rollout's prompts."""
     max_new_tokens: PositiveInt = 256
-    """Longest answer in tokens."""
+    """Longest answer in tokens, or longest turn of an episode."""
     temperature: PositiveFloat = 1.0
     """Divides the logits, in sampling and in training alike."""
     top_p: float = Field(1.0, gt=0, le=1)

@@ -10,7 +10,13 @@ from models.writing import whole_weights
 from ulysses.config.schema import ModelSection
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.progress import progress
-from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
+from ulysses.rl.sampler import (
+    Completion,
+    Requests,
+    Sampler,
+    SamplingOptions,
+    fitting_slots,
+)
 from ulysses.zero.engine import ZeroEngine, gathered_weights
 
 MOST_SLOTS = 512  # of an automatic batch
@@ -47,6 +53,12 @@ class EngineSampler:
 
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number; all ranks call it together."""
+        requests = Requests(prompts, self.options.max_new_tokens)
+        self.serve(requests, rollout)
+        return requests.completions
+
+    def serve(self, requests: Requests, rollout: int = 0) -> None:
+        """Answer requests until there will be none; all ranks call it together, and then wait for no other."""
         model, device, options = self.engine.module, self.engine.device, self.options
         main, fitting, why = self.mesh.is_main, 0, "there is no GPU"
         bar = progress(desc="sampling", unit="tokens", leave=False, disable=not main)
@@ -56,14 +68,13 @@ class EngineSampler:
                 weights = {n: w if base is None else w.to(base.dtype) for n, w, base in merged}
             if device.type == "cuda":
                 free, dtype = free_bytes(device), next(model.parameters()).dtype
-                longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens
-                fitting = fitting_slots(model.config, longest, dtype, free)
+                fitting = fitting_slots(model.config, requests.longest, dtype, free)
                 why = (
                     f"{free / 2**30:.1f} GiB of memory hold {fitting} answers with their graphs"
                 )
                 if self.automatic_batch:
                     options = replace(options, batch=max(1, min(fitting, MOST_SLOTS)))
-            graphs = min(options.batch, len(prompts)) <= fitting
+            graphs = min(options.batch, requests.count) <= fitting
             if main and not graphs and not self.warned:
                 bar.write(f"sampling without CUDA graphs: {why}")
                 self.warned = True
@@ -72,11 +83,8 @@ class EngineSampler:
                 self.renew()
                 bar.update(tokens)
 
-            completions = Sampler(
-                model.config, weights, prompts, options, rollout, count, graphs
-            ).sample()
+            Sampler(model.config, weights, requests, options, rollout, count, graphs).sample()
         torch.cuda.empty_cache()  # graphs and cache make room for training
-        return completions
 
 
 def free_bytes(device: torch.device) -> int:

@@ -32,7 +32,7 @@ from ulysses.config.section import UserCodeError
 from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import seed_of
-from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.rl.sampler import Completion, Request, Requests, SamplingOptions
 from ulysses.rl.servers import Json, LostError, RefusedError, get, in_thread, is_up, post
 from ulysses.rl.weight_push import WeightPush
 
@@ -50,6 +50,7 @@ MORE_ROOM = (
     "ppo.max_new_tokens"
 )
 LOOK_SECONDS = 5.0  # between two looks whether the servers still take requests
+POLL_SECONDS = 0.02  # between two looks for new requests
 INFO_SECONDS = 60.0  # for what a server tells of itself
 # The mean |trainer - server| per token that the same weights explain, where both compute in float32 and elsewhere. In
 # float32 a server of vLLM on a CPU had 4e-6, and 0.04 with a repetition penalty of 1.1 and 2 with other weights. In
@@ -134,15 +135,11 @@ class OutsideSampler:
                 self.say(f"{address} is there again")
         self.synchronised = True
         if self.push:
-            for address, error in self.push(self.serving, f"of rollout {rollout}").items():
-                self._lose(address, error)
+            self.push(self.serving, f"of rollout {rollout}")
         else:
             self.export(self.folder)
             for address in self.serving if self.main else ():
-                try:
-                    self._reload(address)
-                except LostError as error:
-                    self._lose(address, error)
+                self._reload(address)
         # no process asks a server before all servers have the new weights, nor one that was lost
         for lost in gather(self.lost):
             self.lost |= lost
@@ -181,8 +178,8 @@ class OutsideSampler:
         length = _at(self._ask(address, "/v1/models"), "data", 0, "max_model_len")
         if isinstance(length, int) and length < self.longest:
             raise UserCodeError(
-                f"{address} has room for {length} tokens of a prompt with its answer, but data.max_length + "
-                f"ppo.max_new_tokens is {self.longest}; {MORE_ROOM}"
+                f"{address} has room for {length} tokens of a prompt with its answer, but "
+                f"ppo.max_episode_tokens, or data.max_length + ppo.max_new_tokens is {self.longest}; {MORE_ROOM}"
             )
         info = self._ask(address, "/server_info?config_format=json")
         model = _at(info, "vllm_config", "model_config")
@@ -219,53 +216,64 @@ class OutsideSampler:
 
         Raises UserCodeError if a server fails several times, or if its answer cannot be trained on.
         """
-        unasked, completions = deque(prompts), {}
-        asked: dict[Future[tuple[Completion, Json]], tuple[int, str]] = {}
+        requests = Requests(prompts, self.options.max_new_tokens)
+        self.serve(requests, rollout)
+        return requests.completions
+
+    def serve(self, requests: Requests, rollout: int = 0) -> None:
+        """Answer requests until there will be none, with the errors of `sample`."""
+        unasked: deque[Request] = deque()
+        asked: dict[Future[tuple[Completion, Json]], tuple[Request, str]] = {}
         look = time.monotonic() + LOOK_SECONDS
-        while unasked or asked:
+        while unasked or asked or requests.is_open:
             if self.closed:
                 raise InterruptedError("the run has ended")
+            unasked += requests.take(wait=not (unasked or asked))
             while unasked and len(asked) < self.options.batch:
-                number = unasked.popleft()
-                address = self.serving[number % len(self.serving)]
-                seed = seed_of(self.options.seed, rollout, number) % 2**31
-                prompt = prompts[number].tolist()
-                asked[in_thread(self._complete, address, prompt, seed)] = number, address
-            for answer in wait(asked, LOOK_SECONDS, FIRST_COMPLETED).done:
-                number, address = asked.pop(answer)
+                request = unasked.popleft()
+                # an episode stays with a server, which may hold the keys and values of its earlier turns
+                address = self.serving[request.number % len(self.serving)]
+                asked[in_thread(self._complete, address, request, rollout)] = request, address
+            pause = POLL_SECONDS if requests.is_open else LOOK_SECONDS
+            for answer in wait(asked, pause, FIRST_COMPLETED).done:
+                request, address = asked.pop(answer)
                 try:
                     completion, reason = answer.result()
-                    fault = self._fault(completion, reason)
+                    fault = self._fault(completion, reason, request.limit)
                 except LostError as error:
                     self._lose(address, error)
-                    unasked.append(number)
+                    unasked.append(request)
                     continue
                 except (LookupError, TypeError) as error:
                     fault = f"JSON of another form ({error!r})"
                 if fault:
-                    raise UserCodeError(f"{address} answered prompt {number} with {fault}")
-                completions[number] = completion
+                    raise UserCodeError(
+                        f"{address} answered prompt {request.number} with {fault}"
+                    )
+                requests.answer(request, completion)
                 self.renew()
             # a server that was told to end takes no requests, but may never answer those that it has
             if asked and time.monotonic() > look:
                 for address in self.serving:
                     self._look(address)
                 look = time.monotonic() + LOOK_SECONDS
-            for answer, (number, address) in [*asked.items()]:
+            for answer, (request, address) in [*asked.items()]:
                 if address in self.lost:
                     del asked[answer]
-                    unasked.append(number)
+                    unasked.append(request)
         for address in self.serving if self.push else ():
             self.push.check(address)
-        return {number: completions[number] for number in prompts}
 
     def close(self) -> None:
         """Let a call of `sample` in another thread end soon, without asking for more."""
         self.closed = True
 
-    def _complete(self, address: str, prompt: list[int], seed: int) -> tuple[Completion, Json]:
+    def _complete(
+        self, address: str, request: Request, rollout: int
+    ) -> tuple[Completion, Json]:
         """Return a completion and why it ends: "stop" or "length" if all is well."""
-        options = self.options
+        options, prompt, limit = self.options, request.prompt, request.limit
+        seed = seed_of(options.seed, rollout, request.key) % 2**31
         settings = {
             "temperature": options.temperature,
             "top_p": options.top_p,
@@ -277,7 +285,6 @@ class OutsideSampler:
             "frequency_penalty": 0.0,
             "stop_token_ids": options.stop_tokens,
         }
-        limit = options.max_new_tokens
         if address.startswith("vllm"):
             # without ignore_eos other tokens end answers, too; SGLang's ignore_eos ignores stop_token_ids as well
             body = {**settings, "prompt": prompt, "max_tokens": limit, "seed": seed}
@@ -296,9 +303,9 @@ class OutsideSampler:
         ended = any(token in options.stop_tokens for token in tokens[-1:])
         return Completion(list(tokens), list(logps), ended), reason
 
-    def _fault(self, completion: Completion, reason: Json) -> str:
+    def _fault(self, completion: Completion, reason: Json, limit: int) -> str:
         """Return why a completion cannot be trained on, or nothing."""
-        tokens, logps, limit = completion.tokens, completion.logps, self.options.max_new_tokens
+        tokens, logps = completion.tokens, completion.logps
         if reason not in ("stop", "length"):
             return f"an answer that it broke off (its finish reason is {reason!r:.100})"
         if not 0 < len(tokens) == len(logps) <= limit:

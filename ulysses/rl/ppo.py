@@ -11,6 +11,7 @@ The loader makes the rollouts (ulysses.rl.rollout); the losses read their column
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Self
@@ -26,6 +27,8 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import ADVANTAGES, OPPOSED
+from ulysses.rl.episodes import Episodes
+from ulysses.rl.model import Model
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, RolloutMaker, RolloutSteps, answer_metrics
 from ulysses.rl.rollout_dataset import Rollout
@@ -49,7 +52,7 @@ LOGP_CHANGE = "policy/logp_change"  # the metric: mean |log-probability now - in
 # evaluations draw with rollout numbers from here on, so that each has the same noise
 EVALUATION = 1 << 40
 # how the settings begin of what is done elsewhere if the trajectories are rows
-NOT_WITH_ROWS = "data.eval", "ppo.reward", "ppo.rollouts_ahead", "ppo.sampler_"
+NOT_WITH_ROWS = "data.eval", "ppo.reward", "ppo.rollout", "ppo.sampler_"
 
 
 def policy_options(ppo: PpoSection) -> dict[str, object]:
@@ -104,7 +107,7 @@ class PpoStage(ReferencedStage):
             unread = [name for name in names if name.startswith(NOT_WITH_ROWS)]
             if more := ppo.sampler[1:] + sorted(unread):
                 yield f'ppo.sampler is "rows", which are drawn and scored elsewhere; remove {", ".join(more)}'
-        elif not ppo.reward or "" in ppo.reward:
+        elif not (ppo.reward or ppo.rollout) or "" in ppo.reward:
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
         if len(ppo.reward) - len(functions) > 1:
             yield (
@@ -118,15 +121,22 @@ class PpoStage(ReferencedStage):
             )
         requirements = self.requirements
         longest, prompts = requirements.longest_example, requirements.examples_per_load
+        room = ppo.max_episode_tokens
         if prompts < ppo.minibatches:
             yield (
                 f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise "
                 f"batch.examples"
             )
         if budget != "auto" and budget < longest:
+            parts = "data.max_length (prompts) + ppo.max_new_tokens"
             yield (
-                f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is "
+                f"batch.tokens_per_microbatch is {budget} but {'ppo.max_episode_tokens' if room else parts} is "
                 f"{longest}; raise it to at least {longest}, or lower one of them"
+            )
+        if room and (not ppo.rollout or room <= self.config.data.max_length):
+            yield (
+                f"ppo.max_episode_tokens is {room} but it needs ppo.rollout, and must be more than data.max_length (of "
+                f"a prompt, {self.config.data.max_length}); raise it, or remove it"
             )
         try:
             ppo_policy_loss(*torch.zeros(3, 1), **policy_options(ppo))
@@ -165,22 +175,22 @@ class PpoStage(ReferencedStage):
     def requirements(self) -> Requirements:
         ppo, base = self.table, super().requirements
         prompts, answers = base.longest_example, ppo.answers_per_prompt
-        # rows hold their answers already
-        new_tokens = 0 if ppo.takes_rows else ppo.max_new_tokens
         needs_value = ADVANTAGES[ppo.advantage].needs_value
         models = base.models
         if ppo.reward_model:
             models += (AuxiliaryModel("reward", "ppo.reward", ppo.reward_model),)
+        longest = ppo.max_episode_tokens or prompts + ppo.max_new_tokens
+        longest = prompts if ppo.takes_rows else longest  # rows hold their answers already
         rollout = PlannedRollout(
             answers,
             batch=0 if ppo.sampler else ppo.planned_batch,
             prompt_tokens=prompts,
-            new_tokens=new_tokens,
+            new_tokens=longest - prompts,
             steps=ppo.steps_per_rollout,
             merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
-            longest_example=prompts + new_tokens,
+            longest_example=longest,
             examples_per_step=-(-self.config.batch.examples // ppo.minibatches) * answers,
             steps_per_load=ppo.steps_per_rollout,
             # every model reads a rollout once, and then `epochs` passes train on it
@@ -203,12 +213,24 @@ class PpoStage(ReferencedStage):
             parts.resources.callback(reward.close)
         longest = self.requirements.longest_example
         sampler = build_sampler(self.config, parts, longest=longest)
+        episodes = None
+        if ppo.rollout:
+            model = partial(
+                Model,
+                tokenizer=parts.tokenizer,
+                template=parts.template,
+                vocabulary=parts.weights.shape.vocab_size,
+                longest=longest,
+                max_new_tokens=ppo.max_new_tokens,
+            )
+            episodes = partial(Episodes, ppo, model, longest, parts.renew)
         stage = super().build(parts)
         maker = RolloutMaker(
             engine=parts.engine,
             mesh=parts.mesh,
             ppo=ppo,
             sampler=sampler,
+            episodes=episodes,
             tokens_per_microbatch=parts.tokens_per_microbatch,
             share_prompts=parts.share_prompts,
             reference=stage.reference,
@@ -235,7 +257,8 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- the loss
 
     def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:
-        per_answer = {"sequence": 1, "constant": self.table.max_new_tokens}
+        most = self.table.max_episode_tokens or self.table.max_new_tokens
+        per_answer = {"sequence": 1, "constant": most}
         if count := per_answer.get(self.table.loss_aggregation):
             return {"tokens": self.on_first_rank(batch.num_sequences * count)}
         return super().normalisers(batch)
@@ -301,20 +324,23 @@ class PpoStage(ReferencedStage):
     def evaluate(self, source: StepLoader) -> Metrics:
         """Answer the held-out prompts and return the metrics of their answers; the loss is minus the mean score."""
         self.maker.synchronise()
-        all_answers: list[Trajectory] = []
+        all_answers: list[list[Trajectory]] = []
         of_sets: Metrics = {}
         numbers = count(EVALUATION)
         for name, loader in source.sets().items():
-            answers: list[Trajectory] = []
+            answers: list[list[Trajectory]] = []
             for k in range(loader.steps_per_epoch):
                 prompts = loader.indices(0, k)
-                answers += self.maker.answer(
-                    next(numbers), loader.dataset, prompts
-                ).trajectories
+                answers += self.maker.answer(next(numbers), loader.dataset, prompts).episodes
             all_answers += answers
             if name:
-                of_sets |= {f"{name}/{key}": x for key, x in _scores(answers).items()}
-        return _scores(all_answers) | of_sets
+                of_sets |= {f"{name}/{key}": x for key, x in self._scores(answers).items()}
+        return self._scores(all_answers) | of_sets
+
+    def _scores(self, answers: list[list[Trajectory]]) -> Metrics:
+        of_answers = answer_metrics(answers, of_turns=bool(self.table.rollout))
+        metrics = {name: float(x) for name, x in of_answers.items()}
+        return {"loss": -metrics[SCORES], **metrics}
 
     # ---------------------------------------------------------------- state
 
@@ -325,8 +351,3 @@ class PpoStage(ReferencedStage):
     def load(self, folder: Path) -> None:
         """Restore the rollout; the next one is made with the restored weights."""
         self.maker.rollout = Rollout.load(folder / ROLLOUT_FILE)
-
-
-def _scores(answers: list[Trajectory]) -> Metrics:
-    metrics = {name: float(x) for name, x in answer_metrics(answers).items()}
-    return {"loss": -metrics[SCORES], **metrics}

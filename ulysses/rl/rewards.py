@@ -16,7 +16,7 @@ import multiprocessing
 import pkgutil
 import re
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -31,21 +31,22 @@ from traceback import extract_tb, format_exception_only
 from typing import TYPE_CHECKING
 
 from ulysses.config.section import LARGEST, ConfigError, UserCodeError, collecting, visible
-from ulysses.config.stage_sections import is_function
+from ulysses.config.stage_sections import PpoSection, is_function
 from ulysses.rl.servers import post
 
 if TYPE_CHECKING:  # every worker imports this file, and needs no torch
     from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 
+HERE = Path(__file__).parents[1]
 Reward = Callable[..., object]  # what users write: it may return anything
 Row = dict[str, object]
 Batch = tuple[list[str], list[str], list[Row]]  # prompts, completions and rows
 
 
-def load_function(reward: str, timeout: float = 60.0) -> Reward:
+def load_function(reward: str, timeout: float = 60.0, setting: str = "ppo.reward") -> Reward:
     """Import "module:function", or return a function that asks a server, for at most `timeout` seconds an answer.
 
-    Raises ConfigError if there is no such module or function.
+    Raises ConfigError, which names the setting, if there is no such module or function.
     """
     if "//" in reward:
         return partial(_ask_server, url=reward, timeout=timeout)
@@ -53,9 +54,11 @@ def load_function(reward: str, timeout: float = 60.0) -> Reward:
         function = pkgutil.resolve_name(reward)
         if not callable(function):
             raise AttributeError("it is not a function")
+        if setting == "ppo.rollout" and not inspect.iscoroutinefunction(function):
+            raise TypeError("it is not written as async def")
     except (Exception, SystemExit) as error:  # the module is the user's code
         raise ConfigError(
-            f"ppo.reward is {reward!r} but it cannot be imported ({visible(str(error))}); name a function as "
+            f"{setting} is {reward!r} but it cannot be imported ({visible(str(error))}); name a function as "
             "module:function, with the module's folder on PYTHONPATH"
         ) from None
     return function
@@ -214,10 +217,16 @@ def outcome(
                 )
         return [math.fsum([score]) for score in scores]  # float() would take texts
     except BaseException as error:
-        said = visible(format_exception_only(error)[-1].strip())
-        file, line, *_ = extract_tb(error.__traceback__)[-1]
-        where = "" if "//" in name else f" ({Path(file).name}, line {line})"
-        return f"failed: {said}{where}"
+        return failure(error, is_server="//" in name)
+
+
+def failure(error: BaseException, is_server: bool = False) -> str:
+    """Return the end of a sentence about an error of the user's code, with the last of its lines that took part."""
+    said = visible(format_exception_only(error)[-1].strip())
+    lines = [(file, number) for file, number, *_ in extract_tb(error.__traceback__)]
+    own = [each for each in lines if not Path(each[0]).is_relative_to(HERE)] or lines
+    where = "" if is_server else f" ({Path(own[-1][0]).name}, line {own[-1][1]})"
+    return f"failed: {said}{where}"
 
 
 def gsm8k_reward(prompt: str, completion: str, row: Row) -> float:
@@ -236,19 +245,20 @@ def last_number(text: str) -> float | None:
     return float(numbers[-1]) if numbers else None
 
 
-def check_rewards(rewards: Iterable[str], strict: bool) -> list[object]:
-    """Return errors for reward functions that do not exist.
+def check_rewards(ppo: PpoSection, strict: bool) -> list[object]:
+    """Return errors for functions of rewards and rollouts that do not exist.
 
     Only a run that starts (`strict`) imports them, because that runs the user's code.
     """
     errors: list[object] = []
-    for reward in filter(is_function, rewards):
+    settings = dict.fromkeys(ppo.reward, "ppo.reward") | {ppo.rollout: "ppo.rollout"}
+    for reward in filter(is_function, settings):
         with collecting(errors):
             if strict:
-                load_function(reward)
+                load_function(reward, setting=settings[reward])
             elif "//" not in reward and find_spec(re.split("[.:]", reward)[0]) is None:
                 raise ConfigError(
-                    f"ppo.reward is {reward!r} but there is no such module; name a function as module:function, with "
-                    "the module's folder on PYTHONPATH"
+                    f"{settings[reward]} is {reward!r} but there is no such module; name a function as "
+                    "module:function, with the module's folder on PYTHONPATH"
                 )
     return errors

@@ -17,10 +17,11 @@ them.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -35,11 +36,12 @@ from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES, OPPOSED
+from ulysses.rl.episodes import Episodes
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.rows import TrajectoryGroups, trajectories_of
 from ulysses.rl.samplers import AnySampler
 from ulysses.rl.servers import in_thread
-from ulysses.rl.trajectory import Trajectory
+from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.passes import token_values
 from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
 from ulysses.zero.engine import ZeroEngine
@@ -53,24 +55,35 @@ def answer_table(trajectories: list[Trajectory]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).T
 
 
-def answer_metrics(trajectories: list[Trajectory]) -> dict[str, Tensor]:
-    """Return the metrics of answers, with the mean score by each reward, in training and in evaluation."""
-    lengths, _, ended = answer_table(trajectories)
-    # the branches of an episode, which is one of its row's, have one score
-    episodes = [*{(one.row, one.group, one.episode): one for one in trajectories}.values()]
-    scores = answer_table(episodes)[1]
-    by_reward = {
-        f"{SCORES}/{name}": torch.tensor([one.scores[name] for one in episodes]).mean()
-        for name in episodes[0].scores
-    }
-    return {
+def answer_metrics(
+    episodes: list[list[Trajectory]], of_turns: bool = False
+) -> dict[str, Tensor]:
+    """Return the metrics of answers, with the mean score by each reward, in training and in evaluation.
+
+    Args:
+        episodes: their branches, of which answers have one.
+        of_turns: whether to tell of turns and branches.
+    """
+    table, by_name = [], defaultdict[str, list[float]](list)
+    for branches in episodes:
+        last, masks = branches[-1], [one.sampled for one in branches]
+        turns = sum(sum(is_said for is_said, _ in groupby(mask)) for mask in masks)
+        longest = max(len(one.prompt) + len(one.tokens) for one in branches)
+        said = sum(map(sum, masks))
+        table.append((said, last.score, last.ended, turns, len(branches), longest))
+        for name, score in last.scores.items():
+            by_name[name].append(score)
+    lengths, scores, ended, *of_episodes = torch.tensor(table, dtype=torch.float64).T
+    metrics = {
         SCORES: scores.mean(),
         f"{SCORES}_std": scores.std(correction=0),
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
-        **by_reward,
+        **{f"{SCORES}/{name}": torch.tensor(each).mean() for name, each in by_name.items()},
     }
+    names = ("turns", "branches", "length") if of_turns else ()
+    return metrics | {f"episode/{name}": x.mean() for name, x in zip(names, of_episodes)}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -80,6 +93,7 @@ class RolloutMaker:
     Args:
         engine: trains models.scored.PolicyValue, or CausalLM without a value.
         ppo: the [ppo] table.
+        episodes: returns the Episodes of rows; None if prompts are answered.
         sampler: decodes this rank's answers with the current weights, in this process or on servers.
         tokens_per_microbatch: the most tokens of a packed micro-batch.
         share_prompts: whether answers to one prompt that fit into a micro-batch share it.
@@ -104,6 +118,7 @@ class RolloutMaker:
     share_prompts: bool = False
     reference: Callable[..., Tensor] | None = None
     reward: Callable[..., list[dict[str, float]]] | None = None
+    episodes: Callable[..., Episodes] | None = None
     scorer: ZeroEngine | None = None
     phase: Callable[..., None] = lambda *_, **__: None
     show: Callable[[Rollout], None] = lambda rollout: None
@@ -183,15 +198,16 @@ class RolloutMaker:
             groups = (dataset[i] for i in indices)
             given = trajectories_of(groups, self.sampler.options.stop_tokens)
             return [one for one in given if one.group in local_groups]
-        prompts = {g: dataset[indices[g]].sequences[0].tokens.tolist() for g in local_groups}
-        to_answer = {
-            g * K + k: torch.tensor(prompts[g]) for g in local_groups for k in range(K)
-        }
+        rows = {g * K + k: indices[g] for g in local_groups for k in range(K)}
+        if self.episodes is not None:
+            given = {n: (row, dataset.row(row)) for n, row in rows.items()}
+            drawn = self.episodes(given).run(self.sampler, number)
+            return [replace(one, group=one.episode // K) for one in drawn]
+        prompts = {row: dataset[row].sequences[0].tokens.tolist() for row in {*rows.values()}}
+        to_answer = {n: torch.tensor(prompts[row]) for n, row in rows.items()}
         completions = self.sampler.sample(to_answer, number)
         return [
-            Trajectory.of(
-                prompts[n // K], completion, group=n // K, episode=n, row=indices[n // K]
-            )
+            Trajectory.of(prompts[rows[n]], completion, group=n // K, episode=n, row=rows[n])
             for n, completion in completions.items()
         ]
 
@@ -200,15 +216,17 @@ class RolloutMaker:
     ) -> Rollout:
         """Score this rank's answers, and lay out those of all ranks."""
         self.phase("reward")
+        # the last branch stands for an episode, whose function may have scored it
+        lasts = [last for *_, last in episodes_of(local) if not last.scores]
         if self.reward is not None:
-            rows = [one.row for one in local]
+            rows = [one.row for one in lasts]
             scores = self.reward(
-                [one.prompt for one in local],
-                [one.tokens for one in local],
+                [one.prompt for one in lasts],
+                [one.tokens for one in lasts],
                 [dataset.row(row) for row in rows],
                 rows,
             )
-            for one, by_reward in zip(local, scores, strict=True):
+            for one, by_reward in zip(lasts, scores, strict=True):
                 one.scores = by_reward
         self.phase("rollout")
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
@@ -218,15 +236,21 @@ class RolloutMaker:
                 values = self._values(rollout, self.scorer)
             scores_by_model = values[rollout.ends - 1].tolist()
             for one, score in zip(rollout.trajectories, scores_by_model, strict=True):
-                one.scores[self.ppo.reward_model] = score
-        for one in trajectories if self.ppo.reward else ():
-            weighted = (w * one.scores[name] for name, w in self.ppo.reward.items())
-            one.score = sum(weighted)
-            if not abs(one.score) <= LARGEST:
+                if self.ppo.rollout not in one.scores:
+                    one.scores[self.ppo.reward_model] = score
+        factors = {**self.ppo.reward, self.ppo.rollout: 1.0}
+        for branches in episodes_of(trajectories):
+            scores = branches[-1].scores
+            if not scores:  # what was drawn elsewhere has its score
+                continue
+            score = sum(factors[name] * x for name, x in scores.items())
+            if not abs(score) <= LARGEST:
                 raise FloatingPointError(
-                    f"the weighted sum of the rewards {one.scores} is {one.score}, which is beyond 2^53 or no "
-                    "number; lower the weights in ppo.reward, or train another reward model"
+                    f"the weighted sum of the rewards {scores} is {score}, which is beyond 2^53 or no number; lower "
+                    "the weights in ppo.reward, or train another reward model"
                 )
+            for one in branches:
+                one.score, one.scores = score, scores
         return rollout
 
     def laid_out(self, number: int, trajectories: list[Trajectory]) -> Rollout:
@@ -308,7 +332,7 @@ class RolloutMaker:
         gap = old - np.concatenate(sampled)
         N = len(rollout.trajectories)
         metrics = {
-            **answer_metrics(rollout.trajectories),
+            **answer_metrics(rollout.episodes, of_turns=bool(ppo.rollout)),
             "rollout": rollout.number,
             "objective/kl": (old - reference).sum() / N,
             "objective/entropy": -old.sum() / N,

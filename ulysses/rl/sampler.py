@@ -31,7 +31,7 @@ from models.arch import ModelConfig
 from models.kinds import empty_model
 from models.ops.rotary import rotary_tables
 from models.self_attention import SelfAttention
-from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
+from ulysses.parallel.random_keys import STEP, scatter_bits, seed_of, uniform_bits, wrapped
 from ulysses.rl.states import HELD, States
 
 LOOK = 16  # steps
@@ -74,11 +74,54 @@ class Completion:
     ended: bool = False
 
 
-class Task(NamedTuple):
-    """An answer that is asked for: its number in the rollout, its prompt, and the tokens drawn so far."""
+class Request(NamedTuple):
+    """A completion of at most `limit` tokens; `call` is its number among those of the episode or answer `number`."""
 
-    key: int
+    number: int
     prompt: Prompt
+    limit: int
+    call: int = 0
+
+    @property
+    def key(self) -> int:
+        """What decides, with seed, rollout and token number, what is drawn."""
+        return seed_of(self.number, self.call) if self.call else self.number
+
+
+class Requests:
+    """What a sampler is asked for; here all of it is known at once, and elsewhere more comes while it decodes.
+
+    Attributes:
+        count, longest: the most completions at a time, and the tokens of the longest one with its prompt.
+        completions: by the numbers of the prompts, in their order.
+    """
+
+    def __init__(self, prompts: Mapping[int, Sequence[int] | Tensor], limit: int) -> None:
+        tuples = {n: tuple(torch.as_tensor(p).tolist()) for n, p in prompts.items()}
+        self.count = len(tuples)
+        self.longest = max(map(len, tuples.values()), default=0) + limit
+        self.completions = {n: Completion() for n in tuples}
+        self._new = [Request(n, prompt, limit) for n, prompt in tuples.items()]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there may be new requests."""
+        return bool(self._new)
+
+    def take(self, wait: bool) -> list[Request]:
+        """Return the new requests; with `wait`, wait for one, or until there will be none."""
+        new, self._new = self._new, []
+        return new
+
+    def answer(self, request: Request, completion: Completion) -> None:
+        """Hand over a completion, in any thread."""
+        self.completions[request.number] = completion
+
+
+class Task(NamedTuple):
+    """An answer that waits or is at work, with the tokens drawn so far."""
+
+    request: Request
     answer: Completion
 
 
@@ -114,8 +157,7 @@ class Sampler:
 
     Args:
         weights: {name: tensor}; aliases of gathered parameters are fine, nothing is written to them.
-        prompts: tokens, at least one per prompt, by the answer's number in the rollout. This key decides with seed,
-            rollout and token number what is drawn.
+        requests: for completions of prompts of at least one token, which are new at any time.
         progress: is called with the number of new tokens at every look.
         graphs: capture the steps as CUDA graphs, on a GPU.
         look: steps between two looks at what was drawn, for which the host waits for a GPU; 0 is LOOK there and 1 on a
@@ -139,7 +181,7 @@ class Sampler:
 
     config: ModelConfig
     weights: Mapping[str, Tensor]
-    prompts: Mapping[int, Sequence[int] | Tensor]
+    requests: Requests
     options: SamplingOptions
     rollout: int = 0
     progress: Callable[[int], object] = lambda tokens: None
@@ -158,14 +200,11 @@ class Sampler:
         on_gpu = self.device.type == "cuda"
         self.graphs = self.graphs and on_gpu and self.decoder.is_capturable
         self.look = self.look or (LOOK if on_gpu else 1)
-        prompts = {k: tuple(torch.as_tensor(p).tolist()) for k, p in self.prompts.items()}
-        # equal prompts one after the other, and those of like length: they share the work, or its padding
-        order = sorted((len(prompt), prompt, key) for key, prompt in prompts.items())
-        self.waiting = [Task(key, prompt, Completion()) for _, prompt, key in order[::-1]]
-        count = min(options.batch, len(order))
-        longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens
+        self.waiting: list[Task] = []
+        count = min(options.batch, self.requests.count)
         self.sink = int(config.family.sinks)  # the first column of a token
-        columns = -8 * (-(longest + self.sink) // 8)  # aligned for half-precision kernels
+        # aligned for half-precision kernels
+        columns = -8 * (-(self.requests.longest + self.sink) // 8)
         mixers = [kind.mixer for kind in config.layers]
         layers = len(mixers) - mixers.count("linear_attention")
         width = config.head_dim + 8 * self.sink  # kernels take multiples of 8
@@ -182,12 +221,19 @@ class Sampler:
 
     @torch.no_grad()
     @sdpa_kernel(KERNELS)
-    def sample(self) -> dict[int, Completion]:
-        """Return the completion of every prompt under the prompt's key."""
-        rows, waiting = self.new.shape[1], self.waiting
-        answers = {task.key: task.answer for task in sorted(waiting)}
+    def sample(self) -> None:
+        """Answer all requests."""
+        rows, waiting = 0, self.waiting
         busy: dict[int, Task] = {}  # the answers at work, by their slots
-        while busy or waiting:
+        while busy or waiting or self.requests.is_open:
+            new = self.requests.take(wait=not (busy or waiting))
+            # equal prompts one after the other, and those of like length: they share the work, or its padding
+            order = sorted(new, key=lambda one: (len(one.prompt), one.prompt, one.key))
+            waiting[:0] = [Task(one, Completion()) for one in order[::-1]]
+            if waiting:
+                rows = self.new.shape[1]
+            elif not busy:
+                continue
             free = [slot for slot in range(rows) if slot not in busy]
             taken = {slot: waiting.pop() for slot in free[: len(waiting)]}
             if taken:
@@ -196,11 +242,10 @@ class Sampler:
             # with graphs only for a quarter of the rows: capturing another graph costs as much as a few steps
             elif not self.graphs or 4 * len(busy) <= rows:
                 busy = self._close_up(busy)
-                rows = len(busy)
+                rows = rows // 4 if self.graphs else len(busy)
             steps, seen = self._plan(list(busy.values()))
             new = [self._advance(rows, seen) for _ in range(steps)]
             self._take(busy, torch.stack(new, dim=-1))
-        return answers
 
     def _close_up(self, busy: dict[int, Task]) -> dict[int, Task]:
         """Move the answers at work into the first slots, if there is a gap."""
@@ -210,13 +255,15 @@ class Sampler:
                 part[:count] = part[slots]
             if self.states:
                 self.states.copy(slots, slice(count))
+            self.held = {}
         return {new: busy[old] for new, old in enumerate(slots)}
 
     def _plan(self, tasks: list[Task]) -> tuple[int, int]:
         """Return the number of steps until the host looks again, and the columns of the cache that they see."""
         drawn = [len(task.answer.tokens) for task in tasks]
-        steps = min(self.look, self.options.max_new_tokens - min(drawn))
-        longest = max(len(task.prompt) + count for task, count in zip(tasks, drawn))
+        left = max(task.request.limit - count for task, count in zip(tasks, drawn))
+        steps = min(self.look, left)
+        longest = max(len(task.request.prompt) + count for task, count in zip(tasks, drawn))
         seen = self.sink + longest + steps
         seen += -seen % (GRAPH_COLUMNS if self.graphs else 8)
         return steps, min(seen, self.cache.shape[4])
@@ -224,14 +271,15 @@ class Sampler:
     def _take(self, busy: dict[int, Task], new: Tensor) -> None:
         """Add newly drawn tokens [2, n, steps] to the answers at work; answers that end leave their slots."""
         options, (tokens, logps), count = self.options, new.tolist(), 0
-        for slot, (_, _, answer) in list(busy.items()):
+        for slot, (request, answer) in list(busy.items()):
             for token, logp in zip(tokens[slot], logps[slot]):
                 answer.tokens.append(int(token))
                 answer.logps.append(logp)
                 count += 1
                 answer.ended = token in options.stop_tokens
-                if answer.ended or len(answer.tokens) == options.max_new_tokens:
+                if answer.ended or len(answer.tokens) == request.limit:
                     del busy[slot]
+                    self.requests.answer(request, answer)
                     break
         self.progress(count)
 
@@ -239,7 +287,7 @@ class Sampler:
 
     def _fill(self, taken: dict[int, Task]) -> None:
         """Begin the answers `taken` in their slots."""
-        prompts = {slot: task.prompt for slot, task in taken.items()}
+        prompts = {slot: task.request.prompt for slot, task in taken.items()}
         fresh = {p: slot for slot, p in prompts.items() if p not in self.held}
 
         def share(sources: dict[Prompt, int]) -> None:
@@ -260,7 +308,8 @@ class Sampler:
         self.held = {prompts[slots[-1]]: slots[-1]}
         if self.states:
             self.states.copy(slots[-1], HELD)
-        begun = [(p[-1], len(p) - 1, 0, key) for key, p, _ in taken.values()]
+        requests = [task.request for task in taken.values()]
+        begun = [(one.prompt[-1], len(one.prompt) - 1, 0, one.key) for one in requests]
         state = torch.tensor(begun).T
         for part in (self.options.seed, self.rollout):
             state[3] = _mixed(state[3], torch.tensor(wrapped(part)))

@@ -81,6 +81,14 @@ class Trajectory:
         )
 
 
+def episodes_of(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+    """Return the branches of every episode of a rollout."""
+    episodes: dict[int, list[Trajectory]] = {}
+    for one in trajectories:
+        episodes.setdefault(one.episode, []).append(one)
+    return [*episodes.values()]
+
+
 def depth_first(
     group: list[Trajectory], share_drawn: bool
 ) -> tuple[list[Trajectory], list[int]]:

@@ -4,8 +4,9 @@
 
 Answers are greedy, and end at the model's window. "by" says where an answer comes from: "step 0" is the initial policy,
 "reference" and "teacher" are the run's other models, and "data" is the answer of the data row. "rollout 3" stands with
-all answers to the rollout's first prompts, each of them after its score. A resumed run adds the lines of its steps
-again, with its own id.
+all answers to the rollout's first prompts, each of them after its score; in episodes of several turns [said] stands
+before what the model said and [told] before what it was told. A resumed run adds the lines of its steps again, with its
+own id.
 """
 
 import json
@@ -13,7 +14,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice, repeat
+from itertools import groupby, islice, repeat
+from operator import itemgetter
 
 from ulysses.check.input_files import RunInputs
 from ulysses.data.read.messages import Message
@@ -86,8 +88,9 @@ class Samples:
     def show(self, rollout: Rollout) -> None:
         """Write all answers to the first prompts of a rollout."""
         first = [t for t in rollout.trajectories if t.group < len(self.prompts)]
-        scores = [f"{t.score:g}: " for t in first]
-        self._write(f"rollout {rollout.number}", [(t.prompt, t.tokens) for t in first], scores)
+        scores, masks = [f"{t.score:g}: " for t in first], [t.sampled for t in first]
+        answered = [(t.prompt, t.tokens) for t in first]
+        self._write(f"rollout {rollout.number}", answered, scores, masks)
 
     def _ask(self, by: str, sampler: EngineSampler) -> None:
         # every rank answers all prompts, because they are few
@@ -109,16 +112,30 @@ class Samples:
         by: str,
         answered: Iterable[tuple[list[int], list[int]]],
         scores: Iterable[str] = repeat(""),
+        masks: Iterable[list[bool]] = repeat([]),
     ) -> None:
-        """Write prompts with their answers, and before each answer what `scores` has for it."""
+        """Write prompts with their answers, before each answer what `scores` has for it, and in it who said what.
+
+        Args:
+            masks: which tokens of an answer the model has said; an empty one stands for all.
+        """
         if not self.log:
             return
         step, run_id = self.trainer.step, self.trainer.description["run"]
         board = self.log.trackers.get("tensorboard")
         with writing(self.path), self.path.open("a") as file:
-            for (prompt, answer), score in zip(answered, scores):
-                texts = {"prompt": self.decode(prompt), "answer": score + self.decode(answer)}
+            for (prompt, answer), score, mask in zip(answered, scores, masks):
+                text = self.decode(answer) if all(mask) else self._dialogue(answer, mask)
+                texts = {"prompt": self.decode(prompt), "answer": score + text}
                 line = {"step": step, "run": run_id, "by": by, **texts}
                 print(json.dumps(line), file=file)
                 if board:
                     board.writer.add_text(f"samples/{by}", "\n\n".join(texts.values()), step)
+
+    def _dialogue(self, tokens: list[int], mask: list[bool]) -> str:
+        """Return the text of an episode, with a mark where the model says something and where it is told something."""
+        turns = []
+        for is_said, run in groupby(zip(tokens, mask), itemgetter(1)):
+            text = self.decode([token for token, _ in run]).strip()
+            turns.append(f"[{'said' if is_said else 'told'}] {text}")
+        return "\n".join(turns)

@@ -191,6 +191,7 @@ class TrainingRun:
             mesh=self.mesh,
             kernel=inputs.kernel.name,
             tokenizer=inputs.tokenizer,
+            template=inputs.template,
             tokens_per_microbatch=plan.tokens_per_microbatch,
             share_prompts=config.batch.share_prompts and not plan.graphs,
             resources=self.resources,

@@ -24,6 +24,7 @@ from models.arch import ModelConfig
 from models.initial_weights import InitialWeights
 from ulysses.config.schema import Config
 from ulysses.config.section import Section
+from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
@@ -187,6 +188,7 @@ class RunParts:
         weights: those that its training starts from.
         frozen: engines of the models in `Requirements`, by their roles.
         kernel: name of the attention kernel.
+        template: of chats; None for plain text.
         tokens_per_microbatch: the most tokens of a packed micro-batch.
         share_prompts: whether answers to one prompt that fit into a micro-batch share it.
         resources: what is registered here is closed at the end of the run, whatever happens.
@@ -204,6 +206,7 @@ class RunParts:
     mesh: ParallelMesh
     kernel: str
     tokenizer: PreTrainedTokenizerFast
+    template: ChatTemplate | None
     tokens_per_microbatch: int
     share_prompts: bool
     resources: ExitStack

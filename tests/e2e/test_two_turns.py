@@ -1,0 +1,85 @@
+"""Episodes of several turns, in whole runs."""
+
+import json
+
+import pytest
+
+from tests.e2e.launch import rows, tiny, without_times
+from tests.e2e.test_chain import load
+from tests.e2e.test_stage_runs import on_ranks
+from tests.sampling_server import SamplingServer
+
+SHORT = f"""
+--data.train {rows("ppo_train", 6)} --data.eval {rows("ppo_eval", 3)} --data.max_length 64 --batch.examples 3
+--run.steps 3 --run.eval_every 3 --ppo.answers_per_prompt 2 --ppo.minibatches 1 --ppo.epochs 1
+--ppo.max_new_tokens 8 --ppo.max_episode_tokens 160 --run.samples 2 --run.export false
+"""
+
+
+def two_turns(folder, typed="", function="two_turns"):
+    given = f"--ppo.rollout tests.episode_functions:{function}"
+    return tiny("grpo", folder, f"{SHORT} {given} {typed}")
+
+
+def test_two_turns_with_the_engines_own_sampler(tmp_path):
+    """The same on one and two processes; the sampler's log-probabilities are the trainer's."""
+    alone, two = (
+        on_ranks(n, two_turns(tmp_path / f"{n}", f"--parallel.sequence_parallel_size {n}"))
+        for n in (1, 2)
+    )
+    for line in alone:
+        assert line["episode/turns"] == 2 and line["episode/branches"] == 1
+        assert line["sampler/logp_gap_max"] < 1e-4
+        assert line["val/ratio"] == pytest.approx(1, abs=1e-4)
+        assert 0 < line["response_length/mean"] <= 16 < line["episode/length"] <= 160
+    assert alone[-1]["eval/episode/turns"] == 2
+    for a, b in zip(without_times(alone), without_times(two), strict=True):
+        assert a["objective/scores"] == b["objective/scores"]
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
+    samples = (tmp_path / "1/samples.jsonl").read_text().splitlines()
+    answers = [x["answer"] for x in map(json.loads, samples) if x["by"] == "rollout 0"]
+    assert len(answers) == 4
+    for answer in answers:
+        score, _, turns = answer.partition(": ")
+        assert float(score) in (0, 1)
+        assert turns.count("[said]") == 2 and turns.count("[told]") == 1
+        assert "It is " in turns.split("[told]")[1].split("[said]")[0]
+
+
+def test_branches_are_scored_as_one_episode(tmp_path):
+    """Where the function returns None, ppo.reward scores the last branch, on one process and on two."""
+    alone, two = (
+        on_ranks(n, two_turns(tmp_path / f"{n}", "--run.samples 0", "branches")) for n in (1, 2)
+    )
+    for line in alone:
+        assert 1 < line["episode/branches"] <= 2 and line["episode/turns"] > 2
+        assert line["sampler/logp_gap_max"] < 1e-4
+        assert line["val/ratio"] == pytest.approx(1, abs=1e-4)
+        name = "examples.demo_data:politeness_reward"
+        assert line["objective/scores"] == pytest.approx(line[f"objective/scores/{name}"])
+    for a, b in zip(without_times(alone), without_times(two), strict=True):
+        assert a["objective/scores"] == b["objective/scores"]
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
+
+
+def test_two_turns_with_a_server(tmp_path):
+    """Its requests are those of turns, each within what is left of the episode, and an episode keeps its server."""
+    servers = [SamplingServer(), SamplingServer()]
+    for server in servers:
+        server.load = load
+    addresses = json.dumps([f"vllm+{s.address}" for s in servers]).replace(" ", "")
+    short = (
+        "--data.max_length 40 --ppo.max_episode_tokens 48 --run.samples 0 --run.eval_every 0"
+    )
+    lines = on_ranks(1, two_turns(tmp_path / "run", f"{short} --ppo.sampler {addresses}"))
+    for server in servers:
+        server.close()
+    for line in lines:
+        assert line["sampler/logp_gap_max"] < 1e-4 and line["episode/length"] <= 48
+        assert line["val/ratio"] == pytest.approx(1, abs=1e-4)
+    asked = [[b for path, b in s.asked if path == "/v1/completions"] for s in servers]
+    limits = [[body["max_tokens"] for body in bodies] for bodies in asked]
+    assert all(len(body["prompt"]) + body["max_tokens"] <= 48 for b in asked for body in b)
+    assert min(map(min, limits)) < 8 == max(map(max, limits))
+    # three episodes of each rollout ask a server, and of three held-out ones two ask the first
+    assert [*map(len, asked)] == [3 * 3 * 2 + 2 * 2, 3 * 3 * 2 + 2]

@@ -1,0 +1,390 @@
+"""Episodes of several turns: what becomes of the calls of a user's function, and what is refused."""
+
+import asyncio
+import json
+import time
+import urllib.request
+from urllib.error import HTTPError
+
+import pytest
+
+from tests import ROOT
+from tests.harness import PATIENCE
+from tests.tiny_tokenizer import made_tokenizer
+from ulysses.config.section import UserCodeError
+from ulysses.config.stage_sections import PpoSection
+from ulysses.data.read.chat import ChatTemplate
+from ulysses.data.read.tokenizer import load_tokenizer
+from ulysses.rl import episodes
+from ulysses.rl.episodes import Episodes
+from ulysses.rl.model import Model
+from ulysses.rl.sampler import Completion
+from ulysses.rl.tool_calls import split_calls
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "why": {"type": "string"}},
+            },
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 4}}\n</tool_call>'
+TIGHT = '<tool_call>{"name":"add","arguments":{"a":4}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return made_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+class Scripted:
+    """A sampler that says a text, or tokens, for each call of an episode, and ends it unless it is cut."""
+
+    def __init__(self, tokenizer, *texts):
+        self.tokenizer, self.texts, self.seen, self.batches = tokenizer, texts, [], []
+
+    def serve(self, requests, rollout):
+        while requests.is_open:
+            taken = requests.take(wait=True)
+            self.batches.append(len(taken))
+            for request in taken:
+                self.seen.append(request)
+                text = self.texts[request.call]
+                said = self.tokenizer(text)["input_ids"] if isinstance(text, str) else text
+                tokens = [*said, self.tokenizer.eos_token_id]
+                ended = len(tokens) <= request.limit
+                tokens = tokens[: request.limit]
+                requests.answer(request, Completion(tokens, [-1.0] * len(tokens), ended))
+
+
+def run(
+    tokenizer,
+    function,
+    *texts,
+    rows=({"q": "2 + 2?"},),
+    longest=2000,
+    template="qwen2.5",
+    **ppo,
+):
+    """The trajectories of one rollout, whose function is `function`, and the sampler."""
+    global episode
+    episode = function
+    settings = PpoSection(rollout=f"{__name__}:episode", **{"max_new_tokens": 100, **ppo})
+    chat = ChatTemplate(tokenizer, template)
+    sampler = Scripted(tokenizer, *texts)
+    sizes = len(tokenizer), longest, settings.max_new_tokens
+
+    def model(ask, url, key):
+        return Model(ask, url, key, tokenizer, chat, *sizes)
+
+    numbered = {3 + n: (40 + n, row) for n, row in enumerate(rows)}
+    made = Episodes(settings, model, longest, lambda: None, numbered)
+    return made.run(sampler, 0), sampler
+
+
+def shown(tokenizer, one):
+    """The text of a trajectory, with what was said in brackets."""
+    text = tokenizer.decode(one.prompt)
+    last = False
+    for token, said in zip([*one.tokens, 0], [*one.sampled, False]):
+        text += "[" * (said and not last) + "]" * (last and not said)
+        text += tokenizer.decode([token])
+        last = said
+    return text[: -len(tokenizer.decode([0]))]
+
+
+async def calculates(row, model):
+    messages = [{"role": "user", "content": row["q"]}]
+    turn = await model.chat(messages, tools=TOOLS)
+    messages.append(turn.message)
+    for call in turn.tool_calls:
+        result = str(call["function"]["arguments"]["a"])
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    turn = await model.chat(messages, tools=TOOLS)
+    return float("4" in turn.text)
+
+
+@pytest.mark.parametrize("template", ["qwen2.5", "qwen3"])
+@pytest.mark.parametrize("call", [CALL, TIGHT])
+def test_tool_results_are_told_and_turns_are_said(tokenizer, template, call):
+    """The template writes a call with spaces; the tokens that were drawn stay as they are."""
+    [one], sampler = run(tokenizer, calculates, call, "It is 4.", template=template)
+    text = shown(tokenizer, one)
+    assert text.endswith(
+        f"[{call}<|im_end|>]\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n[It is 4.<|im_end|>]"
+    )
+    assert text.count("[<tool_call>") == 1 and one.ended and one.score == 0
+    assert one.scores == {f"{__name__}:episode": 1.0} and (one.episode, one.row) == (3, 40)
+    assert [x for x, said in zip(one.logps, one.sampled) if said] == [-1.0] * sum(one.sampled)
+    # every call got exactly what is trained
+    first, second = (list(request.prompt) for request in sampler.seen)
+    assert first == one.prompt and second == (one.prompt + one.tokens)[: len(second)]
+
+
+def test_tokens_that_no_tokenizer_would_give_stay_as_they_were_drawn(tokenizer):
+    """The demo's tokenizer has whole words; the policy spells them letter by letter, and the template trims."""
+    words = load_tokenizer(ROOT / "configs/demo/data/tokenizer")
+    spelled = [token for letter in " the table " for token in words(letter)["input_ids"][-1:]]
+    assert len(spelled) > 2 * len(words(" the table ")["input_ids"])
+
+    [one], sampler = run(words, asks_twice, spelled, spelled, template="tokenizer")
+    said = [*spelled, words.eos_token_id]
+    assert [t for t, is_said in zip(one.tokens, one.sampled) if is_said] == said * 2
+    assert list(sampler.seen[1].prompt)[: len(one.prompt) + len(said)] == one.prompt + said
+
+
+async def asks_twice(row, model):
+    messages = [{"role": "user", "content": "1"}]
+    for _ in range(2):
+        messages.append((await model.chat(messages)).message)
+        messages.append({"role": "user", "content": "2"})
+    return len(messages)
+
+
+THINKS = "<think>\nhm\n</think>\n\nyes"
+
+
+def test_a_template_that_rewrites_turns_makes_branches(tokenizer):
+    """Qwen3's leaves out the thinking of turns before a question; each token is trained once."""
+    [first, second], _ = run(tokenizer, asks_twice, THINKS, THINKS, template="qwen3")
+    assert shown(tokenizer, first).endswith(f"assistant\n[{THINKS}<|im_end|>]")
+    assert shown(tokenizer, second).endswith(
+        f"assistant\nyes<|im_end|>\n<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n[{THINKS}<|im_end|>]"
+    )
+    assert first.episode == second.episode and first.scores == second.scores
+    [whole], _ = run(tokenizer, asks_twice, THINKS, THINKS, template="chatml")
+    assert shown(tokenizer, whole).count(f"[{THINKS}<|im_end|>]\n<|im_start|>user") == 1
+
+
+def test_a_turn_that_is_cut_is_closed_before_the_next_one(tokenizer):
+    [one], _ = run(tokenizer, asks_twice, "abcdefgh", "yes", max_new_tokens=4)
+    assert "[abcd]<|im_end|>\n<|im_start|>user\n2" in shown(tokenizer, one)
+    assert shown(tokenizer, one).endswith("[yes<|im_end|>]") and one.ended
+
+
+def test_forks_and_calls_at_the_same_time_are_branches(tokenizer):
+    async def forks(row, model):
+        start = await model.complete([5, 6])
+        ways = [start.prompt + start.tokens + [token] for token in (7, 8)]
+        await asyncio.gather(*map(model.complete, ways))
+
+    found, sampler = run(tokenizer, forks, "a", "b", "c", reward="a:b")
+    assert [one.prompt for one in found] == [
+        [5, 6],
+        found[0].prompt + found[0].tokens[:2] + [8],
+    ]
+    assert [sum(one.sampled) for one in found] == [4, 2]
+    assert len({request.key for request in sampler.seen}) == 3 and not found[0].scores
+
+
+async def goes_on(row, model):
+    messages = [{"role": "user", "content": "1"}]
+    for _ in range(9):
+        turn = await model.chat(messages)
+        messages += [turn.message, {"role": "user", "content": "more"}]
+    return 1.0
+
+
+def test_an_episode_without_room_for_another_turn_ends(tokenizer):
+    """Its last turn is cut, and its function does not go on; without ppo.reward it scores 0."""
+    for longest in (150, 300):
+        [one], _ = run(tokenizer, goes_on, *["abcdefgh" * 5] * 9, longest=longest)
+        assert longest - 40 < len(one.prompt) + len(one.tokens) <= longest
+        assert not one.ended and one.scores == {f"{__name__}:episode": 0.0}
+    [one], _ = run(tokenizer, goes_on, *["abcdefgh" * 5] * 9, longest=300, reward="a:b")
+    assert not one.scores
+
+
+def test_turns_of_all_episodes_are_answered_together(tokenizer, monkeypatch):
+    monkeypatch.setattr(episodes, "MOMENT", PATIENCE)
+    _, sampler = run(tokenizer, asks_twice, "a", "b", rows=[{}] * 5)
+    assert [*filter(None, sampler.batches)] == [5, 5]
+    assert {(r.number, r.call) for r in sampler.seen} == {
+        (n, c) for n in range(3, 8) for c in (0, 1)
+    }
+
+
+def wrong(result):
+    async def function(row, model):
+        await model.complete([5])
+        return result
+
+    return function
+
+
+async def never_calls(row, model):
+    return 1.0
+
+
+async def fails_late(row, model):
+    await model.complete([5])
+    raise KeyError("no such tool")
+
+
+async def exits(row, model):
+    raise SystemExit("enough")
+
+
+async def sleeps(row, model):
+    await model.complete([5])
+    await asyncio.sleep(row["sleep"])
+    return 1.0
+
+
+async def blocks(row, model):
+    await model.complete([5])
+    time.sleep(row["sleep"])
+    return 1.0
+
+
+async def asks_for_much(row, model):
+    await model.complete([5] * 5000)
+
+
+async def asks_nonsense(row, model):
+    await model.complete([70_000])
+
+
+async def chats_nonsense(row, model):
+    await model.chat([{"role": "king", "content": "hi"}])
+
+
+FAULTS = {
+    "never called the model": never_calls,
+    r"failed: KeyError: 'no such tool' \(test_episodes.py, line \d+\)": fails_late,
+    "failed: SystemExit: enough": exits,
+    "returned 'much'; return a finite number": wrong("much"),
+    "returned nan; return": wrong(float("nan")),
+    "returned None; return a finite number": wrong(None),
+    r"failed: .*5000 tokens leave no room .* \(test_episodes.py": asks_for_much,
+    "failed: ValueError: a prompt has tokens, and they are from 0 to": asks_nonsense,
+    "failed: .*message 1 has the role 'king'": chats_nonsense,
+    "took longer than ppo.reward_timeout, 0.3 s, beside its calls": sleeps,
+    "took longer than ppo.reward_timeout, 0.3 s": blocks,
+}
+
+
+@pytest.mark.parametrize("sentence", FAULTS)
+def test_what_goes_wrong_in_an_episode_ends_the_run(tokenizer, sentence):
+    rows = [{"sleep": 0}, {"sleep": 2.0}]
+    timeout = 0.3 if "timeout" in sentence else 60.0
+    begin = rf"the rollout {__name__}:episode on example 4[01] "
+    with pytest.raises(UserCodeError, match=begin + sentence):
+        run(tokenizer, FAULTS[sentence], *["a"] * 3, rows=rows, reward_timeout=timeout)
+
+
+def test_a_row_that_an_episode_changes_is_its_own(tokenizer):
+    async def changes(row, model):
+        await model.complete([5])
+        row["seen"].append(1)
+        return len(row["seen"])
+
+    row = {"seen": []}
+    found, _ = run(tokenizer, changes, "a", rows=[row, row])
+    assert {one.scores[f"{__name__}:episode"] for one in found} == {1.0} and not row["seen"]
+
+
+TAGS = "<function=add>\n<parameter=a>\n{}\n</parameter>\n<parameter=why>\n4\n</parameter>\n</function>"
+CALLS = [
+    (CALL, "", [{"a": 4}]),
+    (f"Let me.\n{TIGHT}{CALL}", "Let me.", [{"a": 4}, {"a": 4}]),
+    (f"<tool_call>\n{TAGS.format(4)}\n</tool_call>", "", [{"a": 4, "why": "4"}]),
+    (f"<tool_call>{TAGS.format('four')}</tool_call>", "", [{"a": "four", "why": "4"}]),
+    ('{"name": "add", "parameters": {"a": 4}}', "", [{"a": 4}]),
+    ('{"name": "add", "arguments": "{\\"a\\": 4}"}', "", [{"a": 4}]),
+    ('<tool_call>{"name": "add", "arguments": </tool_call>', None, []),
+    ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', None, []),
+    (r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', None, []),
+    ('{"a": 4}', None, []),
+    ("four", None, []),
+]
+
+
+@pytest.mark.parametrize("text, rest, arguments", CALLS)
+def test_calls_are_found_in_what_a_model_says(text, rest, arguments):
+    """What is none stays text."""
+    content, calls = split_calls(text, TOOLS)
+    assert [call["arguments"] for call in calls] == arguments
+    assert content == (text if rest is None else rest)
+    assert {call["name"] for call in calls} <= {"add"}
+
+
+# ---------------------------------------------------------------------------------------- the endpoint
+
+
+def posted(url, key, body):
+    """The status and JSON of a request."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_agents_that_speak_openais_interface_make_the_same_episodes(tokenizer):
+    """What they send back is JSON, and calls have their arguments as text."""
+
+    def agent(url, key):
+        messages = [{"role": "user", "content": "2 + 2?"}]
+        body = {"model": "policy", "messages": messages, "tools": TOOLS, "temperature": 1.0}
+        status, first = posted(f"{url}/chat/completions", key, body)
+        [choice] = first["choices"]
+        assert (status, choice["finish_reason"]) == (200, "tool_calls")
+        [call] = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": 4}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
+        messages += [choice["message"], result]
+        status, second = posted(f"{url}/chat/completions", key, {**body, "max_tokens": 50})
+        assert second["choices"][0]["message"]["content"] == "It is 4."
+        assert second["choices"][0]["finish_reason"] == "stop"
+        usage = second["usage"]
+        assert usage["completion_tokens"] == 9
+        assert usage["total_tokens"] == usage["prompt_tokens"] + 9
+        return 1.0
+
+    async def served(row, model):
+        return await asyncio.to_thread(agent, model.base_url, model.api_key)
+
+    through, _ = run(tokenizer, served, TIGHT, "It is 4.", rows=[{"q": "2 + 2?"}] * 3)
+    inside, _ = run(tokenizer, calculates, TIGHT, "It is 4.", rows=[{"q": "2 + 2?"}] * 3)
+    assert through == inside
+
+
+WRONG_REQUESTS = {
+    "temperature is 0.5 but in this run it is 1.0": {"temperature": 0.5},
+    "n is 2 but": {"n": 2},
+    "stream is True but": {"stream": True},
+    "message 1 has the role 'king'": {"messages": [{"role": "king", "content": "a"}]},
+    "KeyError: 'messages'": {"messages": ...},
+}
+
+
+def test_wrong_requests_are_answered_as_openai_answers_them(tokenizer):
+    async def asks(row, model):
+        good = {"messages": [{"role": "user", "content": "a"}]}
+        url, key = f"{model.base_url}/chat/completions", model.api_key
+        for sentence, more in WRONG_REQUESTS.items():
+            body = {name: value for name, value in {**good, **more}.items() if value is not ...}
+            status, answer = await asyncio.to_thread(posted, url, key, body)
+            assert status == 400 and sentence in answer["error"]["message"], answer
+            assert answer["error"]["type"] == "invalid_request_error"
+        for wrong, code in ((url, 401), (url.replace("/3/", "/77/"), 404), (f"{url}s", 404)):
+            given = "other" if code == 401 else key
+            assert (await asyncio.to_thread(posted, wrong, given, good))[0] == code
+        assert (await asyncio.to_thread(posted, url, key, good))[0] == 200
+        good["messages"][0]["content"] *= 3000
+        status, answer = await asyncio.to_thread(posted, url, key, good)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        return 1.0
+
+    [one], _ = run(tokenizer, asks, "a")
+    assert one.scores == {f"{__name__}:episode": 1.0} and not one.ended
