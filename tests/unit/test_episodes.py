@@ -104,7 +104,7 @@ async def calculates(row, model):
     turn = await model.chat(messages, tools=TOOLS)
     messages.append(turn.message)
     for call in turn.tool_calls:
-        result = str(call["function"]["arguments"]["a"])
+        result = str(call["arguments"]["a"])
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
     turn = await model.chat(messages, tools=TOOLS)
     return float("4" in turn.text)
