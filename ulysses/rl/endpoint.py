@@ -2,8 +2,9 @@
 
     POST http://127.0.0.1:PORT/EPISODE/v1/chat/completions    ->    Model.chat of the episode
 
-A request has messages and, if it likes, tools and the most tokens of the answer. How tokens are drawn is the run's
-business: a request that asks for something else is refused, because the policy would be trained as if it had not.
+A request has messages and, if it likes, tools and the most tokens of the answer, and may ask for a stream, which then
+has one piece. How tokens are drawn is the run's business: a request that asks for something else is refused, because
+the policy would be trained as if it had not.
 """
 
 import asyncio
@@ -20,7 +21,15 @@ from ulysses.rl.model import EpisodeOverError, Model, Turn
 
 Json = dict[str, Any]
 PATH = "/v1/chat/completions"
-READ = {"model", "messages", "tools", "max_tokens", "max_completion_tokens"}
+READ = {
+    "model",
+    "messages",
+    "tools",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "stream_options",
+}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -32,12 +41,14 @@ class Handler(BaseHTTPRequestHandler):
             status, answer = self.server.answer(self.path, self.headers["Authorization"], text)
         except Exception as error:  # the request may be wrong in any way
             status, answer = _refused(400, f"{type(error).__name__}: {error}")
-        body = json.dumps(answer).encode()
+        body, kind = json.dumps(answer), "application/json"
+        if "chunk" in answer.get("object", ""):
+            body, kind = f"data: {body}\n\ndata: [DONE]\n\n", "text/event-stream"
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body.encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -92,17 +103,21 @@ class Endpoint(ThreadingHTTPServer):
             return _refused(400, str(error), "context_length_exceeded")
         except CancelledError:
             return _refused(410, "the episode has ended")
-        return 200, _completion(turn, body.get("model"))
+        return 200, _completion(turn, body.get("model"), bool(body.get("stream")))
 
 
-def _completion(turn: Turn, model: object) -> Json:
-    reason = "tool_calls" if turn.tool_calls else "stop"
-    choice = {"index": 0, "message": turn.message, "logprobs": None}
+def _completion(turn: Turn, model: object, stream: bool) -> Json:
+    """Return a turn in OpenAI's form; a stream of it has one chunk."""
+    reason, message = "tool_calls" if turn.tool_calls else "stop", turn.message
+    if stream and turn.tool_calls:
+        numbered = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+        message = {**message, "tool_calls": numbered}
+    choice = {"index": 0, "delta" if stream else "message": message, "logprobs": None}
     told, said = len(turn.prompt), len(turn.tokens)
     usage = {"prompt_tokens": told, "completion_tokens": said, "total_tokens": told + said}
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
+        "object": "chat.completion" + ".chunk" * stream,
         "created": int(time.time()),
         "model": model,
         "choices": [{**choice, "finish_reason": reason if turn.ended else "length"}],
