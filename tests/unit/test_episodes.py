@@ -8,6 +8,7 @@ from urllib.error import HTTPError
 
 import pytest
 
+from examples import calculator
 from tests import ROOT
 from tests.harness import PATIENCE
 from tests.tiny_tokenizer import made_tokenizer
@@ -400,3 +401,14 @@ def test_wrong_requests_are_answered_as_openai_answers_them(tokenizer):
 
     [one], _ = run(tokenizer, asks, "a")
     assert one.scores == {f"{__name__}:episode": 1.0} and not one.ended
+
+
+@pytest.mark.parametrize(
+    "said", ['{"name": "calculate", "parameters": {"expression": "24 / 2"}}', "24 / 2 = 13"]
+)
+def test_the_example_gives_a_result_in_each_way(tokenizer, said):
+    """By a call, or by checking the sums of a solution."""
+    row = {"question": "Half of 24?"}
+    [one], _ = run(tokenizer, calculator.episode, said, "12", rows=[row], reward="a:b")
+    told = shown(tokenizer, one).split(f"[{said}<|im_end|>]")[1]
+    assert "12" in told.split("[12")[0] and told.endswith("[12<|im_end|>]") and not one.scores
