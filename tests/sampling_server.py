@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import STUCK
-from tests.weight_receiver import WeightReceiver
+from tests.weight_receiver import GET, POST
 
 # answers that are packed although nobody asked for it
 PACKINGS = {
@@ -53,9 +53,9 @@ class SamplingServer:
             that it refuses.
         released: ends the requests that a server keeps.
         length, model: what it tells of itself, the tokens of the longest sequence and the model's configuration.
-        receiver: takes weights that come over the network.
+        receiver: takes weights that come over the network (tests/weight_receiver.py), or None.
         folder: whose weights it has read.
-        load: folder, or weights by their names -> a function of prompt and tokens, which returns their
+        load: folder, or the receiver's weights as a file -> a function of prompt and tokens, which returns their
             log-probabilities; without it, they are invented.
         scores: what a reward answers; if empty, it counts the letters of each answer.
     """
@@ -63,7 +63,8 @@ class SamplingServer:
     def __init__(self) -> None:
         self.length: object = 4096
         self.model = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
-        self.folder, self.receiver = "", WeightReceiver()
+        self.folder = ""
+        self.receiver: Any = None
         self.load: Callable[[Any], LogProbabilities] = lambda _: invented
         self.logps: LogProbabilities = invented
         self.released = threading.Event()
@@ -82,11 +83,11 @@ class SamplingServer:
                         "vllm_config": {"model_config": outer.model}
                     },
                 }
-                if self.path in outer.receiver.GET:
-                    found[self.path] = outer.receiver.get(self.path)
-                text = json.dumps(found[self.path]).encode()
+                if outer.receiver and self.path in GET:
+                    found[self.path] = outer.receiver.get()
+                text = json.dumps(found.get(self.path)).encode()
                 codes = {"busy": 404, "ending": 503, self.path: 404}
-                self.send_response(codes.get(outer.fault, 200))
+                self.send_response(codes.get(outer.fault, 200 if self.path in found else 404))
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text)
@@ -156,10 +157,10 @@ class SamplingServer:
         path, _, query = path.partition("?")
         if path == "/reset_prefix_cache":
             return {}
-        if path in self.receiver.POST:
+        if path in POST:
             found = self.receiver.post(path, query, body)
             if path in ("/resume", "/continue_generation"):
-                self.logps = self.load(self.receiver.weights)
+                self.logps = self.load(self.receiver.held()[-1])
             return found
         if path in ("/collective_rpc", "/update_weights_from_disk"):
             given = body.get("kwargs", {}).get("weights_path") or body["model_path"]

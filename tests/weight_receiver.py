@@ -1,10 +1,15 @@
 """What a sampling server does with weights that come over the network, as vLLM 0.32 and SGLang 0.5 do it."""
 
 import base64
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.managers import BaseManager
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch.distributed.distributed_c10d import (
     Backend,
     PrefixStore,
@@ -39,21 +44,19 @@ def nccl_group(where: dict[str, Any], device: torch.device) -> Any:
     return lambda tensor: torch.cuda.nccl.broadcast([tensor], comms=[communicator])
 
 
+GET = ("/get_world_size", "/weight_info", "/model_info", "/server_info")
+POST = (
+    *("/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights"),
+    *("/finish_weight_update", "/resume", "/init_weights_update_group", "/pause_generation"),
+    *("/update_weights_from_distributed", "/continue_generation"),
+)  # fmt: skip
+
+
 class WeightReceiver:
-    """One worker of a server.
+    """One worker of a server; its phases are what it is in the middle of.
 
-    Attributes:
-        weights: those that it has had, by their names, on the CPU.
-        version: what they are called.
-        phases: what the server is in the middle of.
+    A process in which it has met others must not fork afterwards: `in_a_process` gives it one of its own.
     """
-
-    GET = ("/get_world_size", "/weight_info", "/model_info", "/server_info")
-    POST = (
-        *("/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights"),
-        *("/finish_weight_update", "/resume", "/init_weights_update_group", "/pause_generation"),
-        *("/update_weights_from_distributed", "/continue_generation"),
-    )  # fmt: skip
 
     def __init__(self, backend: str = "gloo", device: str = "cpu") -> None:
         self.backend, self.device = backend, torch.device(device)
@@ -61,7 +64,15 @@ class WeightReceiver:
         self.version, self.phases = "default", set[str]()
         self.receive: Any = None
 
-    def get(self, path: str) -> Any:
+    def held(self) -> tuple[str, set[str], bytes]:
+        """Return what its weights are called, the phases, and the weights as a file of safetensors."""
+        return self.version, self.phases, save(self.weights)
+
+    def forget(self) -> None:
+        """Be as if it was started again."""
+        self.version = "default"
+
+    def get(self) -> Any:
         return {"world_size": 1, "tp_size": 1, "weight_version": self.version}
 
     def post(self, path: str, query: str, body: Any) -> Any:
@@ -101,3 +112,17 @@ class WeightReceiver:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             self.receive(tensor)
             self.weights[name] = tensor.cpu()
+
+
+class Receivers(BaseManager):
+    """A process that has receivers."""
+
+
+Receivers.register("WeightReceiver", WeightReceiver)
+
+
+@contextmanager
+def in_a_process(*settings: str) -> Iterator[Any]:
+    """Give a receiver in a process of its own, with the same methods."""
+    with Receivers(ctx=multiprocessing.get_context("spawn")) as manager:
+        yield manager.WeightReceiver(*settings)

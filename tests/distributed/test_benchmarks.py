@@ -80,7 +80,7 @@ def test_episodes_are_measured_whole_and_with_every_shared_turn_once(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["case"] for row in rows] == ["episodes", "flat"]
     for row in rows:
-        assert row["shared_tokens"] < 0.85 * row["whole_tokens"]
+        assert row["shared_tokens"] < 0.9 * row["whole_tokens"]
         assert row["gain"] == pytest.approx(row["whole_s"] / row["shared_s"], rel=0.05)
     # three answers leave out the prompt twice, each but for its last token
     assert rows[1]["whole_tokens"] - rows[1]["shared_tokens"] == 2 * 2 * 89

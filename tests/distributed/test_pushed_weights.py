@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 from tests import rows_of
 from tests.e2e.launch import EXPERTS, tiny
 from tests.harness import need_gpus, run_distributed
 from tests.sampling_server import SamplingServer
-from tests.weight_receiver import WeightReceiver
+from tests.weight_receiver import in_a_process
 from ulysses.config.command_line import parse_command_line
 from ulysses.rl import weight_push
 from ulysses.run.training_run import TrainingRun
@@ -17,7 +17,8 @@ from ulysses.run.training_run import TrainingRun
 @pytest.fixture
 def servers():
     found = [SamplingServer(), SamplingServer()]
-    yield found
+    with in_a_process() as found[0].receiver, in_a_process() as found[1].receiver:
+        yield found
     for server in found:
         server.close()
 
@@ -58,24 +59,25 @@ def test_pushed_weights_are_those_of_the_export(tmp_path, servers, world, typed)
     assert {*versions} == {"of rollout 1"}
     files = load_file(tmp_path / "served/model.safetensors")
     for server in servers:
-        found = server.receiver
-        assert found.version == "of rollout 1" and not found.phases
-        assert found.weights.keys() == files.keys()
-        for name, tensor in found.weights.items():
+        version, phases, file = server.receiver.held()
+        assert version == "of rollout 1" and not phases
+        found = load(file)
+        assert found.keys() == files.keys()
+        for name, tensor in found.items():
             assert tensor.dtype == files[name].dtype and torch.equal(tensor, files[name]), name
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_pushed_weights_travel_from_gpu_to_gpu(tmp_path, servers, dialect):
-    """Rank 0 has the first GPU, and the server, in this process, the second."""
+    """Rank 0 has the first GPU, and the server the second."""
     need_gpus(2)
-    servers[0].receiver = WeightReceiver("nccl", "cuda:1")
     grpo = f"--ppo.advantage group --ppo.answers_per_prompt 2 --ppo.sampler {dialect}+{servers[0].address}"
     line = tiny("ppo", tmp_path / "run", f"{grpo} --ppo.sampler_sync nccl --model.lora.rank 2")
-    run_distributed(push, 1, line, tmp_path / "served")
+    with in_a_process("nccl", "cuda:1") as servers[0].receiver:
+        run_distributed(push, 1, line, tmp_path / "served")
+        found = load(servers[0].receiver.held()[-1])
     files = load_file(tmp_path / "served/model.safetensors")
-    found = servers[0].receiver.weights
     assert found.keys() == files.keys()
     # adapters are added on the GPU here, and on the host in an export
     assert all(torch.allclose(found[name], files[name], rtol=1e-6, atol=1e-7) for name in files)

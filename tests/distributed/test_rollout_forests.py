@@ -22,9 +22,9 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl import trajectory
-from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.ppo import PpoStage
-from ulysses.rl.rollout import OPPOSED, Rollout, RolloutMaker
+from ulysses.rl.rollout import Rollout, RolloutMaker
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import MetricSums
 

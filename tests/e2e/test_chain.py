@@ -4,10 +4,12 @@ import math
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import pytest
+import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +21,7 @@ from tests.e2e.launch import ROOT, Ranks, environment, metrics, ranks
 from tests.e2e.test_export import assert_same_folder
 from tests.e2e.test_kill_resume import wait_until_dead
 from tests.sampling_server import SamplingServer
+from tests.weight_receiver import in_a_process
 from ulysses.check.input_files import check_weights
 from ulysses.check.run_folder import saved_checkpoints
 from ulysses.export import export_checkpoint
@@ -142,13 +145,14 @@ def test_every_stage_begins_where_another_ended(chain, tmp_path):
     assert_same_folder(tmp_path / "ppo", export)
 
 
-def load(folder, weights=None):
+def load(folder, weights=b""):
     """Return what computes the log-probabilities of answers by the model in a folder, as servers do.
 
-    `weights` take the place of those of their names.
+    `weights` is a file whose tensors take the place of those of their names.
     """
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model.load_state_dict(weights or {}, strict=False)
+    if weights:
+        model.load_state_dict(safetensors.torch.load(weights), strict=False)
 
     @torch.no_grad()
     def logps(prompt, tokens):
@@ -171,10 +175,12 @@ def test_a_server_samples(chain, tmp_path, sync):
     --ppo.sampler vllm+{server.address} --ppo.sampler_sync_every 2 --ppo.importance_cap 2
     --ppo.sampler_sync {sync}
     """.split()
-    refused = ranks([*typed, "--run.output", f"{tmp_path}/other"], 2, code=1)
-    server.load = load if sync == "disk" else partial(load, folder / "sft/export")
-    ranks([*typed, "--run.output", f"{output}"], 2)
-    server.close()
+    with nullcontext() if sync == "disk" else in_a_process() as server.receiver:
+        refused = ranks([*typed, "--run.output", f"{tmp_path}/other"], 2, code=1)
+        server.load = load if sync == "disk" else partial(load, folder / "sft/export")
+        ranks([*typed, "--run.output", f"{output}"], 2)
+        server.close()
+        pushed = server.receiver and safetensors.torch.load(server.receiver.held()[-1])
     refused.refused("have the same weights, but their log-probabilities differ by .*; look in")
     lines = metrics(output)
     assert [m["rollout"] for m in lines] == [0, 1, 2]
@@ -182,8 +188,7 @@ def test_a_server_samples(chain, tmp_path, sync):
     assert max(fresh, again) < 1e-4 < old
     last = {"disk": "/collective_rpc", "gloo": "/finish_weight_update"}[sync]
     assert [asked for asked, _ in server.asked].count(last) == 3
-    by_disk = sync == "disk"
-    names = WeightFiles(output / "sampler").tensors if by_disk else server.receiver.weights
+    names = pushed or WeightFiles(output / "sampler").tensors
     assert "model.norm.weight" in names and not [n for n in names if "lora" in n]
 
 

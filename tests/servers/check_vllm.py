@@ -24,12 +24,15 @@ USUAL = """
 --data.eval [] --run.eval_every 0 --run.export false --run.save_last false --parallel.sequence_parallel_size 1
 """
 LORA = "--model.lora.rank 8 --optimizer.lr 5e-3"
+TWO_TURNS = "--ppo.rollout tests.episode_functions:two_turns --ppo.max_episode_tokens 300"
 # a name, how the weights travel, what is typed, and whether the score has the time to rise
 RUNS = (
     ("GRPO", "disk", "--run.steps 32", True),
     ("GRPO with LoRA", "disk", f"--run.steps 12 {LORA}", False),
+    ("GRPO over two turns", "disk", f"--run.steps 12 {TWO_TURNS}", False),
     ("GRPO", "gloo", "--run.steps 32", True),
     ("GRPO with LoRA", "gloo", f"--run.steps 12 {LORA}", False),
+    ("GRPO over two turns", "gloo", f"--run.steps 12 {TWO_TURNS}", False),
 )
 
 

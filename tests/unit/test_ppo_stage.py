@@ -219,7 +219,7 @@ def test_branches_of_episodes_leave_out_every_turn_that_another_holds(monkeypatc
     rollout = Rollout.of(0, found, tokens_per_microbatch=15)
     # one token in common is not shared; two are, and what a branch is told another one has drawn
     order = [found[i] for i in (1, 4, 0, 2, 3)]
-    assert rollout.trajectories == order and rollout.num_groups == 2
+    assert rollout.trajectories == order and rollout.groups.tolist() == [0, 0, 0, 0, 1]
     assert rollout.prefixes.tolist() == [0, 1, 3, 4, 0]
     assert rollout.example_ids.tolist() == [0, 0, 0, 0, 4]
     wholes = [s.tokens.tolist() for i in (0, 4) for s in rollout[i].sequences]

@@ -1,32 +1,35 @@
 """Weights that are pushed to servers: what the servers are told, and what their failures cost."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
 import ulysses.rl.outside_sampler as outside
 import ulysses.rl.servers as servers
 from tests import rows_of
+from tests.harness import run_distributed
 from tests.sampling_server import SamplingServer
 from tests.unit.test_outside_sampler import PROMPTS, sampler
+from tests.weight_receiver import WeightReceiver
 from ulysses.config.stage_sections import PpoSection
 from ulysses.rl import weight_push
 from ulysses.rl.samplers import check_sampler
 
 
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch):
-    monkeypatch.setattr(servers, "PAUSE", 0.01)
-    monkeypatch.setattr(outside, "LOOK_SECONDS", 0.2)
-    monkeypatch.setattr(weight_push, "PART_BYTES", 8)
+def alone(scenario, *args):
+    """Call a function in a process of its own, because one in which groups have met must not fork afterwards."""
+    run_distributed(in_rank, 1, scenario, *args, cpu=True)
 
 
-@pytest.fixture
-def two():
-    found = [SamplingServer(), SamplingServer()]
-    yield found
-    for server in found:
-        server.released.set()
-        server.close()
+def in_rank(scenario, *args):
+    servers.PAUSE, outside.LOOK_SECONDS, weight_push.PART_BYTES = 0.01, 0.2, 8
+    two = [SamplingServer(), SamplingServer()]
+    for server in two:
+        server.receiver = WeightReceiver()
+    with tempfile.TemporaryDirectory() as folder:
+        scenario(Path(folder), two, *args)
 
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1).bfloat16(), "c": torch.eye(2)}
@@ -47,8 +50,12 @@ def calls(server):
     ]
 
 
-@pytest.mark.parametrize("dialect, times", [("vllm", 6), ("sglang", 3)])
-def test_a_group_is_met_once_and_weights_come_in_parts(tmp_path, two, dialect, times):
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_a_group_is_met_once_and_weights_come_in_parts(dialect):
+    alone(a_group_is_met_once_and_weights_come_in_parts, dialect)
+
+
+def a_group_is_met_once_and_weights_come_in_parts(tmp_path, two, dialect):
     found = pushing(tmp_path, two[:1], dialect)
     for rollout in (0, 1):
         found.synchronise(rollout)
@@ -75,9 +82,11 @@ sglang => /continue_generation
 
 
 @pytest.mark.parametrize("dialect, path", rows_of(REFUSED))
-def test_a_call_that_a_server_refuses_ends_the_push_with_what_it_said(
-    tmp_path, two, dialect, path
-):
+def test_a_call_that_a_server_refuses_ends_the_push_with_what_it_said(dialect, path):
+    alone(a_call_that_a_server_refuses_ends_the_push_with_what_it_said, dialect, path)
+
+
+def a_call_that_a_server_refuses_ends_the_push_with_what_it_said(tmp_path, two, dialect, path):
     two[1].fault = path
     found = pushing(tmp_path, two, dialect, dialect)
     said = f"{two[1].address}{path}.* failed .HTTP 400 Bad Request .no weights fit"
@@ -86,7 +95,11 @@ def test_a_call_that_a_server_refuses_ends_the_push_with_what_it_said(
     assert calls(two[1])[-1].startswith(path)
 
 
-def test_a_server_that_knows_no_such_routes_is_told_apart(tmp_path, two):
+def test_a_server_that_knows_no_such_routes_is_told_apart():
+    alone(a_server_that_knows_no_such_routes_is_told_apart)
+
+
+def a_server_that_knows_no_such_routes_is_told_apart(tmp_path, two):
     two[0].fault = "/get_world_size"
     with pytest.raises(
         ValueError, match="does not tell how many workers .*; use vLLM 0.28 or newer"
@@ -95,10 +108,14 @@ def test_a_server_that_knows_no_such_routes_is_told_apart(tmp_path, two):
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_a_server_that_was_started_again_is_met_again(tmp_path, two, dialect):
+def test_a_server_that_was_started_again_is_met_again(dialect):
+    alone(a_server_that_was_started_again_is_met_again, dialect)
+
+
+def a_server_that_was_started_again_is_met_again(tmp_path, two, dialect):
     found = pushing(tmp_path, two[:1], dialect)
     found.synchronise()
-    two[0].receiver.version = "default"
+    two[0].receiver.forget()
     with pytest.raises(ValueError, match="holds the weights 'default' and not 'of rollout 0'"):
         found.sample(PROMPTS)
     found.synchronise(1)
@@ -106,7 +123,11 @@ def test_a_server_that_was_started_again_is_met_again(tmp_path, two, dialect):
     assert len(found.sample(PROMPTS, 1)) == 3
 
 
-def test_a_server_that_ends_is_left_out_and_gets_weights_when_it_is_there_again(tmp_path, two):
+def test_a_server_that_ends_is_left_out_and_gets_weights_when_it_is_there_again():
+    alone(a_server_that_ends_is_left_out_and_gets_weights_when_it_is_there_again)
+
+
+def a_server_that_ends_is_left_out_and_gets_weights_when_it_is_there_again(tmp_path, two):
     found = pushing(tmp_path, two, "vllm", "vllm")
     found.synchronise()
     two[1].fault = "ending"

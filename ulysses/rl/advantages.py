@@ -23,6 +23,8 @@ from losses.ppo import group_advantages, packed_gae, whiten
 from ulysses.config.stage_sections import PpoSection
 from ulysses.rl.trajectory import Trajectory
 
+OPPOSED = "opposed_advantages"  # the column of those below 0 where others of the same token are above it
+
 ColumnsAndMetrics = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 

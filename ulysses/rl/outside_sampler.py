@@ -133,15 +133,11 @@ class OutsideSampler:
                 self.say(f"{address} is there again")
         self.synchronised = True
         if self.push:
-            for address, error in self.push(self.serving, f"of rollout {rollout}").items():
-                self._lose(address, error)
+            self.push(self.serving, f"of rollout {rollout}")
         else:
             self.export(self.folder)
             for address in self.serving if self.main else ():
-                try:
-                    self._reload(address)
-                except LostError as error:
-                    self._lose(address, error)
+                self._reload(address)
         # no process asks a server before all servers have the new weights, nor one that was lost
         for lost in gather(self.lost):
             self.lost |= lost

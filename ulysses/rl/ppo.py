@@ -25,18 +25,11 @@ from ulysses.config.stage_sections import PpoSection, is_function
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
-from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.episodes import Episodes
 from ulysses.rl.model import Model
 from ulysses.rl.rewards import Rewards
-from ulysses.rl.rollout import (
-    OPPOSED,
-    SCORES,
-    Rollout,
-    RolloutMaker,
-    RolloutSteps,
-    answer_metrics,
-)
+from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
 from ulysses.rl.samplers import build_sampler, check_sampler
 from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.base import (

@@ -38,7 +38,7 @@ from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
-from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.episodes import Episodes
 from ulysses.rl.samplers import AnySampler
 from ulysses.rl.trajectory import Trajectory, depth_first, episodes_of
@@ -47,7 +47,6 @@ from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
 from ulysses.zero.engine import ZeroEngine
 
 SCORES = "objective/scores"  # the metric that an evaluation is judged by
-OPPOSED = "opposed_advantages"  # the column of those below 0 where others of the same token are above it
 
 
 @dataclass
@@ -138,10 +137,6 @@ class Rollout:
         tables = np.zeros((2, len(self.ends), within_example.max() + 1), np.int64)
         tables[:, self.example_ids, within_example] = self.lengths, self.prefixes
         self.sequence_lengths, self.prefix_lengths = tables
-
-    @property
-    def num_groups(self) -> int:
-        return int(self.groups[-1]) + 1
 
     def held(self, values: Tensor) -> Tensor:
         """Return the sums of drawn tokens' values [A], float64, at the rows that predict them, [T]."""
@@ -480,5 +475,7 @@ class RolloutSteps:
         """Return the examples of step k of the current rollout, in a fixed order."""
         rollout, ppo = self.maker.rollout, self.maker.ppo
         pass_number, minibatch = divmod(k % ppo.steps_per_rollout, ppo.minibatches)
-        order = shuffled(rollout.num_groups, self.prompts.seed, rollout.number, pass_number)
+        order = shuffled(
+            int(rollout.groups[-1]) + 1, self.prompts.seed, rollout.number, pass_number
+        )
         return rollout.examples(np.array_split(order, ppo.minibatches)[minibatch].tolist())

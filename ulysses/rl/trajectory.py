@@ -9,6 +9,7 @@ order each one leaves out what it has in common with the one before it (parallel
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise, starmap
 
 import numpy as np
@@ -44,12 +45,12 @@ class Trajectory:
     score: float = 0.0
     scores: dict[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def whole(self) -> np.ndarray:
         """All tokens, int32."""
         return np.array([*self.prompt, *self.tokens], np.int32)
 
-    @property
+    @cached_property
     def drawn(self) -> np.ndarray:
         """The places in the whole sequence at which the policy has drawn a token."""
         return np.flatnonzero(self.sampled) + len(self.prompt)
@@ -89,28 +90,20 @@ def episodes_of(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
 def depth_first(
     group: list[Trajectory], share_drawn: bool
 ) -> tuple[list[Trajectory], list[int]]:
-    """Order the trajectories of a group, and return how many tokens each leaves to the one before it, its last too.
+    """Order the trajectories of a group; return also how many first tokens each has in common with the one before it.
 
-    Sorting whole sequences gives a depth-first order. Answers that share their prompt alone stay in their order.
+    Sorting whole sequences gives a depth-first order; where it shares no more, the given order stays.
 
     Args:
-        share_drawn: a trajectory may also leave out tokens that it has drawn itself; False shares none of those.
+        share_drawn: tokens that a trajectory has drawn itself count too, where they are enough.
     """
-    ordered = sorted(group, key=lambda one: one.prompt + one.tokens)
-    counts = _in_common(ordered, share_drawn)
-    if all(count <= len(one.prompt) for one, count in zip(ordered, counts)):
-        return group, _in_common(group, share_drawn)
-    return ordered, counts
 
-
-def _in_common(ordered: list[Trajectory], share_drawn: bool) -> list[int]:
     def in_common(before: Trajectory, after: Trajectory) -> int:
-        one, other = before.whole, after.whole
-        count = min(len(one), len(other))
-        differs = np.flatnonzero(one[:count] != other[:count])
-        count, first = int([*differs, count][0]), int(after.drawn[0])
-        if share_drawn and count - first >= FEWEST_SHARED:
-            return count
-        return min(count, first)
+        count, first = min(len(before.whole), len(after.whole)), int(after.drawn[0])
+        count = int((before.whole[:count] == after.whole[:count]).cumprod().sum())
+        enough = share_drawn and count - first >= FEWEST_SHARED
+        return count if enough else min(count, first)
 
-    return [0, *starmap(in_common, pairwise(ordered))]
+    orders = group, sorted(group, key=lambda one: one.prompt + one.tokens)
+    found = [(order, [0, *starmap(in_common, pairwise(order))]) for order in orders]
+    return max(found, key=lambda one: sum(one[1]))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ulysses.config.section import UserCodeError
-from ulysses.rl.servers import Json, LostError, in_thread
+from ulysses.rl.servers import Json, in_thread
 
 PART_BYTES = 256 << 20
 Part = list[tuple[str, Tensor]]
@@ -44,7 +44,7 @@ class WeightPush:
         main: whether this is the first rank.
         seconds: how long a server may take for a call.
         post, get: call a server by its address: (address, path, body) and (address, path). They raise UserCodeError if
-            it fails, LostError if it takes no more calls, and `get` returns None where it knows no such path.
+            it fails, and `get` returns None where it knows no such path.
 
     Attributes:
         version: what the last weights are called.
@@ -67,25 +67,17 @@ class WeightPush:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def __call__(self, addresses: Iterable[str], version: str) -> dict[str, LostError]:
-        """Push the weights; all ranks call it together. Return the servers that were lost meanwhile.
-
-        Raises UserCodeError if a server does not take them.
-        """
-        weights, lost = self.weights(self.device), {}
+    def __call__(self, addresses: list[str], version: str) -> None:
+        """Push the weights; all ranks call it together. Raises UserCodeError if a server does not take them."""
+        weights = self.weights(self.device)
         if not self.main:
             self.version = version
             deque(weights, maxlen=0)
-            return lost
+            return
 
-        def every(call: Callable[..., None], *args: object) -> None:
-            called = {a: in_thread(call, a, *args) for a in addresses if a not in lost}
-            for address, done in called.items():
-                try:
-                    done.result()
-                except LostError as error:
-                    lost[address] = error
-                    self.receivers.pop(address, None)
+        def every(call: Callable[[str], None]) -> None:
+            for done in [in_thread(call, address) for address in addresses]:
+                done.result()
 
         every(self._meet)
         every(lambda address: self.receivers[address].begin())
@@ -93,7 +85,6 @@ class WeightPush:
             every(lambda address, part=part: self.receivers[address].send(part, version))
         self.version = version
         every(self._finish)
-        return lost
 
     def check(self, address: str) -> None:
         """Raise UserCodeError if a server tells that it has other weights than it was given."""
@@ -121,11 +112,13 @@ class WeightPush:
 
 def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Part]:
     part: Part = []
+    size = 0
     for name, tensor in weights:
         part.append((name, tensor.contiguous()))
-        if sum(x.nbytes for _, x in part) >= PART_BYTES:
+        size += tensor.nbytes
+        if size >= PART_BYTES:
             yield part
-            part = []
+            part, size = [], 0
     if part:
         yield part
 
@@ -139,7 +132,7 @@ class Receiver:
     """
 
     def __init__(self, push: WeightPush, address: str) -> None:
-        self.push, self.address = push, address
+        self.address, self.post = address, partial(push.post, address)
         self.is_vllm = address.startswith("vllm")
         path, number = (
             ("/get_world_size", "world_size") if self.is_vllm else ("/server_info", "tp_size")
@@ -172,18 +165,18 @@ class Receiver:
             where = {"nccl_unique_id_b64": base64.b64encode(store.get("0")).decode()}
         where |= {"rank_offset": 1, "world_size": size}
         if self.is_vllm:
-            self._call("/init_weight_transfer_engine", {"init_info": where}, met)
+            path, where = "/init_weight_transfer_engine", {"init_info": where}
         else:
-            self._call("/init_weights_update_group", where, met)
-        self.group = met.result()
+            path = "/init_weights_update_group"
+        self.group: Any = self._call_during(met, path, where)
 
     def begin(self) -> None:
         """Have the server pause."""
         if self.is_vllm:
-            self._call("/pause?mode=keep", {})
-            self._call("/start_weight_update", {})
+            self.post("/pause?mode=keep", {})
+            self.post("/start_weight_update", {})
         else:
-            self._call("/pause_generation", {"mode": "retract"})
+            self.post("/pause_generation", {"mode": "retract"})
 
     def send(self, part: Part, version: str) -> None:
         """Have the server load tensors."""
@@ -193,32 +186,31 @@ class Receiver:
         sent = in_thread(self._broadcast, tensors)
         if self.is_vllm:
             info |= {"dtype_names": dtypes}
-            self._call("/update_weights", {"update_info": info}, sent)
+            self._call_during(sent, "/update_weights", {"update_info": info})
         else:
             info |= {"dtypes": dtypes, "group_name": self.name, "weight_version": version}
-            self._call("/update_weights_from_distributed", info, sent)
+            self._call_during(sent, "/update_weights_from_distributed", info)
 
     def finish(self, version: str) -> None:
         """Have the server go on."""
         if self.is_vllm:
-            self._call("/finish_weight_update", {"weight_version": version})
-            self._call("/reset_prefix_cache?reset_running_requests=true", {})
-            self._call("/resume", {})
+            self.post("/finish_weight_update", {"weight_version": version})
+            self.post("/reset_prefix_cache?reset_running_requests=true", {})
+            self.post("/resume", {})
         else:
-            self._call("/continue_generation", {})
+            self.post("/continue_generation", {})
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             self.group.broadcast([tensor]).wait()
 
-    def _call(self, path: str, body: Json, own: Future[Any] | None = None) -> None:
-        """Call the server while this process does its own part, which would wait for ever if the server refuses."""
-        told = in_thread(self.push.post, self.address, path, body)
-        wait([told, own] if own else [told], return_when=FIRST_EXCEPTION)
+    def _call_during(self, own: Future[Any], path: str, body: Json) -> Any:
+        """Call the server, and return what this process's own part gives, which never ends if the server refuses."""
+        told = in_thread(self.post, path, body)
+        wait([told, own], return_when=FIRST_EXCEPTION)
         told.result()
         try:
-            if own:
-                own.result()
+            return own.result()
         except RuntimeError as error:
             raise UserCodeError(f"sending weights to {self.address} failed ({error})") from None
 
