@@ -22,7 +22,7 @@ from ulysses.data.read.messages import Message
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.disk import writing
 from ulysses.rl.engine_sampler import EngineSampler
-from ulysses.rl.rollout import Rollout
+from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.sampler import SamplingOptions
 from ulysses.rl.trajectory import Trajectory
 from ulysses.run.metrics import MetricsLog
