@@ -34,7 +34,7 @@ from ulysses.rl.rollout import SCORES, RolloutMaker, RolloutSteps, answer_metric
 from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.rows import TrajectoryGroups, unfit_advantages
 from ulysses.rl.samplers import build_sampler, check_sampler
-from ulysses.rl.trajectory import Trajectory
+from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.base import (
     AuxiliaryModel,
     Metrics,
@@ -331,16 +331,12 @@ class PpoStage(ReferencedStage):
             answers: list[list[Trajectory]] = []
             for k in range(loader.steps_per_epoch):
                 prompts = loader.indices(0, k)
-                answers += self.maker.answer(next(numbers), loader.dataset, prompts).episodes
+                made = self.maker.answer(next(numbers), loader.dataset, prompts)
+                answers += episodes_of(made.trajectories)
             all_answers += answers
             if name:
-                of_sets |= {f"{name}/{key}": x for key, x in self._scores(answers).items()}
-        return self._scores(all_answers) | of_sets
-
-    def _scores(self, answers: list[list[Trajectory]]) -> Metrics:
-        of_answers = answer_metrics(answers, of_turns=bool(self.table.rollout))
-        metrics = {name: float(x) for name, x in of_answers.items()}
-        return {"loss": -metrics[SCORES], **metrics}
+                of_sets |= {f"{name}/{key}": x for key, x in _scores(answers).items()}
+        return _scores(all_answers) | of_sets
 
     # ---------------------------------------------------------------- state
 
@@ -351,3 +347,8 @@ class PpoStage(ReferencedStage):
     def load(self, folder: Path) -> None:
         """Restore the rollout; the next one is made with the restored weights."""
         self.maker.rollout = Rollout.load(folder / ROLLOUT_FILE)
+
+
+def _scores(answers: list[list[Trajectory]]) -> Metrics:
+    metrics = {name: float(x) for name, x in answer_metrics(answers).items()}
+    return {"loss": -metrics[SCORES], **metrics}

@@ -55,35 +55,31 @@ def answer_table(trajectories: list[Trajectory]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).T
 
 
-def answer_metrics(
-    episodes: list[list[Trajectory]], of_turns: bool = False
-) -> dict[str, Tensor]:
+def answer_metrics(episodes: list[list[Trajectory]]) -> dict[str, Tensor]:
     """Return the metrics of answers, with the mean score by each reward, in training and in evaluation.
 
     Args:
-        episodes: their branches, of which answers have one.
-        of_turns: whether to tell of turns and branches.
+        episodes: their branches, of which an answer has one. There are more metrics where episodes have several turns.
     """
-    table, by_name = [], defaultdict[str, list[float]](list)
+    rows, by_name = [], defaultdict[str, list[float]](list)
     for branches in episodes:
         last, masks = branches[-1], [one.sampled for one in branches]
-        turns = sum(sum(is_said for is_said, _ in groupby(mask)) for mask in masks)
-        longest = max(len(one.prompt) + len(one.tokens) for one in branches)
-        said = sum(map(sum, masks))
-        table.append((said, last.score, last.ended, turns, len(branches), longest))
+        turns = sum(is_said for mask in masks for is_said, _ in groupby(mask))
+        longest = max(len(one.whole) for one in branches)
+        rows.append((sum(chain(*masks)), last.score, last.ended, turns, len(masks), longest))
         for name, score in last.scores.items():
             by_name[name].append(score)
-    lengths, scores, ended, *of_episodes = torch.tensor(table, dtype=torch.float64).T
-    metrics = {
+    lengths, scores, ended, *of_episodes = torch.tensor(rows, dtype=torch.float64).T
+    names = ("turns", "branches", "length") if of_episodes[0].sum() > len(rows) else ()
+    return {
         SCORES: scores.mean(),
         f"{SCORES}_std": scores.std(correction=0),
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
         **{f"{SCORES}/{name}": torch.tensor(each).mean() for name, each in by_name.items()},
+        **{f"episode/{name}": x.mean() for name, x in zip(names, of_episodes)},
     }
-    names = ("turns", "branches", "length") if of_turns else ()
-    return metrics | {f"episode/{name}": x.mean() for name, x in zip(names, of_episodes)}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -332,7 +328,7 @@ class RolloutMaker:
         gap = old - np.concatenate(sampled)
         N = len(rollout.trajectories)
         metrics = {
-            **answer_metrics(rollout.episodes, of_turns=bool(ppo.rollout)),
+            **answer_metrics(episodes_of(rollout.trajectories)),
             "rollout": rollout.number,
             "objective/kl": (old - reference).sum() / N,
             "objective/entropy": -old.sum() / N,
