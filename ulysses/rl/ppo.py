@@ -179,9 +179,8 @@ class PpoStage(ReferencedStage):
         models = base.models
         if ppo.reward_model:
             models += (AuxiliaryModel("reward", "ppo.reward", ppo.reward_model),)
-        # rows hold their answers already
-        new_tokens = 0 if ppo.takes_rows else ppo.max_new_tokens
-        longest = ppo.max_episode_tokens or prompts + new_tokens
+        longest = ppo.max_episode_tokens or prompts + ppo.max_new_tokens
+        longest = prompts if ppo.takes_rows else longest  # rows hold their answers already
         rollout = PlannedRollout(
             answers,
             batch=0 if ppo.sampler else ppo.planned_batch,

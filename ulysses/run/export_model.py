@@ -14,7 +14,6 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import distributions
 from itertools import starmap
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.arch import ModelConfig
+from models.decoder import VALUE
 from models.families import Fields
 from models.folders import CONFIG, folder_with, resolve_model
 from models.hf_format import WeightFiles
@@ -147,13 +147,16 @@ def served_weights(
 def _read_weights(
     read: Read, config: Config, *, whole: bool = True
 ) -> tuple[Iterable[tuple[str, Tensor]], dict[str, Tensor]]:
-    """Return the parameters, none unless they are exported whole, as they are asked for, and all adapters by name."""
-    weights, adapters = read(lambda name: whole and ".lora_" not in name), {}
-    if config.model.lora.rank:
-        from models.lora import is_adapter
+    """Return the policy's parameters, none unless they are exported whole, and all its adapters by name."""
+    weights = read(lambda name: whole and ".lora_" not in name and not name.startswith(VALUE))
+    if not config.model.lora.rank:
+        return weights, {}
+    from models.lora import is_adapter
 
-        adapters = dict(read(partial(is_adapter, whole=config.model.lora.train)))
-    return weights, adapters
+    trained = config.model.lora.train
+    return weights, dict(
+        read(lambda name: is_adapter(name, trained) and not name.startswith(VALUE))
+    )
 
 
 def export_model(
@@ -172,7 +175,7 @@ def export_model(
     Returns a remark about the weights' precision, or "".
 
     Args:
-        read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
+        read: read(wanted) yields the model's parameters in its order; only the first rank needs their values.
         reward: the policy is a reward model.
         dtype: of the weights in place of the configured one.
         for_servers: write whole weights as they are trained on, in place of those that were written to `out` before.

@@ -6,17 +6,15 @@ The constructor only holds what it is given; entering does all the rest up to th
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.decoder import VALUE
 from models.writing import is_wider
 from ulysses import environment
 from ulysses.check.agreement import agree, changes, facts_of
@@ -342,7 +340,7 @@ class TrainingRun:
         self.watch.phase("export")
         dtype = config.model.dtype if for_servers else config.export_dtype
         note = export_model(
-            partial(self._read, exact=is_wider(dtype, config.model.dtype)),
+            partial(full_parameters, self.engine, exact=is_wider(dtype, config.model.dtype)),
             folder,
             self.inputs.shape,
             config,
@@ -362,16 +360,8 @@ class TrainingRun:
             device: in whose memory they are.
         """
         self.watch.phase("export")
-        read = partial(self._read, device=device)
+        read = partial(full_parameters, self.engine, device=device)
         return served_weights(read, self.inputs.shape, self.config)
-
-    def _read(
-        self, wanted: Callable[[str], bool], **options: Any
-    ) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield parameters of the policy, without those of its value; `options` are those of `full_parameters`."""
-        return full_parameters(
-            self.engine, lambda name: wanted(name) and not name.startswith(VALUE), **options
-        )
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one; only with `debug` on other ranks than the first."""

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, repeat
+from itertools import chain, groupby, pairwise, repeat, starmap
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -271,12 +271,10 @@ class Tokenising:
         self, row: RawRow, record: Record, sequences: list[Encoded], prompt_length: int
     ) -> Columns:
         """Return an example as the files hold it."""
-        before: Encoded = ([], [])
-        sizes = []
-        ranks = record.ranks if self.kind == "ranked" else repeat(0)
-        for sequence, rank in zip(sequences, ranks):
-            sizes += len(sequence[0]), common_prefix(before, sequence), rank
-            before = sequence
+        prefixes = [0, *starmap(common_prefix, pairwise(sequences))]
+        ranks, sizes = record.ranks if self.kind == "ranked" else repeat(0), []
+        for (ids, _), prefix, rank in zip(sequences, prefixes, ranks):
+            sizes += len(ids), prefix, rank
         tokens, weights = ([*chain(*parts)] for parts in zip(*sequences))
         columns: Columns = {
             **record.numbers,
