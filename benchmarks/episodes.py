@@ -37,7 +37,7 @@ from ulysses.gradients.policy import StepContext
 from ulysses.options import gradient_policies
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.plan.hardware import GIB
-from ulysses.rl.rollout import Rollout
+from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.passes import packed_batches
 from ulysses.zero.construct import initialize_distributed

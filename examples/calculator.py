@@ -34,7 +34,7 @@ async def episode(row: dict[str, Any], model: Any) -> None:
     turn = await model.chat(messages, tools=[TOOL])
     messages.append(turn.message)
     for call in turn.tool_calls:
-        result = calculate(call["function"]["arguments"].get("expression"))
+        result = calculate(call["arguments"].get("expression"))
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
     if not turn.tool_calls:
         sums = [f"{text} = {calculate(text)}" for text in SUM.findall(turn.text)]

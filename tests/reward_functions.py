@@ -13,6 +13,10 @@ def half(prompt: str, completion: str, row: dict[str, Any]) -> float:
     return len(completion) / row["scale"]
 
 
+def letters(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    return len(completion) % 7
+
+
 def all_at_once(
     prompts: list[str], completions: list[str], rows: list[dict[str, Any]]
 ) -> list[float]:

@@ -27,7 +27,8 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.engine_sampler import EngineSampler
-from ulysses.rl.rollout import Rollout, RolloutMaker
+from ulysses.rl.rollout import RolloutMaker
+from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.sampler import Completion, SamplingOptions
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.referenced import logps_of

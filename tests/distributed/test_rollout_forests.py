@@ -24,7 +24,8 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl import trajectory
 from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.ppo import PpoStage
-from ulysses.rl.rollout import Rollout, RolloutMaker
+from ulysses.rl.rollout import RolloutMaker
+from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import MetricSums
 

@@ -234,7 +234,8 @@ def metrics(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / file).read_text().splitlines()]
 
 
-TIMES = "run seconds tokens_per_second mfu peak_memory_gib time/sampling time/rollout".split()
+TIMES = "run seconds tokens_per_second mfu peak_memory_gib".split()
+TIMES += "time/sampling time/waiting time/rollout".split()
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

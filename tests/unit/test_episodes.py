@@ -8,6 +8,7 @@ from urllib.error import HTTPError
 
 import pytest
 
+from examples import calculator
 from tests import ROOT
 from tests.harness import PATIENCE
 from tests.tiny_tokenizer import made_tokenizer
@@ -104,7 +105,7 @@ async def calculates(row, model):
     turn = await model.chat(messages, tools=TOOLS)
     messages.append(turn.message)
     for call in turn.tool_calls:
-        result = str(call["function"]["arguments"]["a"])
+        result = str(call["arguments"]["a"])
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
     turn = await model.chat(messages, tools=TOOLS)
     return float("4" in turn.text)
@@ -325,7 +326,12 @@ def posted(url, key, body):
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.load(response)
+            text = response.read().decode()
+            if body.get("stream"):
+                assert response.headers["Content-Type"] == "text/event-stream"
+                text, done = text.removeprefix("data: ").split("\n\n", 1)
+                assert done == "data: [DONE]\n\n"
+            return response.status, json.loads(text)
     except HTTPError as error:
         return error.code, json.load(error)
 
@@ -333,18 +339,20 @@ def posted(url, key, body):
 def test_agents_that_speak_openais_interface_make_the_same_episodes(tokenizer):
     """What they send back is JSON, and calls have their arguments as text."""
 
-    def agent(url, key):
+    def agent(url, key, **more):
         messages = [{"role": "user", "content": "2 + 2?"}]
         body = {"model": "policy", "messages": messages, "tools": TOOLS, "temperature": 1.0}
+        body |= more
+        said = "delta" if more else "message"
         status, first = posted(f"{url}/chat/completions", key, body)
         [choice] = first["choices"]
         assert (status, choice["finish_reason"]) == (200, "tool_calls")
-        [call] = choice["message"]["tool_calls"]
+        [call] = choice[said]["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"a": 4}
         result = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
-        messages += [choice["message"], result]
+        messages += [choice[said], result]
         status, second = posted(f"{url}/chat/completions", key, {**body, "max_tokens": 50})
-        assert second["choices"][0]["message"]["content"] == "It is 4."
+        assert second["choices"][0][said]["content"] == "It is 4."
         assert second["choices"][0]["finish_reason"] == "stop"
         usage = second["usage"]
         assert usage["completion_tokens"] == 9
@@ -354,15 +362,20 @@ def test_agents_that_speak_openais_interface_make_the_same_episodes(tokenizer):
     async def served(row, model):
         return await asyncio.to_thread(agent, model.base_url, model.api_key)
 
-    through, _ = run(tokenizer, served, TIGHT, "It is 4.", rows=[{"q": "2 + 2?"}] * 3)
-    inside, _ = run(tokenizer, calculates, TIGHT, "It is 4.", rows=[{"q": "2 + 2?"}] * 3)
-    assert through == inside
+    async def streamed(row, model):
+        return await asyncio.to_thread(agent, model.base_url, model.api_key, stream=True)
+
+    inside, through, in_pieces = (
+        run(tokenizer, function, TIGHT, "It is 4.", rows=[{"q": "2 + 2?"}] * 3)[0]
+        for function in (calculates, served, streamed)
+    )
+    assert inside == through == in_pieces
 
 
 WRONG_REQUESTS = {
     "temperature is 0.5 but in this run it is 1.0": {"temperature": 0.5},
     "n is 2 but": {"n": 2},
-    "stream is True but": {"stream": True},
+    "stop is ['x'] but in this run it is False": {"stop": ["x"]},
     "message 1 has the role 'king'": {"messages": [{"role": "king", "content": "a"}]},
     "KeyError: 'messages'": {"messages": ...},
 }
@@ -388,3 +401,14 @@ def test_wrong_requests_are_answered_as_openai_answers_them(tokenizer):
 
     [one], _ = run(tokenizer, asks, "a")
     assert one.scores == {f"{__name__}:episode": 1.0} and not one.ended
+
+
+@pytest.mark.parametrize(
+    "said", ['{"name": "calculate", "parameters": {"expression": "24 / 2"}}', "24 / 2 = 13"]
+)
+def test_the_example_gives_a_result_in_each_way(tokenizer, said):
+    """By a call, or by checking the sums of a solution."""
+    row = {"question": "Half of 24?"}
+    [one], _ = run(tokenizer, calculator.episode, said, "12", rows=[row], reward="a:b")
+    told = shown(tokenizer, one).split(f"[{said}<|im_end|>]")[1]
+    assert "12" in told.split("[12")[0] and told.endswith("[12<|im_end|>]") and not one.scores

@@ -227,6 +227,11 @@ PPO --ppo.sampler ["vllm+http://h:1","tgi+http://h"] => ppo.sampler is 'tgi+http
 PPO --ppo.sampler sglang+http://h/v1 => ppo.sampler is
 PPO --ppo.sampler vllm+http://h:1 --ppo.importance_cap 2 --ppo.top_p 0.9 => ppo.importance_cap needs the servers'
 PPO --ppo.sampler vllm+http://h:1 --ppo.importance_cap 2 --ppo.top_k 5 => leave ppo.importance_cap out, or top_p and
+PPO --ppo.sampler rows => ppo.sampler is "rows", which are drawn and scored elsewhere; remove ppo.reward
+PPO --ppo.sampler ["rows","vllm+http://h:1"] => elsewhere; remove vllm+http://h:1, ppo.reward
+PPO --ppo.rollouts_ahead 1 --ppo.importance_cap 2 => ppo.rollouts_ahead trains on answers of earlier weights
+PPO --ppo.rollouts_ahead 1 --ppo.sampler vllm+http://h:1 => or ppo.rollouts_ahead = 0
+PPO --ppo.rollouts_ahead 2 => ppo.rollouts_ahead is '2'
 PPO --ppo.sampler vllm+http://me:secret@host:8000 => ppo.sampler holds a key, a name or parameters beside host
 PPO --ppo.reward http://secret@host/score => set the environment variable ULYSSES_API_KEY, which servers get as a
 PPO --ppo.reward http://host/score?api_key=secret => ppo.reward holds a key

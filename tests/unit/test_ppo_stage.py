@@ -29,7 +29,8 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rewards import Rewards, gsm8k_reward
-from ulysses.rl.rollout import Rollout, RolloutMaker, RolloutSteps
+from ulysses.rl.rollout import RolloutMaker, RolloutSteps
+from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.sampler import Completion
 from ulysses.rl.trajectory import Trajectory
 from ulysses.stages.base import MetricSums
@@ -270,7 +271,7 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
     data = ListDataset("prompt", [(s,) for s in sequences(25, 0)])
     prompts, made = StepLoader(data, 10, tokens_per_microbatch=128, seed=3), []
 
-    def make(number, dataset, indices):
+    def make(number, dataset, indices, following):
         assert dataset is data and indices == prompts.indices(*divmod(number, 3))
         made.append(number)
         return answered([[1, 2]] * len(indices), [[3]] * len(indices), number)

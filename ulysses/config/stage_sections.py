@@ -32,7 +32,7 @@ LEARNING_RATES = {
 }
 
 # A server's address. Credentials behind its path match too: they are refused with those of all settings.
-ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?([?#;].*)?$"
+ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?([?#;].*)?$|^rows$"
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 WEIGHED = BeforeValidator(
     lambda value: {str(name): 1.0 for name in value} if isinstance(value, list) else value
@@ -162,7 +162,8 @@ class PpoSection(Section):
     """Answers that each process decodes, or asks servers for, at a time; changes memory and speed only. auto is what a
     GPU's free memory holds, up to 512, and 64 elsewhere."""
     sampler: Annotated[list[Annotated[str, Field(pattern=ADDRESS)]], ONE_OR_MORE] = []
-    """Servers that sample instead of this engine: vllm+http://host:port or sglang+http://host:port, or a list."""
+    """Servers that sample instead of this engine: vllm+http://host:port or sglang+http://host:port, or a list; or
+    "rows": nothing is sampled, because data.train holds trajectories."""
     sampler_sync: Literal["disk", "nccl", "gloo"] = "disk"
     """How servers get the weights: from sampler_folder, or from rank 0 over the network: nccl is for GPUs."""
     sampler_folder: PathOrWord = ""
@@ -173,6 +174,8 @@ class PpoSection(Section):
     """Rollouts from one export for the servers to the next."""
     sampler_timeout: float = Field(600.0, gt=0, le=1e6)
     """Seconds that a server may take for one request."""
+    rollouts_ahead: int = Field(0, ge=0, le=1)
+    """1: servers answer the next rollout's prompts while this one is trained; needs importance_cap."""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of answers that did not end within max_new_tokens; 0 is off."""
     kl_coefficient: NonNegativeFloat = 0.05
@@ -218,6 +221,11 @@ class PpoSection(Section):
     def reward_model(self) -> str:
         """The reward that is a model, or nothing."""
         return next((name for name in self.reward if not is_function(name)), "")
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the trajectories come from rows, and not from a sampler."""
+        return "rows" in self.sampler
 
     @property
     def steps_per_rollout(self) -> int:

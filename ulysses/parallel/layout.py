@@ -381,7 +381,7 @@ def packed_plan(
         num_documents=len(document_bounds) - 1,
         row_sets=sets,
         calls=_causal_calls(arcs, {}, cu[-1], device),
-        prefix_calls=_prefix_calls(chain(*arcs), prefixes, device),
+        prefix_calls=_prefix_calls(chain(*arcs), prefixes, device) if prefixes else [],
         prefixes=prefixes,
     )
 
@@ -427,10 +427,11 @@ def _causal_calls(
         documents = []
         for part in parts:
             begin, reach = part.whole[0], part.start + 1 - window
-            prefix = prefixes.get(part.sequence, ())
-            count = count_rows(prefix)
-            seen = rows_between(prefix, count + reach - begin, count)
-            documents.append(([part.rows], [*seen, (max(begin, reach), part.end)]))
+            keys = [(max(begin, reach), part.end)]
+            if prefix := prefixes.get(part.sequence):
+                count = count_rows(prefix)
+                keys = rows_between(prefix, count + reach - begin, count) + keys
+            documents.append(([part.rows], keys))
         calls.append(varlen_call(documents, device, causal=True))
     return calls
 
@@ -449,7 +450,7 @@ def _end_to_end(
     parts: Sequence[list[Range]], device: Device
 ) -> tuple[slice | Tensor, list[int]]:
     """Lay the ranges of all parts end to end; return a slice or an index of their rows, and where each part begins."""
-    bounds = [0, *accumulate(count_rows(ranges) for ranges in parts)]
+    bounds = [0, *accumulate(map(count_rows, parts))]
     ranges = list(chain(*parts))
     if all(first[1] == second[0] for first, second in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1]), bounds

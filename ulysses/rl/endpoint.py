@@ -2,8 +2,9 @@
 
     POST http://127.0.0.1:PORT/EPISODE/v1/chat/completions    ->    Model.chat of the episode
 
-A request has messages and, if it likes, tools and the most tokens of the answer. How tokens are drawn is the run's
-business: a request that asks for something else is refused, because the policy would be trained as if it had not.
+A request has messages and, if it likes, tools and the most tokens of the answer, and may ask for a stream, which then
+has one piece. How tokens are drawn is the run's business: a request that asks for something else is refused, because
+the policy would be trained as if it had not.
 """
 
 import asyncio
@@ -20,11 +21,40 @@ from ulysses.rl.model import EpisodeOverError, Model, Turn
 
 Json = dict[str, Any]
 PATH = "/v1/chat/completions"
-READ = {"model", "messages", "tools", "max_tokens", "max_completion_tokens"}
-AUTOMATIC = {"tool_choice": "auto", "parallel_tool_calls": True}
+READ = {
+    "model",
+    "messages",
+    "tools",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "stream_options",
+}
 
 
-class Endpoint:
+class Handler(BaseHTTPRequestHandler):
+    server: "Endpoint"
+
+    def do_POST(self) -> None:
+        text = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        try:
+            status, answer = self.server.answer(self.path, self.headers["Authorization"], text)
+        except Exception as error:  # the request may be wrong in any way
+            status, answer = _refused(400, f"{type(error).__name__}: {error}")
+        body, kind = json.dumps(answer), "application/json"
+        if "chunk" in answer.get("object", ""):
+            body, kind = f"data: {body}\n\ndata: [DONE]\n\n", "text/event-stream"
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Endpoint(ThreadingHTTPServer):
     """Serve the models of running episodes on a free port of this machine, each at a URL of its own.
 
     Args:
@@ -32,49 +62,30 @@ class Endpoint:
 
     Attributes:
         models: by the numbers of their episodes.
+        fixed: what a request may name only with these values; anything else that is not read must be false.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ppo: PpoSection) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.models: dict[int, Model] = {}
         self.loop, self.key = loop, secrets.token_urlsafe()
-        # what a request may name only with these values; anything else must be false or nothing
-        self.fixed = {"temperature": ppo.temperature, "top_p": ppo.top_p, "n": 1, **AUTOMATIC}
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                text = self.rfile.read(int(self.headers["Content-Length"] or 0))
-                try:
-                    key = self.headers["Authorization"]
-                    status, answer = outer.answer(self.path, key, text)
-                except Exception as error:  # the request may be wrong in any way
-                    status, answer = _refused(400, f"{type(error).__name__}: {error}")
-                body = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+        self.fixed: Json = {"temperature": ppo.temperature, "top_p": ppo.top_p, "n": 1}
+        self.fixed |= {"tool_choice": "auto", "parallel_tool_calls": True}
+        Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def address(self, number: int) -> tuple[str, str]:
         """Return the base URL of an episode's model, and its key."""
-        return f"http://127.0.0.1:{self.server.server_port}/{number}/v1", self.key
+        return f"http://127.0.0.1:{self.server_port}/{number}/v1", self.key
 
     def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        self.shutdown()
+        self.server_close()
 
     def answer(self, path: str, key: str | None, text: bytes) -> tuple[int, Json]:
         """Return the status and the JSON that answer a request."""
         if key != f"Bearer {self.key}":
             return _refused(401, "the key is another one; send model.api_key")
-        number = path.removesuffix(PATH).removeprefix("/")
+        number = path.removesuffix(PATH)[1:]
         model = self.models.get(int(number)) if number.isdecimal() else None
         if model is None or path != f"/{number}{PATH}":
             return _refused(404, f"{path} is no running episode's; POST to model.base_url")
@@ -82,8 +93,8 @@ class Endpoint:
         for name in body.keys() - READ:
             wanted = self.fixed.get(name, False)
             if body[name] not in (None, wanted):
-                sentence = f"{name} is {body[name]!r:.50} but in this run it is {wanted!r}"
-                return _refused(400, sentence)
+                given = f"{name} is {body[name]!r:.50}"
+                return _refused(400, f"{given} but in this run it is {wanted!r}")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         call = model.chat(body["messages"], body.get("tools") or (), limit)
         try:
@@ -92,36 +103,28 @@ class Endpoint:
             return _refused(400, str(error), "context_length_exceeded")
         except CancelledError:
             return _refused(410, "the episode has ended")
-        return 200, _completion(turn, str(body.get("model")))
+        return 200, _completion(turn, body.get("model"), bool(body.get("stream")))
 
 
-def _completion(turn: Turn, model: str) -> Json:
-    message, reason = {**turn.message}, "stop" if turn.ended else "length"
-    if turn.tool_calls:
-        functions = [call["function"] for call in turn.tool_calls]
-        texts = [json.dumps(f["arguments"], ensure_ascii=False) for f in functions]
-        message["tool_calls"] = [
-            {**call, "function": {**function, "arguments": text}}
-            for call, function, text in zip(turn.tool_calls, functions, texts)
-        ]
-        reason = "tool_calls" if turn.ended else reason
+def _completion(turn: Turn, model: object, stream: bool) -> Json:
+    """Return a turn in OpenAI's form; a stream of it has one chunk."""
+    reason, message = "tool_calls" if turn.tool_calls else "stop", turn.message
+    if stream and turn.tool_calls:
+        numbered = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+        message = {**message, "tool_calls": numbered}
+    choice = {"index": 0, "delta" if stream else "message": message, "logprobs": None}
     told, said = len(turn.prompt), len(turn.tokens)
+    usage = {"prompt_tokens": told, "completion_tokens": said, "total_tokens": told + said}
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
+        "object": "chat.completion" + ".chunk" * stream,
         "created": int(time.time()),
         "model": model,
-        "choices": [
-            {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-        ],
-        "usage": {
-            "prompt_tokens": told,
-            "completion_tokens": said,
-            "total_tokens": told + said,
-        },
+        "choices": [{**choice, "finish_reason": reason if turn.ended else "length"}],
+        "usage": usage,
     }
 
 
 def _refused(status: int, sentence: str, code: str | None = None) -> tuple[int, Json]:
-    kind = "invalid_request_error"
-    return status, {"error": {"message": sentence, "type": kind, "param": None, "code": code}}
+    error = {"message": sentence, "type": "invalid_request_error", "param": None, "code": code}
+    return status, {"error": error}

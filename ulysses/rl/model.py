@@ -13,10 +13,11 @@ rendered, behind the tokens that are held. Where it writes something else (witho
 the template has the last word, and the prompt begins a branch.
 """
 
+import json
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 from ulysses.data.read.chat import ChatTemplate
@@ -43,7 +44,8 @@ class Turn:
     tokens, logps: what was drawn, with the token that ended it, and the log-probabilities.
     ended: whether the model ended it and it was not cut.
     text: what it said, without special tokens.
-    message: the same as a message in OpenAI's form, to be appended to the conversation.
+    tool_calls: the calls in it, each with "id", "name" and "arguments" (an object).
+    message: all of this as a message in OpenAI's form, to be appended to the conversation.
     messages: of a chat the conversation, with this message.
     rendered: how many units (characters and special tokens) the prompt of a chat was rendered to, and their hash.
     """
@@ -54,14 +56,10 @@ class Turn:
     logps: list[float]
     ended: bool
     text: str
+    tool_calls: list[dict[str, Any]]
     message: dict[str, Any]
     messages: list[Message] = field(default_factory=list)
     rendered: tuple[int, int] = (0, 0)
-
-    @property
-    def tool_calls(self) -> list[dict[str, Any]]:
-        """The calls of tools, {"id", "type", "function": {"name", "arguments": {...}}}."""
-        return self.message.get("tool_calls", [])
 
 
 @dataclass(eq=False)
@@ -128,15 +126,16 @@ class Model:
         limit = min(room, self.max_new_tokens, max(1, most or room))
         drawn = await self.ask(number, prompt, limit)
         text = self.tokenizer.decode(drawn.tokens, skip_special_tokens=True).translate(NO_MARKS)
-        content, functions = split_calls(text, tools) if tools else (text, [])
-        message = {"role": "assistant", "content": content}
-        if functions:
-            # some templates want nine letters and digits
-            message["tool_calls"] = [
-                {"id": f"c{number:05}{i:03}", "type": "function", "function": function}
-                for i, function in enumerate(functions)
-            ]
-        turn = Turn(number, prompt, drawn.tokens, drawn.logps, drawn.ended, text, message)
+        content, calls = split_calls(text, tools) if tools else (text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        for i, call in enumerate(calls):
+            call["id"] = f"c{number:05}{i:03}"  # some templates want nine letters and digits
+            arguments = json.dumps(call["arguments"], ensure_ascii=False)
+            function = {"name": call["name"], "arguments": arguments}
+            written = {"id": call["id"], "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(written)
+        said = drawn.tokens, drawn.logps, drawn.ended, text
+        turn = Turn(number, prompt, *said, calls, message)
         self.turns.append(turn)
         return turn
 
@@ -176,13 +175,14 @@ class Model:
         turns = sorted(self.turns, key=attrgetter("number"))
         for turn in turns:
             prompt = turn.prompt
-            held = [(branch.prompt + branch.tokens, branch) for branch in branches]
-            held = [(len(each), b) for each, b in held if prompt[: len(each)] == each]
-            new = Trajectory(prompt, [], [], [], False, 0, episode, row)
-            length, branch = max(held, key=itemgetter(0), default=(len(prompt), new))
-            if branch is new:
-                branches.append(new)
-            told = prompt[length:]
+            for branch in branches:
+                held = branch.prompt + branch.tokens
+                if prompt[: len(held)] == held:
+                    break
+            else:
+                held, branch = prompt, Trajectory(prompt, [], [], [], False, 0, episode, row)
+                branches.append(branch)
+            told = prompt[len(held) :]
             branch.tokens += told + turn.tokens
             branch.logps += [0.0] * len(told) + turn.logps
             branch.sampled += [False] * len(told) + [True] * len(turn.tokens)

@@ -41,6 +41,8 @@ class OnPolicyStage(DistillStage):
     def check(self) -> Iterator[str]:
         yield from super().check()
         yield from check_sampler(self.config.ppo)
+        if self.config.ppo.takes_rows:
+            yield 'ppo.sampler is "rows" but the student samples (distill.on_policy); name servers, or leave it out'
         if self.table.nll_weight:
             yield (
                 f"distill.nll_weight is {self.table.nll_weight:g} but answers that the student samples "

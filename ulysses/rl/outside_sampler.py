@@ -81,6 +81,7 @@ class OutsideSampler:
         synchronised: whether the servers have had weights of this run.
         compared: whether `check_gap` has seen a rollout of this run.
         is_current: whether the servers got the trainer's weights in the last call of `synchronise`.
+        closed: whether nobody wants the completions any more.
     """
 
     ppo: PpoSection
@@ -99,6 +100,7 @@ class OutsideSampler:
     synchronised: bool = False
     compared: bool = False
     is_current: bool = False
+    closed: bool = False
 
     def __post_init__(self) -> None:
         if self.ppo.sampler_sync != "disk":
@@ -224,6 +226,8 @@ class OutsideSampler:
         asked: dict[Future[tuple[Completion, Json]], tuple[Request, str]] = {}
         look = time.monotonic() + LOOK_SECONDS
         while unasked or asked or requests.is_open:
+            if self.closed:
+                raise InterruptedError("the run has ended")
             unasked += requests.take(wait=not (unasked or asked))
             while unasked and len(asked) < self.options.batch:
                 request = unasked.popleft()
@@ -259,6 +263,10 @@ class OutsideSampler:
                     unasked.append(request)
         for address in self.serving if self.push else ():
             self.push.check(address)
+
+    def close(self) -> None:
+        """Let a call of `sample` in another thread end soon, without asking for more."""
+        self.closed = True
 
     def _complete(
         self, address: str, request: Request, rollout: int

@@ -22,6 +22,7 @@ from torch.autograd.function import FunctionCtx
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from ulysses.config.stage_sections import PpoSection, is_function
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
@@ -29,9 +30,11 @@ from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.episodes import Episodes
 from ulysses.rl.model import Model
 from ulysses.rl.rewards import Rewards
-from ulysses.rl.rollout import SCORES, Rollout, RolloutMaker, RolloutSteps, answer_metrics
+from ulysses.rl.rollout import SCORES, RolloutMaker, RolloutSteps, answer_metrics
+from ulysses.rl.rollout_dataset import Rollout
+from ulysses.rl.rows import TrajectoryGroups, unfit_advantages
 from ulysses.rl.samplers import build_sampler, check_sampler
-from ulysses.rl.trajectory import Trajectory
+from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.base import (
     AuxiliaryModel,
     Metrics,
@@ -48,6 +51,8 @@ ROLLOUT_FILE = "rollout.safetensors"  # in a checkpoint
 LOGP_CHANGE = "policy/logp_change"  # the metric: mean |log-probability now - in the rollout| per trained token
 # evaluations draw with rollout numbers from here on, so that each has the same noise
 EVALUATION = 1 << 40
+# how the settings begin of what is done elsewhere if the trajectories are rows
+NOT_WITH_ROWS = "data.eval", "ppo.reward", "ppo.rollout", "ppo.sampler_"
 
 
 def policy_options(ppo: PpoSection) -> dict[str, object]:
@@ -96,7 +101,13 @@ class PpoStage(ReferencedStage):
     def check(self) -> Iterator[str]:
         ppo, budget = self.table, self.config.batch.tokens_per_microbatch
         functions = [*filter(is_function, ppo.reward)]
-        if not (ppo.reward or ppo.rollout) or "" in ppo.reward:
+        if ppo.takes_rows:
+            given = self.config.model_dump(include={"ppo", "data"}, exclude_defaults=True)
+            names = [f"{table}.{key}" for table, keys in given.items() for key in keys]
+            unread = [name for name in names if name.startswith(NOT_WITH_ROWS)]
+            if more := ppo.sampler[1:] + sorted(unread):
+                yield f'ppo.sampler is "rows", which are drawn and scored elsewhere; remove {", ".join(more)}'
+        elif not (ppo.reward or ppo.rollout) or "" in ppo.reward:
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
         if len(ppo.reward) - len(functions) > 1:
             yield (
@@ -136,9 +147,25 @@ class PpoStage(ReferencedStage):
                 "ppo.importance_cap needs the servers' probabilities among all tokens, but with ppo.top_p or ppo.top_k "
                 "they are those among the tokens that are kept; leave ppo.importance_cap out, or top_p and top_k"
             )
+        if ppo.rollouts_ahead and not (ppo.sampler and ppo.importance_cap):
+            yield (
+                "ppo.rollouts_ahead trains on answers of earlier weights that servers draw; name servers in "
+                "ppo.sampler and set ppo.importance_cap (commonly 2), or ppo.rollouts_ahead = 0"
+            )
         yield from check_sampler(ppo)
         if ppo.kl_coefficient:
             yield from super().check()
+
+    @property
+    def trained_type(self) -> str:
+        return "trajectory" if self.table.takes_rows else ""
+
+    def check_data(self, train: TokenizedDataset) -> Iterator[str]:
+        if self.table.takes_rows:
+            yield from filter(None, [unfit_advantages(train.columns["given"], self.table)])
+
+    def dealt(self, data: TokenizedDataset) -> TokenizedDataset | TrajectoryGroups:
+        return TrajectoryGroups(data) if self.table.takes_rows else data
 
     @property
     def needs_reference(self) -> bool:
@@ -153,6 +180,7 @@ class PpoStage(ReferencedStage):
         if ppo.reward_model:
             models += (AuxiliaryModel("reward", "ppo.reward", ppo.reward_model),)
         longest = ppo.max_episode_tokens or prompts + ppo.max_new_tokens
+        longest = prompts if ppo.takes_rows else longest  # rows hold their answers already
         rollout = PlannedRollout(
             answers,
             batch=0 if ppo.sampler else ppo.planned_batch,
@@ -210,6 +238,8 @@ class PpoStage(ReferencedStage):
             scorer=parts.frozen.get("reward"),
             phase=parts.phase,
         )
+        if ppo.rollouts_ahead:
+            parts.resources.callback(sampler.close)
         return replace(stage, maker=maker)
 
     def show_rollouts(self, show: Callable[[Rollout], None]) -> None:
@@ -218,7 +248,7 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- what the loop reads
 
     def loader(self, data: StepLoader) -> RolloutSteps:
-        return RolloutSteps(self.maker, data)
+        return RolloutSteps(self.maker, data, self.total_steps(data))
 
     def may_prepare(self, step: int) -> bool:
         """Return False for the first step of a rollout, which is made with the weights of that moment."""
@@ -293,7 +323,7 @@ class PpoStage(ReferencedStage):
 
     def evaluate(self, source: StepLoader) -> Metrics:
         """Answer the held-out prompts and return the metrics of their answers; the loss is minus the mean score."""
-        self.maker.sampler.synchronise()
+        self.maker.synchronise()
         all_answers: list[list[Trajectory]] = []
         of_sets: Metrics = {}
         numbers = count(EVALUATION)
@@ -301,16 +331,12 @@ class PpoStage(ReferencedStage):
             answers: list[list[Trajectory]] = []
             for k in range(loader.steps_per_epoch):
                 prompts = loader.indices(0, k)
-                answers += self.maker.answer(next(numbers), loader.dataset, prompts).episodes
+                made = self.maker.answer(next(numbers), loader.dataset, prompts)
+                answers += episodes_of(made.trajectories)
             all_answers += answers
             if name:
-                of_sets |= {f"{name}/{key}": x for key, x in self._scores(answers).items()}
-        return self._scores(all_answers) | of_sets
-
-    def _scores(self, answers: list[list[Trajectory]]) -> Metrics:
-        of_answers = answer_metrics(answers, of_turns=bool(self.table.rollout))
-        metrics = {name: float(x) for name, x in of_answers.items()}
-        return {"loss": -metrics[SCORES], **metrics}
+                of_sets |= {f"{name}/{key}": x for key, x in _scores(answers).items()}
+        return _scores(all_answers) | of_sets
 
     # ---------------------------------------------------------------- state
 
@@ -321,3 +347,8 @@ class PpoStage(ReferencedStage):
     def load(self, folder: Path) -> None:
         """Restore the rollout; the next one is made with the restored weights."""
         self.maker.rollout = Rollout.load(folder / ROLLOUT_FILE)
+
+
+def _scores(answers: list[list[Trajectory]]) -> Metrics:
+    metrics = {name: float(x) for name, x in answer_metrics(answers).items()}
+    return {"loss": -metrics[SCORES], **metrics}

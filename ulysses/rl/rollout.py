@@ -16,18 +16,16 @@ Letters: N trajectories, T tokens that are held of them, A tokens that they have
 them.
 """
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
 
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
@@ -35,152 +33,20 @@ from ulysses.config.section import LARGEST
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader, shuffled
-from ulysses.disk import write_tensors
-from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.episodes import Episodes
+from ulysses.rl.rollout_dataset import Rollout
+from ulysses.rl.rows import TrajectoryGroups, trajectories_of
 from ulysses.rl.samplers import AnySampler
-from ulysses.rl.trajectory import Trajectory, depth_first, episodes_of
+from ulysses.rl.servers import in_thread
+from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.passes import token_values
 from ulysses.stages.referenced import REFERENCE_GAP, REFERENCE_LOGPS
 from ulysses.zero.engine import ZeroEngine
 
 SCORES = "objective/scores"  # the metric that an evaluation is judged by
-
-
-@dataclass
-class Rollout:
-    """Trajectories and what training on them needs, as a dataset whose examples are trees of sequences.
-
-    Each trajectory leaves out what it has in common with the one before it in its example; a token that several share
-    has the sum of their weights. An example has the number of its first trajectory, which is held whole.
-
-    Args:
-        layout: four rows [N] for the trajectories: `lengths`, the tokens that are held of their sequences; `prefixes`,
-            those that they leave out; `example_ids`, the numbers of their examples; `groups`, the places of their
-            groups.
-        columns: flat [T]: the tokens, their weights in the loss (0 where nothing is drawn) and, once the rollout is
-            finished, float32 columns for the loss.
-        trajectories: [N] in the order of the layout. A checkpoint leaves them out.
-
-    Attributes:
-        predicted_at: for each token that a trajectory has drawn, one trajectory after the other, the row of the columns
-            that predicts it, [A]. Several trajectories may have the same rows.
-        weights: those of the same tokens, float64 [A]. A checkpoint leaves out both.
-        ends: where each trajectory's tokens end in the columns, [N].
-        sequence_lengths, prefix_lengths: `lengths` and `prefixes` by example, [N, the most of one]; 0 where there is no
-            sequence.
-    """
-
-    number: int
-    layout: Tensor
-    columns: dict[str, Tensor]
-    trajectories: list[Trajectory] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    predicted_at: Tensor = field(init=False)
-    weights: Tensor = field(init=False)
-
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        trajectories: list[Trajectory],
-        *,
-        tokens_per_microbatch: int = 0,
-        by_length: bool = False,
-        share_drawn: bool = True,
-    ) -> "Rollout":
-        """Lay out trajectories, one group after the other, those of a group depth first.
-
-        Args:
-            tokens_per_microbatch: the most tokens of an example, where what is shared counts once; 0 shares nothing.
-            by_length: every trajectory weighs 1 in the loss, and not each of its tokens.
-            share_drawn: trajectories may share tokens that each of them trains.
-        """
-        groups: dict[int, list[Trajectory]] = {}
-        for trajectory in trajectories:
-            groups.setdefault(trajectory.group, []).append(trajectory)
-        ordered: list[Trajectory] = []
-        tokens, predicted_at, weights, layout = [], [], [], []
-        rows, example, room, held = np.empty(0, np.int64), 0, 0, 0
-        for place, group in enumerate(groups.values()):
-            for trajectory, in_common in zip(*depth_first(group, share_drawn)):
-                whole, drawn = trajectory.whole, trajectory.drawn
-                # the last token in common predicts the first that differs
-                prefix = max(0, in_common - 1)
-                room -= len(whole) - prefix
-                if in_common == 0 or room < 0:
-                    example, prefix = len(ordered), 0
-                    room = tokens_per_microbatch - len(whole)
-                own = len(whole) - prefix
-                # where the columns have the rows of the whole sequence
-                rows = np.append(rows[:prefix], np.arange(held, held + own))
-                held += own
-                ordered.append(trajectory)
-                layout.append((own, prefix, example, place))
-                tokens.append(whole[prefix:])
-                predicted_at.append(rows[drawn - 1])
-                weights.append(np.full(len(drawn), 1 / len(drawn) if by_length else 1.0))
-        columns = {"tokens": torch.from_numpy(np.concatenate(tokens))}
-        rollout = cls(number, torch.tensor(layout).T.contiguous(), columns, ordered)
-        rollout.predicted_at, rollout.weights = (
-            torch.from_numpy(np.concatenate(x)) for x in (predicted_at, weights)
-        )
-        rollout.columns["weights"] = rollout.held(rollout.weights).roll(1).float()
-        return rollout
-
-    def __post_init__(self) -> None:
-        self.lengths, self.prefixes, self.example_ids, self.groups = self.layout.numpy()
-        self.ends = self.lengths.cumsum()
-        within_example = np.arange(len(self.ends)) - self.example_ids
-        tables = np.zeros((2, len(self.ends), within_example.max() + 1), np.int64)
-        tables[:, self.example_ids, within_example] = self.lengths, self.prefixes
-        self.sequence_lengths, self.prefix_lengths = tables
-
-    @property
-    def episodes(self) -> list[list[Trajectory]]:
-        """The trajectories, those of an episode together."""
-        return episodes_of(self.trajectories)
-
-    def held(self, values: Tensor) -> Tensor:
-        """Return the sums of drawn tokens' values [A], float64, at the rows that predict them, [T]."""
-        rows = values.new_zeros(len(self.columns["tokens"]))
-        return rows.index_add_(0, self.predicted_at, values)
-
-    def examples(self, groups: list[int]) -> list[int]:
-        """Return the numbers of the examples that hold these groups, by their places."""
-        ids = (self.example_ids[self.groups == place].tolist() for place in groups)
-        return [*dict.fromkeys(chain(*ids))]
-
-    def __getitem__(self, i: int) -> Example:
-        arrays = {name: column.numpy() for name, column in self.columns.items()}
-        lengths, prefixes = self.sequence_lengths[i].tolist(), self.prefix_lengths[i].tolist()
-        end = int(self.ends[i]) - lengths[0]
-        sequences, before = [], arrays  # of which the first sequence takes nothing
-        for length, prefix in zip(filter(None, lengths), prefixes):
-            begin, end = end, end + length
-            before = {
-                name: np.concatenate([before[name][:prefix], column[begin:end]])
-                for name, column in arrays.items()
-            }
-            per_token = dict(before)
-            tokens, weights = per_token.pop("tokens"), per_token.pop("weights")
-            sequences.append(Sequence(tokens, weights, per_token, {}, i, prefix + 1))
-        return Example(i, tuple(sequences))
-
-    def save(self, path: Path) -> None:
-        """Write a finished rollout as safetensors."""
-        fields = {"number": self.number, "metrics": self.metrics}
-        write_tensors(path, {"layout": self.layout, **self.columns}, rollout=json.dumps(fields))
-
-    @classmethod
-    def load(cls, path: Path) -> "Rollout":
-        """Read what `save` wrote."""
-        with safe_open(path, "pt") as file:
-            columns = {name: file.get_tensor(name) for name in file.keys()}
-            fields = json.loads(file.metadata()["rollout"])
-        return cls(layout=columns.pop("layout"), columns=columns, **fields)
 
 
 def answer_table(trajectories: list[Trajectory]) -> Tensor:
@@ -189,35 +55,31 @@ def answer_table(trajectories: list[Trajectory]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).T
 
 
-def answer_metrics(
-    episodes: list[list[Trajectory]], of_turns: bool = False
-) -> dict[str, Tensor]:
+def answer_metrics(episodes: list[list[Trajectory]]) -> dict[str, Tensor]:
     """Return the metrics of answers, with the mean score by each reward, in training and in evaluation.
 
     Args:
-        episodes: their branches, of which answers have one.
-        of_turns: whether to tell of turns and branches.
+        episodes: their branches, of which an answer has one. There are more metrics where episodes have several turns.
     """
-    table, by_name = [], defaultdict[str, list[float]](list)
+    rows, by_name = [], defaultdict[str, list[float]](list)
     for branches in episodes:
         last, masks = branches[-1], [one.sampled for one in branches]
-        turns = sum(sum(is_said for is_said, _ in groupby(mask)) for mask in masks)
-        longest = max(len(one.prompt) + len(one.tokens) for one in branches)
-        said = sum(map(sum, masks))
-        table.append((said, last.score, last.ended, turns, len(branches), longest))
+        turns = sum(is_said for mask in masks for is_said, _ in groupby(mask))
+        longest = max(len(one.whole) for one in branches)
+        rows.append((sum(chain(*masks)), last.score, last.ended, turns, len(masks), longest))
         for name, score in last.scores.items():
             by_name[name].append(score)
-    lengths, scores, ended, *of_episodes = torch.tensor(table, dtype=torch.float64).T
-    metrics = {
+    lengths, scores, ended, *of_episodes = torch.tensor(rows, dtype=torch.float64).T
+    names = ("turns", "branches", "length") if of_episodes[0].sum() > len(rows) else ()
+    return {
         SCORES: scores.mean(),
         f"{SCORES}_std": scores.std(correction=0),
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
         **{f"{SCORES}/{name}": torch.tensor(each).mean() for name, each in by_name.items()},
+        **{f"episode/{name}": x.mean() for name, x in zip(names, of_episodes)},
     }
-    names = ("turns", "branches", "length") if of_turns else ()
-    return metrics | {f"episode/{name}": x.mean() for name, x in zip(names, of_episodes)}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -237,6 +99,11 @@ class RolloutMaker:
         phase: is called with the name of every phase of the work.
         show: is called with every finished rollout.
         rollout: the current one, whose steps are being trained.
+
+    Attributes:
+        ahead: this rank's part of the next rollout, which servers answer while the current one is trained.
+        collected: when the last rollout's answers had come.
+        asked: a step, and how often a program has sampled after it (ulysses/run/own_loop.py).
     """
 
     engine: ZeroEngine
@@ -252,21 +119,54 @@ class RolloutMaker:
     phase: Callable[..., None] = lambda *_, **__: None
     show: Callable[[Rollout], None] = lambda rollout: None
     rollout: Rollout | None = None
+    ahead: Future[list[Trajectory]] | None = None
+    collected: float | None = None
+    asked: tuple[int, int] = (-1, 0)
 
     # ---------------------------------------------------------------- answers
 
-    def make(self, number: int, dataset: TokenizedDataset, indices: list[int]) -> Rollout:
-        """Answer the prompts `indices` and turn scores into advantages."""
-        began = time.perf_counter()
-        self.sampler.synchronise(number)
-        rollout = self.answer(number, dataset, indices, self.ppo.answers_per_prompt)
+    def make(
+        self,
+        number: int,
+        dataset: TokenizedDataset,
+        indices: list[int],
+        following: list[int] | None = None,
+    ) -> Rollout:
+        """Answer the prompts `indices` and turn scores into advantages.
+
+        Args:
+            following: the prompts of the next rollout. Servers begin to answer them, with the weights of now.
+        """
+        began, K = time.perf_counter(), self.ppo.answers_per_prompt
+        self.phase("sampling")
+        is_new = self.ahead is None
+        if is_new:
+            self.synchronise(number)
+            local = self.draw(number, dataset, indices, K)
+        else:
+            local, self.ahead = self.ahead.result(), None
+        came = time.perf_counter()
+        if following:
+            if not is_new:  # else the weights are still the same
+                self.synchronise(number + 1)
+            self.ahead = in_thread(self.draw, number + 1, dataset, following, K)
+        rollout = self.scored(number, dataset, local)
         sampled = time.perf_counter()
-        self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
+        self.complete(rollout)
+        rollout.metrics["time/waiting"] = (came - began) / (came - (self.collected or began))
         rollout.metrics["time/sampling"] = sampled - began
         rollout.metrics["time/rollout"] = time.perf_counter() - began
+        self.collected = came
         self.show(rollout)
-        self.sampler.check_gap(rollout.metrics["sampler/logp_gap"])
+        if is_new:  # what was answered ahead has earlier weights
+            self.sampler.check_gap(rollout.metrics["sampler/logp_gap"])
         return rollout
+
+    def synchronise(self, rollout: int = 0) -> None:
+        """Bring the sampler the current weights, when the answers that are being drawn have come to all ranks."""
+        wait(filter(None, [self.ahead]))
+        gather(None)  # rank 0 may pause the servers of the others
+        self.sampler.synchronise(rollout)
 
     def answer(
         self,
@@ -287,9 +187,13 @@ class RolloutMaker:
         indices: list[int],
         answers_per_prompt: int,
     ) -> list[Trajectory]:
-        """Return this rank's share of the answers."""
+        """Return this rank's share of the answers; with servers it calls no collective, so that a thread may do it."""
         K = answers_per_prompt
         local_groups = range(self.mesh.rank, len(indices), self.mesh.world_size)
+        if isinstance(dataset, TrajectoryGroups):
+            groups = (dataset[i] for i in indices)
+            given = trajectories_of(groups, self.sampler.options.stop_tokens)
+            return [one for one in given if one.group in local_groups]
         rows = {g * K + k: indices[g] for g in local_groups for k in range(K)}
         if self.episodes is not None:
             given = {n: (row, dataset.row(row)) for n, row in rows.items()}
@@ -322,14 +226,7 @@ class RolloutMaker:
                 one.scores = by_reward
         self.phase("rollout")
         trajectories = sorted(chain(*gather(local)), key=lambda one: one.episode)
-        rollout = Rollout.of(
-            number,
-            trajectories,
-            tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
-            by_length=self.ppo.loss_aggregation == "sequence",
-            share_drawn=self.ppo.ratio == "token"
-            and not ADVANTAGES[self.ppo.advantage].needs_value,
-        )
+        rollout = self.laid_out(number, trajectories)
         if self.scorer is not None:
             with self.scorer.inference():
                 values = self._values(rollout, self.scorer)
@@ -340,6 +237,8 @@ class RolloutMaker:
         factors = {**self.ppo.reward, self.ppo.rollout: 1.0}
         for branches in episodes_of(trajectories):
             scores = branches[-1].scores
+            if not scores:  # what was drawn elsewhere has its score
+                continue
             score = sum(factors[name] * x for name, x in scores.items())
             if not abs(score) <= LARGEST:
                 raise FloatingPointError(
@@ -349,6 +248,20 @@ class RolloutMaker:
             for one in branches:
                 one.score, one.scores = score, scores
         return rollout
+
+    def laid_out(self, number: int, trajectories: list[Trajectory]) -> Rollout:
+        return Rollout.of(
+            number,
+            trajectories,
+            tokens_per_microbatch=self.tokens_per_microbatch * self.share_prompts,
+            by_length=self.ppo.loss_aggregation == "sequence",
+            share_drawn=self.ppo.ratio == "token"
+            and not ADVANTAGES[self.ppo.advantage].needs_value,
+        )
+
+    def complete(self, rollout: Rollout) -> None:
+        """Give a rollout whose trajectories are scored all that training needs."""
+        self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
 
     # ---------------------------------------------------------------- passes without gradient
 
@@ -405,6 +318,9 @@ class RolloutMaker:
         )
         compute = ADVANTAGES[ppo.advantage].compute
         columns, of_advantages = compute(rewards, values, cu_seqlens, rollout.trajectories, ppo)
+        if rollout.trajectories[0].advantages:  # then all have them
+            given = [np.array(one.advantages)[one.sampled] for one in rollout.trajectories]
+            columns["advantages"] = torch.from_numpy(np.concatenate(given)).double()
         columns["old_logps"] = old
         if ppo.kl_in != "reward":
             columns[REFERENCE_LOGPS] = reference
@@ -412,7 +328,7 @@ class RolloutMaker:
         gap = old - np.concatenate(sampled)
         N = len(rollout.trajectories)
         metrics = {
-            **answer_metrics(rollout.episodes, of_turns=bool(ppo.rollout)),
+            **answer_metrics(episodes_of(rollout.trajectories)),
             "rollout": rollout.number,
             "objective/kl": (old - reference).sum() / N,
             "objective/entropy": -old.sum() / N,
@@ -460,10 +376,12 @@ class RolloutSteps:
 
     Args:
         prompts: the loader whose step k holds the prompts of rollout k of the epoch.
+        total_steps: of the run; a rollout behind them is not asked for ahead.
     """
 
     maker: RolloutMaker
     prompts: StepLoader
+    total_steps: int = 0
     holds = "the rollout"
 
     @property
@@ -476,8 +394,11 @@ class RolloutSteps:
         of_epoch = k // maker.ppo.steps_per_rollout
         number = epoch * prompts.steps_per_epoch + of_epoch
         if maker.rollout is None or maker.rollout.number != number:
-            indices = prompts.indices(epoch, of_epoch)
-            maker.rollout = maker.make(number, prompts.dataset, indices)
+            indices, following = prompts.indices(epoch, of_epoch), None
+            later = (number + 1) * maker.ppo.steps_per_rollout
+            if maker.ppo.rollouts_ahead and later < self.total_steps:
+                following = prompts.indices(*divmod(number + 1, prompts.steps_per_epoch))
+            maker.rollout = maker.make(number, prompts.dataset, indices, following)
         return prompts.micro_batches(maker.rollout, self.indices(epoch, k))
 
     def indices(self, epoch: int, k: int) -> list[int]:

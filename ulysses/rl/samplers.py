@@ -48,7 +48,7 @@ def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySample
         config.run.seed,
         ppo.planned_batch,
     )
-    if not ppo.sampler:
+    if ppo.takes_rows or not ppo.sampler:
         automatic = ppo.generation_batch == "auto"
         return EngineSampler(
             parts.engine, parts.mesh, options, automatic, config.model, parts.renew

@@ -32,6 +32,7 @@ class Trajectory:
     episode: the branches of one episode have the same number, and one score.
     row: the number of the data's row.
     scores, score: by the names of the rewards, and their weighted sum.
+    advantages: one for each of `tokens` if they are given, and not computed from the scores.
     """
 
     prompt: list[int]
@@ -44,6 +45,7 @@ class Trajectory:
     row: int = 0
     score: float = 0.0
     scores: dict[str, float] = field(default_factory=dict)
+    advantages: list[float] = field(default_factory=list)
 
     @cached_property
     def whole(self) -> np.ndarray:

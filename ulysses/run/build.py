@@ -46,6 +46,7 @@ def open_data(inputs: RunInputs) -> tuple[TokenizedDataset, TokenizedDataset | N
                 data,
                 held_out=held_out,
                 share_prompts=config.batch.share_prompts,
+                vocabulary=inputs.shape.vocab_size,
             )
 
     train, held_out = opened(data.train, stage.trained_type or stage.dataset_type), None
@@ -73,7 +74,7 @@ def step_loader(
     if config.batch.tokens_per_microbatch == "auto":
         tokens_per_microbatch = max(tokens_per_microbatch, int(dataset.lengths.max()))
     return StepLoader(
-        dataset,
+        inputs.stage.dealt(dataset),
         inputs.stage.requirements.examples_per_load,
         tokens_per_microbatch=tokens_per_microbatch,
         seed=config.run.seed,

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, islice, repeat
+from itertools import groupby, islice
 from operator import itemgetter
 
 from ulysses.check.input_files import RunInputs
@@ -22,8 +22,9 @@ from ulysses.data.read.messages import Message
 from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.disk import writing
 from ulysses.rl.engine_sampler import EngineSampler
-from ulysses.rl.rollout import Rollout
+from ulysses.rl.rollout_dataset import Rollout
 from ulysses.rl.sampler import SamplingOptions
+from ulysses.rl.trajectory import Trajectory
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.trainer import Trainer
 from ulysses.zero.engine import ZeroEngine
@@ -88,9 +89,8 @@ class Samples:
     def show(self, rollout: Rollout) -> None:
         """Write all answers to the first prompts of a rollout."""
         first = [t for t in rollout.trajectories if t.group < len(self.prompts)]
-        scores, masks = [f"{t.score:g}: " for t in first], [t.sampled for t in first]
-        answered = [(t.prompt, t.tokens) for t in first]
-        self._write(f"rollout {rollout.number}", answered, scores, masks)
+        answered = [(t.prompt, f"{t.score:g}: {self._dialogue(t)}") for t in first]
+        self._write(f"rollout {rollout.number}", answered)
 
     def _ask(self, by: str, sampler: EngineSampler) -> None:
         # every rank answers all prompts, because they are few
@@ -107,35 +107,27 @@ class Samples:
         if self.trainer.watch.stop_wanted:
             raise InterruptedError
 
-    def _write(
-        self,
-        by: str,
-        answered: Iterable[tuple[list[int], list[int]]],
-        scores: Iterable[str] = repeat(""),
-        masks: Iterable[list[bool]] = repeat([]),
-    ) -> None:
-        """Write prompts with their answers, before each answer what `scores` has for it, and in it who said what.
-
-        Args:
-            masks: which tokens of an answer the model has said; an empty one stands for all.
-        """
+    def _write(self, by: str, answered: Iterable[tuple[list[int], list[int] | str]]) -> None:
+        """Write prompts with their answers, which may be texts."""
         if not self.log:
             return
         step, run_id = self.trainer.step, self.trainer.description["run"]
         board = self.log.trackers.get("tensorboard")
         with writing(self.path), self.path.open("a") as file:
-            for (prompt, answer), score, mask in zip(answered, scores, masks):
-                text = self.decode(answer) if all(mask) else self._dialogue(answer, mask)
-                texts = {"prompt": self.decode(prompt), "answer": score + text}
+            for prompt, answer in answered:
+                text = answer if isinstance(answer, str) else self.decode(answer)
+                texts = {"prompt": self.decode(prompt), "answer": text}
                 line = {"step": step, "run": run_id, "by": by, **texts}
                 print(json.dumps(line), file=file)
                 if board:
                     board.writer.add_text(f"samples/{by}", "\n\n".join(texts.values()), step)
 
-    def _dialogue(self, tokens: list[int], mask: list[bool]) -> str:
-        """Return the text of an episode, with a mark where the model says something and where it is told something."""
-        turns = []
-        for is_said, run in groupby(zip(tokens, mask), itemgetter(1)):
-            text = self.decode([token for token, _ in run]).strip()
-            turns.append(f"[{'said' if is_said else 'told'}] {text}")
-        return "\n".join(turns)
+    def _dialogue(self, one: Trajectory) -> str:
+        """Return an answer's text; in an episode with a mark where the model says something, or is told something."""
+        runs = groupby(zip(one.sampled, one.tokens), itemgetter(0))
+        turns = [(said, self.decode([token for _, token in run])) for said, run in runs]
+        if len(turns) == 1:
+            return turns[0][1]
+        return "\n".join(
+            f"[{'said' if said else 'told'}] {text.strip()}" for said, text in turns
+        )

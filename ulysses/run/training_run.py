@@ -44,7 +44,7 @@ from ulysses.run.export_model import export_model, save_tokenizer, served_weight
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.trackers import TrackedRun
 from ulysses.run.trainer import Trainer
-from ulysses.stages.base import AuxiliaryModel, RunParts
+from ulysses.stages.base import AuxiliaryModel, Metrics, RunParts
 from ulysses.watch.watch import Watch
 from ulysses.zero.construct import (
     end_distributed,
@@ -318,6 +318,18 @@ class TrainingRun:
                 self.export(out)
         if self.mesh.world_size == 1:
             self.watch.pause()  # no other process waits while the program goes on to something else
+
+    def sample(self, prompts: list[list[int]]) -> list:
+        """Return the policy's answers to prompts of token ids; stage ppo, all ranks call it together."""
+        from ulysses.run.own_loop import sample
+
+        return sample(self.trainer, prompts)
+
+    def learn(self, rows: list[dict[str, object]]) -> Metrics:
+        """Train on a rollout of trajectories (docs/ppo.md), and return the metrics of its last step; as `sample`."""
+        from ulysses.run.own_loop import learn
+
+        return learn(self.trainer, rows)
 
     def export(self, folder: Path, *, for_servers: bool = False) -> None:
         """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together.

@@ -44,7 +44,7 @@ class TokenizedDataset:
     """Tokenised examples in a folder that `Tokenising` wrote (tokenise.py).
 
     Attributes:
-        kind: text, sequence, pair, ranked, unpaired or prompt.
+        kind: text, sequence, pair, ranked, unpaired, prompt or trajectory.
         fingerprint: the folder's name, a digest of sources, settings, tokenizer and template; equal on all ranks.
         report: what happened to the rows.
         sequence_lengths: the tokens of every sequence, int64 [examples, most sequences of one], 0 where there is none.
@@ -73,7 +73,6 @@ class TokenizedDataset:
         self.folder = Path(folder)
         self.max_length = max_length
         self.share_prompts = share_prompts
-        self.token_columns: dict[str, np.ndarray] = {}
         self.fingerprint = f"{self.folder.name} {share_prompts}"
         index = json.loads((self.folder / "index.json").read_text())
         self.kind: str = index["kind"]
@@ -84,6 +83,8 @@ class TokenizedDataset:
             if path.suffix != ".json"
         }
         self._tokens = arrays.pop("tokens")
+        of_tokens = [name for name in arrays if name.startswith("token_")]
+        self.token_columns = {name: arrays.pop(name) for name in of_tokens}
         ones = np.broadcast_to(np.float32(1), len(self._tokens))
         self._weights = arrays.pop("weights", ones)
         counts = arrays["_counts"]

@@ -8,6 +8,7 @@ pair       prompt chosen | prompt rejected     both sides have the same prompt t
 ranked     prompt answer | prompt answer ...   the same with any number of answers
 unpaired   prompt answer            the answer is trained
 prompt     prompt with the assistant's turn opened, nothing is trained
+trajectory tokens that were drawn elsewhere, with a mask of those that are trained
 text       BOS document EOS         cut into pieces of max_length that overlap by one token, so that every token but the
                                     first is predicted exactly once
 
@@ -21,6 +22,7 @@ The files of a folder:
     index.json        kind, report                       _sizes.int64   tokens, prefix and rank of each sequence
     tokens.int32      of all sequences, end to end       _counts.int64  the number of sequences of each example
     weights.float32   of every token; none of documents  NAME.TYPE      a number of each example (_rows: prompts' JSON)
+    token_NAME.TYPE   of every token, of trajectories
 
 The prefix of a sequence is the number of its first tokens that it need not repeat after the example's first sequence.
 """
@@ -31,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, repeat
+from itertools import chain, groupby, pairwise, repeat, starmap
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -85,19 +87,21 @@ def open_dataset(
     *,
     held_out: bool = False,
     share_prompts: bool = False,
+    vocabulary: int = 0,
 ) -> TokenizedDataset:
     """Open the tokenised sources; the first process to come tokenises them if data.cache does not hold them yet.
 
     Args:
-        kind: what a stage needs: text, sequence, pair, ranked, unpaired or prompt.
+        kind: what a stage needs: text, sequence, pair, ranked, unpaired, prompt or trajectory.
         template: the chat template of conversations; None for text.
         settings: the [data] table. Its sources and its template are the other arguments.
         held_out: take the rows that are held out for evaluation, and not the others.
         share_prompts: let the examples say which sequences begin with the same prompt.
+        vocabulary: how many tokens a trajectory may consist of.
 
     Raises DataError: missing or broken data, named by file and row, in every process.
     """
-    data = Tokenising(sources, kind, tokenizer, template, settings, held_out)
+    data = Tokenising(sources, kind, tokenizer, template, settings, held_out, vocabulary)
     build_once(data.folder, data.build)
     try:
         check_once(data.folder / DIGESTS, data.cache)
@@ -131,6 +135,7 @@ class Tokenising:
     template: ChatTemplate | None
     settings: DataSection
     held_out: bool
+    vocabulary: int = 0
 
     def __post_init__(self) -> None:
         template, settings = self.template, self.settings
@@ -155,6 +160,7 @@ class Tokenising:
             template.text if template else None,
             template.with_tools.text if template and template.with_tools else None,
             *filter(None, [settings.chat_template_kwargs]),
+            *[self.vocabulary] * (self.kind == "trajectory"),
         ]
         self.folder = self.cache / "tokenized" / digest_of_value(content)[:32]
 
@@ -209,6 +215,12 @@ class Tokenising:
         for row in rows:
             source, note = self.sources[row.source], partial(report.note, where=row.where)
             with may_drop(row.where):
+                if self.kind == "trajectory":
+                    from ulysses.data.read.trajectories import read_trajectory
+
+                    limits = self.vocabulary, self.settings.max_length
+                    encoded.append(read_trajectory(row, source.columns, *limits))
+                    continue
                 for record in read_row(row.value, source, self.kind, note, variables):
                     with may_drop(row.where):
                         rendered.append((row, record, self._render(record, note)))
@@ -259,12 +271,10 @@ class Tokenising:
         self, row: RawRow, record: Record, sequences: list[Encoded], prompt_length: int
     ) -> Columns:
         """Return an example as the files hold it."""
-        before: Encoded = ([], [])
-        sizes = []
-        ranks = record.ranks if self.kind == "ranked" else repeat(0)
-        for sequence, rank in zip(sequences, ranks):
-            sizes += len(sequence[0]), common_prefix(before, sequence), rank
-            before = sequence
+        prefixes = [0, *starmap(common_prefix, pairwise(sequences))]
+        ranks, sizes = record.ranks if self.kind == "ranked" else repeat(0), []
+        for (ids, _), prefix, rank in zip(sequences, prefixes, ranks):
+            sizes += len(ids), prefix, rank
         tokens, weights = ([*chain(*parts)] for parts in zip(*sequences))
         columns: Columns = {
             **record.numbers,

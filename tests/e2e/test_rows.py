@@ -1,0 +1,141 @@
+"""Trajectories from outside: rows of files and of a program train as the rollout that they were saved from."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from losses.ppo import group_advantages
+from tests.e2e.launch import metrics, ranks, tiny, without_times
+from tests.e2e.test_stage_runs import configured
+from tests.harness import run_distributed
+from ulysses.run.training_run import TrainingRun
+
+USUAL = """
+--ppo.advantage group --ppo.answers_per_prompt 3 --ppo.epochs 2 --ppo.minibatches 1 --ppo.max_new_tokens 9
+--ppo.importance_cap 2 --batch.examples 4 --optimizer.lr 1e-2 --run.steps 2 --run.seed 1 --run.export false
+"""
+PLACE = TemporaryDirectory(prefix="rows-", ignore_cleanup_errors=True)
+
+
+def line(place, typed):
+    return tiny("grpo", place, f"{USUAL} {typed}")
+
+
+def from_rows(place, typed=""):
+    """A run on the saved rows, in another order."""
+    path, rows = place / "rows.jsonl", saved()
+    if not path.exists():
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows[1::2] + rows[::2]))
+    return line(
+        place / "run", f"--data.train {path} --ppo.sampler rows --ppo.reward {{}} {typed}"
+    )
+
+
+def row_of(trajectory):
+    prompt = trajectory.prompt
+    return {
+        "group": trajectory.group,
+        "token_ids": prompt + trajectory.tokens,
+        "mask": [0] * len(prompt) + trajectory.sampled,
+        "logprobs": [0] * len(prompt) + trajectory.logps,
+        "reward": trajectory.score,
+    }
+
+
+def train(words, act=TrainingRun.train, *more):
+    """Enter a run on this rank and return what `act` finds with it, and the rows of its last rollout."""
+    run, found = TrainingRun(configured(words)), []
+    run.__enter__()
+    run.trainer.stage.show_rollouts(lambda rollout: found.append(rollout.trajectories))
+    acted = act(run, *more)
+    run.resources.close()
+    return acted, [*map(row_of, found[-1])] if found else []
+
+
+@cache
+def saved():
+    """The rows of a rollout of three answers to each of four prompts, after both passes over it were trained."""
+    words = line(Path(PLACE.name) / "sampled", "--ppo.reward tests.reward_functions:letters")
+    return run_distributed(train, 1, words, cpu=True)[0][1]
+
+
+def assert_same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        lacking = theirs.keys() - ours.keys()
+        assert all(name.startswith("objective/scores/") for name in lacking)
+        for name in ours:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+
+
+def with_advantages(rows, as_list):
+    """Rows with what their rewards come to among those of the group, and no rewards."""
+    scores, groups = (torch.tensor([row[key] for row in rows]) for key in ("reward", "group"))
+    for row, x in zip(rows, group_advantages(scores.double(), groups).tolist()):
+        given = [x] * len(row["mask"]) if as_list else x
+        yield {**row, "reward": None, "advantages": given}
+
+
+@pytest.mark.parametrize("form", ["reward", "advantage", "advantages"])
+def test_rows_train_as_the_rollout_that_they_were_saved_from(tmp_path, form):
+    """On other ranks; every number of both passes over the rollout is the same."""
+    rows, path = saved(), tmp_path / "rows.jsonl"
+    if form != "reward":
+        given = with_advantages(rows, form == "advantages")
+        path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    ranks(from_rows(tmp_path, "--parallel.sequence_parallel_size 2"), 2)
+    found, sampled = (
+        without_times(metrics(place))
+        for place in (tmp_path / "run", Path(PLACE.name) / "sampled")
+    )
+    if form != "reward":  # whose metrics are of no scores
+        kept = "loss grad_norm policy/clipfrac_avg sampler/logp_gap tokens".split()
+        found, sampled = ([{k: x[k] for k in kept} for x in each] for each in (found, sampled))
+    assert found[1]["grad_norm"] > 0.01
+    assert_same(found, sampled)
+
+
+def test_a_run_resumes_in_the_middle_of_an_epoch_of_rows(tmp_path):
+    """Two groups a rollout, of which an epoch has two; the run ends in the second rollout, and goes on to the third."""
+    typed = "--batch.examples 2 --run.steps"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for place, steps in ((whole, "6"), (parts, "3"), (parts, "6 --run.resume auto")):
+        place.mkdir(exist_ok=True)
+        ranks(from_rows(place, f"{typed} {steps}"), 1)
+    first, again = (without_times(metrics(place / "run")) for place in (whole, parts))
+    assert [m["rollout"] for m in first] == [0, 0, 1, 1, 2, 2]
+    assert_same(again, first)
+
+
+def own_loop(run, rows):
+    drawn = [run.sample([[5, 6, 7], [9], [5, 6, 7]]) for _ in range(2)]
+    with pytest.raises(ValueError, match="trajectory 1 has neither reward nor advantages"):
+        run.learn([rows[0], {**rows[1], "reward": None}])
+    found = run.learn(rows)
+    with pytest.raises(ValueError, match="12 trajectories for 2 steps, and run.steps leaves 0"):
+        run.learn(rows)
+    return drawn, found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_program_samples_and_learns(tmp_path, world):
+    words = from_rows(tmp_path, f"--parallel.sequence_parallel_size {world}")
+    found = run_distributed(train, world, words, own_loop, saved(), cpu=True)
+    wanted = metrics(Path(PLACE.name) / "sampled")[-1]
+    for (drawn, learnt), _ in found:
+        assert drawn == found[0][0][0] and drawn[0] != drawn[1]
+        assert len(drawn[0]) == 3 and drawn[0][0] != drawn[0][2]
+        for name in ("loss", "grad_norm", "objective/scores", "sampler/logp_gap"):
+            assert learnt[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+
+
+def test_a_broken_row_is_refused_by_its_number_before_any_work(tmp_path):
+    path, rows = tmp_path / "rows.jsonl", [dict(row) for row in saved()]
+    rows[7]["mask"] = rows[7]["mask"][1:]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refused = ranks(from_rows(tmp_path), 1, code=2)
+    refused.refused("rows.jsonl row 8 has lists of .* entries; give one entry for each token")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,136 @@
+"""Rows of trajectories: what they become, how they are grouped, and which are refused."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests import rows_of
+from ulysses.config.stage_sections import PpoSection
+from ulysses.data import BadRowError
+from ulysses.data.read.sources import RawRow
+from ulysses.data.read.trajectories import read_trajectory
+from ulysses.parallel.batch import Sequence
+from ulysses.rl.rows import TrajectoryGroups, trajectories_of, unfit_advantages
+
+# two turns with a result of a tool between them, and a turn that nobody answers
+ROW = {
+    "group": "a",
+    "token_ids": [5, 7, 9, 4, 8, 8, 3, 6],
+    "mask": [0, 0, 1, 1, 0, 1, 1, 0],
+    "logprobs": [0, 0, -0.5, -1.5, 0, -2, -0.25, 0],
+    "reward": 1.5,
+}
+
+
+def read(row, columns=None, source=0):
+    value = row if isinstance(row, bytes) else json.dumps(row).encode()
+    return read_trajectory(RawRow(source, "here", False, value), columns or {}, 10, 8)
+
+
+@pytest.mark.parametrize("stop, ended", [((3,), True), ((6,), False)])
+def test_a_row_becomes_a_trajectory_up_to_its_last_trained_token(stop, ended):
+    [found] = trajectories_of([[read(ROW)]], stop)
+    assert found.prompt == [5, 7] and found.tokens == [9, 4, 8, 8, 3]
+    assert found.sampled == [True, True, False, True, True]
+    assert found.logps == [-0.5, -1.5, 0, -2, -0.25]
+    assert found.ended == ended and found.score == 1.5 and found.advantages == []
+
+
+@pytest.mark.parametrize("given", [2, [1, 2, 3, 4, 5, 6, 7, 8]])
+def test_advantages_are_a_number_or_one_for_every_token(given):
+    [found] = trajectories_of([[read({**ROW, "advantages": given})]], ())
+    assert found.advantages == ([2.0] * 5 if given == 2 else [3.0, 4.0, 5.0, 6.0, 7.0])
+
+
+def test_keys_may_have_other_names():
+    theirs = {name.upper(): value for name, value in ROW.items()}
+    found = read(theirs, {name: name.upper() for name in ROW})
+    assert found.keys() == read(ROW).keys() and found["reward"] == 1.5
+
+
+# what is changed in the row, and what is said of it
+BROKEN = """
+group=null => is no trajectory: group
+mask=null => is no trajectory: mask: Input should be a valid list
+mask=[0,0,2,1,0,1,1,0] => is no trajectory: mask.2: Input should be a valid boolean
+token_ids=[5,7,-1,4,8,8,3,6] => is no trajectory: token_ids.2: Input should be greater than or equal to 0
+token_ids=[5,7,1.5,4,8,8,3,6] => is no trajectory: token_ids.2: Input should be a valid integer
+token_ids=[5,7,10,4,8,8,3,6] => has the token 10 but the model knows 10
+token_ids=[] => has lists of .0, 8, 8. entries; give one entry for each token
+logprobs=[0] => has lists of .8, 8, 1. entries
+logprobs=[0,0,NaN,-1,0,-2,-1,0] => is no trajectory
+logprobs=[0,0,1e300,-1,0,-2,-1,0] => is no trajectory: logprobs.2: Input should be less than or equal to
+logprobs=[0,0,"low",-1,0,-2,-1,0] => is no trajectory: logprobs.2: Input should be a valid number
+reward="good" => is no trajectory: reward: Input should be a valid number
+reward=null => has neither reward nor advantages
+advantages=[1] => has lists of .8, 8, 8, 1. entries
+mask=[0,0,0,0,0,0,0,0] => trains no token, or the first, which nothing predicts
+mask=[1,0,0,0,0,0,0,0] => trains no token, or the first
+mask=[1,1,0,0,0,0,0,0] => trains no token, or the first
+"""
+
+
+@pytest.mark.parametrize("change, sentence", rows_of(BROKEN))
+def test_a_row_that_cannot_be_trained_on_is_refused(change, sentence):
+    name, _, value = change.partition("=")
+    text = json.dumps({**ROW, name: "VALUE"}).replace('"VALUE"', value)
+    with pytest.raises(BadRowError, match=f"^{sentence}") as caught:
+        read(text.encode())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "7", '"a"', "null"])
+def test_a_row_of_another_form_is_refused(text):
+    with pytest.raises(BadRowError, match="is no trajectory"):
+        read(text.encode())
+
+
+def test_a_row_that_is_too_long_is_refused():
+    longer = {name: value * 2 for name, value in ROW.items() if isinstance(value, list)}
+    with pytest.raises(BadRowError, match="has 16 tokens but data.max_length is 8; raise it"):
+        read(ROW | longer)
+
+
+def test_the_rows_of_a_group_may_stand_anywhere_and_sources_share_none():
+    groups = [(0, "a"), (0, 7), (0, "a"), (1, "a"), (0, "7")]
+    rows = [read({**ROW, "group": group}, source=source) for source, group in groups]
+    _, first, ids = np.unique(
+        [row["_prompt"] for row in rows], return_index=True, return_inverse=True
+    )
+
+    class Rows(list):
+        columns = {"prompt_id": first.argsort().argsort()[ids]}
+        lengths, sources = np.full(5, 8), np.array([source for source, _ in groups])
+        source_weights, source_names = [1.0, 1.0], ["", ""]
+
+    def example(row):
+        per_token = {name: row[name] for name in ("token_logps", "token_advantages")}
+        sequence = Sequence(row["tokens"], row["weights"], per_token)
+        return SimpleNamespace(sequences=[sequence], columns=row)
+
+    found = TrajectoryGroups(Rows(map(example, rows)))
+    assert [each.tolist() for each in found.members] == [[0, 2], [1], [3], [4]]
+    assert found.sources.tolist() == [0, 0, 1, 0]
+    drawn = trajectories_of([found[3], found[0]], ())
+    assert [(one.group, one.episode) for one in drawn] == [(0, 0), (1, 1), (1, 2)]
+
+
+# how many of two rows have advantages, the settings, and whether they fit
+FITTING = """
+0 advantage=gae => yes
+2 advantage=group kl_coefficient=0 => yes
+2 advantage=group kl_in=loss => yes
+1 advantage=group kl_in=loss => no
+2 advantage=gae kl_coefficient=0 => no
+2 advantage=group => no
+"""
+
+
+@pytest.mark.parametrize("case, fits", rows_of(FITTING))
+def test_given_advantages_fit_settings_that_compute_none(case, fits):
+    count, *settings = case.split()
+    given = np.arange(2) < int(count)
+    fault = unfit_advantages(given, PpoSection(**dict(s.split("=") for s in settings)))
+    assert fault.startswith(f"{count} of 2 rows have advantages") == (fits == "no")

@@ -1,0 +1,88 @@
+"""Read rows of trajectories that were drawn elsewhere, and say what each of their tokens is.
+
+{"group": "a", "token_ids": [5, 7, 9, 4], "mask": [0, 0, 1, 1], "logprobs": [0, 0, -0.4, -1.2], "reward": 1.0}
+"""
+
+import hashlib
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, Field, ValidationError
+
+from ulysses.config.section import LARGEST
+from ulysses.data import BadRowError
+from ulysses.data.read.messages import from_json
+from ulysses.data.read.sources import RawRow
+
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+
+
+class TrajectoryRow(BaseModel):
+    """A row; each list has an entry for every token.
+
+    group: rows with the same one are compared with each other.
+    mask: whether the policy drew the token, which is trained then.
+    logprobs: what a drawn token had for the sampler; those of others mean nothing.
+    advantages: a list, or a number for all tokens; without them they are computed from the rewards.
+    """
+
+    group: int | str
+    token_ids: list[Annotated[int, Field(ge=0)]]
+    mask: list[bool]
+    logprobs: list[Number]
+    reward: Number | None = None
+    advantages: Number | list[Number] | None = None
+
+
+def read_trajectory(
+    raw: RawRow, columns: dict[str, str], vocabulary: int, longest: int
+) -> dict[str, Any]:
+    """Return a row as an example with one sequence, in the columns that tokenise.py writes.
+
+    `weights` is the mask, and `given` is 0 for a row without advantages.
+
+    Args:
+        columns: {our key: the row's}, for keys of other names.
+        vocabulary: how many tokens there are.
+        longest: the most tokens of a row.
+
+    Raises BadRowError for a row that cannot be trained on.
+    """
+    try:
+        row: Any = from_json(raw.value.decode()) if isinstance(raw.value, bytes) else raw.value
+        row = {**row, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
+        found = TrajectoryRow.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise BadRowError(f"is no trajectory: {place}: {first['msg']}") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BadRowError(f"is no trajectory: {error}") from None
+    tokens, mask, given = found.token_ids, found.mask, found.advantages
+    lists = tokens, mask, found.logprobs, given
+    sizes, largest = [len(x) for x in lists if isinstance(x, list)], max(tokens, default=0)
+    for is_wrong, fault in (
+        (len({*sizes}) > 1, f"has lists of {sizes} entries; give one entry for each token"),
+        (
+            sizes[0] > longest,
+            f"has {sizes[0]} tokens but data.max_length is {longest}; raise it",
+        ),
+        (largest >= vocabulary, f"has the token {largest} but the model knows {vocabulary}"),
+        (not any(mask[1:]) or mask[0], "trains no token, or the first, which nothing predicts"),
+        (found.reward is None and given is None, "has neither reward nor advantages"),
+    ):
+        if is_wrong:
+            raise BadRowError(fault)
+    group = hashlib.sha256(repr((raw.source, found.group)).encode()).digest()
+    return {
+        "tokens": np.array(tokens, np.int32),
+        "weights": np.array(mask, np.float32),
+        "token_logps": np.array(found.logprobs, np.float32),
+        "token_advantages": np.zeros(sizes[0], np.float32) + np.float32(given or 0),
+        "reward": found.reward or 0.0,
+        "given": float(given is not None),
+        "_sizes": [sizes[0], 0, 0],
+        "_counts": 1,
+        "_source": raw.source,
+        "_prompt": np.frombuffer(group, np.int64)[0],
+    }

@@ -1,0 +1,80 @@
+"""Rollouts of trajectories that were drawn elsewhere, a group of rows for each prompt (ppo.sampler = "rows")."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ulysses.config.stage_sections import PpoSection
+from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.rl.trajectory import Trajectory
+
+Columns = Mapping[str, Any]  # of a row, as data/read/trajectories.py names them
+
+
+class TrajectoryGroups:
+    """The groups of a dataset of trajectories, with as much of the face of a dataset as a StepLoader needs.
+
+    members: the numbers of each group's rows, wherever they stand.
+    """
+
+    def __init__(self, rows: TokenizedDataset) -> None:
+        self.rows, ids = rows, rows.columns["prompt_id"]
+        order = np.argsort(ids, kind="stable")
+        self.members = np.split(order, np.flatnonzero(np.diff(ids[order])) + 1)
+        self.sources = rows.sources[[each[0] for each in self.members]]
+        self.source_weights, self.source_names = rows.source_weights, rows.source_names
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, index: int) -> list[Columns]:
+        """Return the rows of a group."""
+        found = []
+        for example in (self.rows[n] for n in self.members[index].tolist()):
+            row = example.sequences[0]
+            arrays = {"tokens": row.tokens, "weights": row.loss_weights, **row.token_columns}
+            found.append({**arrays, **example.columns})
+        return found
+
+
+def trajectories_of(
+    groups: Iterable[list[Columns]], stop_tokens: Collection[int]
+) -> list[Trajectory]:
+    """Return the rows of groups as trajectories, each up to its last trained token.
+
+    Args:
+        stop_tokens: a trajectory that ends with one of them has ended by itself.
+    """
+    found: list[Trajectory] = []
+    names = "tokens", "token_logps", "token_advantages", "weights"
+    for group, rows in enumerate(groups):
+        for row in rows:
+            start, last = np.flatnonzero(row["weights"])[[0, -1]]
+            after = (row[name][start : last + 1].tolist() for name in names)
+            tokens, logps, advantages, weights = after
+            one = Trajectory(
+                row["tokens"][:start].tolist(),
+                tokens,
+                logps,
+                [*map(bool, weights)],
+                tokens[-1] in stop_tokens,
+                group,
+                len(found),
+                score=row["reward"],
+                advantages=advantages * int(row["given"]),
+            )
+            found.append(one)
+    return found
+
+
+def unfit_advantages(given: np.ndarray, ppo: PpoSection) -> str:
+    """Return why rows, of which these have advantages, cannot be trained on, or nothing."""
+    in_reward = ppo.kl_coefficient and ppo.kl_in == "reward"
+    if not given.any() or (given.all() and ppo.advantage != "gae" and not in_reward):
+        return ""
+    return (
+        f"{int(given.sum())} of {len(given)} rows have advantages, which train no value and contain no KL; give all "
+        'or none of them, and set ppo.advantage to another one than "gae", and ppo.kl_in = "loss" or '
+        "ppo.kl_coefficient = 0"
+    )
