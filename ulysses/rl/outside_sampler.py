@@ -8,8 +8,8 @@
     "vllm+http://host:8000"       POST /v1/completions with token ids (return_token_ids: vLLM 0.10.2 and newer)
     "sglang+http://host:30000"    POST /generate with token ids
 
-The folder must be on a disk that servers and rank 0 share. Where a server ends, the others get its requests, until it is
-there again and has had new weights. Servers draw their own random numbers, so that a rollout does not repeat bit for
+The folder must be on a disk that servers and rank 0 share. Where a server ends, the others get its requests, until it
+is there again and has had new weights. Servers draw their own random numbers, so that a rollout does not repeat bit for
 bit; ppo.importance_cap corrects where their probabilities differ from the trainer's. Everything that changes what they
 draw is part of a request, because they take what it omits from the generation_config.json of the folder that they were
 started with.
