@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from pandas import DataFrame
 
 from losses.ppo import group_advantages
 from tests.e2e.launch import metrics, ranks, tiny, without_times
@@ -25,9 +26,9 @@ def line(place, typed):
     return tiny("grpo", place, f"{USUAL} {typed}")
 
 
-def from_rows(place, typed=""):
-    """A run on the saved rows, in another order."""
-    path, rows = place / "rows.jsonl", saved()
+def from_rows(place, typed="", file="rows.jsonl"):
+    """A run on the rows in a file or, if it is not there, on the saved ones in another order."""
+    path, rows = place / file, saved()
     if not path.exists():
         path.write_text("".join(json.dumps(row) + "\n" for row in rows[1::2] + rows[::2]))
     return line(
@@ -40,7 +41,7 @@ def row_of(trajectory):
     return {
         "group": trajectory.group,
         "token_ids": prompt + trajectory.tokens,
-        "mask": [0] * len(prompt) + trajectory.sampled,
+        "mask": [0] * len(prompt) + [*map(int, trajectory.sampled)],
         "logprobs": [0] * len(prompt) + trajectory.logps,
         "reward": trajectory.score,
     }
@@ -82,11 +83,11 @@ def with_advantages(rows, as_list):
 @pytest.mark.parametrize("form", ["reward", "advantage", "advantages"])
 def test_rows_train_as_the_rollout_that_they_were_saved_from(tmp_path, form):
     """On other ranks; every number of both passes over the rollout is the same."""
-    rows, path = saved(), tmp_path / "rows.jsonl"
+    file = "rows.jsonl" if form == "reward" else "rows.parquet"
     if form != "reward":
-        given = with_advantages(rows, form == "advantages")
-        path.write_text("".join(json.dumps(row) + "\n" for row in given))
-    ranks(from_rows(tmp_path, "--parallel.sequence_parallel_size 2"), 2)
+        given = with_advantages(saved(), form == "advantages")
+        DataFrame(given).to_parquet(tmp_path / file)
+    ranks(from_rows(tmp_path, "--parallel.sequence_parallel_size 2", file), 2)
     found, sampled = (
         without_times(metrics(place))
         for place in (tmp_path / "run", Path(PLACE.name) / "sampled")

@@ -13,7 +13,7 @@ from torch import Tensor
 from ulysses.data.serve.dataset import Example
 from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence
-from ulysses.rl.trajectory import Trajectory, depth_first, episodes_of
+from ulysses.rl.trajectory import Trajectory, depth_first
 
 
 @dataclass
@@ -104,11 +104,6 @@ class Rollout:
         tables = np.zeros((2, len(self.ends), within_example.max() + 1), np.int64)
         tables[:, self.example_ids, within_example] = self.lengths, self.prefixes
         self.sequence_lengths, self.prefix_lengths = tables
-
-    @property
-    def episodes(self) -> list[list[Trajectory]]:
-        """The trajectories, those of an episode together."""
-        return episodes_of(self.trajectories)
 
     def held(self, values: Tensor) -> Tensor:
         """Return the sums of drawn tokens' values [A], float64, at the rows that predict them, [T]."""
