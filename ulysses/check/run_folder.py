@@ -313,7 +313,9 @@ def digests_of_inputs(
             shape = "" if setting == TRAINED_MODEL else str(weights.shape)
             content = content_digest(weights.paths, Path(config.data.cache))
             digests[f"the weights of {setting}"] = digest_of_value([shape, content])
-    for reward in filter(is_function, (*config.ppo.reward, config.ppo.rollout)):
+    for reward in filter(
+        is_function, (*config.ppo.reward, *filter(None, [config.ppo.rollout]))
+    ):
         module = sys.modules.get(reward.partition(":")[0])
         if "//" not in reward and (file := getattr(module, "__file__", None)):
             digests[f"the lines of {reward}"] = digest_of(Path(file))
