@@ -73,7 +73,7 @@ def trajectories(seed):
                 whole[2:],
                 (said(whole, 1.1)[1:-1] * 0.3 - 4.6 + place % 3 / 4).tolist(),
                 sampled.tolist(),
-                bool(place % 4),
+                bool(episode % 4),
                 group,
                 episode,
                 score=float(episode % 5),
