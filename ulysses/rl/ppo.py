@@ -164,8 +164,9 @@ class PpoStage(ReferencedStage):
         if self.table.takes_rows:
             yield from filter(None, [unfit_advantages(train.columns["given"], self.table)])
 
-    def dealt(self, data: TokenizedDataset) -> TokenizedDataset | TrajectoryGroups:
-        return TrajectoryGroups(data) if self.table.takes_rows else data
+    @property
+    def grouped(self) -> type[TrajectoryGroups] | None:
+        return TrajectoryGroups if self.table.takes_rows else None
 
     @property
     def needs_reference(self) -> bool:

@@ -73,8 +73,10 @@ def step_loader(
     # "auto" was chosen by the training data; other data may have longer examples
     if config.batch.tokens_per_microbatch == "auto":
         tokens_per_microbatch = max(tokens_per_microbatch, int(dataset.lengths.max()))
+    if inputs.stage.grouped:
+        dataset = inputs.stage.grouped(dataset)
     return StepLoader(
-        inputs.stage.dealt(dataset),
+        dataset,
         inputs.stage.requirements.examples_per_load,
         tokens_per_microbatch=tokens_per_microbatch,
         seed=config.run.seed,

@@ -229,6 +229,8 @@ class Stage:
     name: ClassVar[str]  # of the stage and of its table
     dataset_type: ClassVar[str]  # text, sequence, pair, ranked, unpaired, prompt or trajectory
     trained_type: ClassVar[str] = ""  # of the training data alone, if it differs
+    # makes of training data the groups that steps take, if these are not its examples
+    grouped: ClassVar[Callable[[TokenizedDataset], TokenizedDataset] | None] = None
     reward: ClassVar[bool] = False  # whether a RewardModel is trained
     sequences_per_example: ClassVar[int] = 1  # all of them lie in the same micro-batch
 
@@ -274,10 +276,6 @@ class Stage:
         """What follows from the settings."""
         examples = self.config.batch.examples
         return Requirements(self.config.data.max_length, examples, examples)
-
-    def dealt(self, data: TokenizedDataset) -> TokenizedDataset:
-        """Return data as steps take their examples: as they are, or in groups."""
-        return data
 
     def total_steps(self, loader: StepLoader) -> int:
         """Return the optimizer steps of the whole run."""
