@@ -14,6 +14,7 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import distributions
 from itertools import starmap
 from pathlib import Path
@@ -22,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.arch import ModelConfig
-from models.decoder import VALUE
 from models.families import Fields
 from models.folders import CONFIG, folder_with, resolve_model
 from models.hf_format import WeightFiles
@@ -136,27 +136,17 @@ def served_weights(
     All ranks iterate together, and the first one gets the weights. Tensors that are only copied from the base are not
     among them.
     """
-    weights, adapters = _read_weights(read, config)
+    lora, adapters = config.model.lora, {}
+    weights = read(lambda name: ".lora_" not in name)
+    if lora.rank:
+        from models.lora import is_adapter
+
+        adapters = dict(read(partial(is_adapter, whole=lora.train)))
     if dist.is_initialized() and dist.get_rank():
         deque(weights, maxlen=0)  # this rank only takes part in gathering them
         return
     merged = whole_weights(shape, weights, adapters, config.model)
     yield from stored_weights(shape, starmap(Rounding(config.model.dtype, shape), merged))
-
-
-def _read_weights(
-    read: Read, config: Config, *, whole: bool = True
-) -> tuple[Iterable[tuple[str, Tensor]], dict[str, Tensor]]:
-    """Return the policy's parameters, none unless they are exported whole, and all its adapters by name."""
-    weights = read(lambda name: whole and ".lora_" not in name and not name.startswith(VALUE))
-    if not config.model.lora.rank:
-        return weights, {}
-    from models.lora import is_adapter
-
-    trained = config.model.lora.train
-    return weights, dict(
-        read(lambda name: is_adapter(name, trained) and not name.startswith(VALUE))
-    )
 
 
 def export_model(
@@ -175,14 +165,18 @@ def export_model(
     Returns a remark about the weights' precision, or "".
 
     Args:
-        read: read(wanted) yields the model's parameters in its order; only the first rank needs their values.
+        read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
         reward: the policy is a reward model.
         dtype: of the weights in place of the configured one.
         for_servers: write whole weights as they are trained on, in place of those that were written to `out` before.
     """
     source, lora = config.model, config.model.lora
     whole = for_servers or lora.merge or not lora.rank
-    weights, adapters = _read_weights(read, config, whole=whole)
+    weights, adapters = read(lambda name: whole and ".lora_" not in name), {}
+    if lora.rank:
+        from models.lora import is_adapter, save_adapters
+
+        adapters = dict(read(partial(is_adapter, whole=lora.train)))
     if dist.is_initialized() and dist.get_rank():
         deque(weights, maxlen=0)  # this rank only takes part in gathering them
         return ""
@@ -220,8 +214,6 @@ model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
                 name if is_text else multimodal_name(name): x.to(rounding.dtype)
                 for name, x in adapters.items()
             }
-            from models.lora import save_adapters
-
             by_parameter = shape.family.mlp_by_parameter
             save_adapters(new, adapters, source, reward=reward, by_parameter=by_parameter)
         if rounding.note:

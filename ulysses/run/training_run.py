@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.decoder import VALUE
 from models.writing import is_wider
 from ulysses import environment
 from ulysses.check.agreement import agree, changes, facts_of
@@ -340,7 +341,12 @@ class TrainingRun:
         self.watch.phase("export")
         dtype = config.model.dtype if for_servers else config.export_dtype
         note = export_model(
-            partial(full_parameters, self.engine, exact=is_wider(dtype, config.model.dtype)),
+            partial(
+                full_parameters,
+                self.engine,
+                without=(VALUE,),
+                exact=is_wider(dtype, config.model.dtype),
+            ),
             folder,
             self.inputs.shape,
             config,
@@ -360,7 +366,7 @@ class TrainingRun:
             device: in whose memory they are.
         """
         self.watch.phase("export")
-        read = partial(full_parameters, self.engine, device=device)
+        read = partial(full_parameters, self.engine, without=(VALUE,), device=device)
         return served_weights(read, self.inputs.shape, self.config)
 
     def say(self, text: str) -> None:

@@ -199,10 +199,11 @@ def full_parameters(
     engine: ZeroEngine,
     wanted: Callable[[str], bool] = lambda name: True,
     *,
+    without: tuple[str, ...] = (),
     exact: bool = False,
     device: torch.device | str = "cpu",
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the name and the whole value of every wanted parameter in the model's order.
+    """Yield the name and the whole value of every wanted parameter in the model's order, `without` those prefixes.
 
     Values are on rank 0 only, in the memory of `device`; other ranks get None. All ranks must iterate together. No rank
     ever holds the parameters of more than one module. With `exact`, trained parameters are the master weights in
@@ -210,7 +211,11 @@ def full_parameters(
     """
     masters = {s.name: s for s in engine.slices} if exact else {}  # type: ignore[attr-defined]
     main = dist.get_rank() == 0
-    chosen = ((name, p) for name, p in engine.module.named_parameters() if wanted(name))
+    chosen = (
+        (name, p)
+        for name, p in engine.module.named_parameters()
+        if wanted(name) and not name.startswith(without)
+    )
     with streaming_memory():
         for _, of_module in groupby(chosen, lambda item: item[0].rpartition(".")[0]):
             names, parameters = zip(*of_module)
