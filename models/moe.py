@@ -20,7 +20,7 @@ from models.ops.linear import Adapter
 from models.ops.norm import NormRule
 from ulysses.memory.tiling import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.layout import count_rows
+from ulysses.parallel.ranges import count_rows
 
 
 def times_counted(batch: ShardedBatch) -> Tensor:

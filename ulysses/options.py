@@ -128,12 +128,15 @@ def _absent(what: str, module: str | None) -> str:
 
 def check_parts(config: Config, shape: ModelConfig | None = None) -> Iterator[str]:
     """Yield sentences about options that settings or a model's layers need and this installation lacks."""
-    model = config.model
+    model, ppo = config.model, config.ppo
     for what, is_wanted, module in (
         ("model.lora.rank", model.lora.rank, "models.lora"),
         ("model.quantize", model.quantize != "none", "models.quantized"),
         ("optimizer.moments", config.optimizer.moments == "8bit", "ulysses.zero.eight_bit"),
         ("run.samples", config.run.samples, "ulysses.run.samples"),
+        ("ppo.rollout", ppo.rollout, "ulysses.rl.episodes"),
+        ("ppo.sampler_sync", ppo.sampler_sync != "disk", "ulysses.rl.weight_push"),
+        ('ppo.sampler "rows"', "rows" in ppo.sampler, "ulysses.rl.rows"),
         *(
             (f'run.trackers "{name}"', True, f"ulysses.run.trackers.{name}")
             for name in config.run.trackers
@@ -142,7 +145,13 @@ def check_parts(config: Config, shape: ModelConfig | None = None) -> Iterator[st
         ("a model with experts", shape and shape.moe, "models.moe"),
         ("a model with linear attention", shape and shape.delta, "models.delta"),
     ):
-        if is_wanted and find_spec(module) is None:
+        if not is_wanted:
+            continue
+        try:
+            spec = find_spec(module)
+        except ModuleNotFoundError:  # the folder around it has been taken away, too
+            spec = None
+        if spec is None:
             yield _absent(what, module)
 
 

@@ -33,17 +33,15 @@ from torch import Tensor
 from .layout import (
     AttentionPlan,
     Device,
-    Range,
     packed_plan,
     row_sets,
-    rows_between,
-    rows_of,
     sequence_parts,
     shard_ranges,
     squares,
     to_device,
 )
 from .mesh import ParallelMesh
+from .ranges import Range, rows_between, rows_of
 
 IGNORE = -100
 Array = np.ndarray | Tensor | list[float]

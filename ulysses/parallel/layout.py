@@ -47,9 +47,9 @@ import torch
 from torch import Tensor
 
 from .mesh import ParallelMesh
+from .ranges import Range, count_rows, rows_between, rows_of
 
 Device = torch.device | str
-Range = tuple[int, int]  # of packed rows: the first, and the one after the last
 Tensors = Sequence[Tensor]
 Rest = TypeVar("Rest")
 _WIDE = 16  # bytes that a GPU's thread moves at once
@@ -201,31 +201,6 @@ def _arcs(rows: Tensor) -> list[Range]:
     """Write sorted row numbers as contiguous ranges."""
     bounds = [0, *(1 + torch.nonzero(rows.diff() != 1).flatten()).tolist(), len(rows)]
     return [(int(rows[a]), int(rows[b - 1]) + 1) for a, b in pairwise(bounds)]
-
-
-def count_rows(ranges: Sequence[Range]) -> int:
-    """Count the rows of packed ranges."""
-    return sum(end - start for start, end in ranges)
-
-
-def rows_of(ranges: Sequence[Range]) -> Tensor:
-    """List the rows of packed ranges, in order: int64 on the host."""
-    starts, ends = torch.tensor(ranges).T
-    sizes = ends - starts
-    # the difference between a row's number and its place in the list, which is the same for all rows of a range
-    shift = starts - sizes.cumsum(0) + sizes
-    return shift.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
-
-
-def rows_between(ranges: Iterable[Range], first: int, last: int) -> list[Range]:
-    """Return rows `first` up to `last` of packed ranges, counted through all of them."""
-    found = []
-    for start, end in ranges:
-        low, high = max(start, start + first), min(end, start + last)
-        if low < high:
-            found.append((low, high))
-        first, last = first - (end - start), last - (end - start)
-    return found
 
 
 def shard_ranges(sets: list[list[Range]], sp_rank: int, head_parallel_size: int) -> list[Range]:

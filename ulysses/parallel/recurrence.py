@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import Range, count_rows, rows_between, rows_of
+from .ranges import Range, count_rows, rows_between, rows_of
 
 
 class TreeLevel(NamedTuple):

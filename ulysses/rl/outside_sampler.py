@@ -24,6 +24,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,6 @@ from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import seed_of
 from ulysses.rl.sampler import Completion, Request, Requests, SamplingOptions
 from ulysses.rl.servers import Json, LostError, RefusedError, get, in_thread, is_up, post
-from ulysses.rl.weight_push import WeightPush
 
 # The calls, in order, that make a server read the weights in a folder: {path: body}, where FOLDER stands for it. vLLM
 # needs VLLM_SERVER_DEV_MODE=1.
@@ -76,7 +76,7 @@ class OutsideSampler:
         say: prints a line.
 
     Attributes:
-        push: gives the servers the weights, unless they read them from the folder.
+        push: gives the servers the weights (WeightPush), unless they read them from the folder.
         lost: the servers that take no requests, until the next call of `synchronise`, with what is wrong.
         synchronised: whether the servers have had weights of this run.
         compared: whether `check_gap` has seen a rollout of this run.
@@ -95,7 +95,7 @@ class OutsideSampler:
     float32: bool
     renew: Callable[[], None] = lambda: None
     say: Callable[[str], None] = lambda text: None
-    push: WeightPush | None = None
+    push: Any = None
     lost: dict[str, LostError] = field(default_factory=dict)
     synchronised: bool = False
     compared: bool = False
@@ -104,6 +104,8 @@ class OutsideSampler:
 
     def __post_init__(self) -> None:
         if self.ppo.sampler_sync != "disk":
+            from ulysses.rl.weight_push import WeightPush
+
             self.push = WeightPush(
                 self.ppo.sampler_sync,
                 self.weights,

@@ -27,12 +27,9 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import ADVANTAGES, OPPOSED
-from ulysses.rl.episodes import Episodes
-from ulysses.rl.model import Model
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, RolloutMaker, RolloutSteps, answer_metrics
 from ulysses.rl.rollout_dataset import Rollout
-from ulysses.rl.rows import TrajectoryGroups, unfit_advantages
 from ulysses.rl.samplers import build_sampler, check_sampler
 from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.base import (
@@ -162,11 +159,17 @@ class PpoStage(ReferencedStage):
 
     def check_data(self, train: TokenizedDataset) -> Iterator[str]:
         if self.table.takes_rows:
+            from ulysses.rl.rows import unfit_advantages
+
             yield from filter(None, [unfit_advantages(train.columns["given"], self.table)])
 
     @property
-    def grouped(self) -> type[TrajectoryGroups] | None:
-        return TrajectoryGroups if self.table.takes_rows else None
+    def grouped(self) -> Callable | None:
+        if not self.table.takes_rows:
+            return None
+        from ulysses.rl.rows import TrajectoryGroups
+
+        return TrajectoryGroups
 
     @property
     def needs_reference(self) -> bool:
@@ -216,6 +219,9 @@ class PpoStage(ReferencedStage):
         sampler = build_sampler(self.config, parts, longest=longest)
         episodes = None
         if ppo.rollout:
+            from ulysses.rl.episodes import Episodes
+            from ulysses.rl.model import Model
+
             model = partial(
                 Model,
                 tokenizer=parts.tokenizer,

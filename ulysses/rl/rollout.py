@@ -22,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,9 +37,7 @@ from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES, OPPOSED
-from ulysses.rl.episodes import Episodes
 from ulysses.rl.rollout_dataset import Rollout
-from ulysses.rl.rows import TrajectoryGroups, trajectories_of
 from ulysses.rl.samplers import AnySampler
 from ulysses.rl.servers import in_thread
 from ulysses.rl.trajectory import Trajectory, episodes_of
@@ -89,7 +88,7 @@ class RolloutMaker:
     Args:
         engine: trains models.scored.PolicyValue, or CausalLM without a value.
         ppo: the [ppo] table.
-        episodes: returns the Episodes of rows; None if prompts are answered.
+        episodes: returns the Episodes (episodes.py) of rows; None if prompts are answered.
         sampler: decodes this rank's answers with the current weights, in this process or on servers.
         tokens_per_microbatch: the most tokens of a packed micro-batch.
         share_prompts: whether answers to one prompt that fit into a micro-batch share it.
@@ -114,7 +113,7 @@ class RolloutMaker:
     share_prompts: bool = False
     reference: Callable[..., Tensor] | None = None
     reward: Callable[..., list[dict[str, float]]] | None = None
-    episodes: Callable[..., Episodes] | None = None
+    episodes: Callable[..., Any] | None = None
     scorer: ZeroEngine | None = None
     phase: Callable[..., None] = lambda *_, **__: None
     show: Callable[[Rollout], None] = lambda rollout: None
@@ -190,9 +189,9 @@ class RolloutMaker:
         """Return this rank's share of the answers; with servers it calls no collective, so that a thread may do it."""
         K = answers_per_prompt
         local_groups = range(self.mesh.rank, len(indices), self.mesh.world_size)
-        if isinstance(dataset, TrajectoryGroups):
-            groups = (dataset[i] for i in indices)
-            given = trajectories_of(groups, self.sampler.options.stop_tokens)
+        if self.ppo.takes_rows:
+            groups: Any = dataset  # rows.py
+            given = groups.trajectories(indices, self.sampler.options.stop_tokens)
             return [one for one in given if one.group in local_groups]
         rows = {g * K + k: indices[g] for g in local_groups for k in range(K)}
         if self.episodes is not None:

@@ -37,6 +37,12 @@ class TrajectoryGroups:
             found.append({**arrays, **example.columns})
         return found
 
+    def trajectories(
+        self, indices: Iterable[int], stop_tokens: Collection[int]
+    ) -> list[Trajectory]:
+        """Return the trajectories of these groups."""
+        return trajectories_of((self[i] for i in indices), stop_tokens)
+
 
 def trajectories_of(
     groups: Iterable[list[Columns]], stop_tokens: Collection[int]
