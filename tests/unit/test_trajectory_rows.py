@@ -60,6 +60,8 @@ token_ids=[5,7,1.5,4,8,8,3,6] => is no trajectory: token_ids.2: Input should be 
 token_ids=[5,7,10,4,8,8,3,6] => has the token 10 but the model knows 10
 token_ids=[] => has lists of .0, 8, 8. entries; give one entry for each token
 logprobs=[0] => has lists of .8, 8, 1. entries
+logprobs=[0, 0, 0, 0.3, 0.3, 0.3, 0.3, 0.3] => has drawn tokens whose logprobs are null or above 0
+logprobs=[0, 0, 0, null, null, null, null, null] => has drawn tokens whose logprobs are null or above 0
 logprobs=[0,0,NaN,-1,0,-2,-1,0] => is no trajectory
 logprobs=[0,0,1e300,-1,0,-2,-1,0] => is no trajectory: logprobs.2: Input should be less than or equal to
 logprobs=[0,0,"low",-1,0,-2,-1,0] => is no trajectory: logprobs.2: Input should be a valid number
