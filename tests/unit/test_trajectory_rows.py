@@ -105,7 +105,7 @@ def test_the_rows_of_a_group_may_stand_anywhere_and_sources_share_none():
     class Rows(list):
         columns = {"prompt_id": first.argsort().argsort()[ids]}
         lengths, sources = np.full(5, 8), np.array([source for source, _ in groups])
-        source_weights, source_names = [1.0, 1.0], ["", ""]
+        source_weights, source_names, share_prompts = [1.0, 1.0], ["", ""], True
 
     def example(row):
         per_token = {name: row[name] for name in ("token_logps", "token_advantages")}
@@ -114,7 +114,9 @@ def test_the_rows_of_a_group_may_stand_anywhere_and_sources_share_none():
 
     found = TrajectoryGroups(Rows(map(example, rows)))
     assert [each.tolist() for each in found.members] == [[0, 2], [1], [3], [4]]
-    assert found.sources.tolist() == [0, 0, 1, 0]
+    assert found.sources.tolist() == [0, 0, 1, 0] and found.lengths.tolist() == [16, 8, 8, 8]
+    own, shared = found.sizes([0, 1])  # without the token that nobody answers
+    assert own.tolist() == [[7], [6], [7]] and shared.tolist() == [[0], [1], [0]]
     drawn = trajectories_of([found[3], found[0]], ())
     assert [(one.group, one.episode) for one in drawn] == [(0, 0), (1, 1), (1, 2)]
 
