@@ -235,8 +235,8 @@ class UlyssesAttention(nn.Module):
                 for total, more in (dkey, dk), (dvalue, dv):
                     if isinstance(call.keys, slice):
                         total[call.keys] += more
-                    else:  # suffixes that see the same prefix through a window
-                        total.index_add_(0, call.keys, more.to(wide))
+                    else:  # suffixes see the same prefix through a window; unlike index_add_ this repeats bit for bit
+                        total.index_put_((call.keys,), more.to(wide), accumulate=True)
         # No call has a row or a key twice, and no two prefix calls have the same key.
         for call in plan.prefix_calls:
             dq, dk, dv = gradients(call)
