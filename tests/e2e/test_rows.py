@@ -197,4 +197,8 @@ def test_a_broken_row_is_refused_by_its_number_before_any_work(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     refused = ranks(from_rows(tmp_path), 1, code=2)
     refused.refused("rows.jsonl row 8 has lists of .* entries; give one entry for each token")
+    alone = [{**row, "group": n} for n, row in enumerate(saved())]
+    path.write_text("".join(json.dumps(row) + "\n" for row in alone))
+    refused = ranks(from_rows(tmp_path), 1, code=2)
+    refused.refused("compares the rows of a group but every group has one row")
     assert not (tmp_path / "run").exists()

@@ -163,7 +163,14 @@ class PpoStage(ReferencedStage):
         if self.table.takes_rows:
             from ulysses.rl.rows import unfit_advantages
 
-            yield from filter(None, [unfit_advantages(train.columns["given"], self.table)])
+            given, advantage = train.columns["given"], self.table.advantage
+            yield from filter(None, [unfit_advantages(given, self.table)])
+            groups = len({*train.columns["prompt_id"].tolist()})
+            if ADVANTAGES[advantage].needs_group and groups == len(given) and not given.any():
+                yield (
+                    f'ppo.advantage = "{advantage}" compares the rows of a group but every group has one row; give one '
+                    "group to the rows that answer the same"
+                )
 
     @property
     def grouped(self) -> Callable | None:
