@@ -56,11 +56,11 @@ def test_pushed_weights_are_those_of_the_export(tmp_path, servers, world, typed)
     grpo = f"--ppo.advantage group --ppo.answers_per_prompt 2 --ppo.sampler [{addresses}] --ppo.sampler_sync gloo"
     line = tiny("ppo", tmp_path / "run", f"{grpo} {typed.replace('EXPERTS', EXPERTS)}")
     versions = run_distributed(push, int(world), line, tmp_path / "served", cpu=True)
-    assert {*versions} == {"of rollout 1"}
+    [given] = {*versions}  # every rank knows it
     files = load_file(tmp_path / "served/model.safetensors")
     for server in servers:
         version, phases, file = server.receiver.held()
-        assert version == "of rollout 1" and not phases
+        assert version == given and not phases
         found = load(file)
         assert found.keys() == files.keys()
         for name, tensor in found.items():

@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
@@ -58,31 +59,36 @@ def test_rows_need_no_answers_if_all_are_sampled(teacher, tmp_path):
         assert m["nll"] == pytest.approx(m["sampler/nll"], abs=1e-5)
 
 
-def load(folder):
+def load(folder, temperature=1.0):
     """Return what computes the log-probabilities of answers by the model in a folder, as servers do."""
     model = AutoModelForCausalLM.from_pretrained(folder)
 
     @torch.no_grad()
     def logps(prompt, tokens):
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
+        return (logits / temperature).log_softmax(-1)[range(len(tokens)), tokens].tolist()
 
     return logps
 
 
 def test_a_server_samples(teacher, tmp_path):
-    """One that has other weights ends the run."""
+    """One that has other weights ends the run, at any temperature and share of sampled rows."""
     with closing(SamplingServer()) as server:
-        typed = f"--distill.on_policy 1 --ppo.sampler vllm+{server.address}"
-        given = [settings(teacher, tmp_path / name, typed) for name in ("other", "served")]
-        refused = ranks(given[0], 2, code=1)
+        warm = (
+            f"--distill.on_policy 0.5 --ppo.temperature 0.7 --ppo.sampler vllm+{server.address}"
+        )
+        refused = ranks(settings(teacher, tmp_path / "other", warm), 2, code=1)
+        server.load = partial(load, temperature=0.7)
+        ranks(settings(teacher, tmp_path / "warm", f"{warm} --run.steps 1"), 1)
         server.load = load
-        ranks(given[1], 2)
+        server.asked.clear()
+        typed = f"--distill.on_policy 1 --ppo.sampler vllm+{server.address}"
+        ranks(settings(teacher, tmp_path / "served", typed), 2)
     refused.refused("have the same weights, but their log-probabilities differ by .*; look in")
     for m in metrics(tmp_path / "served"):
         assert m["nll"] == pytest.approx(m["sampler/nll"], abs=1e-5)
     reloads = [path for path, _ in server.asked].count("/collective_rpc")
-    assert reloads == 1 + 4  # one of the run that ended
+    assert reloads == 4
     assert {body["max_tokens"] for path, body in server.asked if "completions" in path} == {9}
 
 

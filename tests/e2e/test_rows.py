@@ -11,8 +11,12 @@ from pandas import DataFrame
 
 from losses.ppo import group_advantages
 from tests.e2e.launch import metrics, ranks, tiny, without_times
+from tests.e2e.test_served_rollouts import load
 from tests.e2e.test_stage_runs import configured
 from tests.harness import run_distributed
+from tests.sampling_server import SamplingServer
+from ulysses.config.section import UserCodeError
+from ulysses.plan.planner import planned_step
 from ulysses.run.training_run import TrainingRun
 
 USUAL = """
@@ -116,7 +120,7 @@ def own_loop(run, rows):
     with pytest.raises(ValueError, match="trajectory 1 has neither reward nor advantages"):
         run.learn([rows[0], {**rows[1], "reward": None}])
     found = run.learn(rows)
-    with pytest.raises(ValueError, match="12 trajectories for 2 steps, and run.steps leaves 0"):
+    with pytest.raises(ValueError, match="4 groups for 1 minibatches, and run.steps leaves 0"):
         run.learn(rows)
     return drawn, found
 
@@ -131,6 +135,60 @@ def test_a_program_samples_and_learns(tmp_path, world):
         assert len(drawn[0]) == 3 and drawn[0][0] != drawn[0][2]
         for name in ("loss", "grad_norm", "objective/scores", "sampler/logp_gap"):
             assert learnt[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+
+
+def what_is_refused(run, rows):
+    """What is refused leaves the rollout as it is; then sampling takes the steps that are left of it."""
+    trainer, maker = run.trainer, run.trainer.stage.maker
+    data = trainer.loader.prompts.dataset.rows
+    planned = planned_step(trainer.stage, trainer.engine.module.config, data, [*range(4)])
+    trained = trainer.train_step()["tokens"]
+    whole, rollout = sum(planned.tokens), maker.rollout
+    most = maker.tokens_per_microbatch + 1
+    longer = {key: (rows[0][key] * most)[:most] for key in ("token_ids", "mask", "logprobs")}
+    longer["mask"][-1] = 1
+    for act, given, sentence in (
+        (run.sample, [[5], []], "prompt 1 should have tokens"),
+        (run.sample, [[5, 1 << 20]], "prompt 0 should have tokens, and they are from 0 to"),
+        (run.learn, rows[:3], "1 groups for 2 minibatches, and run.steps leaves 4 steps"),
+        (run.learn, [rows[0] | longer, *rows], f"has {most} tokens but batch.tokens_per_micro"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            act(given)
+    assert maker.rollout is rollout and trainer.step == 1
+    run.sample([[5]])
+    assert maker.rollout is rollout and trainer.step == 4
+    return whole, trained
+
+
+def test_a_program_is_refused_before_any_work_and_rows_are_planned_as_they_are(tmp_path):
+    typed = "--ppo.minibatches 2 --run.steps 8 --data.max_length 8192 --batch.tokens_per_microbatch auto"
+    [((planned, trained), _)] = run_distributed(
+        train, 1, from_rows(tmp_path, typed), what_is_refused, saved(), cpu=True
+    )
+    assert planned == pytest.approx(trained, rel=0.2)
+
+
+def refusal(run):
+    try:
+        run.sample([[5, 6, 7], [9]])
+    except UserCodeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_servers_with_other_weights_are_noticed_when_a_program_samples(tmp_path, has_weights):
+    server = SamplingServer()
+    if has_weights:
+        server.load = load
+    words = line(
+        tmp_path,
+        f"--ppo.sampler vllm+{server.address} --ppo.reward tests.reward_functions:letters",
+    )
+    [(found, _)] = run_distributed(train, 1, words, refusal, cpu=True)
+    server.close()
+    assert ("should have the same weights" in found) != has_weights
 
 
 def test_a_broken_row_is_refused_by_its_number_before_any_work(tmp_path):

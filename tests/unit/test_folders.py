@@ -225,6 +225,21 @@ def test_the_folder_of_sampling_servers_is_one_of_its_own(name, model, folder):
     assert check(folder, model, f"{typed} --ppo.sampler_folder {folder}/run/sampler").shape
 
 
+def test_a_run_goes_on_with_the_folder_that_it_served_from_before(model, folder):
+    served = f"{folder}/served"
+    shell(folder, "mkdir run served; touch served/weights")
+    typed = f"""--stage ppo --ppo.reward math:sqrt --ppo.sampler vllm+http://localhost:1
+        --ppo.advantage reinforce++ --ppo.sampler_folder {served}"""
+    for other in ("", f"{folder}/others"):
+        written = {"stage": "ppo", "ppo": {"sampler_folder": other}}
+        (folder / "run/config.json").write_text(json.dumps(written))
+        with pytest.raises(ConfigError, match="served holds weights"):
+            check(folder, model, typed)
+    written["ppo"]["sampler_folder"] = served
+    (folder / "run/config.json").write_text(json.dumps(written))
+    assert check(folder, model, typed).shape
+
+
 # what lies in the folder already, what is typed, and the refusal
 OCCUPIED = """
 mkdir run; touch run/notes => => run holds notes, but run.output needs a new or empty folder; choose another one, or

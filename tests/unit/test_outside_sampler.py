@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import closing
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from tests.sampling_server import SamplingServer
 from ulysses.config.stage_sections import PpoSection
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import SamplingOptions
+from ulysses.rl.servers import LostError
 
 STOP = 3
 OPTIONS = SamplingOptions(6, temperature=0.7, top_p=0.9, stop_tokens=(STOP,), seed=5, batch=4)
@@ -268,6 +270,41 @@ def test_what_a_server_was_asked_that_has_ended_another_one_is_asked(tmp_path, s
     server.close()
     with pytest.raises(ValueError, match=f"{server.address}/v1/completions failed .*continue"):
         found.sample(PROMPTS)
+
+
+def test_servers_that_were_lost_by_different_ranks_leave_none(tmp_path, server, monkeypatch):
+    addresses = [f"{dialect}+{server.address}" for dialect in ("vllm", "sglang")]
+    lost = [({one: LostError(f"{one} is away")}, True) for one in addresses]
+    monkeypatch.setattr(outside, "gather", lambda value: lost)
+    with pytest.raises(LostError, match="is away"):
+        sampler(tmp_path, *addresses).synchronise()
+
+
+def test_a_server_that_ended_between_two_exports_is_asked_after_the_next_and_judged_again(
+    tmp_path, server
+):
+    with closing(SamplingServer()) as other:
+        addresses = [f"vllm+{one.address}" for one in (server, other)]
+        found = sampler(tmp_path, *addresses, sampler_sync_every=3)
+        found.synchronise(0)
+        found.check_gap(0.0)
+        server.fault = "ending"
+        found.synchronise(1)
+        server.fault = ""
+        found.synchronise(2)
+        assert found.serving == addresses[1:] and not found.wants_gap
+        found.synchronise(3)
+    assert found.serving == addresses and found.wants_gap
+    reloads = [path for path, _ in server.asked]
+    assert reloads.count("/collective_rpc") == 2
+
+
+@pytest.mark.parametrize("sync, said", [("disk", "read .*policy"), ("gloo", "taken what was")])
+def test_the_sentence_about_other_weights_says_how_they_came(tmp_path, sync, said):
+    found = sampler(tmp_path, "vllm+http://host:1", sampler_sync=sync)
+    found.is_current = True
+    with pytest.raises(ValueError, match=f"whether they have {said}"):
+        found.check_gap(5.0)
 
 
 def test_a_server_that_comes_back_is_asked_again(tmp_path, server, monkeypatch):

@@ -267,6 +267,15 @@ def test_an_episode_counts_once_however_many_branches_it_has(advantage):
     assert rollout.metrics["objective/scores"] == 4.0  # of four episodes
 
 
+def test_a_rollout_from_longer_micro_batches_is_trained_as_it_was_laid_out():
+    """A run continues a checkpoint on more processes, whose micro-batches are shorter."""
+    data = ListDataset("prompt", [(s,) for s in sequences(2, 0)])
+    steps = RolloutSteps(maker(""), StepLoader(data, 2, tokens_per_microbatch=8, seed=3))
+    steps.maker.rollout = answered([[1, 2, 3]] * 2, [[5] * 4] * 4, budget=20)
+    served = [example for each in steps.step(0, 0) for example in each]
+    assert sorted(len(example.sequences) for example in served) == [2, 2]
+
+
 def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
     data = ListDataset("prompt", [(s,) for s in sequences(25, 0)])
     prompts, made = StepLoader(data, 10, tokens_per_microbatch=128, seed=3), []

@@ -60,6 +60,8 @@ token_ids=[5,7,1.5,4,8,8,3,6] => is no trajectory: token_ids.2: Input should be 
 token_ids=[5,7,10,4,8,8,3,6] => has the token 10 but the model knows 10
 token_ids=[] => has lists of .0, 8, 8. entries; give one entry for each token
 logprobs=[0] => has lists of .8, 8, 1. entries
+logprobs=[0, 0, 0, 0.3, 0.3, 0.3, 0.3, 0.3] => has drawn tokens whose logprobs are null or above 0
+logprobs=[0, 0, 0, null, null, null, null, null] => has drawn tokens whose logprobs are null or above 0
 logprobs=[0,0,NaN,-1,0,-2,-1,0] => is no trajectory
 logprobs=[0,0,1e300,-1,0,-2,-1,0] => is no trajectory: logprobs.2: Input should be less than or equal to
 logprobs=[0,0,"low",-1,0,-2,-1,0] => is no trajectory: logprobs.2: Input should be a valid number
@@ -103,7 +105,7 @@ def test_the_rows_of_a_group_may_stand_anywhere_and_sources_share_none():
     class Rows(list):
         columns = {"prompt_id": first.argsort().argsort()[ids]}
         lengths, sources = np.full(5, 8), np.array([source for source, _ in groups])
-        source_weights, source_names = [1.0, 1.0], ["", ""]
+        source_weights, source_names, share_prompts = [1.0, 1.0], ["", ""], True
 
     def example(row):
         per_token = {name: row[name] for name in ("token_logps", "token_advantages")}
@@ -112,7 +114,9 @@ def test_the_rows_of_a_group_may_stand_anywhere_and_sources_share_none():
 
     found = TrajectoryGroups(Rows(map(example, rows)))
     assert [each.tolist() for each in found.members] == [[0, 2], [1], [3], [4]]
-    assert found.sources.tolist() == [0, 0, 1, 0]
+    assert found.sources.tolist() == [0, 0, 1, 0] and found.lengths.tolist() == [16, 8, 8, 8]
+    own, shared = found.sizes([0, 1])  # without the token that nobody answers
+    assert own.tolist() == [[7], [6], [7]] and shared.tolist() == [[0], [1], [0]]
     drawn = trajectories_of([found[3], found[0]], ())
     assert [(one.group, one.episode) for one in drawn] == [(0, 0), (1, 1), (1, 2)]
 

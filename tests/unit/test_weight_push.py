@@ -61,7 +61,7 @@ def a_group_is_met_once_and_weights_come_in_parts(tmp_path, two, dialect):
         found.synchronise(rollout)
         assert len(found.sample(PROMPTS, rollout)) == 3
     receiver = two[0].receiver
-    assert receiver.version == "of rollout 1" and receiver.weights.keys() == WEIGHTS.keys()
+    assert receiver.version == found.push.version and receiver.weights.keys() == WEIGHTS.keys()
     assert all(torch.equal(receiver.weights[name], x) for name, x in WEIGHTS.items())
     asked = calls(two[0])
     assert sum("init" in path for path in asked) == 1
@@ -116,11 +116,24 @@ def a_server_that_was_started_again_is_met_again(tmp_path, two, dialect):
     found = pushing(tmp_path, two[:1], dialect)
     found.synchronise()
     two[0].receiver.forget()
-    with pytest.raises(ValueError, match="holds the weights 'default' and not 'of rollout 0'"):
+    given = found.push.version
+    with pytest.raises(ValueError, match=f"holds the weights 'default' and not '{given}'"):
         found.sample(PROMPTS)
     found.synchronise(1)
     assert sum("init" in path for path in calls(two[0])) == 2
     assert len(found.sample(PROMPTS, 1)) == 3
+
+
+def test_another_runs_weights_are_told_apart_at_the_same_rollout():
+    alone(another_runs_weights_are_told_apart_at_the_same_rollout)
+
+
+def another_runs_weights_are_told_apart_at_the_same_rollout(tmp_path, two):
+    found, other = (pushing(tmp_path, two[:1], "vllm") for _ in range(2))
+    found.synchronise()
+    other.synchronise()
+    with pytest.raises(ValueError, match="or serves another run, too"):
+        found.sample(PROMPTS)
 
 
 def test_a_server_that_ends_is_left_out_and_gets_weights_when_it_is_there_again():
@@ -130,13 +143,14 @@ def test_a_server_that_ends_is_left_out_and_gets_weights_when_it_is_there_again(
 def a_server_that_ends_is_left_out_and_gets_weights_when_it_is_there_again(tmp_path, two):
     found = pushing(tmp_path, two, "vllm", "vllm")
     found.synchronise()
+    first = found.push.version
     two[1].fault = "ending"
     assert len(found.sample(PROMPTS)) == 3
     found.synchronise(1)
-    assert two[1].receiver.version == "of rollout 0"
+    assert two[1].receiver.version == first != found.push.version
     two[1].fault = ""
     found.synchronise(2)
-    assert two[1].receiver.version == two[0].receiver.version == "of rollout 2"
+    assert two[1].receiver.version == two[0].receiver.version == found.push.version
     assert [line.partition(" ")[0] for line in found.said] == [
         "warning:",
         f"vllm+{two[1].address}",

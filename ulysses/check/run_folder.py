@@ -86,7 +86,7 @@ def check_folders(
     if config.ppo.sampler:
         taken = (("a folder of run.output", part) for part in parts)
         check_apart("ppo.sampler_folder", config.sampler_folder, [*read, *taken])
-        if not lies_in(config.sampler_folder, output):
+        if not (lies_in(config.sampler_folder, output) or _has_served(config)):
             check_empty(config.sampler_folder, "ppo.sampler_folder")
     has_begun = output.is_dir() and {*os.listdir(output)} <= BEFORE_CONFIG
     if not has_begun and not is_run_folder(output):
@@ -98,6 +98,14 @@ def check_folders(
             raise ConfigError(
                 f"run.output {output} lies in {around}, which belongs to another run; set a folder apart from it"
             )
+
+
+def _has_served(config: Config) -> bool:
+    """Return whether the run has begun before with the same folder for its servers, which it may have written to."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        written = json.loads((config.output / "config.json").read_text())
+        return bool(written["ppo"]["sampler_folder"] == str(config.ppo.sampler_folder))
+    return False
 
 
 def is_run_folder(folder: Path) -> bool:

@@ -306,6 +306,10 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
         # defaults are no wish of the user's: the config.json of a run has them all
         given = attrgetter(table)(config).model_dump(exclude_defaults=True)
         if given := given.keys() - (SAMPLING if samples and table == "ppo" else {}):
+            if samples and table == "ppo":
+                reason = (
+                    "stage 'distill' reads only the settings of sampling of ppo; remove these"
+                )
             yield f"{', '.join(f'{table}.{key}' for key in sorted(given))}: {reason}"
     if data.eval and data.eval_fraction:
         yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"

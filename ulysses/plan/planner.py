@@ -166,7 +166,10 @@ def run_question(
         step = PlannedStep([whole] * examples, [pairs] * examples)
         return cut_steps(question, step, step, auto)
     loader = StepLoader(
-        train, requirements.examples_per_load, tokens_per_microbatch=0, seed=config.run.seed
+        stage.grouped(train) if stage.grouped else train,
+        requirements.examples_per_load,
+        tokens_per_microbatch=0,
+        seed=config.run.seed,
     )
     typical, largest = loader.planned_steps()
 
@@ -190,14 +193,18 @@ def run_question(
 def planned_step(
     stage: Stage, shape: ModelConfig, data: TokenizedDataset, indices: list[int]
 ) -> PlannedStep:
-    """Return what an optimizer step trains of the examples with these indices.
+    """Return what an optimizer step trains of the examples, or groups, with these indices.
 
     The answers of a rollout count with their greatest length. A shared prompt counts once, and its last token with
     every answer.
     """
     requirements = stage.requirements
-    lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
-    if "prompt" in (stage.trained_type, stage.dataset_type):
+    if stage.grouped:  # the first minibatch is as large as any
+        groups = requirements.examples_per_step // requirements.rollout.answers
+        lengths, prefixes = stage.grouped(data).sizes(indices[:groups])
+    else:
+        lengths, prefixes = data.sequence_lengths[indices], data.prefix_lengths[indices]
+    if (stage.trained_type or stage.dataset_type) == "prompt":
         count = requirements.rollout.answers
         prompts = lengths.repeat(count, axis=0)[: requirements.examples_per_step]
         prefixes = (prompts - 1) * (1 - 1 / count) * data.share_prompts

@@ -48,6 +48,11 @@ class EngineSampler:
     def synchronise(self, rollout: int = 0) -> None:
         """Do nothing: every call of `sample` reads the current weights."""
 
+    @property
+    def wants_gap(self) -> bool:
+        """False, for the same reason."""
+        return False
+
     def check_gap(self, gap: float) -> None:
         """Do nothing, for the same reason."""
 

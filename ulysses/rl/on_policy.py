@@ -20,10 +20,11 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import keyed_generator
+from ulysses.rl.sampler import Completion
 from ulysses.rl.samplers import AnySampler, build_sampler, check_sampler
 from ulysses.stages.base import Metrics, PlannedRollout, Requirements, RunParts, StepBatches
 from ulysses.stages.distill import DistillStage
-from ulysses.stages.passes import packed_batches
+from ulysses.stages.passes import packed_batches, token_values
 
 
 @dataclass(eq=False)
@@ -113,6 +114,8 @@ class OnPolicyStage(DistillStage):
                 "sampler/nll": -mean(logp for _, answer in answers for logp in answer.logps),
                 "time/sampling": time.perf_counter() - began,
             }
+            if self.sampler.wants_gap:
+                self.sampler.check_gap(self._gap(dict(answers), rows, source))
         packed = packed_batches(
             lengths,
             lambda numbers: [sequence for n in numbers for sequence in rows[n]],
@@ -122,12 +125,31 @@ class OnPolicyStage(DistillStage):
         )
         return StepBatches([batch for _, batch in packed])
 
+    def _gap(
+        self, answers: dict[int, Completion], rows: list[list[Sequence]], source: StepLoader
+    ) -> float:
+        """Return the mean |trainer - sampler| per sampled token of the rows that have these answers."""
+        numbers, sizes = [*answers], [len(rows[n][0].tokens) for n in answers]
+        with self.model.inference():
+            logps = token_values(
+                lambda batch: self.model(batch, temperature=self.config.ppo.temperature).logps,
+                sizes,
+                lambda i: rows[numbers[i]],
+                self.mesh,
+                self.model.device,
+                source.tokens_per_microbatch,
+            )
+        pairs = zip(logps.split(sizes), answers.values(), strict=True)
+        # row i predicts token i + 1
+        gaps = [
+            row[-len(answer.logps) - 1 : -1] - torch.tensor(answer.logps)
+            for row, answer in pairs
+        ]
+        return torch.cat(gaps).abs().mean().item()
+
     def finalise_metrics(self, metrics: Metrics) -> Metrics:
         if "tokens" not in metrics:  # of held-out rows
             return metrics
-        # where all trained tokens are sampled, by the same weights and from the same distribution, both are equal
-        if self.sampling["on_policy/rows"] == 1 and self.config.ppo.temperature == 1:
-            self.sampler.check_gap(abs(metrics["nll"] - self.sampling["sampler/nll"]))
         return metrics | self.sampling
 
 

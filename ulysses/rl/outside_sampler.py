@@ -79,7 +79,7 @@ class OutsideSampler:
         push: gives the servers the weights (WeightPush), unless they read them from the folder.
         lost: the servers that take no requests, until the next call of `synchronise`, with what is wrong.
         synchronised: whether the servers have had weights of this run.
-        compared: whether `check_gap` has seen a rollout of this run.
+        compared: whether `check_gap` has seen a rollout since the last server came.
         is_current: whether the servers got the trainer's weights in the last call of `synchronise`.
         closed: whether nobody wants the completions any more.
     """
@@ -127,24 +127,27 @@ class OutsideSampler:
         them, or if none is left.
         """
         self.is_current = not (self.synchronised and rollout % self.ppo.sampler_sync_every)
-        if not self.is_current:
-            return
-        for address in self.ppo.sampler:
+        # one that ends between two synchronisations has lost its weights, even if it is there again for the next one
+        for address in self.ppo.sampler if self.is_current else self.serving:
             if not self.synchronised:
                 self.float32 &= self._check_server(address)
             elif self._look(address) and self.lost.pop(address, None):
                 self._check_server(address)
+                self.compared = False
                 self.say(f"{address} is there again")
         self.synchronised = True
-        if self.push:
-            self.push(self.serving, f"of rollout {rollout}")
-        else:
+        if self.is_current and self.push:
+            self.push(self.serving)
+        elif self.is_current:
             self.export(self.folder)
             for address in self.serving if self.main else ():
                 self._reload(address)
-        # no process asks a server before all servers have the new weights, nor one that was lost
-        for lost in gather(self.lost):
+        # no process asks a server before all servers have the new weights, nor one that any process has lost
+        for lost, compared in gather((self.lost, self.compared)):
             self.lost |= lost
+            self.compared &= compared
+        if not self.serving:
+            raise next(iter(self.lost.values()))
 
     def _reload(self, address: str) -> None:
         calls = self.ppo.sampler_reload or RELOAD[address.partition("+")[0]]
@@ -193,24 +196,32 @@ class OutsideSampler:
             )
         return str(_at(model or info, "dtype")).endswith("float32")
 
+    @property
+    def wants_gap(self) -> bool:
+        """Whether `check_gap` will compare; the same on every rank."""
+        return self.is_current and not (self.compared or self.options.top_k)
+
     def check_gap(self, gap: float) -> None:
-        """Compare the log-probabilities of the run's first rollout, and do nothing at later ones.
+        """Compare the log-probabilities of the first rollout, or the first one with a server that came back.
 
         Args:
             gap: mean |trainer - server| per token.
 
         Raises UserCodeError if the same weights cannot explain it.
         """
-        if self.compared or self.options.top_k or not self.is_current:
+        if not self.wants_gap:
             return
         self.compared = True
         # servers of vLLM divide by the probability of the tokens that top_p keeps
         allowed = (FLOAT32_GAP if self.float32 else MOST_GAP) - math.log(self.options.top_p)
         if not gap <= allowed:
+            took = (
+                "taken what was sent to them" if self.push else f"read {self.folder.absolute()}"
+            )
             raise UserCodeError(
                 "the servers of ppo.sampler and the trainer should have the same weights, but their log-probabilities "
                 f"differ by {gap:.3g} per token (at most {allowed:.3g} is rounding); look in the servers' logs whether "
-                f"they have read {self.folder.absolute()}, and start vLLM with --logprobs-mode processed_logprobs"
+                f"they have {took}, and start vLLM with --logprobs-mode processed_logprobs"
             )
 
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:

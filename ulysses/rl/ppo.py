@@ -130,10 +130,12 @@ class PpoStage(ReferencedStage):
                 f"batch.tokens_per_microbatch is {budget} but {'ppo.max_episode_tokens' if room else parts} is "
                 f"{longest}; raise it to at least {longest}, or lower one of them"
             )
-        if room and (not ppo.rollout or room <= self.config.data.max_length):
+        if room and not ppo.rollout:
+            yield f"ppo.max_episode_tokens is {room} but there is no ppo.rollout; set one, or remove it"
+        elif room and room <= self.config.data.max_length:
             yield (
-                f"ppo.max_episode_tokens is {room} but it needs ppo.rollout, and must be more than data.max_length (of "
-                f"a prompt, {self.config.data.max_length}); raise it, or remove it"
+                f"ppo.max_episode_tokens is {room} but data.max_length (of a prompt) is {self.config.data.max_length}; "
+                "raise it, or remove it"
             )
         try:
             ppo_policy_loss(*torch.zeros(3, 1), **policy_options(ppo))

@@ -398,6 +398,10 @@ class RolloutSteps:
             if maker.ppo.rollouts_ahead and later < self.total_steps:
                 following = prompts.indices(*divmod(number + 1, prompts.steps_per_epoch))
             maker.rollout = maker.make(number, prompts.dataset, indices, following)
+        # a checkpoint's rollout was laid out for the micro-batches of other processes, which may have been longer
+        longest = int(maker.rollout.sequence_lengths.sum(1).max())
+        if longest > prompts.tokens_per_microbatch:
+            prompts = replace(prompts, tokens_per_microbatch=longest)
         return prompts.micro_batches(maker.rollout, self.indices(epoch, k))
 
     def indices(self, epoch: int, k: int) -> list[int]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.rl.trajectory import Trajectory
+from ulysses.rl.trajectory import Trajectory, depth_first
 
 Columns = Mapping[str, Any]  # of a row, as data/read/trajectories.py names them
 
@@ -16,12 +16,15 @@ class TrajectoryGroups:
     """The groups of a dataset of trajectories, with as much of the face of a dataset as a StepLoader needs.
 
     members: the numbers of each group's rows, wherever they stand.
+    lengths: the tokens of each group.
     """
 
     def __init__(self, rows: TokenizedDataset) -> None:
         self.rows, ids = rows, rows.columns["prompt_id"]
         order = np.argsort(ids, kind="stable")
-        self.members = np.split(order, np.flatnonzero(np.diff(ids[order])) + 1)
+        starts = np.flatnonzero(np.diff(ids[order], prepend=-1))
+        self.members = np.split(order, starts[1:])
+        self.lengths = np.add.reduceat(rows.lengths[order], starts)
         self.sources = rows.sources[[each[0] for each in self.members]]
         self.source_weights, self.source_names = rows.source_weights, rows.source_names
 
@@ -42,6 +45,17 @@ class TrajectoryGroups:
     ) -> list[Trajectory]:
         """Return the trajectories of these groups."""
         return trajectories_of((self[i] for i in indices), stop_tokens)
+
+    def sizes(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of the rows of these groups, and how many more each has in common with another, [N, 1]."""
+        whole, prefixes = list[int](), list[int]()
+        for i in indices:
+            for one, in_common in zip(*depth_first(self.trajectories([i], ()), False)):
+                whole.append(len(one.whole))
+                # the last token in common predicts the first that differs
+                prefixes.append(max(0, in_common - 1) * self.rows.share_prompts)
+        common = np.array(prefixes)[:, None]
+        return np.array(whole)[:, None] - common, common
 
 
 def trajectories_of(

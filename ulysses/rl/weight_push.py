@@ -1,6 +1,6 @@
 """Push weights to servers of vLLM or SGLang over the network, without a disk between.
 
-    (name, tensor), ...  -> parts of 256 MiB   rank 0 holds no more of them at a time
+    (name, tensor), ...  -> parts of 256 MiB   besides, rank 0 holds the parameter they are of, as a layer's experts
     POST what a part holds                     the server's workers wait for it
     broadcast its tensors                      and load them
 
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ulysses.config.section import UserCodeError
+from ulysses.parallel.mesh import gather
 from ulysses.rl.servers import Json, in_thread
 
 PART_BYTES = 256 << 20
@@ -47,7 +48,7 @@ class WeightPush:
             it fails, and `get` returns None where it knows no such path.
 
     Attributes:
-        version: what the last weights are called.
+        version: what the last weights are called, which is another name at every push of every run.
         receivers: the servers that rank 0 has met in a group, by their addresses.
     """
 
@@ -67,8 +68,9 @@ class WeightPush:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def __call__(self, addresses: list[str], version: str) -> None:
+    def __call__(self, addresses: list[str]) -> None:
         """Push the weights; all ranks call it together. Raises UserCodeError if a server does not take them."""
+        version = gather(f"ulysses-{uuid4().hex}")[0]
         weights = self.weights(self.device)
         if not self.main:
             self.version = version

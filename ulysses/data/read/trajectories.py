@@ -4,6 +4,7 @@
 """
 
 import hashlib
+from itertools import compress
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class TrajectoryRow(BaseModel):
     group: int | str
     token_ids: list[Annotated[int, Field(ge=0)]]
     mask: list[bool]
-    logprobs: list[Number]
+    logprobs: list[Number | None]
     reward: Number | None = None
     advantages: Number | list[Number] | None = None
 
@@ -68,6 +69,10 @@ def read_trajectory(
             f"has {sizes[0]} tokens but data.max_length is {longest}; raise it",
         ),
         (largest >= vocabulary, f"has the token {largest} but the model knows {vocabulary}"),
+        (
+            any(x is None or x > 1e-3 for x in compress(found.logprobs, mask)),
+            "has drawn tokens whose logprobs are null or above 0",
+        ),
         (not any(mask[1:]) or mask[0], "trains no token, or the first, which nothing predicts"),
         (found.reward is None and given is None, "has neither reward nor advantages"),
     ):
@@ -77,7 +82,7 @@ def read_trajectory(
     return {
         "tokens": np.array(tokens, np.int32),
         "weights": np.array(mask, np.float32),
-        "token_logps": np.array(found.logprobs, np.float32),
+        "token_logps": np.array([x or 0.0 for x in found.logprobs], np.float32),
         "token_advantages": np.zeros(sizes[0], np.float32) + np.float32(given or 0),
         "reward": found.reward or 0.0,
         "given": float(given is not None),
