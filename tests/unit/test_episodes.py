@@ -2,11 +2,17 @@
 
 import asyncio
 import json
+import socket
+import sys
 import time
 import urllib.request
+from contextlib import closing, suppress
+from threading import Timer
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from examples import calculator
 from tests import ROOT
@@ -17,8 +23,8 @@ from ulysses.config.stage_sections import PpoSection
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.rl import episodes
-from ulysses.rl.episodes import Episodes
-from ulysses.rl.model import Model
+from ulysses.rl.episodes import EpisodeLoop, Episodes
+from ulysses.rl.model import EpisodeOverError, Model
 from ulysses.rl.sampler import Completion
 from ulysses.rl.tool_calls import split_calls
 
@@ -45,15 +51,20 @@ def tokenizer(tmp_path_factory):
 
 
 class Scripted:
-    """A sampler that says a text, or tokens, for each call of an episode, and ends it unless it is cut."""
+    """A sampler that says a text, or tokens, for each call of an episode, and ends it unless it is cut.
 
-    def __init__(self, tokenizer, *texts):
+    pause: seconds before the first answer.
+    """
+
+    def __init__(self, tokenizer, *texts, pause=0.0):
         self.tokenizer, self.texts, self.seen, self.batches = tokenizer, texts, [], []
+        self.pause = pause
 
     def serve(self, requests, rollout):
         while requests.is_open:
             taken = requests.take(wait=True)
             self.batches.append(len(taken))
+            time.sleep(self.pause * (not self.seen))
             for request in taken:
                 self.seen.append(request)
                 text = self.texts[request.call]
@@ -71,22 +82,27 @@ def run(
     rows=({"q": "2 + 2?"},),
     longest=2000,
     template="qwen2.5",
+    rollouts=1,
+    pause=0.0,
     **ppo,
 ):
-    """The trajectories of one rollout, whose function is `function`, and the sampler."""
+    """The trajectories of the last rollout, whose function is `function`, and its sampler."""
     global episode
     episode = function
     settings = PpoSection(rollout=f"{__name__}:episode", **{"max_new_tokens": 100, **ppo})
     chat = ChatTemplate(tokenizer, template)
-    sampler = Scripted(tokenizer, *texts)
     sizes = len(tokenizer), longest, settings.max_new_tokens
 
     def model(ask, url, key):
         return Model(ask, url, key, tokenizer, chat, *sizes)
 
     numbered = {3 + n: (40 + n, row) for n, row in enumerate(rows)}
-    made = Episodes(settings, model, longest, lambda: None, numbered)
-    return made.run(sampler, 0), sampler
+    with closing(EpisodeLoop()) as thread:
+        for n in range(rollouts):
+            sampler = Scripted(tokenizer, *texts, pause=pause)
+            made = Episodes(settings, model, longest, lambda: None, thread, numbered)
+            found = made.run(sampler, n)
+    return found, sampler
 
 
 def shown(tokenizer, one):
@@ -203,6 +219,59 @@ def test_an_episode_without_room_for_another_turn_ends(tokenizer):
     assert not one.scores
 
 
+def test_what_is_raised_from_that_end_is_this_end(tokenizer):
+    async def translates(row, model):
+        try:
+            await goes_on(row, model)
+        except EpisodeOverError as error:
+            raise RuntimeError("full") from error
+
+    async def groups(row, model):
+        await model.complete([5])
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(model.complete([5] * 500))
+
+    for function in (translates, groups):
+        [one], _ = run(tokenizer, function, *["abcdefgh" * 5] * 9, longest=300)
+        assert one.scores == {f"{__name__}:episode": 0.0}
+
+
+def test_locks_of_a_module_hold_in_all_rollouts(tokenizer):
+    lock = asyncio.Lock()
+
+    async def limited(row, model):
+        await model.complete([5])
+        async with lock:  # it binds itself to an event loop when somebody has to wait for it
+            await asyncio.sleep(0.001)
+        return 1.0
+
+    found, _ = run(tokenizer, limited, "a", rows=[{}] * 3, rollouts=2)
+    assert len(found) == 3
+
+
+def test_only_its_own_time_counts_against_an_episode(tokenizer):
+    """Not what it waits until the event loop, which others use, comes to it."""
+    found, _ = run(tokenizer, blocks, "a", rows=[{"sleep": 0.1}] * 15, reward_timeout=1)
+    assert len(found) == 15
+
+
+def test_an_episode_does_not_hold_up_the_end_of_the_run(tokenizer, monkeypatch):
+    async def clings(row, model):
+        await model.complete([5])
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(PATIENCE)
+
+    class EndsSoon(EpisodeLoop):
+        def start(self):
+            super().start()
+            Timer(0.1, self.close).start()
+
+    monkeypatch.setitem(globals(), "EpisodeLoop", EndsSoon)
+    with pytest.raises(InterruptedError, match="the run has ended"):
+        run(tokenizer, clings, "a")
+
+
 def test_turns_of_all_episodes_are_answered_together(tokenizer, monkeypatch):
     monkeypatch.setattr(episodes, "MOMENT", PATIENCE)
     _, sampler = run(tokenizer, asks_twice, "a", "b", rows=[{}] * 5)
@@ -257,10 +326,28 @@ async def chats_nonsense(row, model):
     await model.chat([{"role": "king", "content": "hi"}])
 
 
+async def exits_in_a_task(row, model):
+    async def tool():
+        sys.exit(2)
+
+    await model.complete([5])
+    await asyncio.gather(tool(), asyncio.sleep(0))
+
+
+async def fails_after_its_end(row, model):
+    with suppress(EpisodeOverError):
+        await model.complete([5] * 5000)
+    await model.complete([5])
+    raise KeyError("no such tool")
+
+
 FAULTS = {
     "never called the model": never_calls,
     r"failed: KeyError: 'no such tool' \(test_episodes.py, line \d+\)": fails_late,
     "failed: SystemExit: enough": exits,
+    r"failed: SystemExit: 2 \(test_episodes.py": exits_in_a_task,
+    "failed: KeyError: 'no such tool'": fails_after_its_end,
+    r"returned tensor\(\[1., 2.\]\); return a finite number": wrong(torch.tensor([1.0, 2.0])),
     "returned 'much'; return a finite number": wrong("much"),
     "returned nan; return": wrong(float("nan")),
     "returned None; return a finite number": wrong(None),
@@ -292,6 +379,26 @@ def test_a_row_that_an_episode_changes_is_its_own(tokenizer):
     assert {one.scores[f"{__name__}:episode"] for one in found} == {1.0} and not row["seen"]
 
 
+PROPERTIES = [
+    (None, "4"),
+    ({"a": True}, "4"),
+    ({"a": {"type": ["integer", "null"]}}, 4),
+    ({"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}, 4),
+    ({"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, "4"),
+]
+
+
+@pytest.mark.parametrize("properties, value", PROPERTIES)
+def test_values_in_tags_are_of_the_described_types(properties, value):
+    parameters = properties and {"properties": properties}
+    tools = [{"function": {"name": "add", "parameters": parameters}}]
+    text = "<tool_call><function=add><parameter=a>4</parameter></function></tool_call>"
+    assert split_calls(text, tools)[1] == [{"name": "add", "arguments": {"a": value}}]
+    if parameters is None:
+        tools[0]["function"]["parameters"] = {"properties": None}
+        assert split_calls(text, tools)[1] == [{"name": "add", "arguments": {"a": value}}]
+
+
 TAGS = "<function=add>\n<parameter=a>\n{}\n</parameter>\n<parameter=why>\n4\n</parameter>\n</function>"
 CALLS = [
     (CALL, "", [{"a": 4}]),
@@ -320,12 +427,12 @@ def test_calls_are_found_in_what_a_model_says(text, rest, arguments):
 # ---------------------------------------------------------------------------------------- the endpoint
 
 
-def posted(url, key, body):
+def posted(url, key, body, timeout=PATIENCE):
     """The status and JSON of a request."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
             text = response.read().decode()
             if body.get("stream"):
                 assert response.headers["Content-Type"] == "text/event-stream"
@@ -390,9 +497,10 @@ def test_wrong_requests_are_answered_as_openai_answers_them(tokenizer):
             status, answer = await asyncio.to_thread(posted, url, key, body)
             assert status == 400 and sentence in answer["error"]["message"], answer
             assert answer["error"]["type"] == "invalid_request_error"
-        for wrong, code in ((url, 401), (url.replace("/3/", "/77/"), 404), (f"{url}s", 404)):
-            given = "other" if code == 401 else key
-            assert (await asyncio.to_thread(posted, wrong, given, good))[0] == code
+        for wrong in (url.replace("/3/", "/77/"), f"{url}s"):
+            assert (await asyncio.to_thread(posted, wrong, key, good))[0] == 404
+        for given, length, code in (("x", 9**9, 401), (key, 9**9, 413), (key, "x", 400)):
+            assert f" {code} " in await asyncio.to_thread(answered, url, given, length)
         assert (await asyncio.to_thread(posted, url, key, good))[0] == 200
         good["messages"][0]["content"] *= 3000
         status, answer = await asyncio.to_thread(posted, url, key, good)
@@ -401,6 +509,42 @@ def test_wrong_requests_are_answered_as_openai_answers_them(tokenizer):
 
     [one], _ = run(tokenizer, asks, "a")
     assert one.scores == {f"{__name__}:episode": 1.0} and not one.ended
+
+
+def answered(url, key, length):
+    """The first line of the answer to a request whose body does not come."""
+    parts = urlsplit(url)
+    head = f"POST {parts.path} HTTP/1.0\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n"
+    with socket.create_connection((parts.hostname, parts.port), PATIENCE) as client:
+        client.sendall(head.encode())
+        return client.makefile().readline()
+
+
+def test_an_answer_that_a_program_gave_up_on_is_not_trained(tokenizer, capfd):
+    async def retries(row, model):
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        given = f"{model.base_url}/chat/completions", model.api_key, body
+        with suppress(TimeoutError):
+            await asyncio.to_thread(posted, *given, timeout=0.1)
+        await asyncio.to_thread(posted, *given)
+        return 1.0
+
+    [one], sampler = run(tokenizer, retries, "nobody reads this", "used", pause=0.5)
+    assert shown(tokenizer, one).endswith("[used<|im_end|>]") and len(sampler.seen) == 2
+    assert not capfd.readouterr().err
+
+
+def test_a_program_may_fail_when_it_has_no_more_room(tokenizer):
+    """The error is its own, and the episode has ended as others do."""
+
+    async def asks(row, model):
+        await model.complete([5])
+        body = {"messages": [{"role": "user", "content": "a" * 3000}]}
+        given = f"{model.base_url}/chat/completions", model.api_key, body
+        assert (await asyncio.to_thread(posted, *given))[0] == 200
+
+    [one], _ = run(tokenizer, asks, "a")
+    assert one.scores == {f"{__name__}:episode": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ the policy would be trained as if it had not.
 import asyncio
 import json
 import secrets
+import socket
+import sys
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -21,6 +23,8 @@ from ulysses.rl.model import EpisodeOverError, Model, Turn
 
 Json = dict[str, Any]
 PATH = "/v1/chat/completions"
+MOST_BYTES = 64 << 20  # of a request
+LOOK_SECONDS = 0.05  # between two looks whether the client still waits
 READ = {
     "model",
     "messages",
@@ -36,9 +40,8 @@ class Handler(BaseHTTPRequestHandler):
     server: "Endpoint"
 
     def do_POST(self) -> None:
-        text = self.rfile.read(int(self.headers["Content-Length"] or 0))
         try:
-            status, answer = self.server.answer(self.path, self.headers["Authorization"], text)
+            status, answer = self.server.answer(self)
         except Exception as error:  # the request may be wrong in any way
             status, answer = _refused(400, f"{type(error).__name__}: {error}")
         body, kind = json.dumps(answer), "application/json"
@@ -81,10 +84,19 @@ class Endpoint(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def answer(self, path: str, key: str | None, text: bytes) -> tuple[int, Json]:
+    def handle_error(self, *client: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # clients may go
+            super().handle_error(*client)
+
+    def answer(self, request: Handler) -> tuple[int, Json]:
         """Return the status and the JSON that answer a request."""
-        if key != f"Bearer {self.key}":
+        path, headers = request.path, request.headers
+        if headers["Authorization"] != f"Bearer {self.key}":
             return _refused(401, "the key is another one; send model.api_key")
+        length = int(headers["Content-Length"] or 0)
+        if not 0 <= length <= MOST_BYTES:
+            return _refused(413, f"a request has at most {MOST_BYTES} bytes")
+        text = request.rfile.read(length)
         number = path.removesuffix(PATH)[1:]
         model = self.models.get(int(number)) if number.isdecimal() else None
         if model is None or path != f"/{number}{PATH}":
@@ -96,14 +108,29 @@ class Endpoint(ThreadingHTTPServer):
                 given = f"{name} is {body[name]!r:.50}"
                 return _refused(400, f"{given} but in this run it is {wanted!r}")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        call = model.chat(body["messages"], body.get("tools") or (), limit)
+        chat = model.chat(body["messages"], body.get("tools") or (), limit)
+        call = asyncio.run_coroutine_threadsafe(chat, self.loop)
+        while not wait([call], LOOK_SECONDS).done:
+            if _has_gone(request.connection):
+                call.cancel()  # so that no answer is trained that nobody has read
         try:
-            turn = asyncio.run_coroutine_threadsafe(call, self.loop).result()
+            turn = call.result()
         except EpisodeOverError as error:
+            model.was_refused = True
             return _refused(400, str(error), "context_length_exceeded")
         except CancelledError:
             return _refused(410, "the episode has ended")
         return 200, _completion(turn, body.get("model"), bool(body.get("stream")))
+
+
+def _has_gone(client: socket.socket) -> bool:
+    """Return whether a client, which has sent its request, has closed the connection."""
+    try:
+        return not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _completion(turn: Turn, model: object, stream: bool) -> Json:

@@ -8,8 +8,8 @@ An episode that waits for a tool holds up none of the others. What goes wrong in
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
 from copy import deepcopy
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -20,7 +20,7 @@ from typing import Any
 from ulysses.config.section import LARGEST, UserCodeError, visible
 from ulysses.config.stage_sections import PpoSection
 from ulysses.rl.endpoint import Endpoint
-from ulysses.rl.model import Model
+from ulysses.rl.model import EpisodeOverError, Model
 from ulysses.rl.rewards import Row, failure, load_function
 from ulysses.rl.sampler import Completion, Request, Requests
 from ulysses.rl.samplers import AnySampler
@@ -31,6 +31,42 @@ LOOK_SECONDS = 0.2  # between two looks whether an episode takes too long
 STOP_SECONDS = 0.5  # for the episodes that still run when one has failed
 
 
+class EpisodeLoop(Thread):
+    """One event loop for all rollouts of a run, because locks and clients in a user's module belong to one loop."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True, name="episodes")
+        self.loop = asyncio.new_event_loop()
+        self.start()
+
+    def run(self) -> None:
+        with closing(self.loop):
+            while True:
+                # sys.exit in a task ends the loop's work; the error comes to whoever waits for the task, too
+                with suppress(SystemExit, KeyboardInterrupt):
+                    return self.loop.run_forever()
+
+    def cancel(self, tasks: Callable[[], Iterable[asyncio.Future[Any]]]) -> None:
+        """Cancel what `tasks` returns in the loop; code that does not give way is left behind."""
+
+        async def work() -> None:
+            chosen = {*tasks()} - {asyncio.current_task()}
+            for task in chosen:
+                task.cancel()
+            if chosen:
+                await asyncio.wait(chosen, timeout=STOP_SECONDS)
+
+        if self.is_alive():
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(work(), self.loop).result(2 * STOP_SECONDS)
+
+    def close(self) -> None:
+        self.cancel(asyncio.all_tasks)
+        if self.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.join(STOP_SECONDS)
+
+
 class Episodes(Requests):
     """The episodes of a rollout, and what they ask the sampler for.
 
@@ -38,12 +74,14 @@ class Episodes(Requests):
         make_model: returns a Model for what it asks, its URL and its key.
         longest: the most tokens of a trajectory.
         renew: is called again and again while the run makes progress.
+        thread: runs the functions.
         rows: the number of the data row, and the row, by the numbers of the episodes in the rollout.
 
     Attributes:
         done: the trajectories of episodes that have ended.
         models: of those that have not.
-        since: when the function of an episode began, or went on after a call.
+        tasks: of the episodes.
+        since: when the function of an episode began, or went on after a call; not while it waits for the event loop.
         futures: of the completions that episodes wait for, by the numbers of the episode and the call.
         queue: requests for the sampler, errors, and None for every episode that has ended.
     """
@@ -54,19 +92,21 @@ class Episodes(Requests):
         make_model: Callable[..., Model],
         longest: int,
         renew: Callable[[], None],
+        thread: EpisodeLoop,
         rows: Mapping[int, tuple[int, Row]],
     ) -> None:
         super().__init__({}, longest)
         self.ppo, self.renew, self.rows, self.count = ppo, renew, rows, len(rows)
         self.function = load_function(ppo.rollout, setting="ppo.rollout")
-        self.loop = asyncio.new_event_loop()
+        self.thread, self.loop = thread, thread.loop
         self.endpoint = Endpoint(self.loop, ppo)
         self.models = self.endpoint.models
         for number in rows:
             ask = partial(self._ask, number)
             self.models[number] = make_model(ask, *self.endpoint.address(number))
         self.done: dict[int, list[Trajectory]] = {}
-        self.since = dict.fromkeys(rows, monotonic())
+        self.tasks = set[asyncio.Future[Any]]()
+        self.since: dict[int, float] = {}
         self.futures: dict[tuple[int, int], asyncio.Future[Completion]] = {}
         self.queue = SimpleQueue[Request | UserCodeError | None]()
 
@@ -77,16 +117,11 @@ class Episodes(Requests):
         """
         for number in self.rows:
             asyncio.run_coroutine_threadsafe(self._episode(number), self.loop)
-        thread = Thread(target=self.loop.run_forever, daemon=True, name="episodes")
-        thread.start()
         try:
             sampler.serve(self, rollout)
-        finally:  # code that does not give way is left behind, and ends with the process
+        finally:
             self.endpoint.close()
-            asyncio.run_coroutine_threadsafe(self._stop(), self.loop)
-            thread.join(2 * STOP_SECONDS)
-            if not thread.is_alive():
-                self.loop.close()
+            self.thread.cancel(lambda: {*self.tasks, *self.futures.values()})
         return [one for number in self.rows for one in self.done[number]]
 
     # ---------------------------------------------------------------- in the episodes' thread
@@ -94,12 +129,15 @@ class Episodes(Requests):
     async def _episode(self, number: int) -> None:
         (index, row), model = self.rows[number], self.models[number]
         score, problem = None, ""
+        self.tasks.add(asyncio.current_task())
+        self.since[number] = monotonic()
         try:
             # a copy, because the function may change a row, which several episodes share
             score = await self.function(deepcopy(row), model)
         except BaseException as error:
-            # no room for another turn is an end like others, whatever the function makes of it
-            problem = "" if model.is_over and model.turns else failure(error)
+            # no room for another turn is an end like others; what a program makes of that is its own
+            is_end = model.was_refused or _comes_from_the_end(error)
+            problem = "" if is_end and model.turns else failure(error)
         if problem := problem or self._fault(score, model):
             sentence = f"the rollout {self.ppo.rollout} on example {index} {problem}"
             self.queue.put(UserCodeError(sentence))
@@ -118,7 +156,7 @@ class Episodes(Requests):
             return "never called the model, so that there is nothing to train on; call model.chat or model.complete"
         if score is None and (model.is_over or self.ppo.reward):
             return ""
-        with suppress(TypeError, ValueError, OverflowError):
+        with suppress(Exception):  # of whatever type it is
             if abs(math.fsum([score])) <= LARGEST:
                 return ""
         given = f"returned {visible(repr(score)):.200}; return a finite number, of at most 2^53"
@@ -130,15 +168,8 @@ class Episodes(Requests):
         try:
             return await future
         finally:
+            self.since[number] = monotonic()
             self.futures.pop((number, call), None)
-
-    async def _stop(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=STOP_SECONDS)
-        self.loop.stop()
 
     # ---------------------------------------------------------------- in the sampler's threads
 
@@ -153,8 +184,12 @@ class Episodes(Requests):
         """
         found: list[Request] = []
         while self.is_open:
+            if not self.thread.is_alive():
+                raise InterruptedError("the run has ended")
             waiting = {number for number, _ in tuple(self.futures)}
-            at_work = {n: self.since[n] for n in tuple(self.models) if n not in waiting}
+            at_work = {
+                n: self.since.get(n, math.inf) for n in tuple(self.models) if n not in waiting
+            }
             if wait and found and not at_work and self.queue.empty():
                 break
             number = min(at_work, key=at_work.__getitem__, default=-1)
@@ -176,11 +211,22 @@ class Episodes(Requests):
         return found
 
     def answer(self, request: Request, completion: Completion) -> None:
-        self.since[request.number] = monotonic()
-        future = self.futures.pop((request.number, request.call), None)
+        key = request.number, request.call
+        if key in self.futures:
+            self.since.pop(request.number, None)
+        future = self.futures.pop(key, None)
 
         def deliver() -> None:
             if future and not future.done():  # the function may not wait any longer
                 future.set_result(completion)
 
         self.loop.call_soon_threadsafe(deliver)
+
+
+def _comes_from_the_end(error: BaseException | None) -> bool:
+    """Return whether an error is EpisodeOverError, was raised from it, or is a group of such errors."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_comes_from_the_end, error.exceptions))
+    return error is not None and (
+        isinstance(error, EpisodeOverError) or _comes_from_the_end(error.__cause__)
+    )

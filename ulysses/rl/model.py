@@ -77,6 +77,7 @@ class Model:
         turns: those that have come.
         calls: how many have been asked for.
         is_over: whether one of them had no room.
+        was_refused: whether a program that asks at base_url has been told so.
     """
 
     ask: Callable[[int, list[int], int], Coroutine[Any, Any, Completion]]
@@ -90,6 +91,7 @@ class Model:
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     is_over: bool = False
+    was_refused: bool = False
 
     async def chat(
         self,

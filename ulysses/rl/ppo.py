@@ -228,7 +228,7 @@ class PpoStage(ReferencedStage):
         sampler = build_sampler(self.config, parts, longest=longest)
         episodes = None
         if ppo.rollout:
-            from ulysses.rl.episodes import Episodes
+            from ulysses.rl.episodes import EpisodeLoop, Episodes
             from ulysses.rl.model import Model
 
             model = partial(
@@ -239,7 +239,9 @@ class PpoStage(ReferencedStage):
                 longest=longest,
                 max_new_tokens=ppo.max_new_tokens,
             )
-            episodes = partial(Episodes, ppo, model, longest, parts.renew)
+            thread = EpisodeLoop()
+            parts.resources.callback(thread.close)
+            episodes = partial(Episodes, ppo, model, longest, parts.renew, thread)
         stage = super().build(parts)
         maker = RolloutMaker(
             engine=parts.engine,

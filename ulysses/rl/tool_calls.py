@@ -8,7 +8,7 @@ What looks like a call and is none stays text, so that the environment can tell 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -51,10 +51,18 @@ def _from_tags(text: str, tools: Sequence[Tool]) -> Function | None:
         return None
     name, arguments = found[1], dict[str, Any](PARAMETER.findall(found[2]))
     described = next((t["function"] for t in tools if t["function"]["name"] == name), {})
-    types = described.get("parameters", {}).get("properties", {})
+    schemas = _mapping(_mapping(described.get("parameters")).get("properties"))
     for key, value in arguments.items():
-        # without a description, and where it is a text, a value is what stands there
-        if types.get(key, {}).get("type", "string") != "string":
+        schema = _mapping(schemas.get(key))
+        choices = schema.get("anyOf")
+        choices = choices if isinstance(choices, list) else [schema]
+        # without a description, and where it may be a text, a value is what stands there
+        if "string" not in [_mapping(each).get("type", "string") for each in choices]:
             with suppress(BadRowError, RecursionError):
                 arguments[key] = decoded(value, "")
     return {"name": name, "arguments": arguments}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    """Return a part of a JSON schema, which may be anything."""
+    return value if isinstance(value, Mapping) else {}
