@@ -166,7 +166,9 @@ class PpoStage(ReferencedStage):
             given, advantage = train.columns["given"], self.table.advantage
             yield from filter(None, [unfit_advantages(given, self.table)])
             groups = len({*train.columns["prompt_id"].tolist()})
-            if ADVANTAGES[advantage].needs_group and groups == len(given) and not given.any():
+            # a program's own loop may name a single row, for the plan alone
+            is_alone = groups == len(given) > 1 and not given.any()
+            if ADVANTAGES[advantage].needs_group and is_alone:
                 yield (
                     f'ppo.advantage = "{advantage}" compares the rows of a group but every group has one row; give one '
                     "group to the rows that answer the same"
