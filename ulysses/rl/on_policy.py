@@ -21,7 +21,7 @@ from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import keyed_generator
 from ulysses.rl.sampler import Completion
-from ulysses.rl.samplers import AnySampler, build_sampler, check_sampler
+from ulysses.rl.samplers import AnySampler, build_sampler, check_budget, check_sampler
 from ulysses.stages.base import Metrics, PlannedRollout, Requirements, RunParts, StepBatches
 from ulysses.stages.distill import DistillStage
 from ulysses.stages.passes import packed_batches, token_values
@@ -49,13 +49,7 @@ class OnPolicyStage(DistillStage):
                 f"distill.nll_weight is {self.table.nll_weight:g} but answers that the student samples "
                 "(distill.on_policy) are no examples to follow; set one of them to 0"
             )
-        longest = self.requirements.longest_example
-        budget = self.config.batch.tokens_per_microbatch
-        if budget != "auto" and budget < longest:
-            yield (
-                f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is "
-                f"{longest}; raise it to at least {longest}, or lower one of them"
-            )
+        yield from check_budget(self.config, self.requirements.longest_example)
 
     @property
     def requirements(self) -> Requirements:

@@ -30,7 +30,7 @@ from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, RolloutMaker, RolloutSteps, answer_metrics
 from ulysses.rl.rollout_dataset import Rollout
-from ulysses.rl.samplers import build_sampler, check_sampler
+from ulysses.rl.samplers import build_sampler, check_budget, check_sampler
 from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.base import (
     AuxiliaryModel,
@@ -96,7 +96,7 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- checks and requirements
 
     def check(self) -> Iterator[str]:
-        ppo, budget = self.table, self.config.batch.tokens_per_microbatch
+        ppo = self.table
         functions = [*filter(is_function, ppo.reward)]
         if ppo.takes_rows:
             given = self.config.model_dump(include={"ppo", "data"}, exclude_defaults=True)
@@ -124,12 +124,7 @@ class PpoStage(ReferencedStage):
                 f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise "
                 f"batch.examples"
             )
-        if budget != "auto" and budget < longest:
-            parts = "data.max_length (prompts) + ppo.max_new_tokens"
-            yield (
-                f"batch.tokens_per_microbatch is {budget} but {'ppo.max_episode_tokens' if room else parts} is "
-                f"{longest}; raise it to at least {longest}, or lower one of them"
-            )
+        yield from check_budget(self.config, longest)
         if room and not ppo.rollout:
             yield f"ppo.max_episode_tokens is {room} but there is no ppo.rollout; set one, or remove it"
         elif room and room <= self.config.data.max_length:

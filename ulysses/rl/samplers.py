@@ -32,6 +32,18 @@ def check_sampler(ppo: PpoSection) -> Iterator[str]:
         yield 'ppo.sampler_sync is "nccl" but this machine has no GPU of NVIDIA; use "disk"'
 
 
+def check_budget(config: Config, longest: int) -> Iterator[str]:
+    """Yield an error if the longest prompt with its answer, of so many tokens, does not fit into a micro-batch."""
+    budget = config.batch.tokens_per_microbatch
+    if budget != "auto" and budget < longest:
+        parts = "data.max_length (prompts) + ppo.max_new_tokens"
+        parts = "ppo.max_episode_tokens" if config.ppo.max_episode_tokens else parts
+        yield (
+            f"batch.tokens_per_microbatch is {budget} but {parts} is {longest}; raise it to at least {longest}, or "
+            "lower one of them"
+        )
+
+
 def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySampler:
     """Build the sampler of a run's policy, from the settings of sampling in the [ppo] table.
 
