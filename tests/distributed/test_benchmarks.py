@@ -53,6 +53,7 @@ def test_steps_are_measured_as_set():
         assert not {"seconds", "loss"} & {*fit}
 
 
+@pytest.mark.full
 def test_preferences_of_a_model_are_judged_before_and_after(tmp_path):
     """The study of DPO: its held-out pairs rank better after training, with all weights and with adapters."""
     model, pairs = demo_model(tmp_path / "model"), tmp_path / "pairs.jsonl"

@@ -123,9 +123,7 @@ FORWARD = MIXED | {"jsd_beta": 0.0, "on_policy": 0.7}
     "world, sp, options, prompts, shape",
     [
         (1, 1, REVERSE, True, SHAPE),
-        (2, 2, REVERSE, False, SHAPE),
         (2, 2, FORWARD, False, SHAPE),
-        (1, 1, MIXED, False, SHAPE),
         (4, 2, MIXED, False, HYBRID),
     ],
 )

@@ -25,7 +25,6 @@ BIASED = replace(SHAPE, attention_bias=True)
     "stage, world, sp, more",
     [
         ("sft", 4, 2, {}),
-        ("dpo", 2, 2, {"recompute": "keep_attention"}),
         ("sft", 3, 3, {"lora_rank": 2}),
         ("rm", 4, 1, {}),
     ],

@@ -130,22 +130,11 @@ def test_dpo_family_equals_its_equation(name, beta):
 
 
 @pytest.mark.parametrize("name", DPO_LOSS_TYPES)
-def test_dpo_family_gradients(name):
-    logps, nw, nl = batch(3, seed=1)
-    for t in logps[:2]:
-        t.requires_grad_()
-    e = SMOOTHED.get(name, 0.0)
-    assert torch.autograd.gradcheck(
-        lambda w, q: call(name, [w, q, *logps[2:]], nw, nl, 0.3, e)[0], logps[:2]
-    )
-
-
-@pytest.mark.parametrize("name", DPO_LOSS_TYPES)
 @pytest.mark.parametrize(
-    "point", [(1e4, -1e4), (-1e4, 1e4), (-1e4, -1e4), (-1.0, -1.0), (0.0, 0.0)]
+    "point", [(1e4, -1e4), (-1e4, 1e4), (-1e4, -1e4), (-1.0, -1.0), (0.0, 0.0), (-7.0, -4.0)]
 )
 def test_dpo_family_at_the_limits(name, point):
-    """Huge margins either way, and an equal pair: float32 value and gradient are the equation's."""
+    """Huge margins either way, an equal pair, and a usual one: float32 value and gradient are the equation's."""
     near_one = -(2.0**-10) if name == "orpo" else 0.0  # ORPO has no value at probability 1
     point = [min(x, near_one) if name in REFERENCE_FREE else x for x in point]
     e, zero, one = SMOOTHED.get(name, 0.0), torch.zeros(1), torch.ones(1)
