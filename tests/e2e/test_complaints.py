@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.harness import STUCK, full
 from tests.model_folder import demo_model
 from ulysses.check.preflight import prepare
 from ulysses.check.run_folder import FIELDS, write_run_state
+from ulysses.check.setting_checks import check_packages
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.run.build import open_data
@@ -203,3 +205,13 @@ def test_an_error_on_one_process_ends_all_and_is_told_once(stuck, place, tmp_pat
         "an error that nobody foresaw comes with one stack trace"
     )
     assert [m["step"] for m in metrics(output)] == [1, 2]
+
+
+def test_another_release_of_deepspeed_is_refused_in_one_sentence():
+    config = parse_command_line(["--config", f"{ROOT}/configs/demo/sft.toml"]).config
+    assert [*check_packages(config)] == []
+    with mock.patch("ulysses.check.setting_checks.version", lambda _: "9.9.9"):
+        [text] = check_packages(config)
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        assert re.match("the package deepspeed is not installed", [*check_packages(config)][-1])
+    assert re.fullmatch(r"deepspeed 9\.9\.9 is installed, .*; install deepspeed [\d.]+", text)

@@ -15,13 +15,11 @@ from models.scored import RewardModel
 from tests.family_case import FAMILIES, NO_CLASSIFIER, VOCABULARY, family_model
 from tests.model_folder import write_model
 from tests.unit.test_adapter_files import adapter_by_peft
-from tests.unit.test_memory_levels import held_by_autograd, kept_on_the_host
 from tests.unit.test_sampler import exact, sampled
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.plan.layer_cost import LayerSetup, layer_costs
 
 LENGTHS = (5, 40, 1, 23)
 # of a norm, in float32
@@ -121,16 +119,6 @@ def test_linear_attention_in_bfloat16_is_as_near_to_float64_as_transformers(name
     near = errors(ours(half), precise)
     off_theirs = errors(theirs(twin_of(family_model(name)).bfloat16()), precise)
     assert all(a < 1.2 * b for a, b in zip(near, off_theirs)), (near, off_theirs)
-
-
-@families
-def test_each_level_keeps_what_it_says(name: str) -> None:
-    config = ModelConfig.from_hf(FAMILIES[name])
-    layers = layer_costs(config, LayerSetup(size=4))
-    for level in ("keep_attention", "block"):
-        each = [26 * layer.kept_bytes(level, 4) for layer in layers]
-        assert kept_on_the_host(level, config) == pytest.approx(sum(each))
-    assert held_by_autograd(config) == 26 * layers[0].kept_bytes("none", 4)
 
 
 @families

@@ -274,15 +274,32 @@ QWEN3_5_MOE, QWEN3_NEXT, PARTLY_DENSE = (
     ModelConfig.from_hf(FAMILIES[name] | WIDE | {"mlp_only_layers": dense})
     for name, dense in (("qwen3_5_moe", []), ("qwen3_next", [1]), ("qwen3_moe", [1]))
 )
-EXPERTS = ("gate_proj", "up_proj"), ("down_proj",), ("gate_proj", "up_proj", "down_proj")
+SHAPES = {
+    "qwen3_moe": MOE, "gpt_oss": GPT_OSS, "qwen3_5_moe": QWEN3_5_MOE, "qwen3_next": QWEN3_NEXT,
+    "partly dense": PARTLY_DENSE,
+}  # fmt: skip
+EXPERTS = "gate_proj", "up_proj", "down_proj"
+# the model, how its base is quantised, and the targets of its adapters: every model and every set of targets with both
+OF_EXPERTS = """
+qwen3_moe => none => gate_proj up_proj down_proj
+qwen3_moe => nf4 => down_proj
+gpt_oss => nf4 => gate_proj up_proj down_proj
+gpt_oss => none => gate_proj up_proj
+qwen3_5_moe => nf4 => gate_proj up_proj
+qwen3_5_moe => none => down_proj
+qwen3_next => none => gate_proj up_proj down_proj
+qwen3_next => nf4 => gate_proj up_proj
+partly dense => nf4 => gate_proj up_proj down_proj
+partly dense => none => down_proj
+"""
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss"])
 def test_a_continued_adapter_is_the_start_and_its_base_stays_apart(model_type, tmp_path):
     """Also one of experts, and slice by slice; what the adapter lacks starts as it does without one."""
-    shape = {"llama": SHAPE, "qwen3_moe": MOE, "gpt_oss": GPT_OSS}[model_type]
+    shape = SHAPES.get(model_type, SHAPE)
     write_model(tmp_path / "base", shape, torch.bfloat16)
-    lora, model = LoraSection(rank=4, targets=["q_proj", *EXPERTS[2]]), CausalLM(shape)
+    lora, model = LoraSection(rank=4, targets=["q_proj", *EXPERTS]), CausalLM(shape)
     folder = write_adapters(
         tmp_path / "adapter", tmp_path / "base", model, lora, torch.nn.init.normal_
     )
@@ -320,9 +337,9 @@ OTHERS = """
 def test_an_adapter_is_continued_with_its_own_settings_alone(
     model_type, changes, becomes, tmp_path
 ):
-    shape = {"llama": SHAPE, "qwen3_moe": MOE}[model_type]
+    shape = SHAPES.get(model_type, SHAPE)
     write_model(tmp_path / "base", shape, torch.bfloat16)
-    lora = {"rank": 4, "targets": ["q_proj", *EXPERTS[2]]}
+    lora = {"rank": 4, "targets": ["q_proj", *EXPERTS]}
     args = tmp_path / "base", CausalLM(shape), LoraSection(**lora), torch.nn.init.ones_
     folder = write_adapters(tmp_path / "adapter", *args)
     changes = json.loads(changes or "{}")
@@ -336,19 +353,13 @@ def test_an_adapter_is_continued_with_its_own_settings_alone(
         assert found.path == str(tmp_path / "base" if is_continued else folder)
 
 
-@pytest.mark.parametrize("targets", EXPERTS, ids=" ".join)
-@pytest.mark.parametrize("kind", ["none", "nf4"])
-@pytest.mark.parametrize(
-    "shape",
-    [MOE, GPT_OSS, QWEN3_5_MOE, QWEN3_NEXT, PARTLY_DENSE],
-    ids=["qwen3_moe", "gpt-oss", "qwen3_5_moe", "qwen3_next", "partly_dense"],
-)
-def test_adapters_of_experts_are_pefts(tmp_path, targets, kind, shape, merge):
+@pytest.mark.parametrize("name, kind, targets", rows_of(OF_EXPERTS))
+def test_adapters_of_experts_are_pefts(tmp_path, name, kind, targets, merge):
     """Logits and gradients equal those of PEFT on the same base, and PEFT loads what is exported."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base = tmp_path / "base"
+    base, shape, targets = tmp_path / "base", SHAPES[name], targets.split()
     write_model(base, shape)
     kinds = [layer.feed_forward for layer in shape.layers]
     sparse, dense = kinds.count("experts"), kinds.count("mlp")

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from losses import LogProbs, linear_logprobs
+from tests import rows_of
 
 M, D, V = 11, 6, 17
 
@@ -377,38 +378,28 @@ def test_logits_never_exist_whole():
     assert largest == 32
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": torch.zeros(2, 3, 4)}, r"hidden is \[2, 3, 4\]"),
-        ({"targets": torch.zeros(3, dtype=torch.long)}, r"must be int64 \[2\]"),
-        ({"targets": torch.zeros(2)}, "torch.float32"),
-        ({"targets": torch.tensor([0, 5])}, r"targets hold 5 but must lie in 0\.\.4"),
-        ({"targets": torch.tensor([0, -1])}, "targets hold -1"),
-        ({"weight": torch.zeros(5, 4, dtype=torch.bfloat16)}, "one floating dtype"),
-        ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"tile_rows": 0}, "tile_rows is 0"),
-        ({"tile_rows": "big"}, "tile_rows is 'big'"),
-        ({"loss_weights": torch.ones(3)}, r"loss_weights are \[3\] but must be \[2\]"),
-        (
-            {"loss_weights": torch.ones(2), "lse": True},
-            "gradient of nll alone; leave them out, or entropy, lse",
-        ),
-    ],
-)
+# an argument that is given otherwise, and what is said
+REFUSED = r"""
+hidden=torch.zeros(2, 3, 4) => hidden is \[2, 3, 4\]
+targets=torch.zeros(3, dtype=torch.long) => must be int64 \[2\]
+targets=torch.zeros(2) => torch.float32
+targets=torch.tensor([0, 5]) => targets hold 5 but must lie in 0\.\.4
+targets=torch.tensor([0, -1]) => targets hold -1
+weight=torch.zeros(5, 4, dtype=torch.bfloat16) => one floating dtype
+temperature=0.0 => temperature is 0.0
+tile_rows=0 => tile_rows is 0
+tile_rows="big" => tile_rows is 'big'
+loss_weights=torch.ones(3) => loss_weights are \[3\] but must be \[2\]
+loss_weights=torch.ones(2), lse=True => gradient of nll alone; leave them out, or entropy, lse
+"""
+
+
+@pytest.mark.parametrize("change, message", rows_of(REFUSED))
 def test_bad_arguments_are_refused(change, message):
-    arguments = {
-        "hidden": torch.zeros(2, 4),
-        "weight": torch.zeros(5, 4),
-        "targets": torch.zeros(2, dtype=torch.long),
-    } | change
+    good = {"hidden": torch.zeros(2, 4), "weight": torch.zeros(5, 4)}
+    good["targets"] = torch.zeros(2, dtype=torch.long)
     with pytest.raises(ValueError, match=message):
-        linear_logprobs(
-            arguments.pop("hidden"),
-            arguments.pop("weight"),
-            arguments.pop("targets"),
-            **arguments,
-        )
+        linear_logprobs(**(good | eval(f"dict({change})")))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.lora import add_adapters
-from models.ops.rotary import rotary_table
 from tests.memory_case import (
     CONFIG,
     MOE,
@@ -84,32 +83,6 @@ def test_each_level_computes_again_what_it_says(level, config):
     assert flops - plain_flops == pytest.approx(2 * 26 * 4 * products)
 
 
-def kept_on_the_host(level, config):
-    """Return the host memory that a forward pass fills when every layer keeps what it keeps there."""
-    offloader = Offloader("cpu", chunk_bytes=8)
-    logps = build(config=config, recompute=level, offloader=offloader)(batch()).logps
-    return offloader.allocated if logps.requires_grad else 0
-
-
-def held_by_autograd(config, rank=0):
-    """Return the bytes of distinct storages that a layer's ordinary graph holds, weights and rotary table aside."""
-    model, packed, storages = build(config=config), batch(), {}
-    if rank:
-        add_adapters(model, Adapters(rank=rank))
-    rope = rotary_table(packed.positions, config)
-    shared = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *rope)}
-
-    def note(x):
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        hidden = torch.randn(26, config.hidden_size, requires_grad=True)
-        out = model.model.layers[0](hidden, rope, packed.attention_plan)
-    assert out.requires_grad
-    return sum(size for place, size in storages.items() if place not in shared)
-
-
 @pytest.mark.parametrize("level", LEVELS[1:])
 def test_a_backward_that_fails_leaves_nothing_behind(level):
     model = build(recompute=level)
@@ -123,12 +96,11 @@ def test_a_backward_that_fails_leaves_nothing_behind(level):
     assert_same_gradients(gradients(model)[1], gradients(build())[1])
 
 
-@FAMILIES
 @pytest.mark.parametrize("kind", "forward forward_pre full_backward full_backward_pre".split())
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_hook_on_a_layer_runs(level, kind, config):
-    expected = gradients(build(config=config))[1]
-    model, seen = build(config=config, recompute=level, mlp_tile=TILE), []
+def test_every_hook_on_a_layer_runs(level, kind):
+    expected = gradients(build())[1]
+    model, seen = build(recompute=level, mlp_tile=TILE), []
     for number, layer in enumerate(model.model.layers):
         register = getattr(layer, f"register_{kind}_hook")
         register(lambda *_, number=number: seen.append(number))

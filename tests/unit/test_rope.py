@@ -38,16 +38,6 @@ original_max_position_embeddings = 100
 """)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "llama3.1-8b", "llama3.2-1b", "qwen2.5-7b"])
-def test_frequencies_are_those_of_transformers(name):
-    from transformers import AutoConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = ARCHITECTURES[name]
-    theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**config.to_hf()))
-    assert torch.equal(rope_parameters(config)[0], theirs.inv_freq)
-
-
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scaled_frequencies_and_factors_are_those_of_transformers(name):
     from transformers import AutoConfig
