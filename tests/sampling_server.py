@@ -13,6 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM
+
 from tests.harness import STUCK
 from tests.weight_receiver import GET, POST
 
@@ -32,6 +36,25 @@ class QuietServer(ThreadingHTTPServer):
 
     def handle_error(self, *_: Any) -> None:
         pass
+
+
+def load(
+    folder: Path | str, weights: bytes = b"", temperature: float = 1.0
+) -> LogProbabilities:
+    """Return what computes the log-probabilities of answers by the model in a folder, as servers do.
+
+    `weights` is a file whose tensors take the place of those of their names.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if weights:
+        model.load_state_dict(safetensors.torch.load(weights), strict=False)
+
+    @torch.no_grad()
+    def logps(prompt: list[int], tokens: list[int]) -> list[float]:
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return (logits / temperature).log_softmax(-1)[range(len(tokens)), tokens].tolist()
+
+    return logps
 
 
 def invented(prompt: list[int], tokens: list[int]) -> list[float]:

@@ -7,7 +7,6 @@ import torch
 
 from tests.data_case import sharing
 from tests.engine_case import HYBRID, SHAPE, Case, ListDataset, evaluated
-from tests.harness import full
 from tests.stage_case import STAGE_CASES, Formula, compared
 from ulysses.parallel.batch import Sequence
 
@@ -43,25 +42,14 @@ class TreeCase(Case):
 
 CASES = [
     ("sft", 2, 2, "block", {"packing_seed": 1}),  # turns that a template rewrites
-    ("dpo", 4, 4, "block", {"packing_seed": 1}),
-    ("dpo", 2, 2, "keep_attention", {"shape": ODD}),
-    ("dpo", 2, 2, "none", {"options": {"ld_alpha": 0.3}}),
+    ("dpo", 4, 4, "none", {"packing_seed": 1}),
+    ("dpo", 2, 2, "keep_attention", {"shape": ODD, "options": {"ld_alpha": 0.3}}),
     ("dpo", 2, 1, "none", {"options": {"loss_type": "simpo"}}),
-    ("dpo", 2, 2, "keep_attention", {"lora_rank": 3}),
-    ("dpo", 2, 2, "block", {"attention": "reference"}),
-    ("rm", 2, 2, "block", {"packing_seed": 1}),
+    ("dpo", 2, 2, "block", {"attention": "reference", "lora_rank": 3}),
     ("rm", 3, 3, "keep_attention", {"shape": ODD}),
     ("kto", 4, 2, "keep_attention", {"packing_seed": 1}),
     # answers start from the state that a prompt leaves; 6 heads of linear attention at degree 4 are two sets of ranks
     ("dpo", 4, 4, "keep_attention", {"shape": HYBRID, "packing_seed": 1}),
-    ("kto", 4, 2, "block", {"shape": HYBRID, "budget": 1000}),
-    # of each one above differs in the stage, the level or the degree alone
-    *full(
-        ("dpo", 4, 2, "keep_attention", {"packing_seed": 1}),
-        ("kto", 3, 3, "block", {"shape": ODD, "budget": 1000}),
-        ("dpo", 2, 1, "none", {"shape": HYBRID}),
-        ("rm", 3, 3, "block", {"shape": HYBRID}),
-    ),
 ]
 
 

@@ -10,8 +10,6 @@ from functools import partial
 
 import pytest
 import safetensors.torch
-import torch
-from transformers import AutoModelForCausalLM
 
 from examples.demo_data import write_demo
 from models.folders import read_config
@@ -20,7 +18,7 @@ from tests.e2e.chain import AFTER, HELD_OUT, RECIPES, ROLLOUTS, Chain, launch, r
 from tests.e2e.launch import ROOT, Ranks, environment, metrics, ranks
 from tests.e2e.test_export import assert_same_folder
 from tests.e2e.test_kill_resume import wait_until_dead
-from tests.sampling_server import SamplingServer
+from tests.sampling_server import SamplingServer, load
 from tests.weight_receiver import in_a_process
 from ulysses.check.input_files import check_weights
 from ulysses.check.run_folder import saved_checkpoints
@@ -143,23 +141,6 @@ def test_every_stage_begins_where_another_ended(chain, tmp_path):
     assert not [name for name in WeightFiles(export).tensors if name.startswith(extra)]
     export_checkpoint(saved_checkpoints(folder / "ppo/checkpoints")[-1], tmp_path / "ppo")
     assert_same_folder(tmp_path / "ppo", export)
-
-
-def load(folder, weights=b""):
-    """Return what computes the log-probabilities of answers by the model in a folder, as servers do.
-
-    `weights` is a file whose tensors take the place of those of their names.
-    """
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    if weights:
-        model.load_state_dict(safetensors.torch.load(weights), strict=False)
-
-    @torch.no_grad()
-    def logps(prompt, tokens):
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
-
-    return logps
 
 
 @pytest.mark.parametrize("sync", ["disk", "gloo"])

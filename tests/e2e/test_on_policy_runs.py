@@ -7,13 +7,12 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from tests.e2e.launch import metrics, ranks, rows, tiny, without_times
 from tests.e2e.test_stage_runs import on_ranks
 from tests.e2e.test_without_options import start, without
 from tests.model_folder import demo_model
-from tests.sampling_server import SamplingServer
+from tests.sampling_server import SamplingServer, load
 from ulysses.check.preflight import check_settings, prepare
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
@@ -57,18 +56,6 @@ def test_rows_need_no_answers_if_all_are_sampled(teacher, tmp_path):
     assert lines[-1]["eval/divergence"] < lines[0]["divergence"]
     for m in lines:  # each step's answers come from its own weights
         assert m["nll"] == pytest.approx(m["sampler/nll"], abs=1e-5)
-
-
-def load(folder, temperature=1.0):
-    """Return what computes the log-probabilities of answers by the model in a folder, as servers do."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-
-    @torch.no_grad()
-    def logps(prompt, tokens):
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        return (logits / temperature).log_softmax(-1)[range(len(tokens)), tokens].tolist()
-
-    return logps
 
 
 def test_a_server_samples(teacher, tmp_path):

@@ -11,10 +11,9 @@ from pandas import DataFrame
 
 from losses.ppo import group_advantages
 from tests.e2e.launch import metrics, ranks, tiny, without_times
-from tests.e2e.test_served_rollouts import load
 from tests.e2e.test_stage_runs import configured
 from tests.harness import run_distributed
-from tests.sampling_server import SamplingServer
+from tests.sampling_server import SamplingServer, load
 from ulysses.config.section import UserCodeError
 from ulysses.plan.planner import planned_step
 from ulysses.run.training_run import TrainingRun

@@ -1,15 +1,15 @@
 """run.samples: answers at every evaluation, in samples.jsonl, TensorBoard and the report."""
 
-import json
 import os
 import shutil
 import signal
 from collections import Counter
+from functools import partial
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.launch import ranks, rows, tiny
+from tests.e2e.launch import metrics, ranks, rows, tiny
 from tests.e2e.test_stage_runs import on_ranks, settings
 from tests.harness import full
 from ulysses.report import main
@@ -18,8 +18,7 @@ from ulysses.run.samples import Samples
 SHORT = "--run.steps 2 --run.eval_every 1 --run.save_every 1 --run.export false"
 
 
-def lines(folder):
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+lines = partial(metrics, file="samples.jsonl")
 
 
 @pytest.mark.parametrize("stage", ["dpo", *full(("kto",))])

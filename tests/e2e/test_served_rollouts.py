@@ -3,23 +3,9 @@
 from itertools import pairwise
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.e2e.launch import metrics, ranks, tiny
-from tests.sampling_server import SamplingServer
-
-
-def load(folder):
-    """Return what computes the log-probabilities of answers by the model in a folder, as servers do."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-
-    @torch.no_grad()
-    def logps(prompt, tokens):
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
-
-    return logps
+from tests.sampling_server import SamplingServer, load
 
 
 @pytest.fixture

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from tests.e2e.launch import rows, tiny, without_times
-from tests.e2e.test_chain import load
 from tests.e2e.test_stage_runs import on_ranks
-from tests.sampling_server import SamplingServer
+from tests.sampling_server import SamplingServer, load
 
 SHORT = f"""
 --data.train {rows("ppo_train", 6)} --data.eval {rows("ppo_eval", 3)} --data.max_length 64 --batch.examples 3

@@ -330,30 +330,31 @@ def test_a_column_that_means_something_elsewhere_is_counted(open_rows, keys, kin
     assert not any("column" in name for name in notes)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "q", "completion": "a", "response": "a", "question": "q"},
-        {"messages": [ASK, said("a")], "prompt": "q"},
-        {"messages": [ASK | {"from": "human", "value": "q"}, said("a", value="a")]},
-        {"prompt": "", "question": "q", "completion": "", "response": "a"},
-        {"messages": [ASK, {"role": "assistant", "content": "", "value": "a"}]},
-    ],
-)
+TWICE = """
+{"prompt": "q", "completion": "a", "response": "a", "question": "q"}
+{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "prompt": "q"}
+{"messages": [{"role": "user", "content": "q", "from": "human", "value": "q"}, \
+{"role": "assistant", "content": "a", "value": "a"}]}
+{"prompt": "", "question": "q", "completion": "", "response": "a"}
+{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "value": "a"}]}
+"""
+
+
+@pytest.mark.parametrize("row", [json.loads(text) for [text] in rows_of(TWICE)])
 def test_what_stands_in_a_row_twice_is_read_once_and_not_told(open_rows, shown, row):
     assert shown([row]) == shown([{"prompt": "q", "completion": "a"}])
     assert not open_rows([row]).report.notes
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "reasoning", "text": "t"},
-        {"type": "reasoning", "reasoning": "t"},
-        {"type": "thinking", "thinking": "t", "signature": "s"},
-        {"type": "thinking", "thinking": [{"type": "text", "text": "t"}]},
-    ],
-)
+PARTS = """
+{"type": "reasoning", "text": "t"}
+{"type": "reasoning", "reasoning": "t"}
+{"type": "thinking", "thinking": "t", "signature": "s"}
+{"type": "thinking", "thinking": [{"type": "text", "text": "t"}]}
+"""
+
+
+@pytest.mark.parametrize("part", [json.loads(text) for [text] in rows_of(PARTS)])
 def test_parts_of_thinking_are_thinking(shown, part):
     content = [part, {"type": "text", "text": "a"}]
     (found,) = shown([{"messages": [ASK, said(content)]}], template="qwen3")
@@ -486,33 +487,39 @@ def test_rows_that_say_the_same_are_the_same(shown, rows, shows):
     assert len({*texts}) == 1 and shows in texts[0]
 
 
-@pytest.mark.parametrize(
-    "sentence, more, row",
-    [
-        ("has a message with the key", {"is_masked": False}, {}),
-        ("has a message with the key", {"learn": 0}, {}),
-        ("has an answer that is not to be trained, but data.train_on is all", {"weight": 0}, {}),
-        ("sets 'a' in chat_template_kwargs, which", {}, {"chat_template_kwargs": {"a": 1}}),
-        ("sets 'tools' in chat_template_kwargs, which", {}, {"chat_template_kwargs": {"tools": TOOLS}}),
-        *(("has a mark for each message in '.*', which is not known here", {}, marks) for marks in (
-            {"train_mask": [0, 1]}, {"labels": [None, False]}, {"assistant_masks": [0.0, 1.0]})),
-        *(("message 2 has a tool call with the key '.*', which is not read",
-           {"tool_calls": [{"name": "f", key: {"x": 1}}]}, {}) for key in ("parameters", "input", "args")),
-        *(("message 2 has a tool call with the key '.*', which is not read", {"tool_calls": [call]}, {}) for call in (
-            {"name": "f", "arguments": {}, "parameters": {"x": 1}}, {"name": "f", "arguments": {}, "params": {"x": 1}},
-            {"name": "f", "arguments": "", "tool_input": {"x": 1}}, {"name": "f", "arguments": {"x": 1}, "args": "{}"},
-            {"function": {"name": "f", "arguments": "{}"}, "input": {"x": 1}})),
-        ("message 2 has a tool call with 'arguments' in its function and others beside it; remove one",
-         {"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}, "arguments": '{"x": 2}'}]}, {}),
-        ("message 2 has calls in two places, tool_calls and function_call; remove one",
-         {"tool_calls": [{"name": "f"}], "function_call": {"name": "g"}}, {}),
-        *(("has a tool without a name", {}, {"tools": tools}) for tools in (
-            [{}], {"f": {"parameters": {}}}, [{"name": 1}])),
-    ],
-)  # fmt: skip
+# what the answer has beside its text and what stands in its row beside the messages, or nothing, and what is said
+REFUSED = r"""
+{"is_masked": false} => => has a message with the key
+{"learn": 0} => => has a message with the key
+{"weight": 0} => => has an answer that is not to be trained, but data.train_on is all
+=> {"chat_template_kwargs": {"a": 1}} => sets 'a' in chat_template_kwargs, which
+=> {"chat_template_kwargs": {"tools": []}} => sets 'tools' in chat_template_kwargs, which
+=> {"train_mask": [0, 1]} => has a mark for each message in '.*', which is not known here
+=> {"labels": [null, false]} => has a mark for each message in '.*', which is not known here
+=> {"assistant_masks": [0.0, 1.0]} => has a mark for each message in '.*', which is not known here
+{"tool_calls": [{"name": "f", "parameters": {"x": 1}}]} => => UNREAD
+{"tool_calls": [{"name": "f", "input": {"x": 1}}]} => => UNREAD
+{"tool_calls": [{"name": "f", "args": {"x": 1}}]} => => UNREAD
+{"tool_calls": [{"name": "f", "arguments": {}, "parameters": {"x": 1}}]} => => UNREAD
+{"tool_calls": [{"name": "f", "arguments": {}, "params": {"x": 1}}]} => => UNREAD
+{"tool_calls": [{"name": "f", "arguments": "", "tool_input": {"x": 1}}]} => => UNREAD
+{"tool_calls": [{"name": "f", "arguments": {"x": 1}, "args": "{}"}]} => => UNREAD
+{"tool_calls": [{"function": {"name": "f", "arguments": "{}"}, "input": {"x": 1}}]} => => UNREAD
+{"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}, "arguments": "{\"x\": 2}"}]} => => \
+message 2 has a tool call with 'arguments' in its function and others beside it; remove one
+{"tool_calls": [{"name": "f"}], "function_call": {"name": "g"}} => => \
+message 2 has calls in two places, tool_calls and function_call; remove one
+=> {"tools": [{}]} => has a tool without a name
+=> {"tools": {"f": {"parameters": {}}}} => has a tool without a name
+=> {"tools": [{"name": 1}]} => has a tool without a name
+""".replace("UNREAD", "message 2 has a tool call with the key '.*', which is not read")
+
+
+@pytest.mark.parametrize("more, row, sentence", rows_of(REFUSED))
 def test_what_is_not_shown_or_would_be_trained_otherwise_is_refused(
-    open_rows, sentence, more, row
+    open_rows, more, row, sentence
 ):
+    more, row = (json.loads(text or "{}") for text in (more, row))
     good = {"messages": [ASK, said("a")], "chat_template_kwargs": {"other": None}}
     with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}"):
         open_rows(
@@ -521,18 +528,15 @@ def test_what_is_not_shown_or_would_be_trained_otherwise_is_refused(
         )
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [ASK, said("a")], "labels": [0, 7], "tags": [], "turns": [0, 1]},
-        {"conversations": [ASK, {"from": "gpt", "role": None, "value": "a", "content": None}]},
-        {
-            "messages": [
-                ASK,
-                said("", tool_calls=[{"name": "f", "arguments": {}, "status": "done"}]),
-            ]
-        },
-    ],
-)
+FREE = """
+{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "labels": [0, 7], "tags": [], \
+"turns": [0, 1]}
+{"conversations": [{"role": "user", "content": "q"}, {"from": "gpt", "role": null, "value": "a", "content": null}]}
+{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": \
+[{"name": "f", "arguments": {}, "status": "done"}]}]}
+"""
+
+
+@pytest.mark.parametrize("row", [json.loads(text) for [text] in rows_of(FREE)])
 def test_what_means_nothing_else_is_read(open_rows, row):
     assert len(open_rows([row])) == 1

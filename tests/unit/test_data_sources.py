@@ -1,5 +1,6 @@
 """A list of sources: what share of an epoch each has, which examples are a set of their own, and what is refused."""
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -98,23 +99,22 @@ UNEVEN = (
     "an epoch of data.train has .* examples, but can have 268,435,456; give less uneven ones"
 )
 UNUSED = "leave no example of .*/b.jsonl in an epoch, which has 10; raise its own, or remove it"
+# the sources, the strategy, and what is said
+ENDLESS = f"""
+[{{"path": "a", "probability": 0.999}}, {{"path": "b", "probability": 0.001}}] => first_exhausted => {UNUSED}
+[{{"path": "a"}}, {{"path": "b", "weight": 0.04}}] => first_exhausted => {UNUSED}
+[{{"path": "a", "probability": 1e-7}}, {{"path": "b", "probability": 0.9999999}}] => all_exhausted => {UNEVEN}
+[{{"path": "a", "probability": 1e-300}}, {{"path": "b", "probability": 1}}] => all_exhausted => {UNEVEN}
+[{{"path": "a", "weight": 1e18}}] => first_exhausted => {UNEVEN}
+[{{"path": "a", "weight": 1e308}}] => first_exhausted => {UNEVEN}
+"""
 
 
-@pytest.mark.parametrize(
-    "tables, strategy, sentence",
-    [
-        (mixed(0.999, 0.001), "first_exhausted", UNUSED),
-        (({"path": "a"}, {"path": "b", "weight": 0.04}), "first_exhausted", UNUSED),
-        (mixed(1e-7, 1 - 1e-7), "all_exhausted", UNEVEN),
-        (mixed(1e-300, 1), "all_exhausted", UNEVEN),
-        (({"path": "a", "weight": 1e18},), "first_exhausted", UNEVEN),
-        (({"path": "a", "weight": 1e308},), "first_exhausted", UNEVEN),
-    ],
-)
+@pytest.mark.parametrize("tables, strategy, sentence", rows_of(ENDLESS))
 def test_an_epoch_without_a_source_or_without_an_end_is_refused(
     opened, tables, strategy, sentence
 ):
-    data = opened(*tables, stopping_strategy=strategy)
+    data = opened(*json.loads(tables), stopping_strategy=strategy)
     with pytest.raises(ConfigError, match=sentence):
         check_examples(config := check({"stage": "sft"}), stage_of(config), data, None)
 
@@ -128,26 +128,29 @@ def test_a_source_of_which_no_example_is_left_is_said(opened):
         opened({"path": "a", "probability": 0.5}, {"path": "c", "probability": 0.5})
 
 
-@pytest.mark.parametrize(
-    "tables, sentence",
-    [
-        (mixed(0.5, 0.4), r"have the probabilities \[0.5, 0.4\]; give each of them one, with the sum 1 and no weight"),
-        (mixed(0.5, None), r"have the probabilities \[0.5, 0\]; give"),
-        (mixed(0.5, 0.5, weight=2.0), "give each of them one, with the sum 1 and no weight"),
-        (mixed(1.5, 0.5), "probability: Input should be less than or equal to 1"),
-        (mixed(0.0, 1.0), "probability: Input should be greater than 0"),
-        (({"path": "a", "name": "x/y"},), "name: String should match pattern"),
-        (({"path": "a", "system": 3},), "system: Input should be a valid string"),
-        (({"path": "a", "chat_template_kwargs": "x"},), "chat_template_kwargs: Input should be a valid dict"),
-        (({"path": "a", "chat_template_kwargs": {"enable_thinking": False}},),
-         "chat_template_kwargs of .*a.jsonl sets 'enable_thinking', which the chat template does not read; remove it"),
-        (({"path": "a", "chat_template_kwargs": {"messages": []}},), "sets 'messages', which"),
-        (({"path": "a"}, {"path": "c", "name": "x"}), "no example is left of .*c.jsonl, which has a"),
-    ],
-)  # fmt: skip
+MEANINGLESS = r"""
+{"path": "a", "probability": 0.5} {"path": "b", "probability": 0.4} \
+=> have the probabilities \[0.5, 0.4\]; give each of them one, with the sum 1 and no weight
+{"path": "a", "probability": 0.5} {"path": "b", "probability": null} => have the probabilities \[0.5, 0\]; give
+{"path": "a", "probability": 0.5} {"path": "b", "probability": 0.5, "weight": 2.0} \
+=> give each of them one, with the sum 1 and no weight
+{"path": "a", "probability": 1.5} => probability: Input should be less than or equal to 1
+{"path": "a", "probability": 0.0} => probability: Input should be greater than 0
+{"path": "a", "name": "x/y"} => name: String should match pattern
+{"path": "a", "system": 3} => system: Input should be a valid string
+{"path": "a", "chat_template_kwargs": "x"} => chat_template_kwargs: Input should be a valid dict
+{"path": "a", "chat_template_kwargs": {"enable_thinking": false}} \
+=> chat_template_kwargs of .*a.jsonl sets 'enable_thinking', which the chat template does not read; remove it
+{"path": "a", "chat_template_kwargs": {"messages": []}} => sets 'messages', which
+{"path": "a"} {"path": "c", "name": "x"} => no example is left of .*c.jsonl, which has a
+"""
+
+
+@pytest.mark.parametrize("tables, sentence", rows_of(MEANINGLESS))
 def test_what_a_source_cannot_mean_is_refused(opened, tables, sentence):
+    given = json.loads(f"[{tables.replace('} {', '}, {')}]")
     with pytest.raises(DataError, match=sentence):
-        opened(*tables)
+        opened(*given)
 
 
 @pytest.mark.parametrize("more", [{"system": "s"}, {"chat_template_kwargs": {"a": 1}}])

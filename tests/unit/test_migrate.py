@@ -10,7 +10,7 @@ from operator import attrgetter
 import pytest
 import yaml
 
-from tests.e2e.launch import ROOT
+from tests import ROOT, rows_of
 from ulysses.config.command_line import check
 from ulysses.data.read.sources import parse_sources
 from ulysses.migrate import main, read_settings, translate
@@ -702,33 +702,23 @@ def test_translation(migrate, case):
         assert (remark.removeprefix("not: ") in shown) != remark.startswith("not: ")
 
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-MLP = ["gate_proj", "up_proj", "down_proj"]
-FUSED, APART = ["in_proj_qkvz", "in_proj_ba"], [f"in_proj_{x}" for x in ("qkv", "z", "b", "a")]
+# a model that its name tells, or a folder with the model_type of its config.json, and the matrices of its adapters
+LINEAR = """
+Qwen/Qwen3-8B => ATTENTION gate_proj up_proj down_proj
+Qwen/Qwen3.5-9B => ATTENTION gate_proj up_proj down_proj
+Qwen/Qwen2.5-7B-Instruct => ATTENTION gate_proj up_proj down_proj
+Qwen/Qwen3-30B-A3B => ATTENTION
+openai/gpt-oss-120b => ATTENTION
+mistralai/Mixtral-8x7B-v0.1 => ATTENTION
+Qwen/Qwen3-Next-80B-A3B-Instruct => ATTENTION in_proj_qkvz in_proj_ba out_proj
+Qwen/Qwen3.5-35B-A3B => ATTENTION in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj
+own:qwen3_5_moe => ATTENTION in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj
+own:gpt_oss => ATTENTION
+moe:llama => ATTENTION gate_proj up_proj down_proj
+""".replace("ATTENTION", "q_proj k_proj v_proj o_proj")
 
 
-@pytest.mark.parametrize(
-    "model, targets",
-    [
-        *(
-            (f"Qwen/{name}", ATTENTION + MLP)
-            for name in ("Qwen3-8B", "Qwen3.5-9B", "Qwen2.5-7B-Instruct")
-        ),
-        *(
-            (name, ATTENTION)
-            for name in (
-                "Qwen/Qwen3-30B-A3B",
-                "openai/gpt-oss-120b",
-                "mistralai/Mixtral-8x7B-v0.1",
-            )
-        ),
-        ("Qwen/Qwen3-Next-80B-A3B-Instruct", [*ATTENTION, *FUSED, "out_proj"]),
-        ("Qwen/Qwen3.5-35B-A3B", [*ATTENTION, *APART, "out_proj"]),
-        ("own:qwen3_5_moe", [*ATTENTION, *APART, "out_proj"]),
-        ("own:gpt_oss", ATTENTION),
-        ("moe:llama", ATTENTION + MLP),
-    ],
-)
+@pytest.mark.parametrize("model, targets", rows_of(LINEAR))
 @pytest.mark.parametrize(
     "text",
     [
@@ -747,7 +737,7 @@ def test_all_linear_modules_are_no_matrices_of_experts(migrate, tmp_path, text, 
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps({"model_type": kind}))
     config, _ = migrate(text.replace("M\n", f"{folder}\n") + "max_steps: 3\n")
-    assert config.model.lora.rank and config.model.lora.targets == targets
+    assert config.model.lora.rank and config.model.lora.targets == targets.split()
 
 
 def bomb(*lines):
@@ -806,18 +796,31 @@ LORA_OF = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "system, method, dropout",
-    [
-        *(("trl", method, 0.0) for method in ("dpo", "kto", "reward", "dpo --disable_dropout true")),
-        *(("trl", f"{method} --disable_dropout false", 0.1) for method in ("dpo", "kto", "reward")),
-        ("trl", "sft", 0.1), ("trl", "grpo --reward_funcs a.b", 0.1),
-        ("trl", "grpo --reward_funcs a.b --disable_dropout true", 0.0),
-        *(("llamafactory", method, 0.0) for method in ("dpo", "kto")),
-        *(("llamafactory", method, 0.1) for method in ("sft", "rm", "pt")),
-        *(("axolotl", method, 0.0) for method in ("dpo", "ipo", "orpo", "simpo", "kto")),
-    ],
-)  # fmt: skip
+DROPOUT = """
+trl => dpo => 0
+trl => kto => 0
+trl => reward => 0
+trl => dpo --disable_dropout true => 0
+trl => dpo --disable_dropout false => 0.1
+trl => kto --disable_dropout false => 0.1
+trl => reward --disable_dropout false => 0.1
+trl => sft => 0.1
+trl => grpo --reward_funcs a.b => 0.1
+trl => grpo --reward_funcs a.b --disable_dropout true => 0
+llamafactory => dpo => 0
+llamafactory => kto => 0
+llamafactory => sft => 0.1
+llamafactory => rm => 0.1
+llamafactory => pt => 0.1
+axolotl => dpo => 0
+axolotl => ipo => 0
+axolotl => orpo => 0
+axolotl => simpo => 0
+axolotl => kto => 0
+"""
+
+
+@pytest.mark.parametrize("system, method, dropout", rows_of(DROPOUT))
 def test_dropout_is_off_where_their_trainer_switches_it_off(tmp_path, system, method, dropout):
     """TRL's preference trainers, and those made from them, unless the file says `disable_dropout: false`."""
     (tmp_path / "a.yaml").write_text("datasets: [{path: d, type: chat_template}]\n")
@@ -826,7 +829,7 @@ def test_dropout_is_off_where_their_trainer_switches_it_off(tmp_path, system, me
         text = text.replace(f"cli {method}", "cli train")
     (tmp_path / "run.sh").write_text(text)
     found = tomllib.loads(translate(read_settings(tmp_path / "run.sh"), tmp_path / "run.sh", 1))
-    assert found["model"]["lora"].get("dropout", 0.0) == dropout, found
+    assert found["model"]["lora"].get("dropout", 0.0) == float(dropout), found
 
 
 def test_a_redirected_translation_holds_nothing_else(tmp_path):
