@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import rows_of
 from tests.harness import device, full, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels, naive
 from tests.unit.test_layout import HEADS, RAGGED, simulated_mesh
@@ -233,25 +234,31 @@ def test_seq_all_to_all_4d():
         SeqAllToAll4D.apply(None, alone, 0, 1)
 
 
+# what is given for q, k, v and cu_seqlens, and what is said; letters are tensors of the test
+WRONG = r"""
+q k k => needs plan or cu_seqlens
+k k k whole => are torch.float32 \[6, 2, 8\], .*SHAPES
+q q q whole => \[6, 4, 8\]; SHAPES
+q double double whole => torch.float64 \[6, 2, 8\]; SHAPES
+q cut cut whole => SHAPES: .*, and one length S, which is \[6, 5, 5\] here
+q k more whole => and one length S, which is \[6, 6, 7\] here
+q k k short => cu_seqlens ends at 5 but the 1 ranks hold 6 tokens
+q k k none => cu_seqlens ends at 0 but the 1 ranks hold 6 tokens
+q k k late => must describe .* and rise from 0, here 2
+q k k falls => must describe .* and rise from 0, here 0
+""".replace("SHAPES", r"they must have one dtype and \(4, 2, 2\) heads of 8")
+
+
 def test_wrong_inputs_are_refused():
     attention = UlyssesAttention(None, 4, 2, E)
-    q, k, double = torch.ones(6, 4, E), torch.ones(6, 2, E), torch.ones(6, 2, E).double()
-    whole, short = (torch.tensor([0, end], dtype=torch.int32) for end in (6, 5))
-    shapes = r"they must have one dtype and \(4, 2, 2\) heads of 8"
-    for message, *given in (
-        ("needs plan or cu_seqlens", q, k, k),
-        (rf"are torch.float32 \[6, 2, 8\], .*{shapes}", k, k, k, whole),
-        (rf"\[6, 4, 8\]; {shapes}", q, q, q, whole),
-        (rf"torch.float64 \[6, 2, 8\]; {shapes}", q, double, double, whole),
-        (rf"{shapes}: .*, and one length S, which is \[6, 5, 5\] here", q, k[:5], k[:5], whole),
-        (r"and one length S, which is \[6, 6, 7\] here", q, k, torch.ones(7, 2, E), whole),
-        ("cu_seqlens ends at 5 but the 1 ranks hold 6 tokens", q, k, k, short),
-        ("cu_seqlens ends at 0 but the 1 ranks hold 6 tokens", q, k, k, torch.tensor([])),
-        ("must describe .* and rise from 0, here 2", q, k, k, torch.tensor([2, 6])),
-        ("must describe .* and rise from 0, here 0", q, k, k, torch.tensor([0, 5, 3, 6])),
-    ):
+    q, k = torch.ones(6, 4, E), torch.ones(6, 2, E)
+    given = {"q": q, "k": k, "double": k.double(), "cut": k[:5], "more": torch.ones(7, 2, E)}
+    ends = {"whole": [0, 6], "short": [0, 5], "none": [], "late": [2, 6], "falls": [0, 5, 3, 6]}
+    given |= {name: torch.tensor(places, dtype=torch.int32) for name, places in ends.items()}
+    for names, message in rows_of(WRONG):
         with pytest.raises(ValueError, match=message):
-            attention(*given)
+            attention(*map(given.get, names.split()))
+    whole = given["whole"]
     with pytest.raises(
         ValueError, match="window is 4 but causal is False; .* leave one of them"
     ):

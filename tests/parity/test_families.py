@@ -96,6 +96,18 @@ def test_packed_documents_at_every_level_and_tile_equal_transformers(name: str) 
                 assert apart < bound or our_error < 1.2 * their_error, (level, tile, measured)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_documents_that_cross_chunks_of_linear_attention(name: str, monkeypatch) -> None:
+    """Documents of 1 to 300 tokens; ours is as near to float64 as the bound, or as theirs is."""
+    monkeypatch.setattr(f"{__name__}.LENGTHS", (300, 1, 65, 128, 2))
+    precise = ours(family_model(name, torch.float64))
+    off_theirs = errors(theirs(twin_of(family_model(name))), precise)
+    for level in ("none", "keep_attention"):
+        near = errors(ours(family_model(name, recompute=level)), precise)
+        for bound, our_error, their_error in zip((3e-7, 3e-6), near, off_theirs):
+            assert our_error < max(bound, 1.2 * their_error), (level, near, off_theirs)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_linear_attention_in_bfloat16_is_as_near_to_float64_as_transformers(name: str) -> None:
     """Their decays are rounded with the other weights; ours are in float32, as a run has them."""

@@ -17,7 +17,7 @@ from models.arch import ModelConfig
 from models.folders import read_config
 from models.hf_format import WeightFiles
 from models.writing import copy_side_files, write_weights
-from tests import data_case
+from tests import data_case, rows_of
 from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import made_tokenizer
 from ulysses.check.input_files import check_weights
@@ -85,19 +85,20 @@ def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
         open_rows(rows, template=str(template), workers=workers)
 
 
-@pytest.mark.parametrize(
-    "text, reason",
-    [
-        (LOOP, "runs the"),
-        (LOOP.replace("X", ""), "runs the"),
-        ("{{ '' if tools else 9**(9**9) }}", "runs the"),
-        ("{{ 'x' * 60000000000 }}", "runs the"),
-        ("{{ 'x'|center(6000000000) }}", "runs the"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
-        ("{{ 'x'.index('y') }}", "substring not found"),
-        ("{{ 'x'.encode('zzz') }}", "unknown encoding"),
-    ],
-)
+# what a template ends with, and the reason that is told
+ENDINGS = """
+LOOP => runs the
+EMPTY => runs the
+{{ '' if tools else 9**(9**9) }} => runs the
+{{ 'x' * 60000000000 }} => runs the
+{{ 'x'|center(6000000000) }} => runs the
+{% macro f() %}{{ f() }}{% endmacro %}{{ f() }} => maximum recursion depth
+{{ 'x'.index('y') }} => substring not found
+{{ 'x'.encode('zzz') }} => unknown encoding
+""".replace("LOOP", LOOP).replace("EMPTY", LOOP.replace("X", ""))
+
+
+@pytest.mark.parametrize("text, reason", rows_of(ENDINGS))
 def test_a_template_that_fails_or_would_eat_time_or_memory_is_refused_by_its_name(
     tmp_path, open_rows, monkeypatch, text, reason
 ):
@@ -226,17 +227,17 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path, table):
         WeightFiles(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({"vocab_size": 10**18}, "vocab_size = 1000000000000000000 but it must be .* below 16,777,216"),
-        ({"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000 but it must be .* below 2,000"),
-        ({"num_hidden_layers": 1999}, "holds 2 layers, but its config.json has num_hidden_layers = 1999"),
-    ],
-)  # fmt: skip
+IMPOSSIBLE = """
+{"vocab_size": 1000000000000000000} => vocab_size = 1000000000000000000 but it must be .* below 16,777,216
+{"num_hidden_layers": 10000000} => num_hidden_layers = 10000000 but it must be .* below 2,000
+{"num_hidden_layers": 1999} => holds 2 layers, but its config.json has num_hidden_layers = 1999
+"""
+
+
+@pytest.mark.parametrize("changes, sentence", rows_of(IMPOSSIBLE))
 def test_a_shape_that_cannot_be_is_told_at_once(tmp_path, changes, sentence):
     write_model(tmp_path, ModelConfig.from_hf(tiny_config()))
-    write_json(tmp_path / "config.json", tiny_config(**changes))
+    write_json(tmp_path / "config.json", tiny_config(**json.loads(changes)))
     began = time.process_time()
     with pytest.raises(ValueError, match=sentence):
         check_weights(read_config(tmp_path), tmp_path, reward=False)
