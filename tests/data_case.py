@@ -1,6 +1,8 @@
 """Rows of a test as a tokenised dataset."""
 
+import json
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,23 @@ def sharing(sequences: list[Sequence], prompt: int = 0) -> list[Sequence]:
     return [replace(s, prompt=prompt, prompt_length=n) for s, n in zip(sequences, heads)]
 
 
+@cache
+def built_in(tokenizer: Any, name: str, variables: str) -> ChatTemplate:
+    """Make a template that many tests read once: each is tried out in processes of its own."""
+    return ChatTemplate(tokenizer, name, json.loads(variables))
+
+
 def open_data(
     sources: list[Source], kind: str, tokenizer: Any, data: DataSection, **more: bool
 ) -> TokenizedDataset:
     """Open the sources with the template that the table names."""
     template = None
     if kind != "text":
-        template = ChatTemplate(tokenizer, data.chat_template, data.chat_template_kwargs)
+        name, variables = data.chat_template, data.chat_template_kwargs
+        if name in ("chatml", "qwen3"):
+            template = built_in(tokenizer, name, json.dumps(variables))
+        else:
+            template = ChatTemplate(tokenizer, name, variables)
     return open_dataset(sources, kind, tokenizer, template, data, **more)
 
 

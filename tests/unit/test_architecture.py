@@ -236,7 +236,8 @@ def import_alone(name):
     importlib.import_module(name)
 
 
-def test_every_module_imports_alone_and_the_faces_stay_light():
+@pytest.mark.full
+def test_every_module_imports_alone():
     for large in ("peft", "bitsandbytes", "datasets", "deepspeed"):
         importlib.import_module(large)
     names = [n for n in map(module_name, sources()) if not n.endswith("__main__")]
@@ -245,6 +246,9 @@ def test_every_module_imports_alone_and_the_faces_stay_light():
             names.remove(f"ulysses.run.trackers.{package}")
     with multiprocessing.get_context("fork").Pool(2, gc.disable, maxtasksperchild=1) as pool:
         pool.map(import_alone, names, chunksize=1)
+
+
+def test_the_faces_stay_light():
     light = (
         "import losses, ulysses, models, sys\n"
         "bad = {'deepspeed', 'transformers', 'datasets', 'pydantic'} & set(sys.modules)\n"
