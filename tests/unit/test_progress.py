@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, rows_of
 from tests.harness import PATIENCE
 from ulysses.progress import progress
 from ulysses.run.metrics import MetricsLog
@@ -83,31 +83,36 @@ def test_a_bar_inside_another_one_moves_no_cursor_in_a_file(shown, screen):
 
 
 COMMANDS = """
-ulysses.train --config configs/demo/sft.toml | ulysses.cli export a b | ulysses.export a b | ulysses.report a
+ulysses.train --config configs/demo/sft.toml
+ulysses.cli export a b
+ulysses.export a b
+ulysses.report a
 """
 
 
-@pytest.mark.parametrize("line", COMMANDS.strip().split(" | "))
-def test_a_command_speaks_at_once_and_ends_in_one_line(line, tmp_path):
+def test_a_command_speaks_at_once_and_ends_in_one_line(tmp_path):
     """Also while a library is imported that takes the interrupt for an error of its own."""
     swallowing = (
         "import time\ntry:\n    time.sleep(60)\nexcept BaseException:\n    time.sleep(60)\n"
     )
     for name in ("torch", "matplotlib"):
         (tmp_path / f"{name}.py").write_text(swallowing)
-    command, path = [sys.executable, "-m", *line.split()], f"{tmp_path}:{ROOT}"
-    process = subprocess.Popen(
-        command,
-        text=True,
-        stdout=-1,
-        stderr=-2,
-        env=os.environ | {"PYTHONPATH": path},
-        preexec_fn=partial(
-            signal.signal, signal.SIGINT, signal.SIG_DFL
-        ),  # a background job of a shell ignores it
-    )
-    assert process.stdout.readline() == "loading the libraries ...\n"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", *line.split()],
+            text=True,
+            stdout=-1,
+            stderr=-2,
+            env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+            # a background job of a shell ignores it
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
+        for [line] in rows_of(COMMANDS)
+    ]
+    for process in started:
+        assert process.stdout.readline() == "loading the libraries ...\n"
     time.sleep(2)
-    process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=PATIENCE)[0]
-    assert (rest.strip(), process.returncode) == ("interrupted", 130)
+    for process in started:
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=PATIENCE)[0]
+        assert (rest.strip(), process.returncode) == ("interrupted", 130)

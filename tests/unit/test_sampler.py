@@ -145,7 +145,7 @@ DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device, graphs", DEVICES, ids=["plain", "graphs"])
 @pytest.mark.parametrize(
-    "shape", [SHAPE, QWEN, QWEN3, MOE, HYBRID, SINKS], ids="model_type={0.model_type}".format
+    "shape", [SHAPE, MOE, HYBRID, SINKS], ids="model_type={0.model_type}".format
 )
 def test_slots_shared_prompts_and_chunks_change_nothing(device, graphs, shape):
     """Slots that are refilled, prompts that answers share, chunks of prompts, CUDA graphs: the same as each alone."""
