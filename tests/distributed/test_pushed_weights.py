@@ -1,5 +1,7 @@
 """Weights that reach servers over the network are those of an export for servers, bit by bit."""
 
+import multiprocessing
+
 import pytest
 import torch
 from safetensors.torch import load, load_file
@@ -8,17 +10,26 @@ from tests import rows_of
 from tests.e2e.launch import EXPERTS, tiny
 from tests.harness import need_gpus, run_distributed
 from tests.sampling_server import SamplingServer
-from tests.weight_receiver import in_a_process
+from tests.weight_receiver import Receivers, in_a_process
 from ulysses.config.command_line import parse_command_line
 from ulysses.rl import weight_push
 from ulysses.run.training_run import TrainingRun
 
 
+@pytest.fixture(scope="module")
+def processes():
+    """Two that receive weights, which import torch once for all tests."""
+    spawn = multiprocessing.get_context("spawn")
+    with Receivers(ctx=spawn) as first, Receivers(ctx=spawn) as second:
+        yield first, second
+
+
 @pytest.fixture
-def servers():
-    found = [SamplingServer(), SamplingServer()]
-    with in_a_process() as found[0].receiver, in_a_process() as found[1].receiver:
-        yield found
+def servers(processes):
+    found = [SamplingServer() for _ in processes]
+    for server, process in zip(found, processes):
+        server.receiver = process.WeightReceiver()
+    yield found
     for server in found:
         server.close()
 

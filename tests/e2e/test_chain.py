@@ -18,6 +18,7 @@ from tests.e2e.chain import AFTER, HELD_OUT, RECIPES, ROLLOUTS, Chain, launch, r
 from tests.e2e.launch import ROOT, Ranks, environment, metrics, ranks
 from tests.e2e.test_export import assert_same_folder
 from tests.e2e.test_kill_resume import wait_until_dead
+from tests.harness import full
 from tests.sampling_server import SamplingServer, load
 from tests.weight_receiver import in_a_process
 from ulysses.check.input_files import check_weights
@@ -143,7 +144,7 @@ def test_every_stage_begins_where_another_ended(chain, tmp_path):
     assert_same_folder(tmp_path / "ppo", export)
 
 
-@pytest.mark.parametrize("sync", ["disk", "gloo"])
+@pytest.mark.parametrize("sync", ["gloo", *full(("disk",))])
 def test_a_server_samples(chain, tmp_path, sync):
     """From whole weights, every second rollout from new ones; one that has other weights ends the run."""
     folder, output, server = chain[0], tmp_path / "served", SamplingServer()
