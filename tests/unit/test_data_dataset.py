@@ -105,8 +105,6 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_example(trained, 
         assert before == place - 1 and cut == int(np.flatnonzero(sequence.loss_weights)[0]) - 1
         assert list(whole[before].tokens[:cut]) == list(sequence.tokens[:cut])
 
-    together = open_rows(rows, template="qwen3", turns="together")
-    assert len(together) == 1 and list(together.report.dropped.values()) == [1]
     last = only(open_rows(rows[:1], template="qwen3", train_on="last"))
     assert content(last) == content(whole[0])
     only(open_rows([{"messages": [USER, BOT] * 3}]))

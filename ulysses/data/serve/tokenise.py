@@ -72,7 +72,7 @@ FORMAT_VERSION = 14
 BAR_AFTER_SECONDS = 2.0
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 21  # of a batch, to bound memory
 # settings of the [data] table that decide tokens, besides sources, tokenizer and template
-DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "turns", "eval_fraction")
+DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "eval_fraction")
 Columns = dict[str, Any]  # examples as the files hold them: tokens, weights and numbers
 # a part of a document: the document's row and source, and the part's tokens
 Part = tuple[str, int, np.ndarray]
@@ -296,9 +296,8 @@ class Tokenising:
 
     def _render(self, record: Record, note: Callable[[str], None]) -> list[Rendered]:
         """Render a record: one text for each answer; of a sequence one text, or several where its turns need them."""
-        turns, train_on = "together", "assistant"
-        if self.kind == "sequence":
-            turns, train_on = self.settings.turns, self.settings.train_on
+        is_conversation = self.kind == "sequence"
+        train_on = self.settings.train_on if is_conversation else "assistant"
         texts = []
         for answer in record.answers:
             messages, start = record.prompt + answer, len(record.prompt)
@@ -311,7 +310,7 @@ class Tokenising:
                 answers = answers[-1:]
             trained = [i for i in answers if messages[i].weight] or answers
             texts += self.template.render(
-                messages, record.tools, trained, turns, record.variables, note
+                messages, record.tools, trained, is_conversation, record.variables, note
             )
         return texts
 
