@@ -1,7 +1,8 @@
 """Stream rows from where the data are, and count how many were read, kept and dropped, and why.
 
 json, jsonl, csv and txt files (also as .gz) are read here, so that errors name the exact row. Parquet, saved folders
-and the Hugging Face hub go through `datasets` (library.py). Only .json arrays are held in memory as a whole.
+and the Hugging Face hub go through `datasets` (library.py). Only .json arrays and .txt files are held in memory as a
+whole.
 """
 
 import csv
@@ -15,8 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, replace
 from functools import partial
 from io import TextIOWrapper
-from itertools import groupby, islice
-from operator import itemgetter
+from itertools import islice
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -42,7 +42,6 @@ FORMATS = {
     "text": ("text", "content"),
 }
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet")
-LINES = {".jsonl", ".ndjson", ".csv", ".tsv"}  # suffixes of files with a row on every line
 NOT_UNPACKED = (".zst", ".bz2", ".xz", ".zip", ".lz4", ".7z")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
 CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in parts
@@ -239,30 +238,11 @@ def source_digest(source: Source, cache: Path) -> str:
     )
 
 
-def text_parts(
-    blocks: Iterable[str], separator: str | None = None
-) -> Iterator[tuple[int, str]]:
-    """Yield (document number, text) from blocks of text; a very long document comes in parts of the same number."""
-    buffer, number = "", 1
-    for block in blocks:
-        buffer += block
-        if separator:
-            *complete, buffer = buffer.split(separator)
-            for text in complete:
-                if text.strip():
-                    yield number, text
-                number += 1
-        *parts, buffer = safe_parts(buffer, len(buffer) - len(separator or ""))
-        yield from ((number, part) for part in parts)
-    if buffer.strip():
-        yield number, buffer
-
-
-def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
-    """Cut a very long text into parts whose tokens are those of the text; nothing is cut from `stop` on."""
+def safe_parts(text: str) -> Iterator[str]:
+    """Cut a very long text into parts whose tokens are those of the text."""
     start = 0
     while len(text) - start > 2 * CHUNK_CHARACTERS and (
-        cut := SAFE_CUT.search(text, start + CHUNK_CHARACTERS, stop)
+        cut := SAFE_CUT.search(text, start + CHUNK_CHARACTERS)
     ):
         yield text[start : cut.end()]
         start = cut.end()
@@ -315,18 +295,6 @@ def _unreadable(source: Source, file: Path, row: int, error: Exception) -> DataE
     )
 
 
-def count_rows(sources: Iterable[Source]) -> int | None:
-    """Count the rows for a progress bar, if every source has files with a row on every line; else return None."""
-    total = 0
-    for source in sources:
-        files, _ = source_files(source)
-        if not files or not {path.suffix for path in files} <= LINES:
-            return None
-        rows = sum(1 for path in files for _ in path.open("rb"))
-        total += min(rows, source.max_examples or rows)
-    return total
-
-
 def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
     suffix = _suffix(path)
     delimiter = {".csv": ",", ".tsv": "\t"}.get(suffix)
@@ -336,9 +304,12 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
         newline = "" if delimiter else None
         text = TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
         if suffix == ".txt":
-            blocks = iter(partial(text.read, CHUNK_CHARACTERS), "")
-            for number, part in text_parts(blocks, source.separator):
-                yield number, {"text": part}
+            documents = [text.read()]
+            if source.separator:
+                documents = documents[0].split(source.separator)
+            for number, document in enumerate(documents, 1):
+                if document.strip():
+                    yield number, {"text": document}
         elif delimiter:
             csv.field_size_limit(MOST_BYTES)
             rows = csv.DictReader(_whole_lines(text), delimiter=delimiter, strict=True)
@@ -438,18 +409,16 @@ class Report:
 
 
 class RawRow(NamedTuple):
-    """A row, or a part of a long document, before it is parsed.
+    """A row before it is parsed.
 
     Attributes:
         source: the index of its source.
         where: its file and number.
-        continues: whether it is a further part of the document that the row before it began.
         value: bytes of JSON, an object, or the error in its place.
     """
 
     source: int
     where: str
-    continues: bool
     value: object
 
 
@@ -468,18 +437,16 @@ def locate_rows(
     for index, source in enumerate(sources):
         where = source.path
         try:
-            documents = groupby(read_rows(source), key=itemgetter(0))
-            for where, parts in islice(documents, source.max_examples or None):
+            for where, row in islice(read_rows(source), source.max_examples or None):
                 is_held_out = report.read * GOLDEN_RATIO % 1 < share
                 report.read += 1
                 if is_held_out == held_out:
-                    for place, (_, row) in enumerate(parts):
-                        yield RawRow(index, where, place > 0, row)
+                    yield RawRow(index, where, row)
                 else:
                     report.note("in the other part of data.eval_fraction", where)
                     yield None
         except DataError as error:
-            yield RawRow(index, where, False, error)
+            yield RawRow(index, where, error)
 
 
 def note_sources(sources: Iterable[Source], report: Report) -> None:
