@@ -81,7 +81,7 @@ class Source:
     """
 
     path: str = Field(min_length=1)
-    format: Literal["auto", *FORMATS, "sharegpt", "alpaca_v1"] = "auto"  # type: ignore[valid-type]
+    format: Literal["auto", *FORMATS, "sharegpt"] = "auto"  # type: ignore[valid-type]
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     columns: dict[str, str] = field(default_factory=dict)
     split: str = "train"
