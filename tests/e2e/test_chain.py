@@ -13,10 +13,9 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.demo_data import write_demo
 from models.folders import read_config
 from models.hf_format import WeightFiles
-from tests.e2e.chain import AFTER, HELD_OUT, RECIPES, ROLLOUTS, Chain, launch, repeated
+from tests.e2e.chain import AFTER, DEMO, HELD_OUT, RECIPES, ROLLOUTS, Chain, launch, repeated
 from tests.e2e.launch import ROOT, Ranks, environment, metrics, ranks
 from tests.e2e.test_export import assert_same_folder
 from tests.e2e.test_kill_resume import wait_until_dead
@@ -73,15 +72,13 @@ def forked(arguments, processes, logs, metrics, kill_after):
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chain")
-    data = folder / "data"
-    write_demo(data)
     changes = {stage: dict(KEYS) for stage in HELD_OUT}
     for stage in ("dpo", "kto"):  # their references are computed for all rows
-        rows = {"path": str(data / f"{stage}_train.jsonl"), "max_examples": 256}
+        rows = {"path": str(DEMO / f"{stage}_train.jsonl"), "max_examples": 256}
         changes[stage]["data.train"] = [rows]
     for stage in ("sft", "kto"):
         changes[stage]["parallel.sequence_parallel_size"] = 1
-    found = Chain(folder, DEEP, data, forked, 2, kill=KILLED, changes=changes).run()
+    found = Chain(folder, DEEP, DEMO, forked, 2, kill=KILLED, changes=changes).run()
     return folder, found
 
 
