@@ -328,23 +328,13 @@ def _weighted_rewards(theirs: Values) -> Values:
 
 
 def _gather_data(theirs: Values) -> None:
-    """Write TRL's one data set as a list too; what all data sets say alike becomes a setting."""
+    """Write TRL's one data set as `datasets`, too."""
     trained, tested = (theirs.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
     if path := theirs.pop("dataset_name", None):
         source = {"path": path, "subset": theirs.pop("dataset_config", None)}
         theirs["datasets"] = source | {"split": trained}
         if theirs.get("eval_strategy"):
             theirs["test_datasets"] = source | {"split": tested}
-    tables = {
-        name: [{"path": t} if isinstance(t, str) else t for t in _entries(theirs[name])]
-        for name in theirs.keys() & {"datasets", "test_datasets"}
-    }
-    common = [{k: t.get(k) for k in NAMES["of_all"]} for ts in tables.values() for t in ts]
-    if common and common.count(common[0]) == len(common):
-        theirs |= {key: value for key, value in common[0].items() if value}
-        theirs |= {
-            name: [t | dict.fromkeys(common[0]) for t in ts] for name, ts in tables.items()
-        }
 
 
 def _describe_data(theirs: Values, folder: Path) -> None:

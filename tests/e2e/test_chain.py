@@ -163,7 +163,7 @@ def load(folder, weights=b""):
 def test_a_server_samples(chain, tmp_path, sync):
     """From whole weights, every second rollout from new ones; one that has other weights ends the run."""
     folder, output, server = chain[0], tmp_path / "served", SamplingServer()
-    data = folder / "data"
+    data = DEMO
     typed = f"""
     --config {ROOT}/configs/demo/grpo.toml --run.steps 3 --run.eval_every 0
     --ppo.epochs 1 --ppo.minibatches 1

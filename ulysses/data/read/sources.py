@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, replace
-from functools import partial
 from io import TextIOWrapper
 from itertools import islice
 from os.path import expanduser
@@ -45,7 +44,6 @@ SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet")
 NOT_UNPACKED = (".zst", ".bz2", ".xz", ".zip", ".lz4", ".7z")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
 CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in parts
-MOST_BYTES = 1 << 28  # of a row, which takes up to 40 times as much memory
 MOST_UNCUT = 1 << 24  # characters without a place where they could be cut
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
 # A digest holds these keys only where they are set, because caches of before they existed have none of them.
@@ -256,8 +254,7 @@ def safe_parts(text: str) -> Iterator[str]:
 def read_rows(source: Source) -> Iterator[tuple[str, object]]:
     """Yield each row with its file and its number, from 1.
 
-    A row of a jsonl file is the bytes of its line, and has the number of this line. The row is a BadRowError in the
-    place of one that memory may not hold.
+    A row of a jsonl file is the bytes of its line, and has the number of this line.
 
     Raises DataError: a file that does not exist or cannot be read.
     """
@@ -267,8 +264,6 @@ def read_rows(source: Source) -> Iterator[tuple[str, object]]:
         number = 0
         try:
             for number, row in read(source, file):
-                if isinstance(row, bytes) and len(row) > MOST_BYTES:
-                    row = BadRowError(f"has more than {MOST_BYTES:,} bytes; cut it")
                 yield f"{source.path if is_dataset else file} row {number}", row
         except DataError:
             raise
@@ -311,8 +306,8 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
                 if document.strip():
                     yield number, {"text": document}
         elif delimiter:
-            csv.field_size_limit(MOST_BYTES)
-            rows = csv.DictReader(_whole_lines(text), delimiter=delimiter, strict=True)
+            csv.field_size_limit(sys.maxsize)
+            rows = csv.DictReader(text, delimiter=delimiter, strict=True)
             names = rows.fieldnames or []
             if twice := [name for name in names if names.count(name) > 1]:
                 raise DataError(
@@ -324,25 +319,9 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
             yield from enumerate(json.load(text, object_pairs_hook=unique_keys), 1)
         else:
             file.seek(0)
-            for number, line in enumerate(_lines(file), 1):
+            for number, line in enumerate(file, 1):
                 if not line.isspace():
                     yield number, line
-
-
-def _lines(file: Any) -> Iterator[bytes]:
-    """Yield the lines of a file; of a line that memory may not hold only the beginning, which shows its length."""
-    while line := file.readline(MOST_BYTES + 1):
-        yield line
-        while len(line) > MOST_BYTES and not line.endswith(b"\n"):
-            line = file.readline(MOST_BYTES + 1)
-
-
-def _whole_lines(text: TextIOWrapper) -> Iterator[str]:
-    """Yield the lines of a table; ValueError for one that memory may not hold."""
-    for line in iter(partial(text.readline, MOST_BYTES + 1), ""):
-        if len(line) > MOST_BYTES:
-            raise ValueError(f"a line has more than {MOST_BYTES:,} characters; cut it")
-        yield line
 
 
 def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:

@@ -41,7 +41,7 @@ import numpy as np
 
 from ulysses.config.schema import DataSection
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.cache import build_once, check_once, digest_of_value, discard, known_files
+from ulysses.data.cache import build_once, check_once, digest_of_value, known_files
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.formats import Record, dropping, read_row
 from ulysses.data.read.sources import (
@@ -99,14 +99,7 @@ def open_dataset(
     """
     data = Tokenising(sources, kind, tokenizer, template, settings, held_out, vocabulary)
     build_once(data.folder, data.build)
-    try:
-        check_once(data.folder / DIGESTS, data.cache)
-    except DataError as error:
-        discard(data.folder)
-        if build_once(data.folder, data.build):
-            damage = str(error).partition(";")[0]
-            print(f"the tokenised data were damaged ({damage}) and have been made again")
-        check_once(data.folder / DIGESTS, data.cache)
+    check_once(data.folder / DIGESTS, data.cache, data.folder)
     dataset = TokenizedDataset(
         data.folder,
         sources,
