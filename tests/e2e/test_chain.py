@@ -198,5 +198,5 @@ def test_the_script_kills_and_resumes_real_processes(chain, tmp_path, monkeypatc
     monkeypatch.chdir(ROOT)
     (tmp_path / "sft").symlink_to(folder / "sft")
     for stage in (stage for stage in HELD_OUT if stage not in (*KILLED, "sft")):
-        found = Chain(tmp_path, TINY, folder / "data", launch).train(stage)
+        found = Chain(tmp_path, TINY, DEMO, launch).train(stage)
         assert found["resumed_at"] and found["loss_difference"] == 0, stage

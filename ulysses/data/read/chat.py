@@ -376,11 +376,13 @@ class ChatTemplate:
         parts, last = at_marks(self._render(context, messages)), len(messages) - 1
         text, spans = "".join(parts), {}
         if self.marks_generation:
-            indices, marked = assistant_indices(messages), marked_spans(parts)
-            if len(marked) != len(indices):
-                count = f"{len(marked)} of {len(indices)} assistant messages"
+            answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+            edges = list(accumulate(map(len, parts)))
+            marked = list(zip(edges[::2], edges[1::2]))
+            if len(marked) != len(answers):
+                count = f"{len(marked)} of {len(answers)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
-            spans = dict(zip(indices, marked))
+            spans = dict(zip(answers, marked))
         if text.startswith(prompt):
             return text, spans or {last: (len(prompt), len(text))}
         # Some prompts change once an answer follows: gpt-oss's template forgets the thinking before calls, and
@@ -448,14 +450,3 @@ class ChatTemplate:
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def assistant_indices(messages: Sequence[TemplateMessage]) -> list[int]:
-    """Return the indices of the assistant's messages."""
-    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def marked_spans(parts: Sequence[str]) -> list[Span]:
-    """Return where the answers stand in a text that `at_marks` has cut into parts, without the marks."""
-    ends = list(accumulate(map(len, parts)))
-    return list(zip(ends[::2], ends[1::2]))

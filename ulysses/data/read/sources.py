@@ -46,8 +46,6 @@ HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
 CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in parts
 MOST_UNCUT = 1 << 24  # characters without a place where they could be cut
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
-# A digest holds these keys only where they are set, because caches of before they existed have none of them.
-LATER_KEYS = ("probability", "system", "chat_template_kwargs", "name")
 ROUNDING = 1e-6  # of a sum of probabilities
 # The fractional parts of its multiples are spread evenly, so that the same share is held out of any long run of rows,
 # and also of every second row.
@@ -230,9 +228,9 @@ def source_digest(source: Source, cache: Path) -> str:
     """
     files, _ = source_files(source)
     content = content_digest(files, cache) if files else source.path
-    deciding = vars(source) | {"path": content, "weight": 1, "probability": None, "name": ""}
+    # what says only how often the examples are taken, and what they are called, decides nothing that is cached
     return digest_of_value(
-        {key: x for key, x in deciding.items() if x or key not in LATER_KEYS}
+        vars(source) | {"path": content, "weight": 1, "probability": None, "name": ""}
     )
 
 

@@ -148,8 +148,8 @@ class Tokenising:
             tokenizer_digest(self.tokenizer),
             template.text if template else None,
             template.with_tools.text if template and template.with_tools else None,
-            *filter(None, [settings.chat_template_kwargs]),
-            *[self.vocabulary] * (self.kind == "trajectory"),
+            settings.chat_template_kwargs,
+            self.vocabulary if self.kind == "trajectory" else None,
         ]
         self.folder = self.cache / "tokenized" / digest_of_value(content)[:32]
 
