@@ -45,17 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
         help="if the file does not say it (TRL's do not)",
     )
     parser.add_argument(
-        "--gpus",
-        type=int,
-        default=1,
-        help="number of GPUs, for batch.examples",
+        "--gpus", type=int, default=1, help="number of GPUs, for batch.examples"
     )
     asked = parser.parse_args(arguments)
     try:
-        theirs = read_settings(Path(expanduser(asked.file)))
+        file = Path(expanduser(asked.file))
+        theirs = read_settings(file)
         if asked.stage:
             theirs["stage"] = asked.stage
-        print(SECRETS.sub("***", translate(theirs, asked.file, asked.gpus)))
+        print(SECRETS.sub("***", translate(theirs, file, asked.gpus)))
     except Exception as error:  # a value of a wrong kind may fail anywhere
         reason = str(error)
         if not isinstance(error, ConfigError):

@@ -46,9 +46,8 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> None:
             failure = failed.read_text() if failed.exists() else ""
             if failure != earlier:  # the process that we waited for has failed
                 raise DataError(failure.partition(" ")[2])
-            for abandoned in folder.parent.glob(
-                f"{folder.name}.*.tmp"
-            ):  # of processes that died
+            # what processes that died have left
+            for abandoned in folder.parent.glob(f"{folder.name}.*.tmp"):
                 shutil.rmtree(abandoned, ignore_errors=True)
             try:
                 with disk():
