@@ -90,7 +90,7 @@ def quiet() -> None:
     What the user has set through PYTHONWARNINGS, `python -W` or one of the VARIABLES stays as it is.
     """
     environment.preset(VARIABLES)
-    if environment.ignores_warnings():
+    if not sys.warnoptions:
         warnings.simplefilter("ignore")
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -28,39 +28,16 @@ from ulysses.check.input_files import (
 )
 from ulysses.check.kernel_proof import choose_kernel
 from ulysses.check.run_folder import check_disk, check_folders, resume_point
-from ulysses.check.setting_checks import (
-    check_packages,
-    check_processes,
-    check_tables,
-)
-from ulysses.config.command_line import contradictions
+from ulysses.check.setting_checks import check_settings
 from ulysses.config.schema import Config
 from ulysses.config.section import collecting, refuse
 from ulysses.data.read.sources import parse_sources, repeated_data
 from ulysses.data.serve.steps import StepLoader
-from ulysses.options import check_parts, stage_of
+from ulysses.options import check_parts
 from ulysses.plan.planner import published_shape
-from ulysses.stages.base import Stage
 
 # The least share of a vocabulary that a model's own tokenizer knows; the rest is padding.
 LEAST_KNOWN = 0.9
-
-
-def check_settings(
-    config: Config, world_size: int = 0, findings: list[str] | None = None
-) -> Stage:
-    """Refuse what the settings alone show to be wrong, before any file is opened, and return the stage.
-
-    The arguments are those of `prepare`.
-    """
-    stage, errors = stage_of(config), list[object]()
-    errors += check_processes(config, world_size)
-    errors += contradictions(config, stage)
-    errors += check_packages(config, looks=findings is not None)
-    with collecting(errors):
-        check_tables(config)
-    refuse(errors, findings)
-    return stage
 
 
 def prepare(

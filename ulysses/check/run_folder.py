@@ -94,7 +94,7 @@ def check_folders(
     if config.run.export and resume_from is None:
         check_empty(output / "export", "the run's export")
     for around in output.parents:
-        if is_run_folder(around) or is_checkpoint(around):
+        if is_run_folder(around) or around in saved_checkpoints(around.parent):
             raise ConfigError(
                 f"run.output {output} lies in {around}, which belongs to another run; set a folder apart from it"
             )
@@ -218,15 +218,8 @@ class RunState(TypedDict):
     files: dict[str, str]
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint's, by its run.json."""
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        return {"format", "files", "digest"} <= {*json.loads((folder / "run.json").read_text())}
-    return False
-
-
 def saved_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in RUN/checkpoints, oldest first."""
+    """Return the complete checkpoints in a folder such as RUN/checkpoints, oldest first."""
     names = (CHECKPOINT.fullmatch(f.parent.name) for f in folder.glob("step-*/run.json"))
     steps = sorted(int(name[1]) for name in names if name)
     return [folder / f"step-{step}" for step in steps]
@@ -267,14 +260,10 @@ def write_run_state(path: Path, state: dict[str, object]) -> None:
     write_json(path / "run.json", state | {"digest": digest_of_value(state)})
 
 
-def restarts(run: RunSection) -> bool:
-    """Return whether torchrun may restart the run, which then continues its newest checkpoint."""
-    return run.resume == "never" and environment.may_restart()
-
-
 def resume_point(run: RunSection) -> Path | None:
     """Return the checkpoint that a run continues, or None if it begins anew.
 
+    A run that torchrun may restart continues its newest checkpoint, too.
     Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
     later be taken for this run's own.
     """
@@ -285,7 +274,7 @@ def resume_point(run: RunSection) -> Path | None:
             raise ValueError(
                 f"{path.absolute()} is in the way of a checkpoint and is none; move it away"
             )
-    if restarts(run) or run.resume == "auto":
+    if run.resume == "auto" or (run.resume == "never" and environment.may_restart()):
         chosen = next(reversed(saved), None)
     elif run.resume != "never":
         chosen = Path(run.resume)

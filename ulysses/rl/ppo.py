@@ -265,10 +265,6 @@ class PpoStage(ReferencedStage):
     def loader(self, data: StepLoader) -> RolloutSteps:
         return RolloutSteps(self.maker, data, self.total_steps(data))
 
-    def may_prepare(self, step: int) -> bool:
-        """Return False for the first step of a rollout, which is made with the weights of that moment."""
-        return step % self.table.steps_per_rollout != 0
-
     # ---------------------------------------------------------------- the loss
 
     def normalisers(self, batch: ShardedBatch) -> dict[Normaliser, Tensor | float]:

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 
 from ulysses.config.section import SECRETS, ConfigError, visible
 from ulysses.disk import DiskError, replace_file, writing
-from ulysses.options import TRACKERS, enter
+from ulysses.options import TRACKERS
 from ulysses.progress import progress
 from ulysses.run.trackers import TrackedRun, Tracker, Values
 
@@ -71,7 +71,12 @@ class MetricsLog:
         self.trackers: dict[str, Tracker] = {}
         for name in dict.fromkeys((METRICS, *names)):
             try:
-                tracker = _new_tracker(name)
+                if name == METRICS:
+                    tracker: Tracker = MetricsFile()
+                elif name in TRACKERS:
+                    tracker = TRACKERS[name]()()
+                else:  # the user's module:Class
+                    tracker = resolve_name(name)()
                 tracker.start(deepcopy(run))  # a copy, because trackers may change the settings
             except DiskError:
                 raise
@@ -129,13 +134,3 @@ class MetricsLog:
         self._tell(lambda tracker: tracker.close())
         if self.failure is not None:
             raise self.failure
-
-
-def _new_tracker(name: str) -> Tracker:
-    """Return a tracker that is not started: the metrics' file, one of TRACKERS, or the user's module:Class."""
-    if name == METRICS:
-        return MetricsFile()
-    tracker_class = (
-        enter(TRACKERS, name, "run.trackers") if name in TRACKERS else resolve_name(name)
-    )
-    return tracker_class()

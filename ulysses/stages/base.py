@@ -363,10 +363,6 @@ class Stage:
         """Return the loader that the loop reads: the data's own, or one of rollouts, which are made from the data."""
         return data
 
-    def may_prepare(self, step: int) -> bool:
-        """Return whether the batches of `step` may be prepared while the step before it still computes."""
-        return True
-
     def evaluate(self, source: StepLoader) -> Metrics:
         """Return the metrics of held-out data, `loss` among them, with the training's own weighting.
 
