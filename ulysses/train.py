@@ -10,7 +10,7 @@ from time import time
 from typing import TYPE_CHECKING, NoReturn
 
 from ulysses.environment import rank, wants_debug
-from ulysses.imports import announce_imports, explained_imports, interruptible, quiet
+from ulysses.imports import explained_imports, interruptible, quiet
 
 if TYPE_CHECKING:
     from ulysses.config.command_line import Options
@@ -44,9 +44,11 @@ def perform(config: "Config", options: "Options", *, debug: bool) -> int:
     is_first, only_looks = rank() == 0, options.dry_run or options.inspect
     if only_looks and not is_first:
         return 0
-    if is_first and options.adjust_lr == 1 and "adjust_lr" in options.model_fields_set:
-        print("--adjust-lr 1 changes nothing; give another factor, such as --adjust-lr 0.5")
-    announce_imports()
+    if is_first:
+        if options.adjust_lr == 1 and "adjust_lr" in options.model_fields_set:
+            print("--adjust-lr 1 changes nothing; give another factor, such as --adjust-lr 0.5")
+        # at once, because PyTorch may take long to load
+        print("loading the libraries ...", file=sys.stderr, flush=True)
     with explained_imports():
         from psutil import Process
 
@@ -66,8 +68,7 @@ def perform(config: "Config", options: "Options", *, debug: bool) -> int:
             if options.dry_run:
                 return dry_run(config, options)
             return inspect(config, options.inspect)
-        verify = options.verify_weights
-        with TrainingRun(config, debug=debug, verify_weights=verify, imports=imports) as run:
+        with TrainingRun(config, debug=debug, imports=imports) as run:
             run.train()
         return 0
     except ConfigError:

@@ -135,12 +135,17 @@ def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> st
             free += file.lstat().st_size
     trained = planner_model(stage, shape).trained
     export = trained * getattr(torch, config.export_dtype).itemsize if run.export else 0
-
-    def lacking(setting: str, count: int) -> str:
-        """Return a sentence if there is no room for the export and this number of checkpoints of a setting."""
+    # how many checkpoints a setting makes
+    if run.save_every:
+        counts = {"run.save_every": 2 + (run.keep or run.steps // run.save_every)}
+    else:  # a run that continues a checkpoint keeps it until the last one is written
+        counts = {"run.save_last": (2 if resume_from else 1) if run.save_last else 0}
+    if run.save_minutes:
+        counts["run.save_minutes"] = 1 + run.keep
+    for setting, count in counts.items():
         need = 12 * trained * count + export
         if need <= free:
-            return ""
+            continue
         what, changes = [], []
         if count:
             kept = ""
@@ -154,19 +159,14 @@ def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> st
             changes.append("run.export = false")
         if count > 2 and run.keep != 1:
             changes.append("run.keep = 1")
-        return (
+        sentence = (
             f"run.output {nearest} has {_size(free)} free but {' and '.join(what)} would take {_size(need)}; "
             f"set {' or '.join(changes)}, or use another disk"
         )
-
-    if run.save_every:
-        sentence = lacking("run.save_every", 2 + (run.keep or run.steps // run.save_every))
-    else:  # a run that continues a checkpoint keeps it until the last one is written
-        count = 2 if resume_from else 1
-        sentence = lacking("run.save_last", count if run.save_last else 0)
-    if sentence:
+        if setting == "run.save_minutes":
+            return sentence
         raise AbsentError(sentence)
-    return lacking("run.save_minutes", 1 + run.keep) if run.save_minutes else ""
+    return ""
 
 
 def _size(count: float) -> str:

@@ -37,9 +37,8 @@ def check_settings(
         )
     errors += contradictions(config, stage)
     errors += check_packages(config, looks=findings is not None)
-    with collecting(
-        errors
-    ):  # wrong keys in the tables of DeepSpeed and of the gradient policies
+    # wrong keys in the tables of DeepSpeed and of the gradient policies
+    with collecting(errors):
         if raw := config.deepspeed.zero_optimization:
             check_raw(raw)
         gradient_policies(config.gradients)

@@ -257,9 +257,10 @@ class Trainer:
         )
         report = self.policies.apply(gradients, context)
         if context.stop:
-            position = divmod(self.step, self.loader.steps_per_epoch)
+            load = self.step // self.stage.requirements.steps_per_load
+            position = divmod(load, self.loader.steps_per_epoch)
             raise FloatingPointError(
-                f"{context.stop}; examples {self.loader.indices(*position)[:8]} ... of {self.loader.holds}"
+                f"{context.stop}; examples {self.loader.indices(*position)[:8]} ... of the data"
             )
         lr = context.lr * context.lr_scale
         if context.skip or not values["tokens"]:

@@ -65,7 +65,6 @@ class TrainingRun:
     Args:
         config: a checked configuration, or a dict of nested tables as in the TOML file.
         debug: let other ranks than the first print their lines too.
-        verify_weights: have the processes compare the contents of the weights' files.
         imports: seconds that imports took, for the line about the start.
 
     Attributes:
@@ -79,11 +78,10 @@ class TrainingRun:
         config: Config | dict[str, object],
         *,
         debug: bool = False,
-        verify_weights: bool = False,
         imports: float = 0.0,
     ) -> None:
         self.config = check(config) if isinstance(config, dict) else config
-        self.debug, self.verify_weights = debug, verify_weights
+        self.debug = debug
         self.watch = Watch(self.config.run.stall_warning, self.config.run.timeout, imports)
         self.resources = ExitStack()
         self.trainer: Trainer | None = None
@@ -132,7 +130,7 @@ class TrainingRun:
         inputs, output = self.inputs, self.config.output
         if dist.get_world_size() > 1:
             with error_context():
-                agree(facts_of(inputs, self.digests, self.verify_weights))
+                agree(facts_of(inputs, self.digests))
         with error_context():
             self.run_id, earlier_run = hold_output(self.config, self.resources)
         if earlier_run:
@@ -214,7 +212,7 @@ class TrainingRun:
             self.say(line)
         return Trainer(
             stage=stage,
-            loader=stage.loader(loader),
+            loader=loader,
             eval_loader=eval_data and serve(eval_data, evaluation=True),
             total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
@@ -288,16 +286,8 @@ class TrainingRun:
         if run.samples:
             from ulysses.run.samples import Samples
 
-            others = {
-                m.role: self.frozen[m.role]
-                for m in self.inputs.stage.requirements.models
-                if not (m.is_reward or m.shares_weights)
-            }
             samples = Samples(trainer, self.inputs, self.eval_data, self.log)
-            samples.begin(others)
-            trainer.stage.show_rollouts(samples.show)
-            if self.log:
-                self.log.bar.unpause()  # the first samples say nothing about the time that remains
+            samples.begin(self.frozen)
         trainer.train(self.log, samples and samples.ask)
         if run.export and not trainer.stop_requested:
             out = folder / "export"
