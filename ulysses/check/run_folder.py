@@ -264,6 +264,7 @@ def resume_point(run: RunSection) -> Path | None:
     """Return the checkpoint that a run continues, or None if it begins anew.
 
     A run that torchrun may restart continues its newest checkpoint, too.
+
     Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
     later be taken for this run's own.
     """

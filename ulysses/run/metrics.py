@@ -117,9 +117,8 @@ class MetricsLog:
     def close(self) -> None:
         """Close the bar, the file and the trackers, and raise the DiskError of a file that could not be written."""
         self.bar.close()
-        with suppress(
-            OSError
-        ):  # each line was flushed; one that could not be written is told below
+        # each line was flushed; one that could not be written is told below
+        with suppress(OSError):
             self.file.close()
         self._tell(lambda tracker: tracker.close())
         if self.failure is not None:
