@@ -311,8 +311,6 @@ class Options(Section):
     """With --dry-run: host memory of each node in GiB."""
     debug: bool = False
     """Print more, on every process, with stack traces; the environment variable ULYSSES_DEBUG=1 does the same."""
-    verify_weights: bool = False
-    """Compare whole weight files between the nodes at the start, and not only 64 blocks of each file."""
     local_rank: int | None = None
     """Appended by the deepspeed launcher; the environment variable LOCAL_RANK says the same, and that is read."""
 
