@@ -16,12 +16,19 @@ from typing import Self
 import numpy as np
 import torch
 
+from ulysses.config.stage_sections import NOT_OF_SAMPLING
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import keyed_generator
 from ulysses.rl.sampler import Completion
-from ulysses.rl.samplers import AnySampler, build_sampler, check_budget, check_sampler
+from ulysses.rl.samplers import (
+    AnySampler,
+    build_sampler,
+    check_budget,
+    check_sampler,
+    unread_settings,
+)
 from ulysses.stages.base import Metrics, PlannedRollout, Requirements, RunParts, StepBatches
 from ulysses.stages.distill import DistillStage
 from ulysses.stages.passes import packed_batches, token_values
@@ -38,6 +45,11 @@ class OnPolicyStage(DistillStage):
 
     sampler: AnySampler | None = None
     sampling: Metrics = field(default_factory=dict)
+
+    @property
+    def unread(self) -> dict[str, tuple[str, ...]]:
+        others = "stage 'distill' reads only the settings of sampling of ppo; remove these"
+        return {**unread_settings(self.config.ppo), others: NOT_OF_SAMPLING}
 
     def check(self) -> Iterator[str]:
         yield from super().check()

@@ -30,7 +30,7 @@ from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, RolloutMaker, RolloutSteps, answer_metrics
 from ulysses.rl.rollout_dataset import Rollout
-from ulysses.rl.samplers import build_sampler, check_budget, check_sampler
+from ulysses.rl.samplers import build_sampler, check_budget, check_sampler, unread_settings
 from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.base import (
     AuxiliaryModel,
@@ -48,8 +48,6 @@ ROLLOUT_FILE = "rollout.safetensors"  # in a checkpoint
 LOGP_CHANGE = "policy/logp_change"  # the metric: mean |log-probability now - in the rollout| per trained token
 # evaluations draw with rollout numbers from here on, so that each has the same noise
 EVALUATION = 1 << 40
-# how the settings begin of what is done elsewhere if the trajectories are rows
-NOT_WITH_ROWS = "data.eval", "ppo.reward", "ppo.rollout", "ppo.sampler_"
 
 
 def policy_options(ppo: PpoSection) -> dict[str, object]:
@@ -95,16 +93,16 @@ class PpoStage(ReferencedStage):
 
     # ---------------------------------------------------------------- checks and requirements
 
+    @property
+    def unread(self) -> dict[str, tuple[str, ...]]:
+        return unread_settings(self.table)
+
     def check(self) -> Iterator[str]:
         ppo = self.table
         functions = [*filter(is_function, ppo.reward)]
-        if ppo.takes_rows:
-            given = self.config.model_dump(include={"ppo", "data"}, exclude_defaults=True)
-            names = [f"{table}.{key}" for table, keys in given.items() for key in keys]
-            unread = [name for name in names if name.startswith(NOT_WITH_ROWS)]
-            if more := ppo.sampler[1:] + sorted(unread):
-                yield f'ppo.sampler is "rows", which are drawn and scored elsewhere; remove {", ".join(more)}'
-        elif not (ppo.reward or ppo.rollout) or "" in ppo.reward:
+        if ppo.takes_rows and len(ppo.sampler) > 1:
+            yield f'ppo.sampler is {ppo.sampler}; name servers, or "rows" alone'
+        if not (ppo.takes_rows or ppo.reward or ppo.rollout) or "" in ppo.reward:
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
         if len(ppo.reward) - len(functions) > 1:
             yield (
@@ -125,9 +123,7 @@ class PpoStage(ReferencedStage):
                 f"batch.examples"
             )
         yield from check_budget(self.config, longest)
-        if room and not ppo.rollout:
-            yield f"ppo.max_episode_tokens is {room} but there is no ppo.rollout; set one, or remove it"
-        elif room and room <= self.config.data.max_length:
+        if 0 < room <= self.config.data.max_length:
             yield (
                 f"ppo.max_episode_tokens is {room} but data.max_length (of a prompt) is {self.config.data.max_length}; "
                 "raise it, or remove it"
@@ -141,10 +137,10 @@ class PpoStage(ReferencedStage):
                 "ppo.importance_cap needs the servers' probabilities among all tokens, but with ppo.top_p or ppo.top_k "
                 "they are those among the tokens that are kept; leave ppo.importance_cap out, or top_p and top_k"
             )
-        if ppo.rollouts_ahead and not (ppo.sampler and ppo.importance_cap):
+        if ppo.rollouts_ahead and not ppo.importance_cap:
             yield (
-                "ppo.rollouts_ahead trains on answers of earlier weights that servers draw; name servers in "
-                "ppo.sampler and set ppo.importance_cap (commonly 2), or ppo.rollouts_ahead = 0"
+                "ppo.rollouts_ahead trains on answers of earlier weights; set ppo.importance_cap (commonly 2), or "
+                "ppo.rollouts_ahead = 0"
             )
         yield from check_sampler(ppo)
         if ppo.kl_coefficient:

@@ -6,6 +6,7 @@ import torch
 
 from ulysses.config.schema import Config
 from ulysses.config.stage_sections import PpoSection
+from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import SamplingOptions
@@ -14,21 +15,39 @@ from ulysses.stages.base import RunParts
 AnySampler = EngineSampler | OutsideSampler
 
 
+def unread_settings(ppo: PpoSection) -> dict[str, tuple[str, ...]]:
+    """Return which settings are not read in the mode that others choose, as `Stage.unread` does.
+
+    What a loss term reads may stand where its weight is 0, or where there is no value: it is switched on with one word.
+    """
+    modes = (
+        (
+            ppo.takes_rows,
+            'ppo.sampler is "rows", which are drawn and scored elsewhere',
+            (
+                *("data.eval", "run.eval_every", "run.patience", "run.samples"),
+                *("ppo.reward", "ppo.rollout", "ppo.sampler_"),
+            ),
+        ),
+        (not ppo.sampler, "ppo.sampler names no servers", ("ppo.sampler_", "ppo.rollouts_")),
+        (
+            ppo.sampler and ppo.sampler_sync != "disk",
+            f'ppo.sampler_sync is "{ppo.sampler_sync}", which needs no disk',
+            ("ppo.sampler_folder", "ppo.sampler_reload"),
+        ),
+        (not ppo.rollout, "there is no ppo.rollout", ("ppo.max_episode_tokens",)),
+        (True, f'ppo.advantage is "{ppo.advantage}"', ADVANTAGES[ppo.advantage].unread),
+    )
+    return {
+        f"not read, because {mode}; change that, or leave this out": names
+        for is_chosen, mode, names in modes
+        if is_chosen
+    }
+
+
 def check_sampler(ppo: PpoSection) -> Iterator[str]:
     """Yield the errors in the settings of who samples."""
-    if ppo.sampler_sync == "disk":
-        return
-    if not ppo.sampler:
-        yield (
-            f'ppo.sampler_sync is "{ppo.sampler_sync}" but ppo.sampler names no servers; name them, or leave it out'
-        )
-    for name in ("sampler_folder", "sampler_reload"):
-        if getattr(ppo, name):
-            yield (
-                f'ppo.{name} is about weights on a disk, but ppo.sampler_sync is "{ppo.sampler_sync}"; leave one of '
-                "them out"
-            )
-    if ppo.sampler_sync == "nccl" and not torch.cuda.is_available():
+    if ppo.sampler and ppo.sampler_sync == "nccl" and not torch.cuda.is_available():
         yield 'ppo.sampler_sync is "nccl" but this machine has no GPU of NVIDIA; use "disk"'
 
 

@@ -3,7 +3,7 @@
 A stage's file holds its checks, its requirements, its losses and its construction. Its table of settings is in
 ulysses/config/stage_sections.py. Other files get the stage from ulysses/options.py, and never ask for its name.
 
-before the run     check, check_tokenizer, check_data, check_resumed, requirements, exported_config
+before the run     check, unread, check_tokenizer, check_data, check_resumed, requirements, exported_config
 construction       build, extend_data, show_rollouts, loader, total_steps
 every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step
 now and then       evaluate; save and load, of a stage with a state of its own
@@ -244,6 +244,11 @@ class Stage:
     def table(self) -> Section:
         """The stage's own table of the configuration."""
         return getattr(self.config, self.name)
+
+    @property
+    def unread(self) -> dict[str, tuple[str, ...]]:
+        """Settings that this run does not read, by the beginnings of their names, under the reason."""
+        return {}
 
     def check(self) -> Iterator[str]:
         """Yield the errors that follow from the configuration alone."""
