@@ -22,7 +22,7 @@ from ulysses.config.section import UserCodeError
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.tokenizer import load_tokenizer
-from ulysses.rl import episodes
+from ulysses.rl import endpoint, episodes
 from ulysses.rl.episodes import EpisodeLoop, Episodes
 from ulysses.rl.model import EpisodeOverError, Model
 from ulysses.rl.sampler import Completion
@@ -97,7 +97,7 @@ def run(
         return Model(ask, url, key, tokenizer, chat, *sizes)
 
     numbered = {3 + n: (40 + n, row) for n, row in enumerate(rows)}
-    with closing(EpisodeLoop()) as thread:
+    with closing(EpisodeLoop(settings)) as thread:
         for n in range(rollouts):
             sampler = Scripted(tokenizer, *texts, pause=pause)
             made = Episodes(settings, model, longest, lambda: None, thread, numbered)
@@ -497,8 +497,7 @@ def test_wrong_requests_are_answered_as_openai_answers_them(tokenizer):
             status, answer = await asyncio.to_thread(posted, url, key, body)
             assert status == 400 and sentence in answer["error"]["message"], answer
             assert answer["error"]["type"] == "invalid_request_error"
-        for wrong in (url.replace("/3/", "/77/"), f"{url}s"):
-            assert (await asyncio.to_thread(posted, wrong, key, good))[0] == 404
+        assert (await asyncio.to_thread(posted, f"{url}s", key, good))[0] == 404
         for given, length, code in (("x", 9**9, 401), (key, 9**9, 413), (key, "x", 400)):
             assert f" {code} " in await asyncio.to_thread(answered, url, given, length)
         assert (await asyncio.to_thread(posted, url, key, good))[0] == 200
@@ -520,7 +519,13 @@ def answered(url, key, length):
         return client.makefile().readline()
 
 
-def test_an_answer_that_a_program_gave_up_on_is_not_trained(tokenizer, capfd):
+@pytest.mark.parametrize("look_seconds", [endpoint.LOOK_SECONDS, PATIENCE])
+def test_an_answer_that_a_program_gave_up_on_is_not_trained(
+    tokenizer, capfd, monkeypatch, look_seconds
+):
+    """Whether that is seen before the answer comes or with it."""
+    monkeypatch.setattr(endpoint, "LOOK_SECONDS", look_seconds)
+
     async def retries(row, model):
         body = {"messages": [{"role": "user", "content": "a"}]}
         given = f"{model.base_url}/chat/completions", model.api_key, body
@@ -532,6 +537,22 @@ def test_an_answer_that_a_program_gave_up_on_is_not_trained(tokenizer, capfd):
     [one], sampler = run(tokenizer, retries, "nobody reads this", "used", pause=0.5)
     assert shown(tokenizer, one).endswith("[used<|im_end|>]") and len(sampler.seen) == 2
     assert not capfd.readouterr().err
+
+
+def test_one_endpoint_serves_all_rollouts_and_a_key_one_episode(tokenizer):
+    seen = []
+
+    async def asks(row, model):
+        await model.complete([5])
+        seen.append((model.base_url, model.api_key))
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        url, earlier = f"{model.base_url}/chat/completions", seen[0][1]
+        return (await asyncio.to_thread(posted, url, earlier, body))[0]
+
+    [one], _ = run(tokenizer, asks, "a", "b", rollouts=2)
+    assert one.scores == {f"{__name__}:episode": 401.0}
+    urls, keys = zip(*seen)
+    assert len({*urls}) == 1 and len({*keys}) == 2
 
 
 def test_a_program_may_fail_when_it_has_no_more_room(tokenizer):

@@ -117,7 +117,9 @@ def a_server_that_was_started_again_is_met_again(tmp_path, two, dialect):
     found.synchronise()
     two[0].receiver.forget()
     given = found.push.version
-    with pytest.raises(ValueError, match=f"holds the weights 'default' and not '{given}'"):
+    with pytest.raises(
+        ValueError, match=f"'default' in place of '{given}'.: it was started again"
+    ):
         found.sample(PROMPTS)
     found.synchronise(1)
     assert sum("init" in path for path in calls(two[0])) == 2

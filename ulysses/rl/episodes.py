@@ -8,7 +8,8 @@ An episode that waits for a tool holds up none of the others. What goes wrong in
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping
+import secrets
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from copy import deepcopy
 from functools import partial
@@ -28,15 +29,19 @@ from ulysses.rl.trajectory import Trajectory
 
 MOMENT = 0.01  # seconds that an idle sampler waits for one more request
 LOOK_SECONDS = 0.2  # between two looks whether an episode takes too long
-STOP_SECONDS = 0.5  # for the episodes that still run when one has failed
+STOP_SECONDS = 0.5  # for the episodes that still run when one has failed and the run ends
 
 
 class EpisodeLoop(Thread):
-    """One event loop for all rollouts of a run, because locks and clients in a user's module belong to one loop."""
+    """One event loop for all rollouts of a run, because locks and clients in a user's module belong to one loop.
 
-    def __init__(self) -> None:
+    endpoint: at which programs reach the models of the episodes that the loop runs.
+    """
+
+    def __init__(self, ppo: PpoSection) -> None:
         super().__init__(daemon=True, name="episodes")
         self.loop = asyncio.new_event_loop()
+        self.endpoint = Endpoint(self.loop, ppo)
         self.start()
 
     def run(self) -> None:
@@ -46,23 +51,20 @@ class EpisodeLoop(Thread):
                 with suppress(SystemExit, KeyboardInterrupt):
                     return self.loop.run_forever()
 
-    def cancel(self, tasks: Callable[[], Iterable[asyncio.Future[Any]]]) -> None:
-        """Cancel what `tasks` returns in the loop; code that does not give way is left behind."""
+    def close(self) -> None:
+        """Cancel all tasks, and end; code that does not give way is left behind."""
 
-        async def work() -> None:
-            chosen = {*tasks()} - {asyncio.current_task()}
-            for task in chosen:
+        async def cancel() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            if chosen:
-                await asyncio.wait(chosen, timeout=STOP_SECONDS)
+            if tasks:
+                await asyncio.wait(tasks, timeout=STOP_SECONDS)
 
+        self.endpoint.close()
         if self.is_alive():
             with suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(work(), self.loop).result(2 * STOP_SECONDS)
-
-    def close(self) -> None:
-        self.cancel(asyncio.all_tasks)
-        if self.is_alive():
+                asyncio.run_coroutine_threadsafe(cancel(), self.loop).result(2 * STOP_SECONDS)
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.join(STOP_SECONDS)
 
@@ -80,7 +82,7 @@ class Episodes(Requests):
     Attributes:
         done: the trajectories of episodes that have ended.
         models: of those that have not.
-        tasks: of the episodes.
+        running: the episodes, which nothing else might keep alive.
         since: when the function of an episode began, or went on after a call; not while it waits for the event loop.
         futures: of the completions that episodes wait for, by the numbers of the episode and the call.
         queue: requests for the sampler, errors, and None for every episode that has ended.
@@ -99,13 +101,12 @@ class Episodes(Requests):
         self.ppo, self.renew, self.rows, self.count = ppo, renew, rows, len(rows)
         self.function = load_function(ppo.rollout, setting="ppo.rollout")
         self.thread, self.loop = thread, thread.loop
-        self.endpoint = Endpoint(self.loop, ppo)
-        self.models = self.endpoint.models
+        self.models: dict[int, Model] = {}
         for number in rows:
-            ask = partial(self._ask, number)
-            self.models[number] = make_model(ask, *self.endpoint.address(number))
+            key = secrets.token_urlsafe()
+            model = make_model(partial(self._ask, number), thread.endpoint.url, key)
+            self.models[number] = thread.endpoint.models[key] = model
         self.done: dict[int, list[Trajectory]] = {}
-        self.tasks = set[asyncio.Future[Any]]()
         self.since: dict[int, float] = {}
         self.futures: dict[tuple[int, int], asyncio.Future[Completion]] = {}
         self.queue = SimpleQueue[Request | UserCodeError | None]()
@@ -115,13 +116,11 @@ class Episodes(Requests):
 
         Raises UserCodeError if an episode fails, takes too long, or returns what is no score; it names the example.
         """
-        for number in self.rows:
+        self.running = [
             asyncio.run_coroutine_threadsafe(self._episode(number), self.loop)
-        try:
-            sampler.serve(self, rollout)
-        finally:
-            self.endpoint.close()
-            self.thread.cancel(lambda: {*self.tasks, *self.futures.values()})
+            for number in self.rows
+        ]
+        sampler.serve(self, rollout)
         return [one for number in self.rows for one in self.done[number]]
 
     # ---------------------------------------------------------------- in the episodes' thread
@@ -129,7 +128,6 @@ class Episodes(Requests):
     async def _episode(self, number: int) -> None:
         (index, row), model = self.rows[number], self.models[number]
         score, problem = None, ""
-        self.tasks.add(asyncio.current_task())
         self.since[number] = monotonic()
         try:
             # a copy, because the function may change a row, which several episodes share
@@ -146,7 +144,7 @@ class Episodes(Requests):
         if score is not None or not self.ppo.reward:
             for one in found:
                 one.scores = {self.ppo.rollout: math.fsum([score or 0])}
-        del self.models[number]
+        del self.models[number], self.thread.endpoint.models[model.api_key]
         self.done[number] = found
         self.queue.put(None)
 

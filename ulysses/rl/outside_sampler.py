@@ -45,6 +45,14 @@ RELOAD: Mapping[str, dict[str, Json]] = {
     },
     "sglang": {"/update_weights_from_disk": {"model_path": "FOLDER"}},
 }
+# What a server tells that other weights or another start of it change: paths, and the keys in their JSON.
+MARKS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "vllm": (
+        ("/weight_info", "weight_version"),
+        ("/server_info?config_format=json", "vllm_config", "instance_id"),
+    ),
+    "sglang": (("/model_info", "weight_version"), ("/model_info", "model_path")),
+}
 MORE_ROOM = (
     "start it with more (--max-model-len of vLLM, --context-length of SGLang), or lower data.max_length or "
     "ppo.max_new_tokens"
@@ -78,6 +86,7 @@ class OutsideSampler:
     Attributes:
         push: gives the servers the weights (WeightPush), unless they read them from the folder.
         lost: the servers that take no requests, until the next call of `synchronise`, with what is wrong.
+        marks: what the servers told when they had got the weights.
         synchronised: whether the servers have had weights of this run.
         compared: whether `check_gap` has seen a rollout since the last server came.
         is_current: whether the servers got the trainer's weights in the last call of `synchronise`.
@@ -97,6 +106,7 @@ class OutsideSampler:
     say: Callable[[str], None] = lambda text: None
     push: Any = None
     lost: dict[str, LostError] = field(default_factory=dict)
+    marks: dict[str, list[Json]] = field(default_factory=dict)
     synchronised: bool = False
     compared: bool = False
     is_current: bool = False
@@ -131,7 +141,9 @@ class OutsideSampler:
         for address in self.ppo.sampler if self.is_current else self.serving:
             if not self.synchronised:
                 self.float32 &= self._check_server(address)
-            elif self._look(address) and self.lost.pop(address, None):
+            elif not self.is_current:
+                self._look(address, self._check_mark)
+            elif self._look(address, self._check_health) and self.lost.pop(address, None):
                 self._check_server(address)
                 self.compared = False
                 self.say(f"{address} is there again")
@@ -142,10 +154,14 @@ class OutsideSampler:
             self.export(self.folder)
             for address in self.serving if self.main else ():
                 self._reload(address)
+        if self.is_current and self.main:
+            self.marks = {address: self._mark(address) for address in self.serving}
         # no process asks a server before all servers have the new weights, nor one that any process has lost
-        for lost, compared in gather((self.lost, self.compared)):
+        of_ranks = gather((self.lost, self.compared, self.marks))
+        for lost, compared, _ in of_ranks:
             self.lost |= lost
             self.compared &= compared
+        self.marks = of_ranks[0][2]
         if not self.serving:
             raise next(iter(self.lost.values()))
 
@@ -155,10 +171,27 @@ class OutsideSampler:
             text = json.dumps(body).replace("FOLDER", str(self.folder.absolute()))
             self._tell(address, path, json.loads(text))
 
-    def _look(self, address: str) -> bool:
-        """Return whether a server takes requests. Raises LostError if none is left."""
+    def _mark(self, address: str) -> list[Json]:
+        kind = address.partition("+")[0]
+        return [_at(self._ask(address, path), *keys) for path, *keys in MARKS[kind]]
+
+    def _check_mark(self, address: str) -> None:
+        """Raise LostError if a server was started again, or given weights by others, since it got these."""
+        given = self.marks.get(address, [])
+        for old, new in zip(given, self._mark(address) if given else ()):
+            if None not in (old, new) and old != new:
+                raise LostError(
+                    f"{address} holds other weights than it was given ({new!r:.100} in place of {old!r:.100}): it was "
+                    "started again, or serves another run, too; continue with --run.resume auto"
+                )
+
+    def _check_health(self, address: str) -> None:
+        self._call(address, "/health", get, LOOK_SECONDS)
+
+    def _look(self, address: str, check: Callable[[str], None]) -> bool:
+        """Return whether a server passes a check. Raises LostError if none is left."""
         try:
-            self._call(address, "/health", get, LOOK_SECONDS)
+            check(address)
         except LostError as error:
             self._lose(address, error)
             return False
@@ -268,14 +301,14 @@ class OutsideSampler:
             # a server that was told to end takes no requests, but may never answer those that it has
             if asked and time.monotonic() > look:
                 for address in self.serving:
-                    self._look(address)
+                    self._look(address, self._check_health)
                 look = time.monotonic() + LOOK_SECONDS
             for answer, (request, address) in [*asked.items()]:
                 if address in self.lost:
                     del asked[answer]
                     unasked.append(request)
-        for address in self.serving if self.push else ():
-            self.push.check(address)
+        for address in self.serving:
+            self._check_mark(address)
 
     def close(self) -> None:
         """Let a call of `sample` in another thread end soon, without asking for more."""

@@ -232,7 +232,7 @@ class PpoStage(ReferencedStage):
                 longest=longest,
                 max_new_tokens=ppo.max_new_tokens,
             )
-            thread = EpisodeLoop()
+            thread = EpisodeLoop(ppo)
             parts.resources.callback(thread.close)
             episodes = partial(Episodes, ppo, model, longest, parts.renew, thread)
         stage = super().build(parts)

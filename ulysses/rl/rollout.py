@@ -156,7 +156,6 @@ class RolloutMaker:
         rollout.metrics["time/sampling"] = sampled - began
         rollout.metrics["time/rollout"] = time.perf_counter() - began
         self.collected = came
-        self.show(rollout)
         if is_new:  # what was answered ahead has earlier weights
             self.sampler.check_gap(rollout.metrics["sampler/logp_gap"])
         return rollout
@@ -259,8 +258,9 @@ class RolloutMaker:
         )
 
     def complete(self, rollout: Rollout) -> None:
-        """Give a rollout whose trajectories are scored all that training needs."""
+        """Give a rollout whose trajectories are scored all that training needs, and show it."""
         self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
+        self.show(rollout)
 
     # ---------------------------------------------------------------- passes without gradient
 

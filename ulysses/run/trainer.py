@@ -49,6 +49,8 @@ class Trainer:
         description: further keys of every checkpoint's run.json: the configuration, the model's shape and the inputs.
         say: prints a line.
         watch: takes note of every phase, and knows whether this process was asked to stop.
+        log: rank 0's log of the metrics; None on the other ranks.
+        samples: is called with the step number before every evaluation.
 
     Attributes:
         step: how many steps are done.
@@ -67,6 +69,8 @@ class Trainer:
     description: dict[str, object] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
+    log: MetricsLog | None = None
+    samples: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
@@ -75,7 +79,7 @@ class Trainer:
         self.best: list[float] | None = None
         self.metrics: Metrics = {}
         self.stop_requested = self.save_due = False
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), -1
         # the batches of the coming step, if they have been read ahead
         self._read_ahead: StepBatches | None = None
         config = self.stage.config
@@ -91,50 +95,11 @@ class Trainer:
 
     # ---------------------------------------------------------------- the loop
 
-    def train(
-        self, log: MetricsLog | None = None, samples: Callable[[int], None] | None = None
-    ) -> None:
-        """Train to the last step or to a requested stop, and evaluate, save and log as configured.
-
-        An error gets a note with the step at which it happened.
-
-        Args:
-            log: rank 0's log of the metrics; None on the other ranks.
-            samples: is called with the step number before every evaluation.
-        """
-        run, first = self.run, self.step + 1
-        current = first
-        try:
-            while not self.finished and not self.stop_requested:
-                current = self.step + 1
-                values = self.train_step()
-                if current == first:
-                    self.say(self.watch.start_line())
-                    if measured := values.get("peak_memory_gib"):
-                        self.say(
-                            f"memory: predicted {self.predicted_gib:.1f} GiB, measured {measured:.1f} GiB"
-                        )
-                # by the time of the second step, because the first one takes longer
-                if current == 2 and (note := grace_note(values["seconds"])):
-                    self.say(note)
-                if self.finished or self._is_due(run.eval_every):
-                    if samples:
-                        self.watch.phase("samples")
-                        samples(self.step)
-                    values |= self.evaluate()
-                improved = self._keep_best(values)
-                if log is not None:
-                    log.report(self.step, values, self.finished or self._is_due(run.log_every))
-                    # all ranks stop after the coming step, with a checkpoint
-                    if log.failure is not None:
-                        self.watch.ask_to_stop()
-                is_due = self.save_due or self.stop_requested or self._is_due(run.save_every)
-                is_best = improved and (run.save_every or run.patience)
-                if is_due or is_best or (self.finished and run.save_last):
-                    self.save()
-        except BaseException as error:
-            error.add_note(f"step {current}")
-            raise
+    def train(self) -> None:
+        """Train to the last step or to a requested stop, as `advance` does."""
+        run, log = self.run, self.log
+        while not self.finished and not self.stop_requested:
+            self.advance()
         # only run.patience ends a run before its last step
         if self.best and self.finished and self.step < self.total_steps:
             self.say(
@@ -146,6 +111,43 @@ class Trainer:
             self.say(
                 f"stopped at step {self.step} {why}; checkpoint step-{self.step} continues with --run.resume auto"
             )
+
+    def advance(self) -> Metrics:
+        """Take one step, evaluate, save and log as configured, and return the metrics.
+
+        An error gets a note with the step at which it happened.
+        """
+        run, log, current, is_first = self.run, self.log, self.step + 1, not self.metrics
+        try:
+            values = self.train_step()
+            if is_first:
+                self.say(self.watch.start_line())
+                if measured := values.get("peak_memory_gib"):
+                    self.say(
+                        f"memory: predicted {self.predicted_gib:.1f} GiB, measured {measured:.1f} GiB"
+                    )
+            # by the time of the second step, because the first one takes longer
+            if current == 2 and (note := grace_note(values["seconds"])):
+                self.say(note)
+            if self.finished or self._is_due(run.eval_every):
+                if self.samples:
+                    self.watch.phase("samples")
+                    self.samples(self.step)
+                values |= self.evaluate()
+            improved = self._keep_best(values)
+            if log is not None:
+                log.report(self.step, values, self.finished or self._is_due(run.log_every))
+                # all ranks stop after the coming step, with a checkpoint
+                if log.failure is not None:
+                    self.watch.ask_to_stop()
+            is_due = self.save_due or self.stop_requested or self._is_due(run.save_every)
+            is_best = improved and (run.save_every or run.patience)
+            if is_due or is_best or (self.finished and run.save_last):
+                self.save()
+        except BaseException as error:
+            error.add_note(f"step {current}")
+            raise
+        return values
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -311,12 +313,14 @@ class Trainer:
     # ---------------------------------------------------------------- state
 
     def save(self) -> None:
-        """Write a checkpoint of this step into the run folder."""
+        """Write a checkpoint of this step into the run folder, unless that has been done."""
+        if self._saved_step == self.step:
+            return
         self.watch.phase("save")
         policies, folder = self.policies.state_dict(), Path(self.run.output) / "checkpoints"
         state = {"step": self.step, "best": self.best, "policies": policies, **self.description}
         save_checkpoint(folder, self.engine, state, self.stage.save, keep=self.run.keep)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), self.step
 
     def resume(self, checkpoint: Path) -> None:
         """Restore weights, optimizer, gradient policies, stage and position from a checkpoint."""
