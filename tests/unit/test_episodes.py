@@ -8,6 +8,7 @@ import time
 import urllib.request
 from contextlib import closing, suppress
 from threading import Timer
+from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
@@ -22,9 +23,9 @@ from ulysses.config.section import UserCodeError
 from ulysses.config.stage_sections import PpoSection
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.tokenizer import load_tokenizer
-from ulysses.rl import endpoint, episodes
-from ulysses.rl.episodes import EpisodeLoop, Episodes
-from ulysses.rl.model import EpisodeOverError, Model
+from ulysses.rl import episodes
+from ulysses.rl.episodes import EpisodeLoop
+from ulysses.rl.model import EpisodeOverError
 from ulysses.rl.sampler import Completion
 from ulysses.rl.tool_calls import split_calls
 
@@ -90,18 +91,18 @@ def run(
     global episode
     episode = function
     settings = PpoSection(rollout=f"{__name__}:episode", **{"max_new_tokens": 100, **ppo})
-    chat = ChatTemplate(tokenizer, template)
-    sizes = len(tokenizer), longest, settings.max_new_tokens
-
-    def model(ask, url, key):
-        return Model(ask, url, key, tokenizer, chat, *sizes)
-
+    shape = SimpleNamespace(vocab_size=len(tokenizer))
+    parts = SimpleNamespace(
+        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer, template),
+        weights=SimpleNamespace(shape=shape),
+        renew=lambda: None,
+    )
     numbered = {3 + n: (40 + n, row) for n, row in enumerate(rows)}
-    with closing(EpisodeLoop(settings)) as thread:
+    with closing(EpisodeLoop(settings, parts, longest)) as thread:
         for n in range(rollouts):
             sampler = Scripted(tokenizer, *texts, pause=pause)
-            made = Episodes(settings, model, longest, lambda: None, thread, numbered)
-            found = made.run(sampler, n)
+            found = thread.draw(numbered, sampler, n)
     return found, sampler
 
 
@@ -352,7 +353,7 @@ FAULTS = {
     "returned nan; return": wrong(float("nan")),
     "returned None; return a finite number": wrong(None),
     r"failed: .*5000 tokens leave no room .* \(test_episodes.py": asks_for_much,
-    "failed: ValueError: a prompt has tokens, and they are from 0 to": asks_nonsense,
+    "failed: ValueError: a prompt should have tokens, and they are from 0 to": asks_nonsense,
     "failed: .*message 1 has the role 'king'": chats_nonsense,
     "took longer than ppo.reward_timeout, 0.3 s, beside its calls": sleeps,
     "took longer than ppo.reward_timeout, 0.3 s": blocks,
@@ -519,18 +520,19 @@ def answered(url, key, length):
         return client.makefile().readline()
 
 
-@pytest.mark.parametrize("look_seconds", [endpoint.LOOK_SECONDS, PATIENCE])
-def test_an_answer_that_a_program_gave_up_on_is_not_trained(
-    tokenizer, capfd, monkeypatch, look_seconds
-):
-    """Whether that is seen before the answer comes or with it."""
-    monkeypatch.setattr(endpoint, "LOOK_SECONDS", look_seconds)
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_an_answer_that_a_program_gave_up_on_is_not_trained(tokenizer, capfd, seconds):
+    """Whether the event loop sees that before the answer comes or, after so many seconds, together with it."""
 
     async def retries(row, model):
         body = {"messages": [{"role": "user", "content": "a"}]}
         given = f"{model.base_url}/chat/completions", model.api_key, body
+        attempt = asyncio.ensure_future(asyncio.to_thread(posted, *given, timeout=0.1))
+        while not model.calls:
+            await asyncio.sleep(0.001)
+        time.sleep(seconds)
         with suppress(TimeoutError):
-            await asyncio.to_thread(posted, *given, timeout=0.1)
+            await attempt
         await asyncio.to_thread(posted, *given)
         return 1.0
 

@@ -13,9 +13,9 @@ from tests.harness import run_distributed
 from tests.sampling_server import SamplingServer
 from tests.unit.test_outside_sampler import PROMPTS, sampler
 from tests.weight_receiver import WeightReceiver
-from ulysses.config.stage_sections import PpoSection
+from ulysses.config.schema import Config
 from ulysses.rl import weight_push
-from ulysses.rl.samplers import check_sampler
+from ulysses.rl.samplers import check_sampling
 
 
 def alone(scenario, *args):
@@ -161,5 +161,6 @@ def a_server_that_ends_is_left_out_and_gets_weights_when_it_is_there_again(tmp_p
 
 def test_weights_travel_over_nccl_only_from_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    [error] = check_sampler(PpoSection(sampler=["vllm+http://host:1"], sampler_sync="nccl"))
+    ppo = {"sampler": ["vllm+http://host:1"], "sampler_sync": "nccl"}
+    [error] = check_sampling(Config(stage="ppo", ppo=ppo), 1)
     assert 'ppo.sampler_sync is "nccl" but this machine has no GPU' in error

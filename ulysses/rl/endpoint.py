@@ -10,10 +10,9 @@ the policy would be trained as if it had not.
 import asyncio
 import json
 import secrets
-import socket
 import sys
 import time
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -24,7 +23,6 @@ from ulysses.rl.model import EpisodeOverError, Model, Turn
 Json = dict[str, Any]
 PATH = "/v1/chat/completions"
 MOST_BYTES = 64 << 20  # of a request
-LOOK_SECONDS = 0.05  # between two looks whether the client still waits
 READ = {
     "model",
     "messages",
@@ -104,33 +102,21 @@ class Endpoint(ThreadingHTTPServer):
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
 
         async def chat() -> Turn:
-            turn = await model.chat(body["messages"], body.get("tools") or (), limit)
-            if _has_gone(request.connection):  # what nobody reads is not trained
-                model.turns.remove(turn)
-            return turn
+            # a client that gives up closes its connection, and an answer that nobody reads is not trained
+            self.loop.add_reader(request.connection, asyncio.current_task().cancel)
+            try:
+                return await model.chat(body["messages"], body.get("tools") or (), limit)
+            finally:
+                self.loop.remove_reader(request.connection)
 
-        call = asyncio.run_coroutine_threadsafe(chat(), self.loop)
-        while not wait([call], LOOK_SECONDS).done:
-            if _has_gone(request.connection):
-                call.cancel()
         try:
-            turn = call.result()
+            turn = asyncio.run_coroutine_threadsafe(chat(), self.loop).result()
         except EpisodeOverError as error:
             model.was_refused = True
             return _refused(400, str(error), "context_length_exceeded")
         except CancelledError:
             return _refused(410, "the episode has ended")
         return 200, _completion(turn, body.get("model"), bool(body.get("stream")))
-
-
-def _has_gone(client: socket.socket) -> bool:
-    """Return whether a client, which has sent its request, has closed the connection."""
-    try:
-        return not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def _completion(turn: Turn, model: object, stream: bool) -> Json:

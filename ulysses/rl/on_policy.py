@@ -24,8 +24,7 @@ from ulysses.rl.samplers import (
     AnySampler,
     answered,
     build_sampler,
-    check_budget,
-    check_sampler,
+    check_sampling,
     sample_together,
     unread_settings,
 )
@@ -53,7 +52,6 @@ class OnPolicyStage(DistillStage):
 
     def check(self) -> Iterator[str]:
         yield from super().check()
-        yield from check_sampler(self.config.ppo)
         if self.config.ppo.takes_rows:
             yield 'ppo.sampler is "rows" but the student samples (distill.on_policy); name servers, or leave it out'
         if self.table.nll_weight:
@@ -61,7 +59,7 @@ class OnPolicyStage(DistillStage):
                 f"distill.nll_weight is {self.table.nll_weight:g} but answers that the student samples "
                 "(distill.on_policy) are no examples to follow; set one of them to 0"
             )
-        yield from check_budget(self.config, self.requirements.longest_example)
+        yield from check_sampling(self.config, self.requirements.longest_example)
 
     @property
     def requirements(self) -> Requirements:

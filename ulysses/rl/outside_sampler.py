@@ -122,7 +122,7 @@ class OutsideSampler:
                 self.main,
                 self.ppo.sampler_timeout,
                 self._tell,
-                self._ask,
+                self._call,
             )
 
     @property
@@ -173,7 +173,7 @@ class OutsideSampler:
 
     def _mark(self, address: str) -> list[Json]:
         kind = address.partition("+")[0]
-        return [_at(self._ask(address, path), *keys) for path, *keys in MARKS[kind]]
+        return [_at(self._call(address, path), *keys) for path, *keys in MARKS[kind]]
 
     def _check_mark(self, address: str) -> None:
         """Raise LostError if a server was started again, or given weights by others, since it got these."""
@@ -186,7 +186,7 @@ class OutsideSampler:
                 )
 
     def _check_health(self, address: str) -> None:
-        self._call(address, "/health", get, LOOK_SECONDS)
+        self._call(address, "/health", seconds=LOOK_SECONDS)
 
     def _look(self, address: str, check: Callable[[str], None]) -> bool:
         """Return whether a server passes a check. Raises LostError if none is left."""
@@ -213,13 +213,13 @@ class OutsideSampler:
 
         Raises UserCodeError if it tells that it cannot do what it will be asked for.
         """
-        length = _at(self._ask(address, "/v1/models"), "data", 0, "max_model_len")
+        length = _at(self._call(address, "/v1/models"), "data", 0, "max_model_len")
         if isinstance(length, int) and length < self.longest:
             raise UserCodeError(
                 f"{address} has room for {length} tokens of a prompt with its answer, but "
                 f"ppo.max_episode_tokens, or data.max_length + ppo.max_new_tokens is {self.longest}; {MORE_ROOM}"
             )
-        info = self._ask(address, "/server_info?config_format=json")
+        info = self._call(address, "/server_info?config_format=json")
         model = _at(info, "vllm_config", "model_config")
         mode = _at(model, "logprobs_mode")
         if mode not in (None, "processed_logprobs") and self.options.temperature != 1:
@@ -335,13 +335,13 @@ class OutsideSampler:
             # without ignore_eos other tokens end answers, too; SGLang's ignore_eos ignores stop_token_ids as well
             body = {**settings, "prompt": prompt, "max_tokens": limit, "seed": seed}
             body |= {"ignore_eos": True, "logprobs": 1, "return_token_ids": True}
-            choice = self._post(address, "/v1/completions", body)["choices"][0]
+            choice = self._call(address, "/v1/completions", body)["choices"][0]
             tokens, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             reason = choice["finish_reason"]
         else:
             settings |= {"max_new_tokens": limit, "sampling_seed": seed}
             body = {"input_ids": prompt, "sampling_params": settings, "return_logprob": True}
-            meta = self._post(address, "/generate", body)["meta_info"]
+            meta = self._call(address, "/generate", body)["meta_info"]
             rows = meta["output_token_logprobs"]
             tokens, logps = [row[1] for row in rows], [row[0] for row in rows]
             reason = meta["finish_reason"]["type"]
@@ -368,28 +368,32 @@ class OutsideSampler:
             return f"{len(tokens)} of {limit} tokens and no end, as if it had no room for more; {MORE_ROOM}"
         return ""
 
-    def _post(self, address: str, path: str, body: Json, attempts: int = 3) -> Json:
-        return self._call(address, path, post, body, self.ppo.sampler_timeout, attempts)
-
     def _tell(self, address: str, path: str, body: Json) -> None:
         # one attempt: a server that has failed to take weights may hold a part of them
-        answer = self._post(address, path, body, attempts=1)
+        answer = self._call(address, path, body, attempts=1)
         if isinstance(answer, dict) and answer.get("success", True) is not True:
             raise UserCodeError(
                 f"{address}{path} did not take the new weights: {str(answer)[:200]}"
             )
 
-    def _ask(self, address: str, path: str) -> Json:
-        return self._call(address, path, get, INFO_SECONDS)
-
-    def _call(self, address: str, path: str, call: Callable[..., Json], *more: object) -> Json:
-        """Return what `post` or `get` returns for a path of a server, with more arguments.
+    def _call(
+        self,
+        address: str,
+        path: str,
+        body: Json = None,
+        *,
+        seconds: float = INFO_SECONDS,
+        attempts: int = 3,
+    ) -> Json:
+        """Return a server's answer to a POST of the body or, without one, to a GET in so many seconds.
 
         Raises UserCodeError if it fails, LostError if the server takes no requests.
         """
         host = address.partition("+")[2].rstrip("/")
         try:
-            return call(host + path, *more)
+            if body is None:
+                return get(host + path, seconds)
+            return post(host + path, body, self.ppo.sampler_timeout, attempts)
         except (OSError, ValueError) as error:
             is_lost = isinstance(error, RefusedError) or not is_up(
                 f"{host}/health", INFO_SECONDS

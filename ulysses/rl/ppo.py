@@ -11,7 +11,6 @@ The loader makes the rollouts (ulysses.rl.rollout); the losses read their column
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Self
@@ -30,7 +29,7 @@ from ulysses.rl.advantages import ADVANTAGES, OPPOSED
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import SCORES, RolloutMaker, RolloutSteps, answer_metrics
 from ulysses.rl.rollout_dataset import Rollout
-from ulysses.rl.samplers import build_sampler, check_budget, check_sampler, unread_settings
+from ulysses.rl.samplers import build_sampler, check_sampling, unread_settings
 from ulysses.rl.trajectory import Trajectory, episodes_of
 from ulysses.stages.base import (
     AuxiliaryModel,
@@ -122,7 +121,7 @@ class PpoStage(ReferencedStage):
                 f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise "
                 f"batch.examples"
             )
-        yield from check_budget(self.config, longest)
+        yield from check_sampling(self.config, longest)
         if 0 < room <= self.config.data.max_length:
             yield (
                 f"ppo.max_episode_tokens is {room} but data.max_length (of a prompt) is {self.config.data.max_length}; "
@@ -142,7 +141,6 @@ class PpoStage(ReferencedStage):
                 "ppo.rollouts_ahead trains on answers of earlier weights; set ppo.importance_cap (commonly 2), or "
                 "ppo.rollouts_ahead = 0"
             )
-        yield from check_sampler(ppo)
         if ppo.kl_coefficient:
             yield from super().check()
 
@@ -221,20 +219,10 @@ class PpoStage(ReferencedStage):
         sampler = build_sampler(self.config, parts, longest=longest)
         episodes = None
         if ppo.rollout:
-            from ulysses.rl.episodes import EpisodeLoop, Episodes
-            from ulysses.rl.model import Model
+            from ulysses.rl.episodes import EpisodeLoop
 
-            model = partial(
-                Model,
-                tokenizer=parts.tokenizer,
-                template=parts.template,
-                vocabulary=parts.weights.shape.vocab_size,
-                longest=longest,
-                max_new_tokens=ppo.max_new_tokens,
-            )
-            thread = EpisodeLoop(ppo)
-            parts.resources.callback(thread.close)
-            episodes = partial(Episodes, ppo, model, longest, parts.renew, thread)
+            episodes = EpisodeLoop(ppo, parts, longest)
+            parts.resources.callback(episodes.close)
         stage = super().build(parts)
         maker = RolloutMaker(
             engine=parts.engine,
@@ -342,7 +330,10 @@ class PpoStage(ReferencedStage):
             answers: list[list[Trajectory]] = []
             for k in range(loader.steps_per_epoch):
                 prompts = loader.indices(0, k)
-                made = self.maker.answer(next(numbers), loader.dataset, prompts)
+                self.maker.phase("sampling")
+                number = next(numbers)
+                local = self.maker.draw(number, loader.dataset, prompts)
+                made = self.maker.scored(number, loader.dataset, local)
                 answers += episodes_of(made.trajectories)
             all_answers += answers
             if name:

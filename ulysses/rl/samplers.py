@@ -51,18 +51,14 @@ def unread_settings(ppo: PpoSection) -> dict[str, tuple[str, ...]]:
     }
 
 
-def check_sampler(ppo: PpoSection) -> Iterator[str]:
-    """Yield the errors in the settings of who samples."""
+def check_sampling(config: Config, longest: int) -> Iterator[str]:
+    """Yield the errors in the settings of sampling; the longest prompt with its answer has so many tokens."""
+    ppo, budget = config.ppo, config.batch.tokens_per_microbatch
     if ppo.sampler and ppo.sampler_sync == "nccl" and not torch.cuda.is_available():
         yield 'ppo.sampler_sync is "nccl" but this machine has no GPU of NVIDIA; use "disk"'
-
-
-def check_budget(config: Config, longest: int) -> Iterator[str]:
-    """Yield an error if the longest prompt with its answer, of so many tokens, does not fit into a micro-batch."""
-    budget = config.batch.tokens_per_microbatch
     if budget != "auto" and budget < longest:
         parts = "data.max_length (prompts) + ppo.max_new_tokens"
-        parts = "ppo.max_episode_tokens" if config.ppo.max_episode_tokens else parts
+        parts = "ppo.max_episode_tokens" if ppo.max_episode_tokens else parts
         yield (
             f"batch.tokens_per_microbatch is {budget} but {parts} is {longest}; raise it to at least {longest}, or "
             "lower one of them"
@@ -87,25 +83,23 @@ def sample_together(
     mine = [*prompts][mesh.rank :: mesh.world_size]
     drawn = gather(sampler.sample({n: torch.tensor(prompts[n]) for n in mine}, number))
     found = dict(sorted(chain(*(each.items() for each in drawn))))
-    rows = [(answered(prompts[n], answer), answer.logps) for n, answer in found.items()]
-    rows = [row for row in rows if len(row[0].tokens) <= tokens_per_microbatch]
+    rows = {n: answered(prompts[n], answer) for n, answer in found.items()}
+    rows = {n: row for n, row in rows.items() if len(row.tokens) <= tokens_per_microbatch}
     if sampler.wants_gap and rows:
-        sizes = [len(row.tokens) for row, _ in rows]
+        compared = [*rows.values()]
         with engine.inference():
             ours = token_values(
                 lambda batch: engine(batch, temperature=sampler.options.temperature).logps,
-                sizes,
-                lambda i: [rows[i][0]],
+                [len(row.tokens) for row in compared],
+                lambda i: [compared[i]],
                 mesh,
                 engine.device,
                 tokens_per_microbatch,
             )
-        # row i predicts token i + 1
-        gaps = [
-            row[-len(theirs) - 1 : -1] - torch.tensor(theirs)
-            for row, (_, theirs) in zip(ours.split(sizes), rows, strict=True)
-        ]
-        sampler.check_gap(torch.cat(gaps).abs().mean().item())
+        # row i predicts token i + 1, and the first token of a prompt is not drawn
+        drawn = np.roll(np.concatenate([row.loss_weights for row in compared]), -1)
+        theirs = torch.tensor([logp for n in rows for logp in found[n].logps])
+        sampler.check_gap((ours[drawn > 0] - theirs).abs().mean().item())
     return found
 
 

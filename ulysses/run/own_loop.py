@@ -17,6 +17,7 @@ from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rows import trajectories_of, unfit_advantages
 from ulysses.rl.sampler import Completion
 from ulysses.rl.samplers import sample_together
+from ulysses.rl.trajectory import check_prompt
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Metrics
 
@@ -30,10 +31,7 @@ def sample(trainer: Trainer, prompts: Sequence[Sequence[int]]) -> list[Completio
     vocabulary = trainer.engine.module.config.vocab_size
     prompts = [[*each] for each in gather(prompts)[0]]
     for n, prompt in enumerate(prompts):
-        if not prompt or not all(0 <= token < vocabulary for token in prompt):
-            raise ValueError(
-                f"prompt {n} should have tokens, and they are from 0 to {vocabulary - 1}"
-            )
+        check_prompt(prompt, vocabulary, f"prompt {n}")
     if not prompts:
         return []
     finish_rollout(trainer)
