@@ -125,11 +125,15 @@ class RolloutMaker:
         indices: list[int],
         following: list[int] | None = None,
     ) -> Rollout:
-        """Answer the prompts `indices` and turn scores into advantages.
+        """Answer the prompts `indices`, or take their rows, and turn scores into advantages.
 
         Args:
             following: the prompts of the next rollout. Servers begin to answer them, with the weights of now.
         """
+        if self.ppo.takes_rows:
+            rows: Any = dataset  # rows.py
+            found = rows.trajectories(indices, self.sampler.options.stop_tokens)
+            return self.made_of(number, found)
         began, K = time.perf_counter(), self.ppo.answers_per_prompt
         self.phase("sampling")
         is_new = self.ahead is None
@@ -168,10 +172,6 @@ class RolloutMaker:
         With servers it calls no collective, so that a thread may do it.
         """
         local_groups = range(self.mesh.rank, len(indices), self.mesh.world_size)
-        if self.ppo.takes_rows:
-            groups: Any = dataset  # rows.py
-            given = groups.trajectories(indices, self.sampler.options.stop_tokens)
-            return [one for one in given if one.group in local_groups]
         rows = {g * each + k: indices[g] for g in local_groups for k in range(each)}
         if self.episodes is not None:
             given = {n: (row, dataset.row(row)) for n, row in rows.items()}
@@ -224,8 +224,6 @@ class RolloutMaker:
         factors = {**self.ppo.reward, self.ppo.rollout: 1.0}
         for branches in episodes_of(trajectories):
             scores = branches[-1].scores
-            if not scores:  # what was drawn elsewhere has its score
-                continue
             score = sum(factors[name] * x for name, x in scores.items())
             if not abs(score) <= LARGEST:
                 raise FloatingPointError(
@@ -234,6 +232,13 @@ class RolloutMaker:
                 )
             for one in branches:
                 one.score, one.scores = score, scores
+        return rollout
+
+    def made_of(self, number: int, trajectories: list[Trajectory]) -> Rollout:
+        """Make a rollout of trajectories that were drawn and scored elsewhere, all of which every rank has."""
+        self.phase("rollout")
+        rollout = self.laid_out(number, trajectories)
+        self.complete(rollout)
         return rollout
 
     def laid_out(self, number: int, trajectories: list[Trajectory]) -> Rollout:

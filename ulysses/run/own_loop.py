@@ -84,9 +84,7 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
     found = trajectories_of(groups.values(), maker.sampler.options.stop_tokens)
     check_fits(max(len(one.whole) for one in found), maker.tokens_per_microbatch)
     finish_rollout(trainer)
-    maker.phase("rollout")
-    maker.rollout = maker.laid_out(trainer.step // per_rollout, found)
-    maker.complete(maker.rollout)
+    maker.rollout = maker.made_of(trainer.step // per_rollout, found)
     metrics = take_steps(trainer, per_rollout)
     trainer.watch.pause()
     return metrics
