@@ -99,9 +99,8 @@ def _sentences(error: ValidationError, keys: dict[str, FieldInfo]) -> list[str]:
             names = flat({key: problem["input"]})
             unknown += [explain_unknown(name, list(keys)) for name in names]
             continue
-        if (
-            problem["type"] == "string_pattern_mismatch"
-        ):  # the description says it without the pattern
+        # the description says the forms without a pattern
+        if problem["type"] == "string_pattern_mismatch":
             message = "this is of none of these forms"
         if problem["type"] == "missing":  # a setting, or an entry of a list
             given = "missing" if key in keys else f"{given}, too short"
@@ -326,10 +325,11 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
             f"run.patience is {run.patience} evaluations but only the end of the run is evaluated; set "
             "run.eval_every"
         )
-    # with rows nothing is evaluated, and the stage says so
-    has_eval = data.eval or data.eval_fraction or config.ppo.takes_rows
     for key in ("eval_every", "samples"):
-        if (value := getattr(run, key)) and not has_eval:
+        # with rows nothing is evaluated, and the stage says so
+        if (value := getattr(run, key)) and not (
+            data.eval or data.eval_fraction or config.ppo.takes_rows
+        ):
             yield (
                 f"run.{key} is {value} but there is nothing to evaluate; set data.eval or data.eval_fraction, or "
                 f"run.{key} = 0"

@@ -45,7 +45,8 @@ RELOAD: Mapping[str, dict[str, Json]] = {
     },
     "sglang": {"/update_weights_from_disk": {"model_path": "FOLDER"}},
 }
-# What a server tells that other weights or another start of it change: paths, and the keys in their JSON.
+# What a server tells of itself that changes with its weights, or when it is started again: paths, and the keys in their
+# JSON.
 MARKS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "vllm": (
         ("/weight_info", "weight_version"),
@@ -86,8 +87,7 @@ class OutsideSampler:
     Attributes:
         push: gives the servers the weights (WeightPush), unless they read them from the folder.
         lost: the servers that take no requests, until the next call of `synchronise`, with what is wrong.
-        marks: what the servers told when they had got the weights.
-        synchronised: whether the servers have had weights of this run.
+        marks: what the servers told when they had got the weights; empty before the first ones.
         compared: whether `check_gap` has seen a rollout since the last server came.
         is_current: whether the servers got the trainer's weights in the last call of `synchronise`.
         closed: whether nobody wants the completions any more.
@@ -107,7 +107,6 @@ class OutsideSampler:
     push: Any = None
     lost: dict[str, LostError] = field(default_factory=dict)
     marks: dict[str, list[Json]] = field(default_factory=dict)
-    synchronised: bool = False
     compared: bool = False
     is_current: bool = False
     closed: bool = False
@@ -136,10 +135,10 @@ class OutsideSampler:
         The first call also asks the servers what they are. Raises UserCodeError if one does not fit or does not take
         them, or if none is left.
         """
-        self.is_current = not (self.synchronised and rollout % self.ppo.sampler_sync_every)
+        self.is_current = not (self.marks and rollout % self.ppo.sampler_sync_every)
         # one that ends between two synchronisations has lost its weights, even if it is there again for the next one
         for address in self.ppo.sampler if self.is_current else self.serving:
-            if not self.synchronised:
+            if not self.marks:
                 self.float32 &= self._check_server(address)
             elif not self.is_current:
                 self._look(address, self._check_mark)
@@ -147,7 +146,6 @@ class OutsideSampler:
                 self._check_server(address)
                 self.compared = False
                 self.say(f"{address} is there again")
-        self.synchronised = True
         if self.is_current and self.push:
             self.push(self.serving)
         elif self.is_current:
@@ -172,13 +170,15 @@ class OutsideSampler:
             self._tell(address, path, json.loads(text))
 
     def _mark(self, address: str) -> list[Json]:
+        """Return what a server tells now of that, None for what it does not."""
         kind = address.partition("+")[0]
         return [_at(self._call(address, path), *keys) for path, *keys in MARKS[kind]]
 
     def _check_mark(self, address: str) -> None:
         """Raise LostError if a server was started again, or given weights by others, since it got these."""
-        given = self.marks.get(address, [])
-        for old, new in zip(given, self._mark(address) if given else ()):
+        if address not in self.marks:
+            return
+        for old, new in zip(self.marks[address], self._mark(address), strict=True):
             if None not in (old, new) and old != new:
                 raise LostError(
                     f"{address} holds other weights than it was given ({new!r:.100} in place of {old!r:.100}): it was "

@@ -134,7 +134,11 @@ class Trainer:
                     self.watch.phase("samples")
                     self.samples(self.step)
                 values |= self.evaluate()
-            improved = self._keep_best(values)
+            loss = values.get("eval/loss", math.nan)
+            # a loss that is not finite is no improvement
+            improved = -math.inf < loss < (self.best[1] if self.best else math.inf)
+            if improved:
+                self.best = [self.step, loss]
             if log is not None:
                 log.report(self.step, values, self.finished or self._is_due(run.log_every))
                 # all ranks stop after the coming step, with a checkpoint
@@ -151,15 +155,6 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    def _keep_best(self, values: Metrics) -> bool:
-        """Remember the step if its eval/loss is the lowest so far, and return whether it is."""
-        loss = values.get("eval/loss", math.nan)
-        # a loss that is not finite is no improvement
-        improved = -math.inf < loss < (self.best[1] if self.best else math.inf)
-        if improved:
-            self.best = [self.step, loss]
-        return improved
 
     @property
     def finished(self) -> bool:

@@ -25,8 +25,6 @@ from ulysses.check.run_folder import digests_of_inputs, hold_output, restarts
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
-from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import replace_file
 from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import ParallelMesh
@@ -210,13 +208,14 @@ class TrainingRun:
         is_gpu = plan.question.machine.is_gpu
         if plan.graphs:  # CUDA graphs take whole sequences
             train_data = train_data.apart
-        loader = self._loader(train_data)
+        sizes = plan.tokens_per_microbatch, self.mesh.data_parallel_size, self.mesh.dp_rank
+        loader = step_loader(inputs, train_data, *sizes)
         for line in remarks(inputs, loader):
             self.say(line)
         return Trainer(
             stage=stage,
             loader=stage.loader(loader),
-            eval_loader=eval_data and self._loader(eval_data, evaluation=True),
+            eval_loader=eval_data and step_loader(inputs, eval_data, *sizes, evaluation=True),
             total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
             flops=partial(model_flops, plan.question.model),
@@ -244,17 +243,6 @@ class TrainingRun:
             replace_file(config.output / "config.json", config.model_dump_json(indent=2))
             save_tokenizer(inputs, config.output / "tokenizer")
         dist.barrier()
-
-    def _loader(self, dataset: TokenizedDataset, *, evaluation: bool = False) -> StepLoader:
-        """Return the loader of this data-parallel group; an evaluation takes every example once, in order."""
-        return step_loader(
-            self.inputs,
-            dataset,
-            self.plan.tokens_per_microbatch,
-            self.mesh.data_parallel_size,
-            self.mesh.dp_rank,
-            evaluation=evaluation,
-        )
 
     def _frozen_engine(self, model: AuxiliaryModel) -> ZeroEngine:
         """Build the engine of a frozen model, or return the trained one if that serves as it."""

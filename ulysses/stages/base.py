@@ -9,7 +9,7 @@ every step         read, before_step, normalisers, losses, finalise_metrics, aft
 now and then       evaluate; save and load, of a stage with a state of its own
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -231,6 +231,8 @@ class Stage:
     trained_type: ClassVar[str] = ""  # of the training data alone, if it differs
     # makes of training data the groups that steps take, if these are not its examples
     grouped: ClassVar[Callable[[TokenizedDataset], TokenizedDataset] | None] = None
+    # settings that the stage does not read in its mode, by the beginnings of their names, under the reason
+    unread: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     reward: ClassVar[bool] = False  # whether a RewardModel is trained
     sequences_per_example: ClassVar[int] = 1  # all of them lie in the same micro-batch
 
@@ -244,11 +246,6 @@ class Stage:
     def table(self) -> Section:
         """The stage's own table of the configuration."""
         return getattr(self.config, self.name)
-
-    @property
-    def unread(self) -> dict[str, tuple[str, ...]]:
-        """Settings that this run does not read, by the beginnings of their names, under the reason."""
-        return {}
 
     def check(self) -> Iterator[str]:
         """Yield the errors that follow from the configuration alone."""
