@@ -136,7 +136,7 @@ def check_parts(config: Config, shape: ModelConfig | None = None) -> Iterator[st
         ("run.samples", config.run.samples, "ulysses.run.samples"),
         ("ppo.rollout", ppo.rollout, "ulysses.rl.episodes"),
         ("ppo.sampler_sync", ppo.sampler_sync != "disk", "ulysses.rl.weight_push"),
-        ('ppo.sampler "rows"', ppo.takes_rows, "ulysses.rl.rows"),
+        ('ppo.sampler "rows"', "rows" in ppo.sampler, "ulysses.rl.rows"),
         *(
             (f'run.trackers "{name}"', True, f"ulysses.run.trackers.{name}")
             for name in config.run.trackers
