@@ -24,7 +24,7 @@ def alone(scenario, *args):
 
 
 def in_rank(scenario, *args):
-    servers.PAUSE, outside.LOOK_SECONDS, weight_push.PART_BYTES = 0.01, 0.2, 8
+    servers.PAUSE, outside.LOOK_SECONDS, weight_push.PART_BYTES = 0.01, 1.0, 8
     two = [SamplingServer(), SamplingServer()]
     for server in two:
         server.receiver = WeightReceiver()
