@@ -237,8 +237,9 @@ class RolloutMaker:
     def made_of(self, number: int, trajectories: list[Trajectory]) -> Rollout:
         """Make a rollout of trajectories that were drawn and scored elsewhere, all of which every rank has."""
         self.phase("rollout")
-        rollout = self.laid_out(number, trajectories)
+        began, rollout = time.perf_counter(), self.laid_out(number, trajectories)
         self.complete(rollout)
+        rollout.metrics["time/rollout"] = time.perf_counter() - began
         return rollout
 
     def laid_out(self, number: int, trajectories: list[Trajectory]) -> Rollout:
