@@ -322,17 +322,12 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
                 f"run.{key} is {value} but there is nothing to evaluate; set data.eval or data.eval_fraction, or "
                 f"run.{key} = 0"
             )
-    if data.turns == "separate" and data.train_on != "assistant":
-        yield (
-            f'data.turns is "separate" but data.train_on is {data.train_on!r}, which trains each conversation as '
-            'one sequence; set data.train_on = "assistant"'
-        )
     if not stage:
         return
     if run.samples and stage.dataset_type in ("text", "ranked"):
         yield f"run.samples is {run.samples} but stage {config.stage!r} answers no prompts; set it to 0"
     if stage.dataset_type != "sequence":
-        trained, refused = "the last answer only", {"turns", "train_on"}
+        trained, refused = "the last answer only", {"train_on"}
         if stage.dataset_type == "text":
             trained, refused = (
                 "every token, longer documents in pieces",

@@ -159,9 +159,6 @@ class DataSection(Section):
     and of a row come first."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Which tokens of a conversation are trained: every assistant turn, everything, or the last turn only."""
-    turns: Literal["auto", "together", "separate"] = "auto"
-    """Whether the turns of a conversation are trained as one sequence, or each after the history that the template
-    writes at that point; "auto" separates them where the template rewrites earlier turns."""
     bad_rows: Literal["error", "drop"] = "error"
     """Whether a row that breaks its format stops the run, or is left out and counted."""
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
