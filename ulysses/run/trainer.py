@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ulysses.check.run_folder import read_run_state
 from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import StepContext
-from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.random_keys import seed_of
 from ulysses.plan.hardware import device_peaks
 from ulysses.run.checkpoint import check_share, save_checkpoint
@@ -128,7 +126,11 @@ class Trainer:
             # by the time of the second step, because the first one takes longer
             if current == 2 and (note := grace_note(values["seconds"])):
                 self.say(note)
-            if self.eval_loader and (self.finished or self._is_due(run.eval_every)):
+            evaluates, logs, saves = (
+                every > 0 and current % every == 0
+                for every in (run.eval_every, run.log_every, run.save_every)
+            )
+            if self.eval_loader and (self.finished or evaluates):
                 if self.samples:
                     self.watch.phase("samples")
                     self.samples(self.step)
@@ -139,11 +141,11 @@ class Trainer:
             if improved:
                 self.best = [self.step, loss]
             if log is not None:
-                log.report(self.step, values, self.finished or self._is_due(run.log_every))
+                log.report(self.step, values, self.finished or logs)
                 # all ranks stop after the coming step, with a checkpoint
                 if log.failure is not None:
                     self.watch.ask_to_stop()
-            is_due = self.save_due or self.stop_requested or self._is_due(run.save_every)
+            is_due = self.save_due or self.stop_requested or saves
             is_best = improved and (run.save_every or run.patience)
             if is_due or is_best or (self.finished and run.save_last):
                 self.save()
@@ -151,9 +153,6 @@ class Trainer:
             error.add_note(f"step {current}")
             raise
         return values
-
-    def _is_due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
 
     @property
     def finished(self) -> bool:
@@ -175,7 +174,14 @@ class Trainer:
         self.watch.phase("data", step + 1)
         batches = self._read_ahead or self.stage.read(self.loader, step)
         inputs_of_loss = self.stage.before_step(batches)
-        normalisers = self._normalisers(batches.trained)
+        sums = MetricSums(self.engine.device)
+        for batch in batches.trained:
+            for name, value in self.stage.normalisers(batch).items():
+                sums.add(name, value)
+        totals = sums.totals()  # over all micro-batches and ranks. One collective
+        # in a step with nothing to train on, loss and gradient become zero instead of 0 / 0
+        totals = totals.masked_fill(totals == 0, 1).float()
+        normalisers = dict(zip(sums.sums, totals, strict=True))
         metrics = MetricSums(self.engine.device)
         if self.routers:
             self.routers.begin(batches.trained)
@@ -219,16 +225,6 @@ class Trainer:
                 self.say(note)
         self.metrics = values
         return values
-
-    def _normalisers(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
-        """Sum the stage's normalisers over all micro-batches and ranks, before the first backward. One collective."""
-        sums = MetricSums(self.engine.device)
-        for batch in batches:
-            for name, value in self.stage.normalisers(batch).items():
-                sums.add(name, value)
-        totals = sums.totals()
-        # in a step with nothing to train on, loss and gradient become zero instead of 0 / 0
-        return dict(zip(sums.sums, totals.masked_fill(totals == 0, 1).float(), strict=True))
 
     def _reduce(self, metrics: MetricSums) -> Metrics:
         """Return the step's metrics over all ranks. One collective, and the host waits for it.
