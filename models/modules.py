@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.ops.gated_mlp import ActivateNode, GatedMLP
-from models.ops.linear import Matrix, Products, linear
-from models.ops.norm import NormNode, NormRule
+from models.ops.gated_mlp import Activation, GatedMLP
+from models.ops.linear import Matrix, Products, linear, recorded
+from models.ops.norm import NormOperation, NormRule
 
 
 class Float32Parameter(nn.Parameter):
@@ -62,7 +62,7 @@ class RMSNorm(Uninitialised, nn.RMSNorm):
         self.rule = rule
 
     def forward(self, x: Tensor) -> Tensor:
-        return NormNode.apply(x, self.weight, self.rule)
+        return recorded(NormOperation(self.weight, self.rule), x)[0]
 
 
 class NoNorm(nn.Identity):
@@ -98,10 +98,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = linear(x, self.gate_proj.operands(), self.up_proj.operands())
-        return self.down_proj(ActivateNode.apply(gate, up, self.activation))
+        return self.down_proj(*recorded(Activation(self.activation), gate, up))
 
-    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> GatedMLP:
-        """Return the operation that computes this module with the norms before and after it, times the factor."""
+    def fused(self) -> GatedMLP:
+        """Return what computes this module in a layer's second half."""
         gate_up = Products(self.gate_proj.operands(), self.up_proj.operands())
-        down = Products(self.down_proj.operands())
-        return GatedMLP(norm.weight, gate_up, down, after.weight, rule, self.activation, factor)
+        return GatedMLP(gate_up, Products(self.down_proj.operands()), self.activation)

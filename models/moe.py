@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.modules import MLP, NO_NORM, Linear, Norm
+from models.modules import MLP, Linear
 from models.ops.experts import ExpertStacks, SparseMLP, Stack, is_grouped
 from models.ops.linear import Adapter
-from models.ops.norm import NormRule
 from ulysses.memory.tiling import EXPERT_TILES
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.ranges import count_rows
@@ -216,26 +215,19 @@ class MoE(nn.Module):
         )
         return is_grouped(matrices, matrices.mT.contiguous())
 
-    def fused(self, norm: Norm, after: Norm, rule: NormRule, factor: float) -> SparseMLP:
-        """Return the operation that computes the norm and this module.
-
-        No family with experts has a norm after them, or a factor.
-        """
-        assert after is NO_NORM and factor == 1
+    def fused(self) -> SparseMLP:
+        """Return what computes this module in a layer's second half."""
         router = self.router_module
         shared: tuple = ()
         if self.shared_expert is not None:
             parts = self.shared_expert, self.shared_expert_gate
             shared = self.shared, [p for m in parts for p in m.parameters() if p.requires_grad]
         return SparseMLP(
-            norm.weight,
-            router.weight,
+            [*router.parameters()],
             self.experts.stacks,
-            rule,
             router.top_k,
             router.normalise,
             self.record,
             self.layer_number,
-            router.bias,
             *shared,
         )

@@ -11,15 +11,15 @@ from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from losses.logprobs import HeadOptions
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.decoder import CausalLM, HeadedDecoder, placed
+from models.ops.linear import GradientSums, Saved, recorded
 from ulysses.memory.tiling import tiles
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.layout import Context
+from ulysses.parallel.layout import Tensors
 
 SCORE_ROWS = 8192
 
@@ -32,31 +32,34 @@ class ScoreHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _Score.apply(hidden, self.weight)
+        return recorded(_Score(self.weight), hidden)[0]
 
 
-class _Score(torch.autograd.Function):
+class _Score(NamedTuple):
     """Multiply by the score vector in float32, a tile of rows at a time, so that no float32 copy of all rows exists."""
 
-    @staticmethod
-    def forward(ctx: Context, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        vector = at_least_float32(weight[0])
-        values = vector.new_empty(hidden.shape[0])
-        for part in tiles(hidden.shape[0], SCORE_ROWS):
-            values[part] = hidden[part].to(vector.dtype) @ vector
-        return values
+    weight: nn.Parameter
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, weight = ctx.saved_tensors
-        vector = weight[0].to(grad.dtype)
-        grad_hidden, grad_vector = torch.empty_like(hidden), torch.zeros_like(vector)
-        for part in tiles(hidden.shape[0], SCORE_ROWS):
-            grad_hidden[part] = torch.outer(grad[part], vector)
-            grad_vector += grad[part] @ hidden[part].to(grad.dtype)
-        return grad_hidden, grad_vector[None].to(weight.dtype)
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [self.weight] if self.weight.requires_grad else []
+
+    def run(self, hidden: Tensor) -> tuple[Tensors, Saved]:
+        vector = at_least_float32(self.weight[0])
+        values = vector.new_empty(len(hidden))
+        for part in tiles(len(hidden), SCORE_ROWS):
+            values[part] = hidden[part].to(vector.dtype) @ vector
+        return [values], [hidden]
+
+    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
+        (hidden,), (grad,) = saved, grads
+        vector = self.weight[0].to(grad.dtype)
+        to_hidden, to_vector = torch.empty_like(hidden), torch.zeros_like(vector)
+        for part in tiles(len(hidden), SCORE_ROWS):
+            to_hidden[part] = torch.outer(grad[part], vector)
+            to_vector += grad[part] @ hidden[part].to(grad.dtype)
+        sums.add(self.weight, to_vector[None])
+        return [to_hidden]
 
 
 class PolicyValueOutput(NamedTuple):

@@ -8,8 +8,8 @@ the same rows. For backward an adapter keeps the narrow result of its a alone, [
 Shapes: S local tokens, D width, N rows of a matrix, r an adapter's rank.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32, has_wide_products, wide_product
-from ulysses.parallel.layout import Context
+from ulysses.parallel.layout import Context, Tensors
 
 
 class Adapter(NamedTuple):
@@ -94,6 +94,47 @@ class GradientSums:
         for tensors, total in self._sums.items():
             grads |= zip(tensors, total.split([len(t) for t in tensors]))
         return [grads[t].to(t.dtype) for t in trained]
+
+
+Saved = Sequence[Any]  # what a forward keeps, so that backward does not compute it again
+
+
+class Operation(Protocol):
+    """A computation with its backward; `recorded` makes one node of the graph of it."""
+
+    @property
+    def trained(self) -> Tensors:
+        """The tensors that are trained, as modules list them."""
+
+    @property
+    def run(self) -> Callable[..., tuple[Tensors, Saved]]:
+        """Return the results of the inputs, and what `run_back` needs; without a graph."""
+
+    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
+        """Return the gradients of the inputs from those of the results, and add those of what is trained to `sums`."""
+
+
+def recorded(operation: Operation, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return the results of an operation, with a graph."""
+    return _Node.apply(operation, len(inputs), *inputs, *operation.trained)
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context[Operation], operation: Operation, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        results, saved = operation.run(*tensors[:count])
+        ctx.save_for_backward(*saved)
+        ctx.rest = operation
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context[Operation], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        operation, sums = ctx.rest, GradientSums(whole=True)
+        to_inputs = operation.run_back(ctx.saved_tensors, grads, sums)
+        return None, None, *to_inputs, *sums.of(operation.trained)
 
 
 class Products:
@@ -186,6 +227,17 @@ class Products:
                 _add_product_of_rows(sums, m, m.adapter.b, part, next(narrow))
         sums.add_product([x.a for x in self.adapters], self.narrow_grads, self._dropped(x))
 
+    def run(self, x: Tensor) -> tuple[Tensors, Saved]:
+        results = self.forward(x)
+        return results, (x if self.trained else None, *self.saved)
+
+    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
+        grad = grads[0] if len(grads) == 1 else torch.cat([*grads], 1)
+        to_x = self.back(grad)
+        if self.trained:
+            self.gradients(grad, saved[0], sums)
+        return [to_x]
+
     def _dense(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the matrices; several quantised ones are dequantised to neighbours in memory."""
         first, *others = self.matrices
@@ -270,28 +322,4 @@ def products_backward(
 
 def linear(x: Tensor, *matrices: Matrix) -> tuple[Tensor, ...]:
     """Return the products [S, N] of rows x [S, D] with these matrices; the graph keeps no view of them."""
-    operation = Products(*matrices)
-    return LinearNode.apply(x, operation, *operation.trained)
-
-
-class LinearNode(torch.autograd.Function):
-    """Do `linear`; keeps the rows if anything is trained."""
-
-    @staticmethod
-    def forward(
-        ctx: Context[Products], x: Tensor, operation: Products, *trained: Tensor
-    ) -> tuple[Tensor, ...]:
-        results = operation.forward(x)
-        ctx.save_for_backward(x if trained else None, *operation.saved)
-        ctx.rest = operation
-        return tuple(results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context[Products], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, *_), operation, sums = ctx.saved_tensors, ctx.rest, GradientSums(whole=True)
-        grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1)
-        to_x = operation.back(grad)
-        if operation.trained:
-            operation.gradients(grad, x, sums)
-        return to_x, None, *sums.of(operation.trained)
+    return recorded(Products(*matrices), x)

@@ -7,17 +7,18 @@ nodes, here and in the files beside this one, record a graph; their `apply` take
 Shapes: S local tokens, D width, H heads.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from losses.precision import at_least_float32
 from models.ops import passes_triton
-from ulysses.parallel.layout import Context
+from models.ops.linear import GradientSums, Saved
+from ulysses.parallel.layout import Tensors
 
 
 class NormRule(NamedTuple):
@@ -58,14 +59,24 @@ def rms_norm_backward(
     weight = rule.scale(weight)
     if kernels := triton_kernels(x):
         return grad, kernels.rms_norm(x, weight, rule.eps, grad, residual, back=True)
-    v, w = (at_least_float32(t).detach().requires_grad_() for t in (x, weight))
-    with torch.enable_grad():
-        # backward starts from a number: to start from a gradient torch imports sympy, which takes a second
-        total = (F.rms_norm(v, w.shape, w, rule.eps) * at_least_float32(grad)).sum()
-    grad_x, grad_weight = torch.autograd.grad(total, (v, w))
+    _, (grad_x, grad_weight) = plain_backward(
+        lambda v, w: F.rms_norm(v, w.shape, w, rule.eps), grad, x, weight
+    )
     if residual is not None:
         grad_x = grad_x.add_(residual)
     return grad.copy_(grad_x), grad_weight
+
+
+def plain_backward(
+    function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor
+) -> tuple[Tensor, Tensors]:
+    """Return function(*inputs), and by autograd the gradients of the inputs, all in float32 or better."""
+    leaves = [at_least_float32(x).detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        result = function(*leaves)
+        # backward starts from a number: to start from a gradient torch imports sympy, which takes a second
+        total = (result * at_least_float32(grad)).sum()
+    return result.detach(), torch.autograd.grad(total, leaves)
 
 
 def triton_kernels(x: Tensor) -> ModuleType | None:
@@ -81,20 +92,22 @@ def triton_kernels(x: Tensor) -> ModuleType | None:
     return passes_triton if fits else None
 
 
-class NormNode(torch.autograd.Function):
+class NormOperation(NamedTuple):
     """Normalise x [S, D] or [S, H, D]; keeps x."""
 
-    @staticmethod
-    def forward(ctx: Context[NormRule], x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.rest = rule
-        return rms_norm(x, weight, rule)
+    weight: Tensor
+    rule: NormRule
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context[NormRule], grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+    @property
+    def trained(self) -> list[Tensor]:
+        return [self.weight] if self.weight.requires_grad else []
+
+    def run(self, x: Tensor) -> tuple[Tensors, Saved]:
+        return [rms_norm(x, *self)], [x]
+
+    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
         # cloned, because autograd may give the same gradient to another node, and this one writes into it
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        # autograd rounds the weight's gradient where it is wider than the weight
-        return *rms_norm_backward(grad, x, weight, ctx.rest), None
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        to_x, of_weight = rms_norm_backward(grad, saved[0], *self)
+        sums.add(self.weight, of_weight)
+        return [to_x]

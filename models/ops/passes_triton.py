@@ -132,8 +132,10 @@ if triton is not None:
         )
 
     @triton.jit
-    def _value_and_slope(g, GELU: tl.constexpr):
-        if GELU:  # tanh(z) = 2 sigmoid(2 z) - 1, z = sqrt(2 / pi) (g + 0.044715 g^3)
+    def _value_and_slope(g, KIND: tl.constexpr):
+        if (
+            KIND == "gelu_pytorch_tanh"
+        ):  # tanh(z) = 2 sigmoid(2 z) - 1, z = sqrt(2 / pi) (g + 0.044715 g^3)
             s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
             inner = 1.5957691216057308 * (1 + 0.134145 * g * g)
         else:
@@ -145,14 +147,14 @@ if triton is not None:
     @triton.jit
     def _gated_kernel(
         gate, up, out, grad, grads, count, gap,
-        GELU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+        KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row = at // WIDTH
         mask = at < count
         g = load(gate + at + row * gap, mask)
         u = load(up + at + row * gap, mask)
-        value, slope = _value_and_slope(g, GELU)
+        value, slope = _value_and_slope(g, KIND)
         if grad is not None:
             d = load(grad + at, mask)
             target = grads + at + row * WIDTH
@@ -161,7 +163,7 @@ if triton is not None:
         store(out + at, value * u, mask)
 
     @triton.jit
-    def _weighted_swiglu_kernel(
+    def _weighted_kernel(
         both,
         weights,
         out,
@@ -174,20 +176,20 @@ if triton is not None:
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
         ROWS: tl.constexpr,
-        CLAMPED: tl.constexpr,
+        KIND: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         column = tl.arange(0, BLOCK)[None, :]
         mask = (row < rows) & (column < WIDTH)
-        step: tl.constexpr = 2 if CLAMPED else 1
-        between: tl.constexpr = 1 if CLAMPED else WIDTH
+        step: tl.constexpr = 2 if KIND == "clamped" else 1
+        between: tl.constexpr = 1 if KIND == "clamped" else WIDTH
         at, place = row * WIDTH + column, row * 2 * WIDTH + column * step
         g = load(both + place, mask)
         u = load(both + place + between, mask)
         w = tl.load(weights + row, mask=row < rows, other=0.0)
-        value, slope = _value_and_slope(g, False)
+        value, slope = _value_and_slope(g, KIND)
         inner = 1.0
-        if CLAMPED:
+        if KIND == "clamped":
             below = tl.minimum(g, 7.0)
             s = tl.sigmoid(1.702 * below)
             value, slope = below * s, tl.where(g <= 7.0, s + 1.702 * below * s * (1 - s), 0.0)
@@ -353,11 +355,11 @@ def rotate(
 
 
 def gated(
-    gate: Tensor, up: Tensor, grad: Tensor | None = None, *, gelu: bool = False
+    gate: Tensor, up: Tensor, kind: str, grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return act(gate) * up of dense rows [S, F], and for a contiguous `grad` both gradients side by side [S, 2F].
 
-    act is silu, or gelu's tanh form. gate and up have the same strides.
+    kind: "silu" or "gelu_pytorch_tanh". gate and up have the same strides.
     """
     (rows, width), count = gate.shape, gate.numel()
     out = gate.new_empty(rows, width)
@@ -365,23 +367,23 @@ def gated(
     gap = gate.stride(0) - width
     with torch.cuda.device(gate.device):
         _gated_kernel[(triton.cdiv(count, _BLOCK),)](
-            gate, up, out, grad, grads, count, gap, GELU=gelu, WIDTH=width, BLOCK=_BLOCK
+            gate, up, out, grad, grads, count, gap, KIND=kind, WIDTH=width, BLOCK=_BLOCK
         )
     return out, grads
 
 
-def weighted_swiglu(
+def weighted(
     both: Tensor,
     weights: Tensor,
+    kind: str,
     grad: Tensor | None = None,
     *,
-    clamped: bool = False,
     room: Sequence[int] = (0, 0),
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return silu(gate) * up * weight of dense rows [M, 2F], and for a contiguous `grad` [M, F] the gradients.
+    """Return act(gate) * up * weight of dense rows [M, 2F], and for a contiguous `grad` [M, F] the gradients.
 
-    weights [M] are float32, and so is their gradient. `clamped` is the activation of that name in experts.py. room: how
-    many columns the result and the gradient of `both` have at their end that are not written.
+    weights [M] are float32, and so is their gradient. kind: as in `gated`, or "clamped" (experts.py). room: how many
+    columns the result and the gradient of `both` have at their end that are not written.
     """
     rows, width = len(both), both.shape[1] // 2
     out, to_both, to_weights = both.new_empty(rows, width + room[0]), None, None
@@ -391,7 +393,7 @@ def weighted_swiglu(
     block = triton.next_power_of_2(width)
     rows_at_once = max(1, 4096 // block)
     with torch.cuda.device(both.device):
-        _weighted_swiglu_kernel[(triton.cdiv(rows, rows_at_once),)](
+        _weighted_kernel[(triton.cdiv(rows, rows_at_once),)](
             both,
             weights,
             out,
@@ -404,7 +406,7 @@ def weighted_swiglu(
             WIDTH=width,
             BLOCK=block,
             ROWS=rows_at_once,
-            CLAMPED=clamped,
+            KIND=kind,
             num_warps=8,
         )
     return out, to_both, to_weights

@@ -10,8 +10,8 @@ from models.ops.experts import (
     SparseMLP,
     Stack,
 )
-from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, activate, activate_backward
-from models.ops.linear import Adapter, GradientSums, Matrix, Products, linear, stacked
+from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, SecondHalf, activate, activate_backward
+from models.ops.linear import Adapter, GradientSums, Matrix, Products, linear, recorded, stacked
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
 
@@ -127,8 +127,8 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
     wanted = in_float64(exact, inputs, *grads)
     x, *weights = (t.requires_grad_() for t in inputs)
     matrices = Products(*map(Matrix, weights[1:4], weights[4:7]))
-    own = Projection(matrices, width, RULE, weights[0], weights[7:])
-    found = own.apply(x, cos, sin)
+    own = Projection(matrices, width, RULE, weights[0], weights[7:], cos, sin)
+    found = recorded(own, x)
     factor = 2.0 if dtype == torch.float32 else 4.0  # several roundings in a row
     all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
@@ -159,20 +159,19 @@ def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
 
         def fused(norm, gate, up, down, after=after):
             pair = Products(Matrix(gate), Matrix(up))
-            return GatedMLP(
-                norm, pair, Products(Matrix(down)), after, RULE, kind, factor_of_sum
-            )
+            mlp = GatedMLP(pair, Products(Matrix(down)), kind)
+            return SecondHalf(norm, mlp, after, RULE, factor_of_sum)
 
-        out = fused(*weights[:4]).add(x)
+        (out,) = recorded(fused(*weights[:4]), x)
         factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
         for found in (out, fused(*weights[:4]).add_tiles(x, tile)):
             near(found, exact, dtype, factor=factor)
         all_near(torch.autograd.grad(out, [x, *weights], grad), exact_grads, dtype, factor)
-        grad_x, found = fused(*weights[:4]).gradients(x, grad, tile)
+        grad_x, _, found = fused(*weights[:4]).gradients(x, grad, tile)
         all_near((grad_x, *found), exact_grads, dtype, factor)
         for frozen in (weights[0], *weights[2:]):
             frozen.requires_grad_(False)
-        _, (of_gate,) = fused(*weights[:4]).gradients(x, grad, tile)
+        _, _, (of_gate,) = fused(*weights[:4]).gradients(x, grad, tile)
         near(of_gate, exact_grads[2], dtype, factor=factor)
 
 
@@ -207,14 +206,15 @@ def test_feed_forward_half_with_adapters(device, dtype, tile, rank, adapted):
     own = [Matrix(m, adapter=Adapter(*p, 0.7) if p else None) for m, p in zip(matrices, pairs)]
 
     def fused():
-        return GatedMLP(norm, Products(*own[:2]), Products(own[2]), None, RULE)
+        mlp = GatedMLP(Products(*own[:2]), Products(own[2]))
+        return SecondHalf(norm, mlp, None, RULE)
 
-    out = fused().add(x.requires_grad_())
+    (out,) = recorded(fused(), x.requires_grad_())
     factor = 1.0 if dtype == torch.float32 else 4.0
     for found in (out, fused().add_tiles(x, tile)):
         near(found, exact, dtype, factor=factor)
     all_near(torch.autograd.grad(out, [x, *trained], grad), exact_grads, dtype, factor)
-    grad_x, found = fused().gradients(x, grad, tile)
+    grad_x, _, found = fused().gradients(x, grad, tile)
     all_near((grad_x, *found), exact_grads, dtype, factor)
 
 
@@ -312,21 +312,22 @@ def test_experts_half(device, dtype, tile, kind):
 
     exact, *exact_grads = in_float64(half, inputs, grad)
     x, norm, router, *matrices = (t.requires_grad_() for t in inputs)
-    bias = matrices.pop() if clamped else None
+    bias = [matrices.pop()] if clamped else []
     pairs = list(map(Stack, matrices))
     if clamped:
         pairs = [
             Stack(m, bias=b, transposed=True) for m, b in zip(matrices[::2], matrices[1::2])
         ]
     stacks = ExpertStacks(*pairs, matrices, "clamped" if clamped else "silu")
-    fused = SparseMLP(norm, router, stacks, RULE, 2, normalise, NoRecord(), 0, bias)
-    out = fused.add(x)
+    experts = SparseMLP([router, *bias], stacks, 2, normalise, NoRecord(), 0)
+    fused = SecondHalf(norm, experts, None, RULE)
+    (out,) = recorded(fused, x)
     factor = 1.0 if dtype == torch.float32 else 4.0
     with torch.no_grad():
         in_tiles = fused.add_tiles(x, tile)
     for found in (out, in_tiles):
         near(found, exact, dtype, factor=factor)
-    of_rows, of_weights = fused.gradients(x, grad, tile)
+    of_rows, _, of_weights = fused.gradients(x, grad, tile)
     if clamped:  # in the order of the inputs
         of_weights.append(of_weights.pop(2))
     found = torch.autograd.grad(out, inputs, grad), (of_rows, *of_weights)
