@@ -1,8 +1,8 @@
 """RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last axis, in one pass over memory in each direction.
 
 On CUDA with Triton the passes of all elementwise operations are the kernels of passes_triton.py; elsewhere the same
-arithmetic in plain torch. Both compute in float32 (float64 for float64 inputs) and round once at the end. Only the
-nodes, here and in the files beside this one, record a graph; their `apply` takes what `forward` does, except ctx.
+arithmetic in plain torch. Both compute in float32 (float64 for float64 inputs) and round once at the end. A graph is
+recorded by `recorded` of linear.py alone.
 
 Shapes: S local tokens, D width, H heads.
 """

@@ -32,104 +32,30 @@ if triton is not None:
         tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _rotate_heads(
-        x,
-        out,
-        x_row,
-        x_head,
-        out_row,
-        out_head,
-        row,
-        cos,
-        sin,
-        heads,
-        weight,
-        eps,
-        HALF: tl.constexpr,
-        BLOCK: tl.constexpr,
-        HEADS: tl.constexpr,
-    ):
-        head = tl.arange(0, HEADS)[:, None]
-        column = tl.arange(0, BLOCK)[None, :]
-        mask = (head < heads) & (column < HALF)
-        source = x + row * x_row + head * x_head + column
-        first = load(source, mask)
-        second = load(source + HALF, mask)
-        if weight is not None:  # each head's RMSNorm
-            squares = tl.sum(first * first + second * second, axis=1)[:, None]
-            scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
-            first *= scale * load(weight + column, column < HALF)
-            second *= scale * load(weight + HALF + column, column < HALF)
-        target = out + row * out_row + head * out_head + column
-        store(target, first * cos - second * sin, mask)
-        store(target + HALF, second * cos + first * sin, mask)
-
-    @triton.jit
     def _rotate_kernel(
-        q,
-        k,
-        q_out,
-        k_out,
-        cos_table,
-        sin_table,
-        sign,
-        q_row,
-        q_head,
-        k_row,
-        k_head,
-        qo_row,
-        qo_head,
-        ko_row,
-        ko_head,
-        q_heads,
-        k_heads,
-        eps,
-        q_weight,
-        k_weight,
-        HALF: tl.constexpr,
-        BLOCK: tl.constexpr,
-        Q_HEADS: tl.constexpr,
-        K_HEADS: tl.constexpr,
-    ):
+        tensors, outs, strides, heads, weights, cos_table, sin_table, sign, eps,
+        HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
-        column = tl.arange(0, BLOCK)
-        mask = column < HALF
-        cos = load(cos_table + row * HALF + column, mask)[None, :]
-        sin = load(sin_table + row * HALF + column, mask)[None, :] * sign
-        _rotate_heads(
-            q,
-            q_out,
-            q_row,
-            q_head,
-            qo_row,
-            qo_head,
-            row,
-            cos,
-            sin,
-            q_heads,
-            q_weight,
-            eps,
-            HALF,
-            BLOCK,
-            Q_HEADS,
-        )
-        _rotate_heads(
-            k,
-            k_out,
-            k_row,
-            k_head,
-            ko_row,
-            ko_head,
-            row,
-            cos,
-            sin,
-            k_heads,
-            k_weight,
-            eps,
-            HALF,
-            BLOCK,
-            K_HEADS,
-        )
+        column = tl.arange(0, BLOCK)[None, :]
+        table = row * HALF + column
+        cos = load(cos_table + table, column < HALF)
+        sin = load(sin_table + table, column < HALF) * sign
+        for i in tl.static_range(2):  # query and key
+            x_row, x_head, out_row, out_head = strides[i]
+            head = tl.arange(0, HEADS[i])[:, None]
+            mask = (head < heads[i]) & (column < HALF)
+            source = tensors[i] + row * x_row + head * x_head + column
+            first = load(source, mask)
+            second = load(source + HALF, mask)
+            if weights[i] is not None:  # each head's RMSNorm
+                squares = tl.sum(first * first + second * second, axis=1)[:, None]
+                scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
+                first *= scale * load(weights[i] + column, column < HALF)
+                second *= scale * load(weights[i] + HALF + column, column < HALF)
+            target = outs[i] + row * out_row + head * out_head + column
+            store(target, first * cos - second * sin, mask)
+            store(target + HALF, second * cos + first * sin, mask)
 
     @triton.jit
     def _value_and_slope(g, KIND: tl.constexpr):
@@ -325,33 +251,24 @@ def rotate(
     sin: Tensor,
     sign: float,
     out: Sequence[Tensor],
-    *norms: float | Tensor | None,
+    eps: float,
+    weights: tuple[Tensor | None, ...],
 ) -> None:
     """Rotate query [S, H, E] and key [S, K, E] into `out`, which may be the inputs; the last axis must be dense.
 
-    `norms` are eps and the weights [E] of the norms before it, or None where there are none.
+    weights: those of the norms [E] before it, or None where there are none.
     """
-    half = query.shape[-1] // 2
+    both, half = (query, key), query.shape[-1] // 2
     block = triton.next_power_of_2(half)
-    heads = [triton.next_power_of_2(x.shape[1]) for x in (query, key)]
+    heads = tuple(x.shape[1] for x in both)
+    heads_block = tuple(map(triton.next_power_of_2, heads))
+    strides = tuple((*x.stride()[:2], *y.stride()[:2]) for x, y in zip(both, out))
     with torch.cuda.device(query.device):
-        _rotate_kernel[(query.shape[0],)](
-            query,
-            key,
-            *out,
-            cos,
-            sin,
-            sign,
-            *(stride for x in (query, key, *out) for stride in x.stride()[:2]),
-            query.shape[1],
-            key.shape[1],
-            *norms,
-            HALF=half,
-            BLOCK=block,
-            Q_HEADS=heads[0],
-            K_HEADS=heads[1],
-            num_warps=4 if heads[0] * block <= 2048 else 8,
-        )
+        _rotate_kernel[(len(query),)](
+            both, tuple(out), strides, heads, weights, cos, sin, sign, eps,
+            HALF=half, BLOCK=block, HEADS=heads_block,
+            num_warps=4 if heads_block[0] * block <= 2048 else 8,
+        )  # fmt: skip
 
 
 def gated(

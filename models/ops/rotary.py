@@ -161,8 +161,8 @@ def rotate_pair(
         rotate_pair(first, second, cos, sin, back=back, out=(first, second))
         return out
     if (kernels := triton_kernels(query)) and triton_kernels(key):
-        scales = [rule.scale(norm) for norm in norms] or (None, None)
-        kernels.rotate(query, key, cos, sin, -1.0 if back else 1.0, out, rule.eps, *scales)
+        weights = tuple(map(rule.scale, norms)) or (None, None)
+        kernels.rotate(query, key, cos, sin, -1.0 if back else 1.0, out, rule.eps, weights)
         return out
     cos, sin = cos[:, None], (-sin if back else sin)[:, None]
     for x, norm, target in zip((query, key), norms or (None, None), out):
