@@ -152,10 +152,6 @@ class ExpertMatrices(nn.Module):
         if a:  # made whole, because ZeRO-3 partitions what a new module holds
             self.lora_A, self.lora_B = nn.ParameterDict(a), nn.ParameterDict(b)
 
-    def enable_adapters(self, enabled: bool) -> None:
-        """Switch the adapters on or off."""
-        self.is_on = enabled
-
     def _stack(self, name: str) -> Stack:
         adapter = None
         if self.is_on and hasattr(self.lora_A, name):

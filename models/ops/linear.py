@@ -169,9 +169,15 @@ class Products:
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the results [S, N]."""
-        biases = [None if m.bias is None else m.used_rows(m.bias) for m in self.matrices]
+        biases: list[Any] = [
+            None if m.bias is None else m.used_rows(m.bias) for m in self.matrices
+        ]
+        dense = self._dense(x.dtype)
         if not self.adapters:
-            return products(x, self._dense(x.dtype), biases)
+            if len(dense) == len(biases):
+                return [F.linear(x, matrix, bias) for matrix, bias in zip(dense, biases)]
+            bias = None if biases[0] is None else torch.cat(biases)
+            return [*F.linear(x, dense[0], bias).split(self.widths, 1)]
         self.start(x)
         self._multiply_by_a(x)
         out = x.new_empty(len(x), sum(self.widths))
@@ -184,14 +190,13 @@ class Products:
                 torch.mm(next(narrow), m.used_rows(m.adapter.b).t(), out=result)
             else:
                 torch.addmm(bias, next(narrow), m.used_rows(m.adapter.b).t(), out=result)
-        dense = stacked(self._dense(x.dtype))
         for result, matrix in zip(results if len(dense) > 1 else [out], dense):
             result.addmm_(x, matrix.t())
         return results if len(results) > 1 else [out]
 
     def back(self, grad: Tensor) -> Tensor:
         """Return the gradient of x from that of the results."""
-        total = None
+        total: Any = None
         if self.adapters:
             pairs = zip(self.matrices, grad.split(self.widths, 1))
             each = [
@@ -203,7 +208,10 @@ class Products:
             total = self.narrow_grads @ self._a
             if self.mask is not None:
                 total.mul_(self.mask)
-        return products_backward(grad, self._dense(grad.dtype), total)
+        dense = self._dense(grad.dtype)
+        for part, matrix in zip(grad.split([len(m) for m in dense], 1), dense):
+            total = part @ matrix if total is None else total.addmm_(part, matrix)
+        return total  # type: ignore[no-any-return]
 
     def gradients(self, grad: Tensor, x: Tensor, sums: GradientSums) -> None:
         """Add the gradients of what is trained; after `back`."""
@@ -238,16 +246,19 @@ class Products:
             self.gradients(grad, saved[0], sums)
         return [to_x]
 
-    def _dense(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return the matrices; several quantised ones are dequantised to neighbours in memory."""
+    def _dense(self, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Return the matrices, as one if they are neighbours in memory; several quantised ones are made neighbours."""
         first, *others = self.matrices
         if not others or any(
             m.packed is None or m.row_index is not None for m in self.matrices
         ):
-            return [m.dense(dtype) for m in self.matrices]
+            return stacked([m.dense(dtype) for m in self.matrices])
         size = sum(self.widths), first.packed.shape[1]
         parts = torch.empty(size, dtype=dtype, device=first.weight.device).split(self.widths)
-        return [m.packed.unpack(m.weight, dtype, part) for m, part in zip(self.matrices, parts)]
+        unpacked = [
+            m.packed.unpack(m.weight, dtype, part) for m, part in zip(self.matrices, parts)
+        ]
+        return stacked(unpacked)
 
     @property
     def _a(self) -> Tensor:
@@ -298,26 +309,6 @@ def stacked(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
             return matrices
         end += m.numel()
     return [first.as_strided((sum(map(len, matrices)), first.shape[1]), first.stride())]
-
-
-def products(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Any]) -> list[Tensor]:
-    """Return x W^T + bias for each matrix; matrices that are neighbours in memory are multiplied as one."""
-    whole, *others = stacked(matrices)
-    if others or len(matrices) == 1:
-        return [F.linear(x, matrix, bias) for matrix, bias in zip(matrices, biases)]
-    bias = None if biases[0] is None else torch.cat(tuple(biases))
-    return [*F.linear(x, whole, bias).split([len(m) for m in matrices], 1)]
-
-
-def products_backward(
-    grad: Tensor, matrices: Sequence[Tensor], total: Tensor | None = None
-) -> Tensor:
-    """Return the gradient of x from those of the results of `products`, side by side; it is added to `total`."""
-    matrices = stacked(matrices)
-    for part, matrix in zip(grad.split([len(m) for m in matrices], 1), matrices):
-        total = part @ matrix if total is None else total.addmm_(part, matrix)
-    assert total is not None
-    return total
 
 
 def linear(x: Tensor, *matrices: Matrix) -> tuple[Tensor, ...]:
