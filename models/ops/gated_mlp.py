@@ -20,7 +20,7 @@ from models.ops.norm import (
     rms_norm_backward,
     triton_kernels,
 )
-from ulysses.memory.tiling import add_by_tiles, tiles
+from ulysses.memory.tiling import tiles
 from ulysses.parallel.layout import Tensors
 
 # transformers' names
@@ -104,9 +104,15 @@ class SecondHalf(NamedTuple):
         (rows, *saved), grad = saved, grads[0].contiguous()
         return [self._backward(rows, grad, slice(0, len(rows)), saved, sums)]
 
+    @torch.no_grad()
     def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
         """Return the rows with what is added to them, in tiles and without a graph."""
-        return add_by_tiles(lambda part: self._forward(rows[part], part)[0], rows, tile)
+        if tile >= len(rows):
+            return self.run(rows)[0][0]
+        out = torch.empty_like(rows)
+        for part in tiles(len(rows), tile):
+            torch.add(rows[part], self._forward(rows[part], part)[0], out=out[part])
+        return out
 
     @torch.no_grad()
     def gradients(

@@ -44,25 +44,23 @@ def rope_parameters(
     """
     dim = int(config.head_dim * config.partial_rotary_factor)  # the columns that are rotated
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    theta: float = config.rope_theta
-    scaling = config.rope_scaling
+    theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.rope_local_theta or theta, None
-    periods = theta**exponents
-    frequencies, factor = 1.0 / periods, 1.0
-    if scaling is not None:
-        frequencies, factor = scaled_frequencies(periods, scaling, theta)
+    frequencies, factor = scaled_frequencies(theta**exponents, scaling, theta)
     return frequencies.to(device), factor
 
 
 def scaled_frequencies(
-    periods: Tensor, scaling: RopeScaling, theta: float
+    periods: Tensor, scaling: RopeScaling | None, theta: float
 ) -> tuple[Tensor, float]:
     """Scale rotary frequencies to windows longer than the original one, as transformers does.
 
     Returns float32 inverse frequencies [E/2] for the periods of base `theta`, and the factor of cosine and sine.
     """
     dim, frequencies, factor = 2 * len(periods), 1.0 / periods, 1.0
+    if scaling is None:
+        return frequencies, factor
     # `unscaled` is 1 for high frequencies, which stay, and 0 for low ones, which are divided by the factor
     if scaling.rope_type == "linear":
         frequencies = frequencies / scaling.factor
