@@ -19,7 +19,7 @@ from torch import Tensor
 from losses.precision import at_least_float32
 from models.ops.gated_mlp import ACTIVATIONS
 from models.ops.linear import Adapter, GradientSums, Saved
-from models.ops.norm import plain_backward, triton_kernels
+from models.ops.norm import in_plain_torch, triton_kernels
 from ulysses.parallel.layout import Tensors
 
 
@@ -39,38 +39,25 @@ def weighted(both: Tensor, weights: Tensor, kind: str) -> Tensor:
 
 
 def activate_weighted(
-    both: Tensor, weights: Tensor, kind: str = "silu", room: int = 0
-) -> Tensor:
-    """Return the activation times the weights [M] of rows [M, 2F], gate and up side by side, without a graph.
-
-    kind: one of ACTIVATIONS, or "clamped". room: how many columns are added, to be written later.
-    """
-    if kernels := triton_kernels(both):
-        return kernels.weighted(both, weights, kind, room=(room, 0))[0]
-    active = weighted(at_least_float32(both), weights, kind)
-    return F.pad(active.to(both.dtype), (0, room))
-
-
-def activate_weighted_backward(
-    grad: Tensor,
     both: Tensor,
     weights: Tensor,
     kind: str = "silu",
     room: Sequence[int] = (0, 0),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted activation, and the gradients of `both` and of the weights, these in float32 or better.
+    grad: Tensor | None = None,
+) -> tuple[Tensor, Any, Any]:
+    """Return `weighted` without a graph, and for its `grad` those of `both` and of the weights.
 
-    room: how many columns are added to the first and to the second result, to be written later.
+    kind: one of ACTIVATIONS, or "clamped". room: how many columns are added to the first and to the second result, to
+    be written later. The gradient of the weights is in float32 or better.
     """
     if kernels := triton_kernels(both):
-        return kernels.weighted(both, weights, kind, grad.contiguous(), room=room)
-    active, (to_both, to_weights) = plain_backward(
-        lambda x, w: weighted(x, w, kind), grad, both, weights
-    )
-    active, to_both = (
-        F.pad(x.to(both.dtype), (0, columns)) for x, columns in zip((active, to_both), room)
-    )
-    return active, to_both, to_weights
+        return kernels.weighted(both, weights, kind, room, grad)
+    active, grads = in_plain_torch(lambda x, w: weighted(x, w, kind), grad, both, weights)
+    active = F.pad(active.to(both.dtype), (0, room[0]))
+    if grad is None:
+        return active, None, None
+    to_both, to_weights = grads
+    return active, F.pad(to_both.to(both.dtype), (0, room[1])), to_weights
 
 
 def route(
@@ -277,7 +264,8 @@ class ExpertStacks(NamedTuple):
         """Return gate and up [M, 2F] of the sorted copies of x [S, D], and the experts' weighted sum [S, D]."""
         both = self.gate_up.product(order.copies(x, self.gate_up.room), order)
         weights = weights.flatten()[order.source]
-        active = activate_weighted(both, weights, self.activation, self.down.room)
+        room = self.down.room, self.gate_up.room
+        active, *_ = activate_weighted(both, weights, self.activation, room)
         return both, order.sums(self.down.product(active, order, weights))
 
     def backward(
@@ -301,10 +289,11 @@ class ExpertStacks(NamedTuple):
         to_out = order.copies(grad, self.down.room)
         sorted_weights = weights.flatten()[order.source]
         room = self.down.room, self.gate_up.room
-        active, to_both, to_weights = activate_weighted_backward(
-            self.down.back(to_out, ends), both, sorted_weights, self.activation, room
+        to_active = self.down.back(to_out, ends)
+        active, to_both, to_weights = activate_weighted(
+            both, sorted_weights, self.activation, room, to_active
         )
-        del both
+        del both, to_active
         if self.down.bias is not None:
             # a copy's weight multiplies its expert's bias too
             by_expert = to_out[:, : x.shape[1]] @ self.down.bias.t()

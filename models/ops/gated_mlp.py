@@ -5,17 +5,16 @@
 Shapes: S local tokens, D width, F feed-forward width.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from losses.precision import at_least_float32
 from models.ops.linear import GradientSums, Products, Saved
 from models.ops.norm import (
     NormRule,
-    plain_backward,
+    in_plain_torch,
     rms_norm,
     rms_norm_backward,
     triton_kernels,
@@ -30,21 +29,17 @@ ACTIVATIONS = {
 }
 
 
-def activate(gate: Tensor, up: Tensor, kind: str = "silu") -> Tensor:
-    """Return act(gate) * up of rows [S, F], without a graph; both have the same strides."""
-    if kernels := triton_kernels(gate):
-        return kernels.gated(gate, up, kind)[0]
-    return (ACTIVATIONS[kind](at_least_float32(gate)) * up).to(gate.dtype)
+def activate(
+    gate: Tensor, up: Tensor, kind: str = "silu", grad: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """Return act(gate) * up of rows [S, F], without a graph, and for its `grad` those of gate and up [S, 2F].
 
-
-def activate_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, kind: str = "silu"
-) -> tuple[Tensor, Tensor]:
-    """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F]."""
+    The gradients lie side by side. gate and up have the same strides.
+    """
     if kernels := triton_kernels(gate):
-        return kernels.gated(gate, up, kind, grad.contiguous())
-    value, grads = plain_backward(lambda g, u: ACTIVATIONS[kind](g) * u, grad, gate, up)
-    return value.to(gate.dtype), torch.cat([*grads], -1).to(gate.dtype)
+        return kernels.gated(gate, up, kind, grad)
+    active, grads = in_plain_torch(lambda g, u: ACTIVATIONS[kind](g) * u, grad, gate, up)
+    return active.to(gate.dtype), grads and torch.cat([*grads], -1).to(gate.dtype)
 
 
 class Activation(NamedTuple):
@@ -56,11 +51,11 @@ class Activation(NamedTuple):
     def run(self, gate: Tensor, up: Tensor) -> tuple[Tensors, Saved]:
         if gate.stride() != up.stride():
             gate, up = gate.contiguous(), up.contiguous()
-        return [activate(gate, up, self.kind)], (gate, up)
+        return [activate(gate, up, self.kind)[0]], (gate, up)
 
     def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
         gate, up = saved
-        return activate_backward(grads[0], gate, up, self.kind)[1].chunk(2, 1)
+        return activate(gate, up, self.kind, grads[0])[1].chunk(2, 1)
 
 
 class FeedForward(Protocol):
@@ -172,7 +167,7 @@ class GatedMLP(NamedTuple):
 
     def forward(self, x: Tensor, part: slice) -> tuple[Tensor, Saved]:
         gate, up = self.gate_up.forward(x)
-        (out,) = self.down.forward(activate(gate, up, self.activation))
+        (out,) = self.down.forward(activate(gate, up, self.activation)[0])
         return out, (gate, up, *self.gate_up.saved, *self.down.saved)
 
     def backward(
@@ -184,7 +179,7 @@ class GatedMLP(NamedTuple):
             gate, up = self.gate_up.forward(x)
             self.down.start(gate)
         to_active = self.down.back(grad)
-        active, to_gate_up = activate_backward(to_active, gate, up, self.activation)
+        active, to_gate_up = activate(gate, up, self.activation, to_active)
         del gate, up, to_active, saved
         self.down.gradients(grad, active, sums)
         del active

@@ -59,7 +59,7 @@ def rms_norm_backward(
     weight = rule.scale(weight)
     if kernels := triton_kernels(x):
         return grad, kernels.rms_norm(x, weight, rule.eps, grad, residual, back=True)
-    _, (grad_x, grad_weight) = plain_backward(
+    _, (grad_x, grad_weight) = in_plain_torch(
         lambda v, w: F.rms_norm(v, w.shape, w, rule.eps), grad, x, weight
     )
     if residual is not None:
@@ -67,13 +67,15 @@ def rms_norm_backward(
     return grad.copy_(grad_x), grad_weight
 
 
-def plain_backward(
-    function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor
+def in_plain_torch(
+    function: Callable[..., Tensor], grad: Tensor | None, *inputs: Tensor
 ) -> tuple[Tensor, Tensors]:
-    """Return function(*inputs), and by autograd the gradients of the inputs, all in float32 or better."""
-    leaves = [at_least_float32(x).detach().requires_grad_() for x in inputs]
+    """Return function(*inputs), and for the gradient of the result those of the inputs; all in float32 or better."""
+    leaves = [at_least_float32(x).detach() for x in inputs]
+    if grad is None:
+        return function(*leaves), ()
     with torch.enable_grad():
-        result = function(*leaves)
+        result = function(*(x.requires_grad_() for x in leaves))
         # backward starts from a number: to start from a gradient torch imports sympy, which takes a second
         total = (result * at_least_float32(grad)).sum()
     return result.detach(), torch.autograd.grad(total, leaves)

@@ -274,13 +274,15 @@ def rotate(
 def gated(
     gate: Tensor, up: Tensor, kind: str, grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return act(gate) * up of dense rows [S, F], and for a contiguous `grad` both gradients side by side [S, 2F].
+    """Return act(gate) * up of dense rows [S, F], and for its `grad` both gradients side by side [S, 2F].
 
     kind: "silu" or "gelu_pytorch_tanh". gate and up have the same strides.
     """
     (rows, width), count = gate.shape, gate.numel()
     out = gate.new_empty(rows, width)
-    grads = None if grad is None else gate.new_empty(rows, 2 * width)
+    grads = None
+    if grad is not None:
+        grad, grads = grad.contiguous(), gate.new_empty(rows, 2 * width)
     gap = gate.stride(0) - width
     with torch.cuda.device(gate.device):
         _gated_kernel[(triton.cdiv(count, _BLOCK),)](
@@ -293,11 +295,10 @@ def weighted(
     both: Tensor,
     weights: Tensor,
     kind: str,
-    grad: Tensor | None = None,
-    *,
     room: Sequence[int] = (0, 0),
+    grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return act(gate) * up * weight of dense rows [M, 2F], and for a contiguous `grad` [M, F] the gradients.
+    """Return act(gate) * up * weight of dense rows [M, 2F], and for its `grad` [M, F] the gradients.
 
     weights [M] are float32, and so is their gradient. kind: as in `gated`, or "clamped" (experts.py). room: how many
     columns the result and the gradient of `both` have at their end that are not written.
@@ -305,7 +306,7 @@ def weighted(
     rows, width = len(both), both.shape[1] // 2
     out, to_both, to_weights = both.new_empty(rows, width + room[0]), None, None
     if grad is not None:
-        to_both = both.new_empty(rows, 2 * width + room[1])
+        grad, to_both = grad.contiguous(), both.new_empty(rows, 2 * width + room[1])
         to_weights = torch.empty_like(weights)
     block = triton.next_power_of_2(width)
     rows_at_once = max(1, 4096 // block)

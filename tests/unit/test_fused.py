@@ -10,7 +10,7 @@ from models.ops.experts import (
     SparseMLP,
     Stack,
 )
-from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, SecondHalf, activate, activate_backward
+from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, SecondHalf, activate
 from models.ops.linear import Adapter, GradientSums, Matrix, Products, linear, recorded, stacked
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
@@ -405,8 +405,8 @@ def test_kernels_run_where_the_current_device_is_another():
         found = (
             rms_norm(x, weight, RULE),
             rms_norm_backward(grad.clone(), x, weight, RULE)[0],
-            activate(x, up),
-            *activate_backward(grad, x, up),
+            activate(x, up)[0],
+            *activate(x, up, grad=grad),
             *rotate_pair(q, q, angles.cos(), angles.sin()),
         )
         return [tensor.cpu() for tensor in found]
@@ -419,9 +419,11 @@ def test_more_than_two_to_the_31_elements():
     rows, width = 2**31 // 4096 + 100, 4096
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     tail = slice(rows - 64, rows)
-    assert torch.equal(activate(x, x)[tail], activate(x[tail].clone(), x[tail].clone()))
-    halves = activate_backward(x[:, :2048].contiguous(), *x.chunk(2, 1))[1]
-    assert torch.equal(halves[tail], activate_backward(x[tail, :2048], *x[tail].chunk(2, 1))[1])
+    active, _ = activate(x, x)
+    assert torch.equal(active[tail], activate(x[tail].clone(), x[tail].clone())[0])
+    del active
+    _, halves = activate(*x.chunk(2, 1), grad=x[:, :2048])
+    assert torch.equal(halves[tail], activate(*x[tail].chunk(2, 1), grad=x[tail, :2048])[1])
     del halves
     angles = torch.rand(rows, 64, device="cuda")
     q = x.view(rows, 32, 128)
