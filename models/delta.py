@@ -18,7 +18,7 @@ from models.arch import ModelConfig
 from models.modules import Float32Parameter, Linear, Norm, RMSNorm, Uninitialised
 from models.ops import delta_kernels, delta_rule
 from models.ops.gated_mlp import Activation
-from models.ops.linear import GradientSums, Matrix, Saved, linear, recorded
+from models.ops.linear import GradientSums, Matrix, Products, Saved, recorded
 from models.ops.norm import NormRule
 from ulysses.memory.levels import Rope
 from ulysses.parallel.attention import UlyssesAttention
@@ -64,8 +64,8 @@ class GatedDelta(nn.Module):
         x = norm(hidden)
         if not self.fused:
             parts = self.in_proj_qkv, self.in_proj_b, self.in_proj_a
-            return *linear(x, *(part.operands() for part in parts)), hidden
-        qkv, both = linear(x, self._rows(slice(3)), self.in_proj_ba.operands())
+            return *recorded(Products(*(part.operands() for part in parts)), x), hidden
+        qkv, both = recorded(Products(self._rows(slice(3)), self.in_proj_ba.operands()), x)
         both = both.unflatten(1, (self.delta.linear_num_key_heads, 2, -1))
         b, a = (part.flatten(1) for part in both.unbind(2))
         return qkv, b, a, hidden
@@ -81,7 +81,7 @@ class GatedDelta(nn.Module):
 
     def _gate(self, x: Tensor) -> Tensor:
         matrix = self._rows(slice(3, 4)) if self.fused else self.in_proj_z.operands()
-        return linear(x, matrix)[0]
+        return recorded(Products(matrix), x)[0]
 
     def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
         """Run the rule with a graph, which keeps the shards and runs the rule again in backward."""

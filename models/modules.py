@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.ops.gated_mlp import Activation, GatedMLP
-from models.ops.linear import Matrix, Products, linear, recorded
+from models.ops.linear import Matrix, Products, recorded
 from models.ops.norm import NormOperation, NormRule
 
 
@@ -45,7 +45,7 @@ class Linear(Uninitialised, nn.Linear):
         return Matrix(self.weight, self.bias, packed=self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.operands())[0]
+        return recorded(Products(self.operands()), x)[0]
 
 
 class Embedding(Uninitialised, nn.Embedding):
@@ -97,8 +97,9 @@ class MLP(nn.Module):
         self.activation = config.family.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = linear(x, self.gate_proj.operands(), self.up_proj.operands())
-        return self.down_proj(*recorded(Activation(self.activation), gate, up))
+        gate_up, down, kind = self.fused()
+        active = recorded(Activation(kind), *recorded(gate_up, x))
+        return recorded(down, *active)[0]
 
     def fused(self) -> GatedMLP:
         """Return what computes this module in a layer's second half."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.modules import Linear, Norm, RMSNorm
-from models.ops.linear import Matrix, Products, linear, recorded
+from models.ops.linear import Matrix, Products, recorded
 from models.ops.norm import NormRule
 from models.ops.rotary import Projection
 from ulysses.memory.levels import Rope
@@ -92,7 +92,8 @@ class SelfAttention(nn.Module):
         """Return what the layer adds to its input, from the attention's output [S, H, E] and from that input."""
         rows = attended.flatten(1)
         if self.has_gate:
-            rows = rows * linear(norm(hidden), self._half_of_q_proj(1))[0].sigmoid()
+            (gate,) = recorded(Products(self._half_of_q_proj(1)), norm(hidden))
+            rows = rows * gate.sigmoid()
         return self.o_proj(rows)
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:

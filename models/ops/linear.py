@@ -309,8 +309,3 @@ def stacked(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
             return matrices
         end += m.numel()
     return [first.as_strided((sum(map(len, matrices)), first.shape[1]), first.stride())]
-
-
-def linear(x: Tensor, *matrices: Matrix) -> tuple[Tensor, ...]:
-    """Return the products [S, N] of rows x [S, D] with these matrices; the graph keeps no view of them."""
-    return recorded(Products(*matrices), x)

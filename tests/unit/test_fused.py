@@ -11,7 +11,7 @@ from models.ops.experts import (
     Stack,
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, SecondHalf, activate
-from models.ops.linear import Adapter, GradientSums, Matrix, Products, linear, recorded, stacked
+from models.ops.linear import Adapter, GradientSums, Matrix, Products, recorded, stacked
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
 
@@ -230,7 +230,8 @@ def test_dropout_is_of_the_inputs_of_adapters_alone():
     wanted = in_float64(exact, (x, a, b), grad)
     trained = [t.requires_grad_() for t in (x, a, b)]
     torch.manual_seed(3)
-    (found,) = linear(x, Matrix(weight, adapter=Adapter(a, b, 2.0, 0.4)))
+    adapted = Matrix(weight, adapter=Adapter(a, b, 2.0, 0.4))
+    (found,) = recorded(Products(adapted), x)
     all_near((found, *torch.autograd.grad(found, trained, grad)), wanted, torch.float32)
 
 
@@ -256,7 +257,7 @@ def test_adapters_of_projections_that_read_the_same_rows(dtype, together):
         Matrix(second),
         Matrix(third, adapter=Adapter(c, d, 2.0), row_index=chosen),
     )
-    found = linear(x, *matrices)
+    found = recorded(Products(*matrices), x)
     factor = 1.0 if dtype == torch.float32 else 2.0
     all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
