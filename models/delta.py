@@ -9,7 +9,6 @@ Shapes: S local tokens, T packed tokens, D width, K key heads of width E, H valu
 """
 
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from models.arch import ModelConfig
 from models.modules import Float32Parameter, Linear, Norm, RMSNorm, Uninitialised
 from models.ops import delta_kernels, delta_rule
 from models.ops.gated_mlp import Activation
-from models.ops.linear import GradientSums, Matrix, Products, Saved, recorded
+from models.ops.linear import Matrix, Products, recorded
 from models.ops.norm import NormRule
 from ulysses.memory.levels import Rope
 from ulysses.parallel.attention import UlyssesAttention
@@ -82,10 +81,6 @@ class GatedDelta(nn.Module):
     def _gate(self, x: Tensor) -> Tensor:
         matrix = self._rows(slice(3, 4)) if self.fused else self.in_proj_z.operands()
         return recorded(Products(matrix), x)[0]
-
-    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Run the rule with a graph, which keeps the shards and runs the rule again in backward."""
-        return recorded(_Mix(self, plan), *heads)[0]
 
     def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
@@ -157,26 +152,3 @@ class GatedDelta(nn.Module):
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return False, because the rule's chunks are counted on the host."""
         return False
-
-
-class _Mix(NamedTuple):
-    """Exchange to whole documents, run the rule, and exchange back; keeps the shards."""
-
-    mixer: GatedDelta
-    plan: AttentionPlan
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        return self.mixer.mix_parameters
-
-    def run(self, *heads: Tensor) -> tuple[Tensors, Saved]:
-        shards = self.mixer.to_heads(heads, self.plan)
-        (out,) = self.mixer.mix_forward(shards, self.plan)
-        return [self.mixer.to_tokens(out, self.plan)], shards
-
-    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
-        grad = self.mixer.to_tokens_backward(grads[0], self.plan)
-        grads, of_parameters = self.mixer.mix_backward(grad, saved, (), self.plan)
-        for parameter, of_parameter in zip(self.trained, of_parameters):
-            sums.add(parameter, of_parameter)
-        return self.mixer.to_heads_backward(grads, self.plan)

@@ -9,7 +9,7 @@ which read them directly: hooks on a layer are called, hooks on the modules insi
 Shapes: S local tokens, D width.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from models.arch import ModelConfig
 from models.families import LayerKind
 from models.modules import MLP, NO_NORM, Linear, Norm, RMSNorm
 from models.ops.gated_mlp import SecondHalf
-from models.ops.linear import recorded
+from models.ops.linear import GradientSums, Saved, recorded
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.layer_node import LayerNode, Mixer
@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module):
         if learns and self.recompute != "none":
             return LayerNode.apply(self, rope, plan, hidden, *self.trained)
         *heads, hidden = self.project(hidden, rope)
-        middle = self.output(hidden, self.mixer.mix(*heads, plan=plan))
+        middle = self.output(hidden, *recorded(_Mix(self.mixer, plan), *heads))
         return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
@@ -134,3 +134,29 @@ class DecoderLayer(nn.Module):
         _, _, before, after = self.norms
         fused = self.mlp.fused()
         return SecondHalf(before.weight, fused, after.weight, self.rule, self.multiplier)
+
+
+class _Mix(NamedTuple):
+    """Bring rows to their heads' ranks, mix them, and bring them back; keeps what the mixer's backward needs."""
+
+    mixer: Mixer
+    plan: AttentionPlan
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return self.mixer.mix_parameters
+
+    def run(self, *heads: Tensor) -> tuple[Tensors, Saved]:
+        shards = self.mixer.to_heads(heads, self.plan)
+        results = self.mixer.mix_forward(shards, self.plan)
+        # an output without anything else is not read in backward
+        kept = results if len(results) > 1 else ()
+        return [self.mixer.to_tokens(results[0], self.plan)], (*shards, *kept)
+
+    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
+        grad = self.mixer.to_tokens_backward(grads[0], self.plan)
+        shards, results = saved[:3], saved[3:]
+        grads, of_parameters = self.mixer.mix_backward(grad, shards, results, self.plan)
+        for parameter, of_parameter in zip(self.trained, of_parameters):
+            sums.add(parameter, of_parameter)
+        return self.mixer.to_heads_backward(grads, self.plan)

@@ -72,10 +72,6 @@ class SelfAttention(nn.Module):
     def mix_parameters(self) -> list[nn.Parameter]:
         return [p for p in (self.sinks,) if p is not None and p.requires_grad]
 
-    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Attend, with a graph."""
-        return self.attention(*heads, plan=plan, sink=self.sinks)
-
     def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
         return self.attention.attend_forward(shards, plan, self.sinks)
 

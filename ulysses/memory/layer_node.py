@@ -29,7 +29,7 @@ class Mixer(Protocol):
     """Mix tokens, in steps that a layer's node runs, and runs again, one by one.
 
     All ranks of the sequence-parallel group call a step and its `_backward` together, and neither records a graph;
-    `project`, `mix` and `output` record one.
+    `project` and `output` record one.
     """
 
     @property
@@ -42,10 +42,7 @@ class Mixer(Protocol):
     def project(
         self, hidden: Tensor, norm: Callable[[Tensor], Tensor], rope: Rope
     ) -> tuple[Tensor, ...]:
-        """Return the tensors of local rows that are sent to the heads' ranks, and then `hidden`, the layer's input."""
-
-    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Do to_heads, mix_forward and to_tokens in one."""
+        """Return three tensors of local rows that are sent to the heads' ranks, and `hidden`, the layer's input."""
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a new tensor that the layer adds to its input [S, D], from the rows of the mix and from that input."""
@@ -57,7 +54,10 @@ class Mixer(Protocol):
         """Return the gradients of local rows from those of the shards."""
 
     def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
-        """Return the output, and then what backward needs besides the shards; "keep_attention" keeps all of it."""
+        """Return the output, and what backward needs besides it and the shards; "keep_attention" keeps all of it.
+
+        If backward needs nothing but the shards, the output stands alone.
+        """
 
     def mix_backward(
         self,
