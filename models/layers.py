@@ -24,7 +24,6 @@ from models.self_attention import SelfAttention
 from ulysses.memory.layer_node import LayerNode, Mixer
 from ulysses.memory.levels import Rope
 from ulysses.memory.offload import Offloader
-from ulysses.memory.tiling import tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.layout import AttentionPlan, Tensors
 
@@ -98,7 +97,8 @@ class DecoderLayer(nn.Module):
             return LayerNode.apply(self, rope, plan, hidden, *self.trained)
         *heads, hidden = self.project(hidden, rope)
         middle = self.output(hidden, *recorded(_Mix(self.mixer, plan), *heads))
-        return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
+        half = self.second_half
+        return recorded(half, middle)[0] if learns else half.add_tiles(middle)
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """Return the tensors that the mixer sends to the heads' ranks, and the layer's input, for `output`."""
@@ -113,27 +113,13 @@ class DecoderLayer(nn.Module):
             out = out * self.multiplier
         return out.add_(hidden)
 
-    def feed_forward(self, hidden: Tensor) -> Tensor:
-        """Add the feed-forward's output to the rows; each row is independent, so it can run in tiles."""
-        return recorded(self._second_half(), hidden)[0]
-
-    def feed_forward_tiles(self, rows: Tensor) -> Tensor:
-        """Run `feed_forward` in tiles, without a graph."""
-        return self._second_half().add_tiles(rows, self._tile(rows))
-
-    def feed_forward_gradients(
-        self, rows: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensors, Tensors]:
-        """Run forward and backward of each tile; return the gradient of `rows`, what is trained, and its gradients."""
-        return self._second_half().gradients(rows, grad, self._tile(rows))
-
-    def _tile(self, rows: Tensor) -> int:
-        return tile_rows(len(rows), self.mlp_tile * self.mlp.tile_factor)
-
-    def _second_half(self) -> SecondHalf:
+    @property
+    def second_half(self) -> SecondHalf:
+        """What adds the feed-forward's output to the rows; each row is independent, so it can run in tiles."""
         _, _, before, after = self.norms
-        fused = self.mlp.fused()
-        return SecondHalf(before.weight, fused, after.weight, self.rule, self.multiplier)
+        fused, tile = self.mlp.fused(), self.mlp_tile * self.mlp.tile_factor
+        weights = before.weight, fused, after.weight
+        return SecondHalf(*weights, self.rule, self.multiplier, tile)
 
 
 class _Mix(NamedTuple):

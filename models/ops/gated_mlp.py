@@ -19,7 +19,7 @@ from models.ops.norm import (
     rms_norm_backward,
     triton_kernels,
 )
-from ulysses.memory.tiling import tiles
+from ulysses.memory.tiling import TILE_ROWS, tile_rows, tiles
 from ulysses.parallel.layout import Tensors
 
 # transformers' names
@@ -85,6 +85,7 @@ class SecondHalf(NamedTuple):
     after: Tensor | None
     rule: NormRule
     factor: float = 1.0
+    tile: int = TILE_ROWS
 
     @property
     def trained(self) -> list[Tensor]:
@@ -100,8 +101,9 @@ class SecondHalf(NamedTuple):
         return [self._backward(rows, grad, slice(0, len(rows)), saved, sums)]
 
     @torch.no_grad()
-    def add_tiles(self, rows: Tensor, tile: int) -> Tensor:
+    def add_tiles(self, rows: Tensor) -> Tensor:
         """Return the rows with what is added to them, in tiles and without a graph."""
+        tile = tile_rows(len(rows), self.tile)
         if tile >= len(rows):
             return self.run(rows)[0][0]
         out = torch.empty_like(rows)
@@ -110,11 +112,10 @@ class SecondHalf(NamedTuple):
         return out
 
     @torch.no_grad()
-    def gradients(
-        self, rows: Tensor, grad: Tensor, tile: int
-    ) -> tuple[Tensor, Tensors, Tensors]:
+    def gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensors, Tensors]:
         """Run forward and backward of each tile; return the gradient of rows, what is trained, and its gradients."""
-        sums, grad = GradientSums(tile >= len(rows)), grad.contiguous()
+        tile, grad = tile_rows(len(rows), self.tile), grad.contiguous()
+        sums = GradientSums(tile >= len(rows))
         if sums.whole:
             to_rows = self._backward(rows, grad, slice(0, len(rows)), (), sums)
         else:

@@ -160,18 +160,18 @@ def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
         def fused(norm, gate, up, down, after=after):
             pair = Products(Matrix(gate), Matrix(up))
             mlp = GatedMLP(pair, Products(Matrix(down)), kind)
-            return SecondHalf(norm, mlp, after, RULE, factor_of_sum)
+            return SecondHalf(norm, mlp, after, RULE, factor_of_sum, tile)
 
         (out,) = recorded(fused(*weights[:4]), x)
         factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
-        for found in (out, fused(*weights[:4]).add_tiles(x, tile)):
+        for found in (out, fused(*weights[:4]).add_tiles(x)):
             near(found, exact, dtype, factor=factor)
         all_near(torch.autograd.grad(out, [x, *weights], grad), exact_grads, dtype, factor)
-        grad_x, _, found = fused(*weights[:4]).gradients(x, grad, tile)
+        grad_x, _, found = fused(*weights[:4]).gradients(x, grad)
         all_near((grad_x, *found), exact_grads, dtype, factor)
         for frozen in (weights[0], *weights[2:]):
             frozen.requires_grad_(False)
-        _, _, (of_gate,) = fused(*weights[:4]).gradients(x, grad, tile)
+        _, _, (of_gate,) = fused(*weights[:4]).gradients(x, grad)
         near(of_gate, exact_grads[2], dtype, factor=factor)
 
 
@@ -207,14 +207,14 @@ def test_feed_forward_half_with_adapters(device, dtype, tile, rank, adapted):
 
     def fused():
         mlp = GatedMLP(Products(*own[:2]), Products(own[2]))
-        return SecondHalf(norm, mlp, None, RULE)
+        return SecondHalf(norm, mlp, None, RULE, tile=tile)
 
     (out,) = recorded(fused(), x.requires_grad_())
     factor = 1.0 if dtype == torch.float32 else 4.0
-    for found in (out, fused().add_tiles(x, tile)):
+    for found in (out, fused().add_tiles(x)):
         near(found, exact, dtype, factor=factor)
     all_near(torch.autograd.grad(out, [x, *trained], grad), exact_grads, dtype, factor)
-    grad_x, _, found = fused().gradients(x, grad, tile)
+    grad_x, _, found = fused().gradients(x, grad)
     all_near((grad_x, *found), exact_grads, dtype, factor)
 
 
@@ -321,14 +321,14 @@ def test_experts_half(device, dtype, tile, kind):
         ]
     stacks = ExpertStacks(*pairs, matrices, "clamped" if clamped else "silu")
     experts = SparseMLP([router, *bias], stacks, 2, normalise, NoRecord(), 0)
-    fused = SecondHalf(norm, experts, None, RULE)
+    fused = SecondHalf(norm, experts, None, RULE, tile=tile)
     (out,) = recorded(fused, x)
     factor = 1.0 if dtype == torch.float32 else 4.0
     with torch.no_grad():
-        in_tiles = fused.add_tiles(x, tile)
+        in_tiles = fused.add_tiles(x)
     for found in (out, in_tiles):
         near(found, exact, dtype, factor=factor)
-    of_rows, _, of_weights = fused.gradients(x, grad, tile)
+    of_rows, _, of_weights = fused.gradients(x, grad)
     if clamped:  # in the order of the inputs
         of_weights.append(of_weights.pop(2))
     found = torch.autograd.grad(out, inputs, grad), (of_rows, *of_weights)

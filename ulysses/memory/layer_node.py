@@ -132,7 +132,7 @@ class LayerNode(torch.autograd.Function):
         middle = layer.output(hidden, mixed)
         del mixed
         random_states.append(random_state())
-        result = layer.feed_forward_tiles(middle)
+        result = layer.second_half.add_tiles(middle)
         saved.close()
         ctx.rest = layer, rope, plan, saved, random_states
         return result
@@ -163,7 +163,7 @@ class LayerNode(torch.autograd.Function):
         )
         del inputs
         with replay(random_states[2]):
-            grad, *of_feed_forward = layer.feed_forward_gradients(middle, grad)
+            grad, *of_feed_forward = layer.second_half.gradients(middle, grad)
         del middle
         (grad_hidden, grad_mixed), of_output = output_backward(grad)
         del grad
