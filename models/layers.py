@@ -18,7 +18,7 @@ from models.arch import ModelConfig
 from models.families import LayerKind
 from models.modules import MLP, NO_NORM, Linear, Norm, RMSNorm
 from models.ops.gated_mlp import SecondHalf
-from models.ops.linear import GradientSums, Saved, recorded
+from models.ops.linear import GradientSums, Saved, recorded, trained
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.layer_node import LayerNode, Mixer
@@ -77,9 +77,9 @@ class DecoderLayer(nn.Module):
         self.recompute, self.mlp_tile, self.offloader = recompute, mlp_tile, offloader
 
     @property
-    def trained(self) -> list[nn.Parameter]:
+    def trained(self) -> Tensors:
         """The trained parameters, adapters included."""
-        return [p for p in self.parameters() if p.requires_grad]
+        return trained([*self.parameters()])
 
     @property
     def mixer(self) -> Mixer:
@@ -129,7 +129,7 @@ class _Mix(NamedTuple):
     plan: AttentionPlan
 
     @property
-    def trained(self) -> list[nn.Parameter]:
+    def tensors(self) -> Tensors:
         return self.mixer.mix_parameters
 
     def run(self, *heads: Tensor) -> tuple[Tensors, Saved]:
@@ -143,6 +143,6 @@ class _Mix(NamedTuple):
         grad = self.mixer.to_tokens_backward(grads[0], self.plan)
         shards, results = saved[:3], saved[3:]
         grads, of_parameters = self.mixer.mix_backward(grad, shards, results, self.plan)
-        for parameter, of_parameter in zip(self.trained, of_parameters):
+        for parameter, of_parameter in zip(self.tensors, of_parameters):
             sums.add(parameter, of_parameter)
         return self.mixer.to_heads_backward(grads, self.plan)

@@ -165,8 +165,7 @@ class ExpertMatrices(nn.Module):
     def stacks(self) -> ExpertStacks:
         """The matrices in the form that operations take."""
         gate_up, down = self._stack("gate_up_proj"), self._stack("down_proj")
-        trained = [p for p in self.parameters() if p.requires_grad] if self.is_on else []
-        return ExpertStacks(gate_up, down, trained, self.activation)
+        return ExpertStacks(gate_up, down, [*self.parameters()], self.activation)
 
 
 class MoE(nn.Module):

@@ -41,8 +41,8 @@ class _Score(NamedTuple):
     weight: nn.Parameter
 
     @property
-    def trained(self) -> list[nn.Parameter]:
-        return [self.weight] if self.weight.requires_grad else []
+    def tensors(self) -> Tensors:
+        return [self.weight]
 
     def run(self, hidden: Tensor) -> tuple[Tensors, Saved]:
         vector = at_least_float32(self.weight[0])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from losses.precision import at_least_float32
 from models.ops.gated_mlp import ACTIVATIONS
-from models.ops.linear import Adapter, GradientSums, Saved
+from models.ops.linear import Adapter, GradientSums, Saved, trained
 from models.ops.norm import in_plain_torch, triton_kernels
 from ulysses.parallel.layout import Tensors
 
@@ -253,11 +253,11 @@ class Stack(NamedTuple):
 
 
 class ExpertStacks(NamedTuple):
-    """The experts' matrices, the trained tensors among them in the module's order, and the activation."""
+    """The experts' matrices, all their tensors in the module's order, and the activation."""
 
     gate_up: Stack
     down: Stack
-    trained: Sequence[Tensor]
+    tensors: Tensors
     activation: str = "silu"
 
     def forward(self, x: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
@@ -326,12 +326,8 @@ class SparseMLP(NamedTuple):
     of_shared: Sequence[Tensor] = ()
 
     @property
-    def trained(self) -> list[Tensor]:
-        return [*self._of_router, *self.experts.trained, *self.of_shared]
-
-    @property
-    def _of_router(self) -> list[Tensor]:
-        return [t for t in self.router if t.requires_grad]
+    def tensors(self) -> Tensors:
+        return [*self.router, *self.experts.tensors, *self.of_shared]
 
     def forward(self, x: Tensor, part: slice) -> tuple[Tensor, Saved]:
         weights, chosen, probabilities = route(x, self.router, self.top_k, self.normalise)
@@ -354,9 +350,9 @@ class SparseMLP(NamedTuple):
             self.record.note(self.layer_number, chosen, probabilities, part)
         order = Order.of(chosen, len(self.router[0]))
         to_x, to_weights = self.experts.backward(grad, x, weights.detach(), order, sums, both)
-        leaves = wide_x, *(t for t in router if t.requires_grad)
+        leaves = wide_x, *trained(router)
         through_router, *grads = torch.autograd.grad(weights, leaves, to_weights)
-        for tensor, tensor_grad in zip(self._of_router, grads):
+        for tensor, tensor_grad in zip(trained(self.router), grads):
             sums.add(tensor, tensor_grad)
         to_x = through_router.add_(to_x).to(x.dtype)
         if self.shared is not None:

@@ -5,13 +5,14 @@
 Shapes: S local tokens, D width, F feed-forward width.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.ops.linear import GradientSums, Products, Saved
+from models.ops.linear import GradientSums, Products, Saved, trained
 from models.ops.norm import (
     NormRule,
     in_plain_torch,
@@ -46,7 +47,7 @@ class Activation(NamedTuple):
     """Return act(gate) * up; backward keeps the two inputs only."""
 
     kind: str = "silu"
-    trained: Tensors = ()
+    tensors: Tensors = ()
 
     def run(self, gate: Tensor, up: Tensor) -> tuple[Tensors, Saved]:
         if gate.stride() != up.stride():
@@ -62,8 +63,8 @@ class FeedForward(Protocol):
     """What a layer's second half computes of normalised rows x [S, D], with its backward; neither records a graph."""
 
     @property
-    def trained(self) -> list[Tensor]:
-        """The tensors that are trained, as modules list them."""
+    def tensors(self) -> Tensors:
+        """The weights that it may train, as modules list them."""
 
     def forward(self, x: Tensor, part: slice) -> tuple[Tensor, Saved]:
         """Return the output of these rows, which are a part of all rows, in new memory, and what backward needs."""
@@ -88,9 +89,8 @@ class SecondHalf(NamedTuple):
     tile: int = TILE_ROWS
 
     @property
-    def trained(self) -> list[Tensor]:
-        tensors = self.norm, *self.feed_forward.trained, self.after
-        return [t for t in tensors if t is not None and t.requires_grad]
+    def tensors(self) -> Sequence[Tensor | None]:
+        return [self.norm, *self.feed_forward.tensors, self.after]
 
     def run(self, rows: Tensor) -> tuple[Tensors, Saved]:
         out, saved = self._forward(rows, slice(0, len(rows)))
@@ -122,7 +122,8 @@ class SecondHalf(NamedTuple):
             to_rows = torch.empty_like(rows)
             for part in tiles(len(rows), tile):
                 to_rows[part] = self._backward(rows[part], grad[part], part, (), sums)
-        return to_rows, self.trained, sums.of(self.trained)
+        of_trained = trained(self.tensors)
+        return to_rows, of_trained, sums.of(of_trained)
 
     def _forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Saved]:
         """Return what is added to these rows, in new memory, and what backward needs."""
@@ -163,8 +164,8 @@ class GatedMLP(NamedTuple):
     activation: str = "silu"
 
     @property
-    def trained(self) -> list[Tensor]:
-        return [*self.gate_up.trained, *self.down.trained]
+    def tensors(self) -> Tensors:
+        return [*self.gate_up.tensors, *self.down.tensors]
 
     def forward(self, x: Tensor, part: slice) -> tuple[Tensor, Saved]:
         gate, up = self.gate_up.forward(x)

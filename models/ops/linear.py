@@ -103,8 +103,8 @@ class Operation(Protocol):
     """A computation with its backward; `recorded` makes one node of the graph of it."""
 
     @property
-    def trained(self) -> Tensors:
-        """The tensors that are trained, as modules list them."""
+    def tensors(self) -> Sequence[Tensor | None]:
+        """The weights that it may train, as modules list them; None for one that there is not."""
 
     @property
     def run(self) -> Callable[..., tuple[Tensors, Saved]]:
@@ -116,7 +116,12 @@ class Operation(Protocol):
 
 def recorded(operation: Operation, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Return the results of an operation, with a graph."""
-    return _Node.apply(operation, len(inputs), *inputs, *operation.trained)
+    return _Node.apply(operation, len(inputs), *inputs, *trained(operation.tensors))
+
+
+def trained(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return those of these tensors that are trained."""
+    return [t for t in tensors if t is not None and t.requires_grad]
 
 
 class _Node(torch.autograd.Function):
@@ -134,7 +139,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Context[Operation], *grads: Tensor) -> tuple[Tensor | None, ...]:
         operation, sums = ctx.rest, GradientSums(whole=True)
         to_inputs = operation.run_back(ctx.saved_tensors, grads, sums)
-        return None, None, *to_inputs, *sums.of(operation.trained)
+        return None, None, *to_inputs, *sums.of(trained(operation.tensors))
 
 
 class Products:
@@ -142,7 +147,7 @@ class Products:
 
     Forward leaves here what backward needs, so that the next tile may begin when backward is done.
 
-    trained: the tensors that are trained, as modules list them.
+    tensors: those that are trained, as modules list them.
     narrow: scale * x a^T of all adapters, [S, r] of each, side by side.
     mask: of x [S, D]: 0 where adapters drop an input, and elsewhere what dropout scales it by.
     """
@@ -150,8 +155,8 @@ class Products:
     def __init__(self, *matrices: Matrix) -> None:
         self.matrices, self.widths = matrices, [m.outputs for m in matrices]
         self.adapters = [m.adapter for m in matrices if m.adapter is not None]
-        tensors = (t for m in matrices for t in (m.weight, m.bias, *(m.adapter or ())[:2]))
-        self.trained = [t for t in tensors if t is not None and t.requires_grad]
+        of_each = ((m.weight, m.bias, *(m.adapter or ())[:2]) for m in matrices)
+        self.tensors = trained([t for each in of_each for t in each])
         self.mask: Tensor | None = None
         self.narrow: Any = None
         self.narrow_grads: Any = None  # scale * grad b of all adapters
@@ -237,12 +242,12 @@ class Products:
 
     def run(self, x: Tensor) -> tuple[Tensors, Saved]:
         results = self.forward(x)
-        return results, (x if self.trained else None, *self.saved)
+        return results, (x if self.tensors else None, *self.saved)
 
     def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
         grad = grads[0] if len(grads) == 1 else torch.cat([*grads], 1)
         to_x = self.back(grad)
-        if self.trained:
+        if self.tensors:
             self.gradients(grad, saved[0], sums)
         return [to_x]
 

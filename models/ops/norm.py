@@ -101,8 +101,8 @@ class NormOperation(NamedTuple):
     rule: NormRule
 
     @property
-    def trained(self) -> list[Tensor]:
-        return [self.weight] if self.weight.requires_grad else []
+    def tensors(self) -> Tensors:
+        return [self.weight]
 
     def run(self, x: Tensor) -> tuple[Tensors, Saved]:
         return [rms_norm(x, *self)], [x]

@@ -187,9 +187,8 @@ class Projection(NamedTuple):
     sin: Tensor
 
     @property
-    def trained(self) -> list[Tensor]:
-        tensors = self.norm, *self.norms, *self.matrices.trained
-        return [t for t in tensors if t is not None and t.requires_grad]
+    def tensors(self) -> Sequence[Tensor | None]:
+        return [self.norm, *self.norms, *self.matrices.tensors]
 
     def run(self, hidden: Tensor) -> tuple[Tensors, Saved]:
         """Return query [S, H, E] and key [S, K, E], both rotated, value [S, K, E], and hidden [S, D] itself.
@@ -216,7 +215,7 @@ class Projection(NamedTuple):
             sums.add(norm, rms_norm_backward(part, x, norm, self.rule)[1])
         copy_strided(parts[2], grads[2])
         to_x = matrices.back(flat)
-        if matrices.trained:
+        if matrices.tensors:
             x = rms_norm(hidden, self.norm, self.rule)
             matrices.gradients(flat, x, sums)
             del x
