@@ -3,9 +3,9 @@
 Other precisions run models/ops/delta_rule.py, with which these kernels are also compared (`prove_rule`).
 """
 
-import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from itertools import accumulate
 from types import ModuleType
 
@@ -16,10 +16,11 @@ from models.families import Delta
 from models.ops import delta_rule as plain
 from models.ops import delta_triton
 from models.ops.delta_compile import compile_side_by_side
+from ulysses.parallel.ranges import Range
 from ulysses.parallel.recurrence import Recurrence, TreeLevel
 
 
-@functools.cache
+@cache
 def load() -> Callable[..., tuple[Tensor, Tensor]]:
     """Return fla-core's kernel of the rule; ValueError, one sentence, where it cannot be imported."""
     try:
@@ -72,6 +73,8 @@ def mix_step(delta: Delta, *inputs: Tensor) -> Tensor:
 PROOF_LENGTHS, PREFIXES = (300, 1, 129, 70), {2: [(0, 200)], 3: [(0, 200), (301, 340)]}
 PROOF_ERROR = 2e-2  # as a part of a tensor's norm; half precision reaches 3e-3 to 4e-3
 LONG = 65536  # rows of a document that runs in parts, by other kernels
+CHUNK = 64  # rows of the other documents for which kernels are compiled
+NAMES = "rows", "b", "a", "filters", "A_log", "dt_bias"  # of mix_pack's inputs
 
 
 def prove_rule(name: str, device: torch.device, *case: int) -> None:
@@ -82,23 +85,16 @@ def prove_rule(name: str, device: torch.device, *case: int) -> None:
     Raises FloatingPointError, which names the wrong tensor and the size of its error; ValueError without kernels.
     """
     delta, kernels = Delta(*case), sys.modules[__name__]
-    recurrence = Recurrence([0, *accumulate(PROOF_LENGTHS)], PREFIXES, device)
-    tensors = _proof_tensors(delta, sum(PROOF_LENGTHS), device)
     if device.type == "cuda":
-        long = {
-            key: x.new_zeros(LONG, *x.shape[1:]) if len(x) == len(tensors["rows"]) else x
-            for key, x in tensors.items()
-        }
-        alone = Recurrence([0, LONG], {}, device)
         compile_side_by_side(
-            lambda: _computed(delta, recurrence, kernels, tensors),
-            lambda: _computed(delta, alone, kernels, long),
+            *(partial(_computed, delta, pack, kernels) for pack in _packs(delta, device))
         )
+    recurrence = Recurrence([0, *accumulate(PROOF_LENGTHS)], PREFIXES, device)
     results = (
-        _computed(delta, recurrence, kernels, tensors),
-        _computed(delta, recurrence, plain, tensors, torch.float64),
+        _computed(delta, recurrence, kernels),
+        _computed(delta, recurrence, plain, torch.float64),
     )
-    for tensor, got, wanted in zip(("output", *tensors), *results):
+    for tensor, got, wanted in zip(("output", *NAMES), *results):
         error = float((got.double() - wanted).norm() / wanted.norm())
         if not error < PROOF_ERROR:
             raise FloatingPointError(
@@ -107,33 +103,51 @@ def prove_rule(name: str, device: torch.device, *case: int) -> None:
             )
 
 
-def _proof_tensors(delta: Delta, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the inputs of `mix_pack` by their names; all but the decays are in the model's dtype."""
-    draw = torch.Generator().manual_seed(0)
-    heads, columns = delta.linear_num_value_heads, sum(delta.widths)
-    tensors = {
-        "rows": torch.randn(rows, columns, generator=draw),
-        "b": torch.randn(rows, heads, generator=draw),
-        "a": torch.randn(rows, heads, generator=draw),
-        "filters": torch.randn(columns, delta.linear_conv_kernel_dim, generator=draw),
-        "A_log": torch.linspace(-6, 3, heads),
-        "dt_bias": torch.linspace(-4, 1, heads),
-    }
-    return {
-        key: x.to(device, torch.bfloat16 if x.dim() > 1 else None) for key, x in tensors.items()
-    }
+def _packs(delta: Delta, device: torch.device) -> Iterator[Recurrence]:
+    """Yield packs that need all variants of the kernels, which depend on these:
+
+    whether parts start from a state, whether their last states are needed, whether a document is so long that it runs
+    in parts, and how many of the GPU's multiprocessors the heads of all parts of a level occupy.
+    """
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    parts = 1
+    while True:
+        yield Recurrence([*range(0, parts * CHUNK + 1, CHUNK)], {}, device)
+        # documents that continue others, which continue others
+        prefixes: dict[int, list[Range]] = {}
+        for i in range(parts, 3 * parts):
+            before = (i - parts) * CHUNK
+            prefixes[i] = [*prefixes.get(i - parts, []), (before, before + CHUNK)]
+        yield Recurrence([*range(0, 3 * parts * CHUNK + 1, CHUNK)], prefixes, device)
+        if parts * delta.linear_num_value_heads >= processors:
+            break
+        parts *= 2
+    yield Recurrence([0, LONG], {}, device)
 
 
 def _computed(
     delta: Delta,
     recurrence: Recurrence,
     kernels: ModuleType,
-    tensors: dict[str, Tensor],
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Return the output of a pack [rows, heads, width] and the gradients of the inputs."""
-    inputs = [x.to(dtype=dtype).detach().requires_grad_() for x in tensors.values()]
+    """Return the output of a pack [rows, heads, width] and the gradients of the inputs, the tensors NAMES.
+
+    All but the decays are drawn in bfloat16, and are computed in `dtype`, or as they are.
+    """
+    device, rows = recurrence.device, recurrence.documents[-1][1]
+    heads, columns = delta.linear_num_value_heads, sum(delta.widths)
+    draw = torch.Generator(device).manual_seed(0)
+    sizes = (
+        (rows, columns),
+        (rows, heads),
+        (rows, heads),
+        (columns, delta.linear_conv_kernel_dim),
+    )
+    drawn = (torch.randn(size, generator=draw, device=device) for size in sizes)
+    decays = torch.linspace(-6, 3, heads), torch.linspace(-4, 1, heads)
+    given = *(x.bfloat16() for x in drawn), *(x.to(device) for x in decays)
+    inputs = [x.to(dtype=dtype).requires_grad_() for x in given]
     out = plain.mix_pack(delta, recurrence, kernels, *inputs)
-    draw = torch.Generator().manual_seed(1)
-    upstream = torch.randn(out.shape, generator=draw).to(out.device)
+    upstream = torch.randn(out.shape, generator=draw, device=device)
     return [out, *torch.autograd.grad((out * upstream).sum(), inputs)]

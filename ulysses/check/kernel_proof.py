@@ -12,7 +12,7 @@ from models.arch import ModelConfig
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context
 from ulysses.data.cache import digest_of_value
-from ulysses.disk import write_json
+from ulysses.disk import lock_file, write_json
 from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.kernels.choice import KernelChoice, resolve_kernel
 from ulysses.parallel.layout import head_layout
@@ -105,7 +105,11 @@ def prove_once(
     if device.type == "cuda":
         facts += [str(torch.cuda.get_device_properties(device)), torch.backends.cudnn.version()]
     path = cache / f"kernel-{digest_of_value(facts)[:24]}.json"
-    if not path.exists():
-        prove(kernel, device, *case)
-        cache.mkdir(parents=True, exist_ok=True)
-        write_json(path, facts)
+    if path.exists():
+        return
+    cache.mkdir(parents=True, exist_ok=True)
+    # one process of a machine compiles kernels, with all cores, and the others find them
+    with lock_file(path.with_suffix(".lock")):
+        if not path.exists():
+            prove(kernel, device, *case)
+            write_json(path, facts)
