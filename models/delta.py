@@ -78,10 +78,6 @@ class GatedDelta(nn.Module):
         index = torch.cat([part_rows.flatten() for part_rows in parts])
         return self.in_proj_qkvz.operands()._replace(row_index=index)
 
-    def _gate(self, x: Tensor) -> Tensor:
-        matrix = self._rows(slice(3, 4)) if self.fused else self.in_proj_z.operands()
-        return recorded(Products(matrix), x)[0]
-
     def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
             return heads
@@ -146,7 +142,8 @@ class GatedDelta(nn.Module):
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds to its input, from the rule's output [S, H, V] and from that input."""
-        gate = self._gate(norm(hidden))
+        matrix = self._rows(slice(3, 4)) if self.fused else self.in_proj_z.operands()
+        (gate,) = recorded(Products(matrix), norm(hidden))
         return self.out_proj(*recorded(Activation(), gate, self.norm(mixed).flatten(1)))
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:

@@ -128,13 +128,11 @@ class ExpertMatrices(nn.Module):
         self.num_experts, self.clamped = N, config.family.clamped_experts
         self.activation = "clamped" if self.clamped else config.family.activation
         self.sizes = {"gate_up_proj": (2 * F, D), "down_proj": (D, F)}  # outputs and inputs
-        self.shapes: dict[str, tuple[int, ...]] = {}
         self.packed: dict[str, Any] = {}  # what the bytes of quantised matrices stand for
         self.scale, self.is_on = 1.0, True  # of the adapters
         for name, (outputs, inputs) in self.sizes.items():
             sides = (inputs, outputs) if self.clamped else (outputs, inputs)
-            self.shapes[name] = (N, *sides)
-            matrices, self.packed[name] = linear.empty(self.shapes[name])
+            matrices, self.packed[name] = linear.empty((N, *sides))
             self.register_parameter(name, matrices)
             bias = nn.Parameter(torch.empty(N, outputs)) if self.clamped else None
             self.register_parameter(f"{name}_bias", bias)
@@ -205,10 +203,9 @@ class MoE(nn.Module):
     @property
     def is_capturable(self) -> bool:
         """Whether products of all experts run without waiting for the sizes of groups, in the router's dtype."""
-        matrices = self.router_module.weight.new_empty(
-            1, *self.experts.shapes["gate_up_proj"][1:], device="meta"
-        )
-        return is_grouped(matrices, matrices.mT.contiguous())
+        sizes = self.experts.sizes["gate_up_proj"]
+        matrix = self.router_module.weight.new_empty(sizes, device="meta")
+        return is_grouped(matrix, matrix.mT.contiguous())
 
     def fused(self) -> SparseMLP:
         """Return what computes this module in a layer's second half."""
