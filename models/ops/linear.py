@@ -68,20 +68,31 @@ class GradientSums:
         self.whole = whole
         self._sums: dict[tuple[Tensor, ...], Tensor] = {}
 
-    def add(self, tensor: Tensor | None, grad: Tensor | None) -> None:
-        """Add to a tensor's gradient, if it is trained."""
+    def add(
+        self, tensor: Tensor | None, grad: Tensor | None, index: Tensor | None = None
+    ) -> None:
+        """Add to a tensor's gradient, if it is trained, or to that of the rows with the numbers `index`."""
         if tensor is not None and grad is not None and tensor.requires_grad:
+            if index is not None:
+                grad = grad.new_zeros(tensor.shape).index_copy_(0, index, grad)
             total = self._sums.get((tensor,))
             if total is not None:
                 total.add_(grad)
             else:
                 self._sums[tensor,] = grad if self.whole else at_least_float32(grad)
 
-    def add_product(self, tensors: Sequence[Tensor], grad: Tensor, rows: Tensor) -> None:
-        """Add grad^T rows, which holds the gradients of all these tensors one below the other, if any is trained."""
+    def add_product(
+        self, tensors: Sequence[Tensor], grad: Tensor, rows: Tensor, index: Tensor | None = None
+    ) -> None:
+        """Add grad^T rows, which holds the gradients of all these tensors one below the other, if any is trained.
+
+        index: the numbers of the rows of a single tensor that it holds.
+        """
         key = tuple(tensors)
-        if not any(t.requires_grad for t in key):
+        if not trained(key):
             return
+        if index is not None:
+            return self.add(key[0], grad.t() @ rows, index)
         wide = rows.dtype if self.whole else torch.promote_types(rows.dtype, torch.float32)
         left = grad.t()
         if not has_wide_products(rows):
@@ -226,10 +237,10 @@ class Products:
             sums.add_product([m.weight for m in self.matrices], grad, x)
         for m, part in zip(self.matrices, grads):
             if not uses_all_rows:
-                _add_product_of_rows(sums, m, m.weight, part, x)
+                sums.add_product([m.weight], part, x, m.row_index)
             if m.bias is not None and m.bias.requires_grad:
                 wide = torch.promote_types(part.dtype, torch.float32)
-                sums.add(m.bias, _of_all_rows(part.sum(0, dtype=wide), m, m.bias))
+                sums.add(m.bias, part.sum(0, dtype=wide), m.row_index)
         if not self.adapters:
             return
         if self.narrow is None:
@@ -237,7 +248,7 @@ class Products:
         narrow = self._narrow_by_adapter()
         for m, part in zip(self.matrices, grads):
             if m.adapter is not None:
-                _add_product_of_rows(sums, m, m.adapter.b, part, next(narrow))
+                sums.add_product([m.adapter.b], part, next(narrow), m.row_index)
         sums.add_product([x.a for x in self.adapters], self.narrow_grads, self._dropped(x))
 
     def run(self, x: Tensor) -> tuple[Tensors, Saved]:
@@ -285,23 +296,6 @@ class Products:
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
-
-
-def _add_product_of_rows(
-    sums: GradientSums, matrix: Matrix, tensor: Tensor, grad: Tensor, rows: Tensor
-) -> None:
-    """Add grad^T rows to the gradient of those rows of a tensor that the matrix uses."""
-    if matrix.row_index is None:
-        sums.add_product([tensor], grad, rows)
-    elif tensor.requires_grad:
-        sums.add(tensor, _of_all_rows(grad.t() @ rows, matrix, tensor))
-
-
-def _of_all_rows(grad: Tensor, matrix: Matrix, tensor: Tensor) -> Tensor:
-    """Return the gradient of a whole tensor from that of the rows that the matrix uses."""
-    if matrix.row_index is None:
-        return grad
-    return grad.new_zeros(tensor.shape).index_copy_(0, matrix.row_index, grad)
 
 
 def stacked(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
