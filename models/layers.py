@@ -96,7 +96,8 @@ class DecoderLayer(nn.Module):
         if learns and self.recompute != "none":
             return LayerNode.apply(self, rope, plan, hidden, *self.trained)
         *heads, hidden = self.project(hidden, rope)
-        middle = self.output(hidden, *recorded(_Mix(self.mixer, plan), *heads))
+        mix = _Mix(self.mixer, plan, self.mixer.mix_parameters)
+        middle = self.output(hidden, *recorded(mix, *heads))
         half = self.second_half
         return recorded(half, middle)[0] if learns else half.add_tiles(middle)
 
@@ -117,9 +118,16 @@ class DecoderLayer(nn.Module):
     def second_half(self) -> SecondHalf:
         """What adds the feed-forward's output to the rows; each row is independent, so it can run in tiles."""
         _, _, before, after = self.norms
-        fused, tile = self.mlp.fused(), self.mlp_tile * self.mlp.tile_factor
-        weights = before.weight, fused, after.weight
-        return SecondHalf(*weights, self.rule, self.multiplier, tile)
+        weights = [before.weight, *self.mlp.parameters(), after.weight]
+        return SecondHalf(
+            before.weight,
+            self.mlp.fused(),
+            after.weight,
+            trained(weights),
+            self.rule,
+            self.multiplier,
+            self.mlp_tile * self.mlp.tile_factor,
+        )
 
 
 class _Mix(NamedTuple):
@@ -127,10 +135,7 @@ class _Mix(NamedTuple):
 
     mixer: Mixer
     plan: AttentionPlan
-
-    @property
-    def tensors(self) -> Tensors:
-        return self.mixer.mix_parameters
+    tensors: Tensors
 
     def run(self, *heads: Tensor) -> tuple[Tensors, Saved]:
         shards = self.mixer.to_heads(heads, self.plan)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.ops.gated_mlp import Activation, GatedMLP
-from models.ops.linear import Matrix, Products, recorded
-from models.ops.norm import NormOperation, NormRule
+from models.ops.linear import GradientSums, Matrix, Products, Saved, recorded
+from models.ops.norm import NormRule, rms_norm, rms_norm_backward
+from ulysses.parallel.layout import Tensors
 
 
 class Float32Parameter(nn.Parameter):
@@ -55,14 +56,31 @@ class Embedding(Uninitialised, nn.Embedding):
 
 
 class RMSNorm(Uninitialised, nn.RMSNorm):
-    """Scale every row of [..., D] to unit mean square, and multiply it by what the rule makes of `weight`."""
+    """Scale every row of [..., D] to unit mean square, and multiply it by what the rule makes of `weight`.
+
+    An Operation, which keeps its input.
+    """
 
     def __init__(self, width: int, rule: NormRule) -> None:
         super().__init__(width, rule.eps)
         self.rule = rule
 
     def forward(self, x: Tensor) -> Tensor:
-        return recorded(NormOperation(self.weight, self.rule), x)[0]
+        return recorded(self, x)[0]
+
+    @property
+    def tensors(self) -> Tensors:
+        return [self.weight]
+
+    def run(self, x: Tensor) -> tuple[Tensors, Saved]:
+        return [rms_norm(x, self.weight, self.rule)], [x]
+
+    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
+        # cloned, because autograd may give the same gradient to another node, and this one writes into it
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        to_x, of_weight = rms_norm_backward(grad, saved[0], self.weight, self.rule)
+        sums.add(self.weight, of_weight)
+        return [to_x]
 
 
 class NoNorm(nn.Identity):

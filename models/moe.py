@@ -163,7 +163,7 @@ class ExpertMatrices(nn.Module):
     def stacks(self) -> ExpertStacks:
         """The matrices in the form that operations take."""
         gate_up, down = self._stack("gate_up_proj"), self._stack("down_proj")
-        return ExpertStacks(gate_up, down, [*self.parameters()], self.activation)
+        return ExpertStacks(gate_up, down, self.activation)
 
 
 class MoE(nn.Module):

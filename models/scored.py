@@ -25,20 +25,17 @@ SCORE_ROWS = 8192
 
 
 class ScoreHead(nn.Module):
-    """Return one float32 value per row of [S, D]; no bias."""
+    """Return one float32 value per row of [S, D]; no bias.
+
+    An Operation that multiplies a tile of rows at a time, so that no float32 copy of all rows exists.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return recorded(_Score(self.weight), hidden)[0]
-
-
-class _Score(NamedTuple):
-    """Multiply by the score vector in float32, a tile of rows at a time, so that no float32 copy of all rows exists."""
-
-    weight: nn.Parameter
+        return recorded(self, hidden)[0]
 
     @property
     def tensors(self) -> Tensors:

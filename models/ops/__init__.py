@@ -3,7 +3,7 @@
 An operation (linear.py) is one node of the graph. It keeps little for backward, and computes again what is cheap:
 
     Products       x -> W x + b of several matrices           keeps x
-    NormOperation  x -> norm                                  keeps x
+    RMSNorm        x -> norm (models/modules.py)              keeps x
     Activation     gate, up -> act(gate) * up                 keeps gate, up
     Projection     hidden -> norm -> q, k, v -> rotate        keeps hidden              (norm again in backward)
                    where heads have norms: q and k before these, too

@@ -253,11 +253,10 @@ class Stack(NamedTuple):
 
 
 class ExpertStacks(NamedTuple):
-    """The experts' matrices, all their tensors in the module's order, and the activation."""
+    """The experts' matrices, and the activation."""
 
     gate_up: Stack
     down: Stack
-    tensors: Tensors
     activation: str = "silu"
 
     def forward(self, x: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
@@ -324,10 +323,6 @@ class SparseMLP(NamedTuple):
     layer_number: int
     shared: Callable[[Tensor], Tensor] | None = None
     of_shared: Sequence[Tensor] = ()
-
-    @property
-    def tensors(self) -> Tensors:
-        return [*self.router, *self.experts.tensors, *self.of_shared]
 
     def forward(self, x: Tensor, part: slice) -> tuple[Tensor, Saved]:
         weights, chosen, probabilities = route(x, self.router, self.top_k, self.normalise)

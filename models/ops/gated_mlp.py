@@ -5,14 +5,13 @@
 Shapes: S local tokens, D width, F feed-forward width.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.ops.linear import GradientSums, Products, Saved, trained
+from models.ops.linear import GradientSums, Products, Saved
 from models.ops.norm import (
     NormRule,
     in_plain_torch,
@@ -62,10 +61,6 @@ class Activation(NamedTuple):
 class FeedForward(Protocol):
     """What a layer's second half computes of normalised rows x [S, D], with its backward; neither records a graph."""
 
-    @property
-    def tensors(self) -> Tensors:
-        """The weights that it may train, as modules list them."""
-
     def forward(self, x: Tensor, part: slice) -> tuple[Tensor, Saved]:
         """Return the output of these rows, which are a part of all rows, in new memory, and what backward needs."""
 
@@ -78,19 +73,17 @@ class FeedForward(Protocol):
 class SecondHalf(NamedTuple):
     """A layer's second half: a feed-forward with the weights of the norms before and after it, which may be None.
 
-    It adds to each of its rows: to all at once as an Operation, or in tiles without a graph.
+    It adds to each of its rows: to all at once as an Operation, or in tiles without a graph. tensors: all that are
+    trained. tile: the rows of a tile, or nearly as many.
     """
 
     norm: Tensor | None
     feed_forward: FeedForward
     after: Tensor | None
+    tensors: Tensors
     rule: NormRule
     factor: float = 1.0
     tile: int = TILE_ROWS
-
-    @property
-    def tensors(self) -> Sequence[Tensor | None]:
-        return [self.norm, *self.feed_forward.tensors, self.after]
 
     def run(self, rows: Tensor) -> tuple[Tensors, Saved]:
         out, saved = self._forward(rows, slice(0, len(rows)))
@@ -112,8 +105,8 @@ class SecondHalf(NamedTuple):
         return out
 
     @torch.no_grad()
-    def gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensors, Tensors]:
-        """Run forward and backward of each tile; return the gradient of rows, what is trained, and its gradients."""
+    def gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensors]:
+        """Run forward and backward of each tile; return the gradients of rows and of `tensors`."""
         tile, grad = tile_rows(len(rows), self.tile), grad.contiguous()
         sums = GradientSums(tile >= len(rows))
         if sums.whole:
@@ -122,8 +115,7 @@ class SecondHalf(NamedTuple):
             to_rows = torch.empty_like(rows)
             for part in tiles(len(rows), tile):
                 to_rows[part] = self._backward(rows[part], grad[part], part, (), sums)
-        of_trained = trained(self.tensors)
-        return to_rows, of_trained, sums.of(of_trained)
+        return to_rows, sums.of(self.tensors)
 
     def _forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Saved]:
         """Return what is added to these rows, in new memory, and what backward needs."""
@@ -162,10 +154,6 @@ class GatedMLP(NamedTuple):
     gate_up: Products
     down: Products
     activation: str = "silu"
-
-    @property
-    def tensors(self) -> Tensors:
-        return [*self.gate_up.tensors, *self.down.tensors]
 
     def forward(self, x: Tensor, part: slice) -> tuple[Tensor, Saved]:
         gate, up = self.gate_up.forward(x)

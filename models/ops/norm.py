@@ -17,7 +17,6 @@ from torch import Tensor
 
 from losses.precision import at_least_float32
 from models.ops import passes_triton
-from models.ops.linear import GradientSums, Saved
 from ulysses.parallel.layout import Tensors
 
 
@@ -92,24 +91,3 @@ def triton_kernels(x: Tensor) -> ModuleType | None:
         and x.stride(-1) == 1
     )
     return passes_triton if fits else None
-
-
-class NormOperation(NamedTuple):
-    """Normalise x [S, D] or [S, H, D]; keeps x."""
-
-    weight: Tensor
-    rule: NormRule
-
-    @property
-    def tensors(self) -> Tensors:
-        return [self.weight]
-
-    def run(self, x: Tensor) -> tuple[Tensors, Saved]:
-        return [rms_norm(x, *self)], [x]
-
-    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
-        # cloned, because autograd may give the same gradient to another node, and this one writes into it
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        to_x, of_weight = rms_norm_backward(grad, saved[0], *self)
-        sums.add(self.weight, of_weight)
-        return [to_x]

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from losses.precision import at_least_float32
 from models.arch import ModelConfig
-from models.families import RopeScaling
 from models.ops.linear import GradientSums, Products, Saved
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward, triton_kernels
 from ulysses.parallel.layout import Tensors, copy_strided
@@ -47,20 +46,10 @@ def rope_parameters(
     theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.rope_local_theta or theta, None
-    frequencies, factor = scaled_frequencies(theta**exponents, scaling, theta)
-    return frequencies.to(device), factor
-
-
-def scaled_frequencies(
-    periods: Tensor, scaling: RopeScaling | None, theta: float
-) -> tuple[Tensor, float]:
-    """Scale rotary frequencies to windows longer than the original one, as transformers does.
-
-    Returns float32 inverse frequencies [E/2] for the periods of base `theta`, and the factor of cosine and sine.
-    """
-    dim, frequencies, factor = 2 * len(periods), 1.0 / periods, 1.0
+    periods = theta**exponents
+    frequencies, factor = 1.0 / periods, 1.0
     if scaling is None:
-        return frequencies, factor
+        return frequencies.to(device), factor
     # `unscaled` is 1 for high frequencies, which stay, and 0 for low ones, which are divided by the factor
     if scaling.rope_type == "linear":
         frequencies = frequencies / scaling.factor
@@ -96,7 +85,7 @@ def scaled_frequencies(
         )
         growth = 0.1 * math.log(scaling.factor)
         factor = scaling.attention_factor or (above * growth + 1) / (below * growth + 1)
-    return frequencies, factor
+    return frequencies.to(device), factor
 
 
 def rotary_table(

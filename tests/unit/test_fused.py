@@ -11,7 +11,15 @@ from models.ops.experts import (
     Stack,
 )
 from models.ops.gated_mlp import ACTIVATIONS, GatedMLP, SecondHalf, activate
-from models.ops.linear import Adapter, GradientSums, Matrix, Products, recorded, stacked
+from models.ops.linear import (
+    Adapter,
+    GradientSums,
+    Matrix,
+    Products,
+    recorded,
+    stacked,
+    trained,
+)
 from models.ops.norm import NormRule, rms_norm, rms_norm_backward
 from models.ops.rotary import Projection, rotate_pair
 
@@ -160,18 +168,19 @@ def test_feed_forward_half(device, dtype, tile, together, kind, factor_of_sum):
         def fused(norm, gate, up, down, after=after):
             pair = Products(Matrix(gate), Matrix(up))
             mlp = GatedMLP(pair, Products(Matrix(down)), kind)
-            return SecondHalf(norm, mlp, after, RULE, factor_of_sum, tile)
+            own = trained([norm, gate, up, down, after])
+            return SecondHalf(norm, mlp, after, own, RULE, factor_of_sum, tile)
 
         (out,) = recorded(fused(*weights[:4]), x)
         factor = 1.0 if dtype == torch.float32 else 4.0  # several bfloat16 roundings in a row
         for found in (out, fused(*weights[:4]).add_tiles(x)):
             near(found, exact, dtype, factor=factor)
         all_near(torch.autograd.grad(out, [x, *weights], grad), exact_grads, dtype, factor)
-        grad_x, _, found = fused(*weights[:4]).gradients(x, grad)
+        grad_x, found = fused(*weights[:4]).gradients(x, grad)
         all_near((grad_x, *found), exact_grads, dtype, factor)
         for frozen in (weights[0], *weights[2:]):
             frozen.requires_grad_(False)
-        _, _, (of_gate,) = fused(*weights[:4]).gradients(x, grad)
+        _, (of_gate,) = fused(*weights[:4]).gradients(x, grad)
         near(of_gate, exact_grads[2], dtype, factor=factor)
 
 
@@ -207,14 +216,14 @@ def test_feed_forward_half_with_adapters(device, dtype, tile, rank, adapted):
 
     def fused():
         mlp = GatedMLP(Products(*own[:2]), Products(own[2]))
-        return SecondHalf(norm, mlp, None, RULE, tile=tile)
+        return SecondHalf(norm, mlp, None, trained, RULE, tile=tile)
 
     (out,) = recorded(fused(), x.requires_grad_())
     factor = 1.0 if dtype == torch.float32 else 4.0
     for found in (out, fused().add_tiles(x)):
         near(found, exact, dtype, factor=factor)
     all_near(torch.autograd.grad(out, [x, *trained], grad), exact_grads, dtype, factor)
-    grad_x, _, found = fused().gradients(x, grad)
+    grad_x, found = fused().gradients(x, grad)
     all_near((grad_x, *found), exact_grads, dtype, factor)
 
 
@@ -319,18 +328,16 @@ def test_experts_half(device, dtype, tile, kind):
         pairs = [
             Stack(m, bias=b, transposed=True) for m, b in zip(matrices[::2], matrices[1::2])
         ]
-    stacks = ExpertStacks(*pairs, matrices, "clamped" if clamped else "silu")
+    stacks = ExpertStacks(*pairs, "clamped" if clamped else "silu")
     experts = SparseMLP([router, *bias], stacks, 2, normalise, NoRecord(), 0)
-    fused = SecondHalf(norm, experts, None, RULE, tile=tile)
+    fused = SecondHalf(norm, experts, None, inputs[1:], RULE, tile=tile)
     (out,) = recorded(fused, x)
     factor = 1.0 if dtype == torch.float32 else 4.0
     with torch.no_grad():
         in_tiles = fused.add_tiles(x)
     for found in (out, in_tiles):
         near(found, exact, dtype, factor=factor)
-    of_rows, _, of_weights = fused.gradients(x, grad)
-    if clamped:  # in the order of the inputs
-        of_weights.append(of_weights.pop(2))
+    of_rows, of_weights = fused.gradients(x, grad)
     found = torch.autograd.grad(out, inputs, grad), (of_rows, *of_weights)
     for mine, want in (pair for each in found for pair in zip(each, exact_grads)):
         least = 1e-2 * exact_grads[0].norm()
@@ -384,7 +391,7 @@ def test_adapters_of_experts(device, dtype, form):
         Stack(m, None if form == "dense" else Copied(m), Adapter(*own, 0.5), None, turned)
         for m, own in zip(matrices, ((a, b), (c, d)))
     ]
-    experts = ExpertStacks(*stacks, trained[2:])
+    experts = ExpertStacks(*stacks)
     order, sums = Order.of(chosen, 6), GradientSums(whole=True)
     with torch.no_grad():
         both, found = experts.forward(x, weights, order)

@@ -163,7 +163,8 @@ class LayerNode(torch.autograd.Function):
         )
         del inputs
         with replay(random_states[2]):
-            grad, *of_feed_forward = layer.second_half.gradients(middle, grad)
+            second_half = layer.second_half
+            grad, of_feed_forward = second_half.gradients(middle, grad)
         del middle
         (grad_hidden, grad_mixed), of_output = output_backward(grad)
         del grad
@@ -177,7 +178,7 @@ class LayerNode(torch.autograd.Function):
         (grad_hidden,), of_project = project_backward(*grads, grad_hidden)
         sums: dict[Tensor, Tensor] = {}
         for parameter, of_parameter in (
-            *zip(*of_feed_forward),
+            *zip(second_half.tensors, of_feed_forward),
             *zip(parameters, of_output),
             *zip(mixer.mix_parameters, of_mix),
             *zip(parameters, of_project),
