@@ -20,8 +20,8 @@ from ulysses.parallel.layout import AttentionPlan, Tensors
 class SelfAttention(nn.Module):
     """Hold the four projections, and in some families the norms of queries and keys, or sinks [H].
 
-    `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on are
-    those of ulysses/memory/layer_node.py's Mixer.
+    `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on, and
+    its four exchanges, are those of ulysses/memory/layer_node.py's Mixer.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class SecondHalf(NamedTuple):
     """A layer's second half: a feed-forward with the weights of the norms before and after it, which may be None.
 
     It adds to each of its rows: to all at once as an Operation, or in tiles without a graph. tensors: all that are
-    trained. tile: the rows of a tile, or nearly as many.
+    trained. tile: the most rows of a tile, of which there is one for up to twice as many.
     """
 
     norm: Tensor | None
@@ -119,8 +119,8 @@ class SecondHalf(NamedTuple):
 
     def _forward(self, rows: Tensor, part: slice) -> tuple[Tensor, Saved]:
         """Return what is added to these rows, in new memory, and what backward needs."""
-        x = rms_norm(rows, self.norm, self.rule)
-        out, saved = self.feed_forward.forward(x, part)
+        # no variable here keeps the normalised rows alive
+        out, saved = self.feed_forward.forward(rms_norm(rows, self.norm, self.rule), part)
         input_of_after = None if self.after is None else out
         out = rms_norm(out, self.after, self.rule)
         if self.factor != 1:
@@ -157,6 +157,7 @@ class GatedMLP(NamedTuple):
 
     def forward(self, x: Tensor, part: slice) -> tuple[Tensor, Saved]:
         gate, up = self.gate_up.forward(x)
+        del x
         (out,) = self.down.forward(activate(gate, up, self.activation)[0])
         return out, (gate, up, *self.gate_up.saved, *self.down.saved)
 
