@@ -5,6 +5,8 @@
 Matrices that are neighbours in memory (zero/resident.py) are multiplied as one, and so are the a's of all adapters of
 the same rows. For backward an adapter keeps the narrow result of its a alone, [S, r].
 
+What all operations have in common stands here too: Operation, of which `recorded` makes a node, and GradientSums.
+
 Shapes: S local tokens, D width, N rows of a matrix, r an adapter's rank.
 """
 
