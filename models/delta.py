@@ -8,22 +8,20 @@ that it is not kept.
 Shapes: S local tokens, T packed tokens, D width, K key heads of width E, H value heads of width V.
 """
 
-from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from models.arch import ModelConfig
 from models.modules import Float32Parameter, Linear, Norm, RMSNorm, Uninitialised
 from models.ops import delta_kernels, delta_rule
-from models.ops.gated_mlp import ActivateNode
-from models.ops.linear import Matrix, linear
-from models.ops.norm import NormNode, NormRule
+from models.ops.gated_mlp import Activation
+from models.ops.linear import Matrix, Products, recorded
+from models.ops.norm import NormRule
 from ulysses.memory.levels import Rope
 from ulysses.parallel.attention import UlyssesAttention
-from ulysses.parallel.layout import AttentionPlan, Context, Tensors
+from ulysses.parallel.layout import AttentionPlan, Tensors
 from ulysses.parallel.whole_rows import HeadExchange
 
 
@@ -35,8 +33,6 @@ class Filters(Uninitialised, nn.Conv1d):
 
 class GatedDelta(nn.Module):
     """Hold the projections, the filters and each value head's decay; its methods are those of layer_node.py's Mixer."""
-
-    has_gate = True
 
     def __init__(
         self, config: ModelConfig, attention: UlyssesAttention, linear: type[Linear]
@@ -67,8 +63,8 @@ class GatedDelta(nn.Module):
         x = norm(hidden)
         if not self.fused:
             parts = self.in_proj_qkv, self.in_proj_b, self.in_proj_a
-            return *linear(x, *(part.operands() for part in parts)), hidden
-        qkv, both = linear(x, self._rows(slice(3)), self.in_proj_ba.operands())
+            return *recorded(Products(*(part.operands() for part in parts)), x), hidden
+        qkv, both = recorded(Products(self._rows(slice(3)), self.in_proj_ba.operands()), x)
         both = both.unflatten(1, (self.delta.linear_num_key_heads, 2, -1))
         b, a = (part.flatten(1) for part in both.unbind(2))
         return qkv, b, a, hidden
@@ -81,14 +77,6 @@ class GatedDelta(nn.Module):
         parts = rows.split([*each, each[-1]], 1)[part]
         index = torch.cat([part_rows.flatten() for part_rows in parts])
         return self.in_proj_qkvz.operands()._replace(row_index=index)
-
-    def _gate(self, x: Tensor) -> Tensor:
-        matrix = self._rows(slice(3, 4)) if self.fused else self.in_proj_z.operands()
-        return linear(x, matrix)[0]
-
-    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Run the rule with a graph, which keeps the shards and runs the rule again in backward."""
-        return _Mix.apply(self, plan, *heads, *self._trained)
 
     def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
         if plan.mesh.sequence_parallel_size == 1:
@@ -119,12 +107,11 @@ class GatedDelta(nn.Module):
         leaves = [x.detach().requires_grad_() for x in shards]
         with torch.enable_grad():
             out = self._mixed(leaves, plan)
-        grads = torch.autograd.grad(out, (*leaves, *self._trained), grad)
+        grads = torch.autograd.grad(out, (*leaves, *self.mix_parameters), grad)
         return grads[: len(shards)], grads[len(shards) :]
 
     @property
-    def _trained(self) -> list[nn.Parameter]:
-        """The trained parameters of the mix itself."""
+    def mix_parameters(self) -> list[nn.Parameter]:
         return [p for p in (self.conv1d.weight, self.A_log, self.dt_bias) if p.requires_grad]
 
     def _mixed(self, shards: Tensors, plan: AttentionPlan) -> Tensor:
@@ -155,47 +142,10 @@ class GatedDelta(nn.Module):
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds to its input, from the rule's output [S, H, V] and from that input."""
-        gate = self._gate(norm(hidden))
-        normal = NormNode.apply(mixed, self.norm.weight, self.norm.rule)
-        return self.out_proj(ActivateNode.apply(gate, normal.flatten(1), "silu"))
+        matrix = self._rows(slice(3, 4)) if self.fused else self.in_proj_z.operands()
+        (gate,) = recorded(Products(matrix), norm(hidden))
+        return self.out_proj(*recorded(Activation(), gate, self.norm(mixed).flatten(1)))
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return False, because the rule's chunks are counted on the host."""
         return False
-
-    @property
-    def modules_by_step(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
-        """The modules and parameters of project, of the mix itself and of output."""
-        mix = self.conv1d, self.A_log, self.dt_bias
-        project: Sequence[nn.Module]
-        if self.fused:
-            project, gate = (self.in_proj_qkvz, self.in_proj_ba), self.in_proj_qkvz
-        else:
-            project = self.in_proj_qkv, self.in_proj_b, self.in_proj_a
-            gate = self.in_proj_z
-        return project, mix, (gate, self.norm, self.out_proj)
-
-
-MixContext = Context[tuple[GatedDelta, AttentionPlan]]
-
-
-class _Mix(torch.autograd.Function):
-    """Exchange to whole documents, run the rule, and exchange back; keeps the shards."""
-
-    @staticmethod
-    def forward(
-        ctx: MixContext, mixer: GatedDelta, plan: AttentionPlan, *heads: Tensor
-    ) -> Tensor:
-        shards = mixer.to_heads(heads[:3], plan)
-        ctx.save_for_backward(*shards)
-        ctx.rest = mixer, plan
-        (out,) = mixer.mix_forward(shards, plan)
-        return mixer.to_tokens(out, plan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: MixContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mixer, plan = ctx.rest
-        grad = mixer.to_tokens_backward(grad, plan)
-        grads, of_parameters = mixer.mix_backward(grad, ctx.saved_tensors, (), plan)
-        return None, None, *mixer.to_heads_backward(grads, plan), *of_parameters

@@ -3,14 +3,12 @@
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.modules import Linear, Norm, RMSNorm
-from models.ops.linear import Matrix, Products, linear
+from models.ops.linear import Matrix, Products, recorded
 from models.ops.norm import NormRule
 from models.ops.rotary import Projection
 from ulysses.memory.levels import Rope
@@ -22,8 +20,8 @@ from ulysses.parallel.layout import AttentionPlan, Tensors
 class SelfAttention(nn.Module):
     """Hold the four projections, and in some families the norms of queries and keys, or sinks [H].
 
-    `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on are
-    those of ulysses/memory/layer_node.py's Mixer.
+    `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on, and
+    its four exchanges, are those of ulysses/memory/layer_node.py's Mixer.
     """
 
     def __init__(
@@ -49,6 +47,9 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(kv_width if of_rows else E, self.rule)
             self.norms = [self.q_norm, self.k_norm]
         self.attention = attention
+        self.to_heads, self.to_tokens = attention.to_heads, attention.to_tokens
+        self.to_heads_backward = attention.to_heads_backward
+        self.to_tokens_backward = attention.to_tokens_backward
         self.sinks: nn.Parameter | None = None
         if family.sinks:
             self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
@@ -58,8 +59,8 @@ class SelfAttention(nn.Module):
         query = self._half_of_q_proj(0) if self.has_gate else self.q_proj.operands()
         matrices = Products(query, self.k_proj.operands(), self.v_proj.operands())
         norms = [n.weight for n in self.norms]
-        projection = Projection(matrices, self.head_dim, self.rule, norm.weight, norms)
-        return projection.apply(hidden, *rope)
+        projection = Projection(matrices, self.head_dim, self.rule, norm.weight, norms, *rope)
+        return recorded(projection, hidden)
 
     def _half_of_q_proj(self, half: int) -> Matrix:
         """Return q_proj with the rows of the queries [H E] alone, or for half 1 with those of the gates."""
@@ -67,21 +68,9 @@ class SelfAttention(nn.Module):
         index = rows.view(-1, 2, self.head_dim)[:, half].flatten()
         return self.q_proj.operands()._replace(row_index=index)
 
-    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Attend, with a graph."""
-        return self.attention(*heads, plan=plan, sink=self.sinks)
-
-    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
-        return self.attention.to_heads(heads, plan)
-
-    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
-        return self.attention.to_heads_backward(grads, plan)
-
-    def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
-        return self.attention.to_tokens(out, plan)
-
-    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
-        return self.attention.to_tokens_backward(grad, plan)
+    @property
+    def mix_parameters(self) -> list[nn.Parameter]:
+        return [p for p in (self.sinks,) if p is not None and p.requires_grad]
 
     def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
         return self.attention.attend_forward(shards, plan, self.sinks)
@@ -99,7 +88,8 @@ class SelfAttention(nn.Module):
         """Return what the layer adds to its input, from the attention's output [S, H, E] and from that input."""
         rows = attended.flatten(1)
         if self.has_gate:
-            rows = rows * linear(norm(hidden), self._half_of_q_proj(1))[0].sigmoid()
+            (gate,) = recorded(Products(self._half_of_q_proj(1)), norm(hidden))
+            rows = rows * gate.sigmoid()
         return self.o_proj(rows)
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -108,11 +98,3 @@ class SelfAttention(nn.Module):
             self.attention.kernel, device, dtype, self.head_dim, window=self.attention.window
         )
         return kernel.name in VARLEN
-
-    @property
-    def modules_by_step(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
-        """The modules and parameters of project, of the mix itself and of output."""
-        gate = [self.q_proj] if self.has_gate else []
-        project = self.q_proj, self.k_proj, self.v_proj, *self.norms
-        mix = [] if self.sinks is None else [self.sinks]
-        return project, mix, (*gate, self.o_proj)
