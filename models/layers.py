@@ -25,7 +25,7 @@ from ulysses.memory.layer_node import LayerNode, Mixer
 from ulysses.memory.levels import Rope
 from ulysses.memory.offload import Offloader
 from ulysses.memory.tiling import tile_rows
-from ulysses.parallel.attention import UlyssesAttention
+from ulysses.parallel.attention import AttendNode, UlyssesAttention
 from ulysses.parallel.layout import AttentionPlan
 
 
@@ -93,7 +93,9 @@ class DecoderLayer(nn.Module):
             parameters = [p for step in self.parameters_by_step() for p in step]
             return LayerNode.apply(self, rope, plan, hidden, *parameters)
         *heads, hidden = self.project(hidden, rope)
-        middle = self.output(hidden, self.mixer.mix(*heads, plan=plan))
+        mixer = self.mixer
+        mixed = AttendNode.apply(mixer.attention, plan, *heads, *mixer.attention_parameters)
+        middle = self.output(hidden, mixed)
         return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
@@ -136,11 +138,11 @@ class DecoderLayer(nn.Module):
         Parameters that make a gate of the layer's input are used by project and by output, and are in both.
         """
         before_mixer, after_mixer, before_mlp, after_mlp = self.norms
-        project, mix, output = self.mixer.modules_by_step
+        project, output = self.mixer.modules_by_step
         norm_of_gate = before_mixer if self.mixer.has_gate else NO_NORM
         steps = (
             (before_mixer, *project),
-            mix,
+            self.mixer.attention_parameters,
             (norm_of_gate, *output, after_mixer),
             (before_mlp, self.mlp, after_mlp),
         )

@@ -16,7 +16,6 @@ from models.ops.rotary import Projection
 from ulysses.memory.levels import Rope
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.kernels.choice import VARLEN, resolve_kernel
-from ulysses.parallel.layout import AttentionPlan, Tensors
 
 
 class SelfAttention(nn.Module):
@@ -67,33 +66,10 @@ class SelfAttention(nn.Module):
         index = rows.view(-1, 2, self.head_dim)[:, half].flatten()
         return self.q_proj.operands()._replace(row_index=index)
 
-    def mix(self, *heads: Tensor, plan: AttentionPlan) -> Tensor:
-        """Attend, with a graph."""
-        return self.attention(*heads, plan=plan, sink=self.sinks)
-
-    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
-        return self.attention.to_heads(heads, plan)
-
-    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
-        return self.attention.to_heads_backward(grads, plan)
-
-    def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
-        return self.attention.to_tokens(out, plan)
-
-    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
-        return self.attention.to_tokens_backward(grad, plan)
-
-    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
-        return self.attention.attend_forward(shards, plan, self.sinks)
-
-    def mix_backward(
-        self,
-        grad: Tensor,
-        shards: Tensors,
-        results: Tensors,
-        plan: AttentionPlan,
-    ) -> tuple[Tensors, Tensors]:
-        return self.attention.attend_backward(grad, shards, results, plan, self.sinks)
+    @property
+    def attention_parameters(self) -> list[nn.Parameter]:
+        """The sinks, if there are any."""
+        return [] if self.sinks is None else [self.sinks]
 
     def output(self, attended: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds to its input, from the attention's output [S, H, E] and from that input."""
@@ -110,9 +86,8 @@ class SelfAttention(nn.Module):
         return kernel.name in VARLEN
 
     @property
-    def modules_by_step(self) -> tuple[Sequence[nn.Module | nn.Parameter], ...]:
-        """The modules and parameters of project, of the mix itself and of output."""
+    def modules_by_step(self) -> tuple[Sequence[nn.Module], ...]:
+        """The modules of project and of output."""
         gate = [self.q_proj] if self.has_gate else []
         project = self.q_proj, self.k_proj, self.v_proj, *self.norms
-        mix = [] if self.sinks is None else [self.sinks]
-        return project, mix, (*gate, self.o_proj)
+        return project, (*gate, self.o_proj)
