@@ -45,6 +45,10 @@ from ulysses.zero.engine import ZeroEngine
 
 FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped
 LR = 1e-6
+# what rows are made of: each word is a token of the demo's tokenizer
+WORDS = (
+    "red blue green white black brown lamp chair table clock vase mirror kitchen garden attic cellar wood glass iron"
+).split()
 
 
 class Bench(NamedTuple):

@@ -22,11 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import add_options, parser, say, table, torchrun
+from common import WORDS, add_options, parser, say, table, torchrun
 from tokenizers import Tokenizer
 
 from examples.demo import ROOT, read_metrics
-from examples.demo_data import COLOURS, MATERIALS, ROOMS, THINGS, write_demo
 
 COLUMNS = (
     "stage", "gpus", "sp", "tokens", "tokens_shared", "seconds", "tokens_per_second", "to_sft", "mfu",
@@ -34,7 +33,6 @@ COLUMNS = (
 )  # fmt: skip
 STAGES = ("sft", "dpo", "rm", "kto")
 PARTS = ("time/sampling", "time/rollout")  # of the step in which ppo samples
-WORDS = (*COLOURS, *MATERIALS, *ROOMS, *THINGS)
 
 
 def main() -> None:
@@ -53,7 +51,6 @@ def main() -> None:
     a.sp = a.sp or a.gpus
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        write_demo(Path(name) / "demo")
         for stage in a.stages:
             rows.append(run(a, rest, stage, Path(name)))
             say(rows[-1], a.out)
@@ -69,7 +66,7 @@ def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
     data, output, tokenizer = (
         folder / f"{stage}.jsonl",
         folder / stage,
-        folder / "demo/tokenizer",
+        ROOT / "configs/demo/data/tokenizer",
     )
     is_ppo = stage == "ppo"
     count = 2 * (a.examples if is_ppo else a.steps)

@@ -22,16 +22,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import add_options, plain_parser, say, table
+from common import WORDS, add_options, plain_parser, say, table
 
-from examples.demo_data import COLOURS, MATERIALS, OWNERS, ROOMS, THINGS, write_demo
 from ulysses.config.schema import DataSection
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.read.tokenizer import load_tokenizer
 from ulysses.data.serve.tokenise import open_dataset
-
-WORDS = (*COLOURS, *MATERIALS, *OWNERS, *ROOMS, *THINGS, "and,", "of 12.")
 
 
 def main() -> None:
@@ -51,8 +48,7 @@ def main() -> None:
     measured: dict[tuple[int, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_demo(folder / "demo")
-        tokenizer = load_tokenizer(a.tokenizer or folder / "demo/tokenizer")
+        tokenizer = load_tokenizer(a.tokenizer or "configs/demo/data/tokenizer")
         data = a.data or write_rows(folder / "chat.jsonl", a.rows)
         for number, count, work in product(range(a.rounds), a.workers, (ours, theirs)):
             began, before = time.perf_counter(), cpu_seconds()

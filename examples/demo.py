@@ -31,18 +31,23 @@ next, with your own model and data:
   (--dry-run checks everything first; --inspect 3 shows what is trained; --data.eval held_out.jsonl evaluates)"""
 
 
-def launch(ranks: int, config: str, *overrides: str) -> None:
-    """Run `torchrun -m ulysses.train --config ...` and stop with its exit code if it fails."""
-    start = f"--standalone --nproc_per_node={ranks} -m ulysses.train --config {config}"
-    line = [*start.split(), *overrides]
-    print("\n$ torchrun", *line, flush=True)
+def start(module: str, *arguments: str) -> None:
+    """Run `python -m module ...` in the demo's folder and stop with its exit code if it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *line],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={"OMP_NUM_THREADS": "1", **os.environ},
     )
     if done.returncode:
         raise SystemExit(done.returncode)
+
+
+def launch(ranks: int, config: str, *overrides: str) -> None:
+    """Run `torchrun -m ulysses.train --config ...`."""
+    options = f"--standalone --nproc_per_node={ranks} -m ulysses.train --config {config}"
+    line = [*options.split(), *overrides]
+    print("\n$ torchrun", *line, flush=True)
+    start("torch.distributed.run", *line)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -53,51 +58,17 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
     return read_lines(run / "metrics.jsonl")
 
 
-def plot(sft: Path, dpo: Path, picture: Path) -> None:
-    """Draw loss and held-out accuracy over the steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6))
-    panels = (sft, "loss"), (dpo, "loss"), (dpo, "rewards/accuracies")
-    for axis, (run, name) in zip(axes, panels):
-        lines = read_metrics(run)
-        for metric, style, label in (
-            (name, "-", "training"),
-            (f"eval/{name}", "o-", "held out"),
-        ):
-            points = [(m["step"], m[metric]) for m in lines if metric in m]
-            axis.plot(*zip(*points), style, lw=1, label=label)
-        axis.set(title=f"{run.name.upper()}: {name}", xlabel="step")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
-
-
 def answers(model_folder: Path, prompts: list[list[dict[str, str]]]) -> list[str]:
     """Sample with plain transformers; a sample shows the tone better than the most likely answer does."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers import logging, pipeline
 
     logging.disable_progress_bar()  # loading this model takes no time
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder).float().eval()
-    out = []
+    logging.set_verbosity_error()
+    write = pipeline("text-generation", str(model_folder), dtype="float32", device="cpu")
     torch.manual_seed(0)
-    for prompt in prompts:
-        inputs = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        with torch.no_grad():
-            tokens = model.generate(
-                **inputs, max_new_tokens=48, do_sample=True, temperature=0.7, top_k=0
-            )
-        answer = tokens[0, inputs["input_ids"].shape[1] :]
-        out.append(tokenizer.decode(answer, skip_special_tokens=True).strip())
-    return out
+    drawn = {"max_new_tokens": 48, "do_sample": True, "temperature": 0.7, "top_k": 0}
+    said = [write(prompt, return_full_text=False, **drawn) for prompt in prompts]
+    return [text["generated_text"].strip() for [text] in said]
 
 
 def main() -> int:
@@ -118,8 +89,7 @@ def main() -> int:
             shutil.rmtree(ROOT / run)
         often = "--run.log_every=5"
         launch(arguments.ranks, config, f"--run.output={run}", sp, often, *more)
-    picture = Path(arguments.output) / "demo.png"
-    plot(ROOT / sft, ROOT / dpo, ROOT / picture)
+    start("ulysses.report", str(sft), str(dpo))
     report(ROOT / sft, ROOT / dpo)
     steps = (ROOT / dpo / "checkpoints").glob("step-*")
     newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
@@ -127,7 +97,7 @@ def main() -> int:
 metrics     {sft}/metrics.jsonl  {dpo}/metrics.jsonl
 checkpoint  {dpo}/checkpoints/{newest.name}
 export      {dpo}/export   (loads in transformers as it is)
-plot        {picture}""")
+plot        {sft}/report.html""")
     active = sys.prefix == os.environ.get("VIRTUAL_ENV", sys.base_prefix)
     activate = "" if active else f"  source {sys.prefix}/bin/activate\n"
     print(NEXT.format(activate=activate, gpus=max(gpus, 1)))

@@ -13,9 +13,8 @@ import ulysses.zero.deepspeed_internals  # noqa: F401 - which forked ranks then 
 from models.initial_weights import InitialWeights
 from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
-from ulysses.config.schema import OptimizerSection
 from ulysses.gradients.gradients import Gradients, GradientSlice
-from ulysses.run.optim import adamw, parameter_groups
+from ulysses.run.optim import AdamW, parameter_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 from ulysses.zero.settings import derive
@@ -64,7 +63,7 @@ def trained_engine(
     return TrainedEngine(
         model.train(),
         config,
-        partial(adamw, config=OptimizerSection(lr=lr, eps=eps)),
+        partial(AdamW, lr=lr, betas=(0.9, 0.95), eps=eps, foreach=False),
         groups(model) if groups else parameter_groups(model, 0.0, scopes),
         (DecoderLayer,),
         reduce_between=reduce_between,

@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from ulysses.imports import announce_imports, explained_imports, interruptible, quiet
+from ulysses.imports import explained_imports, interruptible, quiet
 
 HELP = """usage: ulysses COMMAND [arguments]
 
@@ -39,7 +39,7 @@ def main() -> int:
             given = {"dry-run": ["--dry-run"], "inspect": ["--inspect", "3"]}.get(command, [])
             import_module("ulysses.train").start([*given, *rest])
         case "report" | "export" | "migrate" | "chat" | "generate" | "score":
-            announce_imports()
+            print("loading the libraries ...", file=sys.stderr, flush=True)
             # a signal raises SystemExit, so that temporary folders are deleted; under nohup SIGHUP stays ignored
             for number in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) == signal.SIG_DFL:

@@ -45,19 +45,17 @@ def lock_file(path: Path) -> BaseFileLock:
     On a local file system it is a native lock, which ends with its process. Other machines may not see a native lock on
     a network file system: there it is a lease that its holder renews, with one LEASE_SECONDS for all processes.
     """
-    if file_system(path.parent).startswith(NETWORK):
-        return SoftFileLease(path, lease_duration=LEASE_SECONDS)
-    return FileLock(path)
-
-
-def file_system(folder: Path) -> str:
-    """Return the type of the file system that holds `folder`, such as ext4 or nfs4; "" if it is unknown."""
+    folder = path.parent.resolve()
     kinds = {
         mount.mountpoint: mount.fstype
         for mount in psutil.disk_partitions(all=True)
-        if folder.resolve().is_relative_to(mount.mountpoint)
+        if folder.is_relative_to(mount.mountpoint)
     }
-    return kinds[max(kinds, key=len)] if kinds else ""
+    # the innermost mount holds the folder
+    kind = kinds[max(kinds, key=len)] if kinds else ""
+    if kind.startswith(NETWORK):
+        return SoftFileLease(path, lease_duration=LEASE_SECONDS)
+    return FileLock(path)
 
 
 @contextmanager
@@ -212,11 +210,7 @@ def check_apart(key: str, out: Path, read: Iterable[tuple[str, Path]]) -> None:
 
 def lies_in(inner: Path, outer: Path) -> bool:
     """Return whether `inner` is `outer` or lies in it, whatever links lead there."""
-    inner, outer = (Path(os.path.realpath(path)) for path in (inner, outer))
-    return any(
-        p == outer or (p.exists() and outer.exists() and p.samefile(outer))
-        for p in (inner, *inner.parents)
-    )
+    return Path(os.path.realpath(inner)).is_relative_to(os.path.realpath(outer))
 
 
 # ---------------------------------------------------------------- files

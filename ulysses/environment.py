@@ -76,11 +76,6 @@ def silence_tokenizers() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def ignores_warnings() -> bool:
-    """Return whether Python's warnings are ignored, by `preset` or by the user."""
-    return os.environ.get("PYTHONWARNINGS") == "ignore"
-
-
 def launchers() -> int:
     """Return how many processes of a launcher are above this one: one of torchrun, or two of deepspeed."""
     if "CROSS_SIZE" in os.environ:

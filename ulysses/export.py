@@ -26,13 +26,20 @@ with explained_imports():
     from models.folders import ADAPTER_CONFIG, CONFIG, folder_with, read_config, resolve_model
     from models.hf_format import WeightFiles
     from models.kinds import empty_model, parameter_shapes
-    from models.writing import GENERATION, SHARD_GIB, Rounding, stored_weights, write_weights
+    from models.writing import (
+        GENERATION,
+        SHARD_GIB,
+        Rounding,
+        copy_side_files,
+        stored_weights,
+        write_weights,
+    )
     from ulysses.check.run_folder import read_run_state
     from ulysses.config.command_line import check, still_known
     from ulysses.config.section import ConfigError, absolute, existing
-    from ulysses.disk import check_apart, check_empty, check_files, whole_folder
+    from ulysses.disk import check_apart, check_empty, check_files, whole_folder, write_json
     from ulysses.options import stage_of
-    from ulysses.run.export_model import export_model, write_side_files
+    from ulysses.run.export_model import CARD, export_model
     from ulysses.zero.state import SavedSlices
 
 
@@ -199,5 +206,8 @@ tags: [ulysses-engine]
 Adapters of rank {files.adapter["r"]} were added to its weights, which are written in {dtype}.
 No metrics were measured after that{": " if rounding.note else ""}{rounding.note}.
 """
-        write_side_files(new, shape, rounding, reward, sources, card)
+        write_json(new / CONFIG, shape.to_hf(dtype=rounding.name, reward=reward))
+        for source in sources:
+            copy_side_files(source, new)
+        (new / CARD).write_text(card, encoding="utf-8")
     return rounding.note

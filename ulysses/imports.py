@@ -31,12 +31,6 @@ VARIABLES = {
 }
 
 
-def announce_imports() -> None:
-    """Say at once that a command has begun, because PyTorch may take long to load."""
-    if rank() == 0:
-        print("loading the libraries ...", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def explained_imports() -> Iterator[None]:
     """End the process with a sentence if a package is absent, or if a foreign one has the name of one of ours.
@@ -90,7 +84,7 @@ def quiet() -> None:
     What the user has set through PYTHONWARNINGS, `python -W` or one of the VARIABLES stays as it is.
     """
     environment.preset(VARIABLES)
-    if environment.ignores_warnings():
+    if not sys.warnoptions:
         warnings.simplefilter("ignore")
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
 """Translate a configuration of LLaMA-Factory, TRL or axolotl: `ulysses migrate FILE > run.toml`.
 
-    YAML, JSON or a shell command  ->  {their name: value}  ->  {our key: value} with comments  ->  TOML
+    YAML or JSON  ->  {their name: value}  ->  {our key: value} with comments  ->  TOML
 
 The rules are data: ulysses/config/foreign_names.toml, whose head explains them. A setting without a counterpart that
 does not change what is trained is listed below ours, with what to do. A file that would train something else here is
@@ -17,16 +17,16 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
 from ulysses.cli import run_as
 from ulysses.config.command_line import check, contradictions, known_keys, put
-from ulysses.config.foreign_files import existing_path, read_settings, read_yaml
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.section import SECRETS, ConfigError, Values, existing, flat, refuse
 from ulysses.config.stage_sections import LEARNING_RATES
 
 NOTHING = (None, "", "auto", -1, [], {})  # values with which a setting asks for nothing
-PROCESSES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[= ](\d+)")
 NAMES = foreign_names()
 Refusal = tuple[str, object, str]  # the name of a setting, its value and the reason
 UNKNOWN = "this setting is not known here; take it out if it does not change what is trained"
@@ -38,25 +38,22 @@ def main(arguments: list[str] | None = None) -> int:
         "ulysses migrate",
         description="Translate a configuration of LLaMA-Factory, TRL or axolotl into TOML.",
     )
-    parser.add_argument(
-        "file", type=Path, help="YAML, JSON, or a file that holds a shell command"
-    )
+    parser.add_argument("file", type=Path, help="YAML or JSON that the trainer reads")
     parser.add_argument(
         "--stage",
         choices=NAMES["ours"]["stage"]["values"],
         help="if the file does not say it (TRL's do not)",
     )
     parser.add_argument(
-        "--gpus",
-        type=int,
-        help="number of GPUs, for batch.examples; by default as a launcher in the file says, or 1",
+        "--gpus", type=int, default=1, help="number of GPUs, for batch.examples"
     )
     asked = parser.parse_args(arguments)
     try:
-        theirs = read_settings(Path(expanduser(asked.file)))
+        file = Path(expanduser(asked.file))
+        theirs = read_settings(file)
         if asked.stage:
             theirs["stage"] = asked.stage
-        print(SECRETS.sub("***", translate(theirs, asked.file, asked.gpus)))
+        print(SECRETS.sub("***", translate(theirs, file, asked.gpus)))
     except Exception as error:  # a value of a wrong kind may fail anywhere
         reason = str(error)
         if not isinstance(error, ConfigError):
@@ -66,7 +63,19 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def translate(theirs: Values, path: Path, gpus: int | None) -> str:
+def read_settings(path: Path) -> Values:
+    """Read their settings from YAML, of which JSON is a part."""
+    text = existing(path).read_text(encoding="utf-8-sig")
+    values = yaml.safe_load(text) if path.suffix in (".yaml", ".yml", ".json") else None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            "this file holds no settings; give the YAML or JSON that the trainer reads (of a command, write each "
+            "--name value as a line name: value)"
+        )
+    return {str(name): value for name, value in values.items()}
+
+
+def translate(theirs: Values, path: Path, gpus: int) -> str:
     """Return our settings as TOML, with comments and a list of what is left to do.
 
     Args:
@@ -109,9 +118,7 @@ def translate(theirs: Values, path: Path, gpus: int | None) -> str:
     if not method:
         methods = ", ".join(NAMES["ours"]["stage"]["values"])
         raise ConfigError(f"no stage is named; add --stage with one of {methods}")
-    text = existing(path).read_text(encoding="utf-8-sig")
-    if gpus is None:
-        gpus = int(max(PROCESSES.findall(text), default="1", key=int))
+    text = path.read_text(encoding="utf-8-sig")
     groups = max(1, gpus // settings.get("parallel.sequence_parallel_size", 1))
     answers = theirs["num_generations"] if "ppo.answers_per_prompt" in settings else 0
     settings |= _batch(theirs, groups, answers, comments)
@@ -239,7 +246,7 @@ def _batch(
 def _refusal(name: str, value: object, reason: str, text: str) -> str:
     """Say what cannot be translated, and on which line of their file it stands."""
     last = re.escape(name.rpartition(".")[2])
-    match = re.search(rf"^[^#\n]*(--{last}\b|\b{last}[\"']? *:)", text, re.M)
+    match = re.search(rf"^[^#\n]*\b{last}[\"']? *:", text, re.M)
     line = f"line {text.count(chr(10), 0, match.end()) + 1}: " if match else ""
     return f"{line}{name} = {' '.join(str(value).split())} has no counterpart here; {reason}"
 
@@ -265,25 +272,19 @@ def _complete(
     deepspeed = existing_path(str(theirs.get("deepspeed")), folder)
     if deepspeed.is_file():
         theirs |= {"deepspeed": None, "deepspeed_json": json.loads(deepspeed.read_text())}
-    held_out = _split_mixture(theirs)
     system = system or "trl"
     theirs = _flat(theirs, system)
     for name, stage in NAMES["implied"].items():
         if theirs.get(name):
             theirs.setdefault("stage", stage)
     written, void = {*theirs}, {}
-    # the settings of SimPO's own trainer
-    if "gamma_beta_ratio" in theirs and theirs.get("loss_type", "sigmoid") == "sigmoid":
-        gamma = theirs.pop("gamma_beta_ratio") * theirs.setdefault("beta", 2.0)
-        theirs |= {"simpo_gamma": gamma, "loss_type": "simpo"}
     defaults = NAMES["defaults"]
     method = str(theirs.get("rl", theirs.get("stage", defaults[system].get("stage", ""))))
     for table in (f"{system}_{method}", method, system):
         theirs = defaults.get(table, {}) | theirs
     if "reward_funcs" in theirs:
         theirs["reward_funcs"] = _weighted_rewards(theirs)
-    if system != "llamafactory_v1":
-        theirs.setdefault("lora_alpha", 2 * theirs.get("lora_rank", 8))
+    theirs.setdefault("lora_alpha", 2 * theirs.get("lora_rank", 8))
     for rule in NAMES["replaces"]:
         value = str(theirs.get(rule["name"], 0)).lower()
         if value in rule["when"] if "when" in rule else value not in rule["unless"]:
@@ -291,31 +292,9 @@ def _complete(
             void |= dict.fromkeys(written & {*rule["names"]}, why)
             theirs = {name: theirs[name] for name in theirs if name not in rule["names"]}
     theirs["adam_beta1"] = [theirs["adam_beta1"], theirs.pop("adam_beta2")]
-    _gather_data(theirs, held_out)
+    _gather_data(theirs)
     _describe_data(theirs, folder)
     return theirs, method, written, void
-
-
-def _split_mixture(theirs: Values) -> object:
-    """Write alignment-handbook's older mixture as a list of data sets, and return the held-out ones.
-
-    Its splits tell by their names what they are for.
-    """
-    mixture, splits = (
-        theirs.get("dataset_mixer"),
-        theirs.get("dataset_splits", ["train", "test"]),
-    )
-    splits = _entries(splits)
-    if not isinstance(mixture, dict) or not all(re.search("train|test", s) for s in splits):
-        return []
-    theirs.pop("dataset_splits", None)
-    theirs["dataset_mixer"] = [
-        {"path": path, "split": split, "weight": weight}
-        for path, weight in mixture.items()
-        for split in splits
-        if "train" in split
-    ]
-    return [{"path": p, "split": s} for p in mixture for s in splits if "train" not in s]
 
 
 def _flat(theirs: Values, system: str) -> Values:
@@ -346,24 +325,14 @@ def _weighted_rewards(theirs: Values) -> Values:
     return dict(zip(rewards, weights, strict=True))
 
 
-def _gather_data(theirs: Values, held_out: object) -> None:
-    """Write TRL's one data set as a list too; what all data sets say alike becomes a setting."""
+def _gather_data(theirs: Values) -> None:
+    """Write TRL's one data set as `datasets`, too."""
     trained, tested = (theirs.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
     if path := theirs.pop("dataset_name", None):
         source = {"path": path, "subset": theirs.pop("dataset_config", None)}
-        theirs["datasets"], held_out = source | {"split": trained}, source | {"split": tested}
-    if held_out and theirs.get("eval_strategy"):
-        theirs["test_datasets"] = held_out
-    tables = {
-        name: [{"path": t} if isinstance(t, str) else t for t in _entries(theirs[name])]
-        for name in theirs.keys() & {"datasets", "test_datasets"}
-    }
-    common = [{k: t.get(k) for k in NAMES["of_all"]} for ts in tables.values() for t in ts]
-    if common and common.count(common[0]) == len(common):
-        theirs |= {key: value for key, value in common[0].items() if value}
-        theirs |= {
-            name: [t | dict.fromkeys(common[0]) for t in ts] for name, ts in tables.items()
-        }
+        theirs["datasets"] = source | {"split": trained}
+        if theirs.get("eval_strategy"):
+            theirs["test_datasets"] = source | {"split": tested}
 
 
 def _describe_data(theirs: Values, folder: Path) -> None:
@@ -386,12 +355,6 @@ def _describe_data(theirs: Values, folder: Path) -> None:
             pairs = zip(theirs["dataset"], map(float, _listed(shares)), strict=True)
             theirs["dataset"] = [source | {"probability": share} for source, share in pairs]
             theirs["interleave_probs"] = theirs.pop("mix_strategy", "concat")
-    # version 1 has a file of its own for each list of data sets
-    for name in theirs.keys() & {"train_dataset", "eval_dataset"}:
-        file = existing_path(str(theirs[name]), folder)
-        if file.suffix in (".yaml", ".yml"):
-            described = read_yaml(file.read_text(encoding="utf-8"))
-            theirs[name] = [each | {"path": str(each["path"])} for each in described.values()]
 
 
 def _kinds(theirs: Values, folder: Path) -> list[str]:
@@ -430,6 +393,12 @@ def _source(entry: Values | str, stage: str, refused: list[Refusal]) -> Values |
         elif allowed is None or _plain(value) not in allowed:
             refused.append((name, value, reasons.get(name, UNKNOWN)))
     return source["path"] if source.keys() == {"path"} else source
+
+
+def existing_path(path: str, folder: Path) -> Path:
+    """Return a path as it is, or as seen from `folder` or a folder above it, wherever the file exists first."""
+    path, places = expanduser(path), (Path(), folder, *folder.absolute().parents)
+    return next((place / path for place in places if (place / path).exists()), Path(path))
 
 
 def _entries(value: object) -> list:

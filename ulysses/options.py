@@ -6,7 +6,6 @@ before any work.
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import TypeVar
 
 from models.arch import ModelConfig
 from ulysses.config.schema import Config, GradientsSection
@@ -110,18 +109,6 @@ TRACKERS: dict[str, Callable[[], type[Tracker]]] = {
 }
 
 
-Option = TypeVar("Option")
-
-
-def enter(doors: dict[str, Callable[[], Option]], name: str, setting: str) -> Option:
-    """Return the class behind a door; ConfigError, one sentence, if the option's files have been taken away."""
-    try:
-        import_option = doors[name]
-        return import_option()
-    except ModuleNotFoundError as error:
-        raise ConfigError(_absent(f'{setting} "{name}"', error.name)) from None
-
-
 def _absent(what: str, module: str | None) -> str:
     return f"{what} needs {module}, which is not part of this installation; install the whole engine"
 
@@ -156,10 +143,17 @@ def check_parts(config: Config, shape: ModelConfig | None = None) -> Iterator[st
 
 
 def stage_of(config: Config) -> Stage:
-    """Return the stage of a configuration, which is not yet built around an engine."""
+    """Return the stage of a configuration, which is not yet built around an engine.
+
+    Raises ConfigError, one sentence, if the stage's files have been taken away.
+    """
+    what, door = f'stage "{config.stage}"', STAGES[config.stage]
     if getattr(getattr(config, config.stage), "on_policy", 0):
-        return enter({"on_policy": _on_policy}, "on_policy", config.stage)(config)
-    return enter(STAGES, config.stage, "stage")(config)
+        what, door = f"{config.stage}.on_policy", _on_policy
+    try:
+        return door()(config)
+    except ModuleNotFoundError as error:
+        raise ConfigError(_absent(what, error.name)) from None
 
 
 def gradient_policies(settings: GradientsSection) -> GradientPolicyChain:

@@ -7,14 +7,10 @@ import gc
 import os
 import sys
 from time import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ulysses.environment import rank, wants_debug
-from ulysses.imports import announce_imports, explained_imports, interruptible, quiet
-
-if TYPE_CHECKING:
-    from ulysses.config.command_line import Options
-    from ulysses.config.schema import Config
+from ulysses.imports import explained_imports, interruptible, quiet
 
 
 def main(arguments: list[str]) -> int:
@@ -24,54 +20,45 @@ def main(arguments: list[str]) -> int:
     with explained_imports():
         from ulysses.config.command_line import help_text, parse_command_line
         from ulysses.config.section import ConfigError
-        from ulysses.watch.failure import report_config_error
+        from ulysses.watch.failure import report_config_error, report_failure
     if {"-h", "--help"} & set(arguments):
         print(help_text())
         return 0
     try:
         config, options = parse_command_line(arguments)
-        return perform(config, options, debug=debug)
     except ConfigError as error:
         report_config_error(error, debug=debug)
         return 2
-
-
-def perform(config: "Config", options: "Options", *, debug: bool) -> int:
-    """Train, plan or inspect a run, as the options say; return the exit code, 1 after printing an error.
-
-    Raises ConfigError for a setting that cannot be honoured.
-    """
     is_first, only_looks = rank() == 0, options.dry_run or options.inspect
     if only_looks and not is_first:
         return 0
-    if is_first and options.adjust_lr == 1 and "adjust_lr" in options.model_fields_set:
-        print("--adjust-lr 1 changes nothing; give another factor, such as --adjust-lr 0.5")
-    announce_imports()
+    if is_first:
+        if options.adjust_lr == 1 and "adjust_lr" in options.model_fields_set:
+            print("--adjust-lr 1 changes nothing; give another factor, such as --adjust-lr 0.5")
+        # at once, because PyTorch may take long to load
+        print("loading the libraries ...", file=sys.stderr, flush=True)
     with explained_imports():
         from psutil import Process
-
-        from ulysses.config.section import ConfigError
 
         if not debug:
             quiet()  # before the imports below, during which libraries print
         from ulysses.run.training_run import TrainingRun
-        from ulysses.watch.failure import report_failure
 
         if only_looks:
             from ulysses.run.dry_run import dry_run, inspect
     gc.freeze()  # modules stay, so that no later collection need look through them
     imports = time() - Process().create_time()
     try:
-        if only_looks:
-            if options.dry_run:
-                return dry_run(config, options)
+        if options.dry_run:
+            return dry_run(config, options)
+        if options.inspect:
             return inspect(config, options.inspect)
-        verify = options.verify_weights
-        with TrainingRun(config, debug=debug, verify_weights=verify, imports=imports) as run:
+        with TrainingRun(config, debug=debug, imports=imports) as run:
             run.train()
         return 0
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        report_config_error(error, debug=debug)
+        return 2
     # The user's code, such as a reward, may raise anything. An interrupt without a note of the loop is Ctrl-C before
     # the first step, for `interruptible`.
     except BaseException as error:

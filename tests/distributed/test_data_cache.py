@@ -2,9 +2,11 @@
 
 import os
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from filelock import FileLock, SoftFileLease
 
 from tests.data_case import open_data
 from tests.harness import run_distributed, until
@@ -14,7 +16,7 @@ from ulysses.data import DataError
 from ulysses.data.cache import build_once
 from ulysses.data.read.sources import Source
 from ulysses.data.read.tokenizer import load_tokenizer
-from ulysses.disk import file_system, lock_file
+from ulysses.disk import lock_file
 
 
 def refusal(tokenizer_folder, source, cache):
@@ -107,6 +109,16 @@ def test_a_dead_writer_hangs_nobody(tmp_path, network):
     assert sorted(results[1:]) == [(False, ["whole"]), (True, ["whole"])]
 
 
+def test_a_lock_is_a_lease_where_the_innermost_mount_is_a_network_file_system(tmp_path):
+    mounts = [
+        SimpleNamespace(mountpoint=str(mountpoint), fstype=kind)
+        for mountpoint, kind in (("/", "ext4"), (tmp_path, "nfs4"), (tmp_path / "disk", "xfs"))
+    ]
+    with mock.patch("psutil.disk_partitions", lambda all: mounts):
+        kinds = [type(lock_file(tmp_path / name / "lock")) for name in ("not/there", "disk")]
+    assert kinds == [SoftFileLease, FileLock]
+
+
 def slow_writer(folder):
     def build(temporary):
         time.sleep(7)  # longer than the lease: its holder renews it
@@ -116,7 +128,6 @@ def slow_writer(folder):
 
 
 def test_a_slow_writer_on_a_network_is_waited_for(tmp_path, monkeypatch):
-    assert file_system(tmp_path / "not" / "there") == file_system(tmp_path) != ""
     monkeypatch.setattr("ulysses.disk.NETWORK", "")
     monkeypatch.setattr("ulysses.disk.LEASE_SECONDS", 3.0)
     results = run_distributed(slow_writer, 2, tmp_path / "data")

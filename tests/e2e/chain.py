@@ -5,7 +5,7 @@
                    +--> kto         v
                    +-------------> ppo, and grpo, which has no value model
 
-    python tests/e2e/chain.py --output runs/chain                                    generated data, minutes on a CPU
+    python tests/e2e/chain.py --output runs/chain                                    the demo's data, minutes on a CPU
     python tests/e2e/chain.py --output runs/chain --data FOLDER --size 150m --max-length 8192
 
 Both write table.txt; `python -m ulysses.report runs/chain/sft` draws a curve. FOLDER holds STAGE_train.jsonl and
@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "configs/demo/data"
 sys.path.insert(0, str(ROOT))  # for examples/, which is not installed
 
-from examples.demo_data import write_demo  # noqa: E402
 from tests.e2e.launch import command, metrics, without_times, words  # noqa: E402
 from tests.harness import free_port  # noqa: E402
 from ulysses.data.read.tokenizer import load_tokenizer  # noqa: E402
@@ -288,7 +288,7 @@ def main() -> int:
     )
     option = parser.add_argument
     option("--output", type=Path, required=True, help="folder of all runs")
-    option("--data", type=Path, help="folder of real data; without it the demo's is generated")
+    option("--data", type=Path, help="folder of real data; by default the demo's", default=DEMO)
     option("--size", choices=RECIPES, default="tiny")
     longest = "tokens of the longest sequence; four times that per micro-batch"
     option("--max-length", type=int, default=256, help=longest)
@@ -296,9 +296,7 @@ def main() -> int:
     killed = "stages that are killed once; default all"
     option("--kill", nargs="*", default=[*HELD_OUT], help=killed)
     a = parser.parse_args()
-    output, data = a.output.resolve(), (a.data or a.output / "data").resolve()
-    if not a.data:
-        write_demo(data)
+    output, data = a.output.resolve(), a.data.resolve()
     recipe = RECIPES[a.size]
     chain = Chain(output, recipe, data, launch, a.gpus, a.max_length, tuple(a.kill))
     found = chain.run()

@@ -13,10 +13,9 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.demo_data import write_demo
 from models.folders import read_config
 from models.hf_format import WeightFiles
-from tests.e2e.chain import AFTER, HELD_OUT, RECIPES, ROLLOUTS, Chain, launch, repeated
+from tests.e2e.chain import AFTER, DEMO, HELD_OUT, RECIPES, ROLLOUTS, Chain, launch, repeated
 from tests.e2e.launch import ROOT, Ranks, environment, metrics, ranks
 from tests.e2e.test_export import assert_same_folder
 from tests.e2e.test_kill_resume import wait_until_dead
@@ -73,15 +72,13 @@ def forked(arguments, processes, logs, metrics, kill_after):
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chain")
-    data = folder / "data"
-    write_demo(data)
     changes = {stage: dict(KEYS) for stage in HELD_OUT}
     for stage in ("dpo", "kto"):  # their references are computed for all rows
-        rows = {"path": str(data / f"{stage}_train.jsonl"), "max_examples": 256}
+        rows = {"path": str(DEMO / f"{stage}_train.jsonl"), "max_examples": 256}
         changes[stage]["data.train"] = [rows]
     for stage in ("sft", "kto"):
         changes[stage]["parallel.sequence_parallel_size"] = 1
-    found = Chain(folder, DEEP, data, forked, 2, kill=KILLED, changes=changes).run()
+    found = Chain(folder, DEEP, DEMO, forked, 2, kill=KILLED, changes=changes).run()
     return folder, found
 
 
@@ -166,7 +163,7 @@ def load(folder, weights=b""):
 def test_a_server_samples(chain, tmp_path, sync):
     """From whole weights, every second rollout from new ones; one that has other weights ends the run."""
     folder, output, server = chain[0], tmp_path / "served", SamplingServer()
-    data = folder / "data"
+    data = DEMO
     typed = f"""
     --config {ROOT}/configs/demo/grpo.toml --run.steps 3 --run.eval_every 0
     --ppo.epochs 1 --ppo.minibatches 1
@@ -201,5 +198,5 @@ def test_the_script_kills_and_resumes_real_processes(chain, tmp_path, monkeypatc
     monkeypatch.chdir(ROOT)
     (tmp_path / "sft").symlink_to(folder / "sft")
     for stage in (stage for stage in HELD_OUT if stage not in (*KILLED, "sft")):
-        found = Chain(tmp_path, TINY, folder / "data", launch).train(stage)
+        found = Chain(tmp_path, TINY, DEMO, launch).train(stage)
         assert found["resumed_at"] and found["loss_difference"] == 0, stage

@@ -14,7 +14,8 @@ from tests.e2e.test_stage_runs import on_ranks
 from tests.e2e.test_without_options import start, without
 from tests.model_folder import demo_model
 from tests.sampling_server import SamplingServer
-from ulysses.check.preflight import check_settings, prepare
+from ulysses.check.preflight import prepare
+from ulysses.check.setting_checks import check_settings
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 

@@ -140,7 +140,7 @@ def test_a_program_samples_and_learns(tmp_path, world):
 def what_is_refused(run, rows):
     """What is refused leaves the rollout as it is; then sampling takes the steps that are left of it."""
     trainer, maker = run.trainer, run.trainer.stage.maker
-    data = trainer.loader.prompts.dataset.rows
+    data = trainer.loader.dataset.rows
     planned = planned_step(trainer.stage, trainer.engine.module.config, data, [*range(4)])
     trained = trainer.train_step()["tokens"]
     whole, rollout = sum(planned.tokens), maker.rollout

@@ -193,25 +193,25 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path,
     def before(rank):
         from torch.utils.tensorboard import SummaryWriter
 
-        from ulysses.run.metrics import MetricsFile
+        from ulysses.run.metrics import MetricsLog
 
-        add_scalar, log = SummaryWriter.add_scalar, MetricsFile.log
+        add_scalar, report = SummaryWriter.add_scalar, MetricsLog.report
 
         def added(self, name, value, step):
             if step >= 3:
                 raise OSError(28, "No space left on device")
             add_scalar(self, name, value, step)
 
-        def logged(self, step, values):
+        def reported(self, step, values, due):
             if step == 3:
                 self.file.close()
                 self.file = open("/dev/full", "a")
-            log(self, step, values)
+            report(self, step, values, due)
 
         if file == "tensorboard":
             SummaryWriter.add_scalar = added
         else:
-            MetricsFile.log = logged
+            MetricsLog.report = reported
 
     line = arguments(tmp_path, "--run.steps 50")
     ranks(line, 2, code=1, before=before).refused(

@@ -32,8 +32,8 @@ from tests.e2e.launch import (
     tiny,
 )
 from tests.harness import PATIENCE, STUCK, Processes, free_port, need_gpus, until
-from ulysses.watch.failure import grace_note, report_failure, tell
-from ulysses.watch.watch import Watch
+from ulysses.watch.failure import report_failure, tell
+from ulysses.watch.watch import Watch, grace_note
 
 # where it happens: the rank, what becomes of it, and the phase; what is said of it
 IS_GONE = r"rank 1 on \S+ has not moved since {}, \d+ s ago: .* gone"
@@ -108,7 +108,7 @@ def plant(name, timeout=10):
             self.warning, self.timeout = 0.6 * timeout, timeout
             if rank == victim:
                 # it has shown that it is alive, and where
-                store = self.wait_for_store()
+                store = self.met.result()
                 until(lambda: store.check([alive]) and place.encode() in store.get(alive))
                 strike(number)
 

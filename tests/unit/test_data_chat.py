@@ -8,11 +8,9 @@ from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
-from jinja2 import Template
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_tokenizer import CHATML, LLAMA3, made_tokenizer, write_tokenizer
@@ -81,7 +79,7 @@ class Encoded(NamedTuple):
 
 
 def encode_all(template, *conversation, **options):
-    """What is rendered of messages, tools, the places of trained answers and how turns are trained."""
+    """What is rendered of messages, tools, the places of trained answers and whether they may stand apart."""
     found = []
     for tokens, weights in template.encoder.encode_batch(
         template.render(*conversation), **options
@@ -240,35 +238,23 @@ def unmarked(name):
 def test_many_turns_without_marks_are_told_apart_as_one_by_one(
     tokenizers, templates, templated, name
 ):
-    """And as with marks, in a time that grows with the turns: a few renderings, unless an answer is in doubt."""
-    template, draw, rendered = templated(tokenizers[name], unmarked(name)), random.Random(0), []
+    """And as with marks."""
+    template, draw = templated(tokenizers[name], unmarked(name)), random.Random(0)
     marked = templates[name]
     assert marked.marks_generation and not template.marks_generation
-    generate = Template.generate
-
-    def counted(*arguments, messages, **more):
-        rendered.append(len(messages))
-        return generate(*arguments, messages=messages, **more)
-
     for case in range(40):
         said = ["a", "b c", "a", "x\n\ny", "<think>z</think>w", "user", END[name]]
-        if case % 4 == 0:
-            said += [" a", "b \n"]
+        said += [" a", "b \n"]
         messages = [Message("system", "s")] * (case % 2) + conversation(
             *draw.choices(said, k=20 + case % 3)
         )
         answers = places_of_answers(messages)[case % 5 :]
-        with mock.patch.object(Template, "generate", counted):
-            for turns in ("together", "auto"):
-                (together,) = encode_all(template, messages, (), answers, turns)
-                if case % 4:
-                    assert 0 < sum(rendered) <= 5 * len(messages), turns
-                rendered.clear()
+        (together,) = encode_all(template, messages, (), answers)
+        assert [together] == encode_all(template, messages, (), answers, True)
         assert [together] == encode_all(marked, messages, (), answers)
-        alone = encode_all(template, messages, (), answers, "separate")
-        assert len(alone) == len(answers)
-        for one, span in zip(reversed(alone), together.spans):
-            assert one.spans == [span] and one.tokens == together.tokens[: span[1]]
+        for i, span in zip(answers, together.spans, strict=True):
+            (alone,) = encode_all(template, messages[: i + 1], (), [i])
+            assert alone.spans == [span] and alone.tokens == together.tokens[: span[1]]
     last = PLAIN_CHATML.replace(
         "message['content']", "message['content'] + ('!' if loop.revindex == 2 else '')"
     )
@@ -299,9 +285,9 @@ R1 = (  # opens every answer with <think>, and shows none of the thinking, as De
 )
 
 
-def texts(template, messages, turns="auto"):
+def texts(template, messages):
     """The rendered texts, each with its trained answers."""
-    found = encode_all(template, messages, (), places_of_answers(messages), turns)
+    found = encode_all(template, messages, (), places_of_answers(messages), True)
     return [encoded.text for encoded in found]
 
 
@@ -318,8 +304,6 @@ def test_qwen3_writes_what_is_published(templates):
     last = "<think>\n\n</think>\n\nb<|im_end|>"
     first = head + "[<think>\nt\n</think>\n\na<|im_end|>]"
     assert texts(template, messages) == [f"{history}[{call}]{tool}[{last}]", first]
-    alone = [f"{history}{call}{tool}[{last}]", f"{history}[{call}]", first]
-    assert texts(template, messages, "separate") == alone
     (prompt,) = encode_all(template, messages[:4])
     assert prompt.text == history
     with pytest.raises(DropRowError, match="leaves out a part of an answer"):

@@ -102,7 +102,7 @@ def test_a_file_that_breaks_off_is_told_whichever_part_its_last_row_is_of(
 def test_a_long_document_counts_as_one_example(tmp_path):
     (tmp_path / "a.txt").write_text("word " * 100_000 + "---second")
     found = texts(tmp_path / "a.txt", separator="---", max_examples=1)
-    assert len(found) > 2 and "".join(found) == "word " * 100_000
+    assert found == ["word " * 100_000]
 
 
 def test_what_a_cached_folder_leaves_out_is_told_each_time(tmp_path, opened):
@@ -183,38 +183,6 @@ def test_parquet_without_rows_or_with_numbers_that_are_none(tmp_path, opened):
     )
 
 
-def test_rows_that_are_too_long_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MOST_BYTES", 1000)
-    write_rows(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "word " * 300}, {"text": "b"}])
-    packed = tmp_path / "b.jsonl.gz"
-    packed.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    for file in (tmp_path / "a.jsonl", packed):
-        refused(f"{file.name} row 2 has more than 1,000 bytes; cut it", file)
-        records, report = load(file, bad_rows="drop")
-        assert [record.text for record in records] == ["a", "b"]
-        assert (report.read, report.dropped.total()) == (3, 1)
-    for text, sentence in (
-        ("word " * 300, "a line has more than 1,000 characters; cut it"),
-        (
-            '"' + "word\n" * 300,
-            "field larger than field limit .1000.: close every quotation mark",
-        ),
-    ):
-        (tmp_path / "a.csv").write_text(f"text\nfirst\n{text}\n")
-        refused(f"a.csv cannot be read after row 1: {sentence}", tmp_path / "a.csv")
-
-
-def test_a_packed_line_is_not_unpacked_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MOST_BYTES", 1000)
-    asked, read = [], gzip.GzipFile.readline
-    monkeypatch.setattr(
-        gzip.GzipFile, "readline", lambda self, size=-1: asked.append(size) or read(self, size)
-    )
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"a" * 5000))
-    refused("row 1 has more than 1,000 bytes", tmp_path / "a.jsonl.gz")
-    assert {*asked} == {1001}
-
-
 @pytest.mark.parametrize("kind", ["text", "sequence"])
 def test_text_that_cannot_be_cut_is_named(open_rows, tmp_path, opened, monkeypatch, kind):
     monkeypatch.setattr(sources, "MOST_UNCUT", 300_000)
@@ -226,7 +194,7 @@ def test_text_that_cannot_be_cut_is_named(open_rows, tmp_path, opened, monkeypat
         open_rows([row, long, row], kind)
     (tmp_path / "a.txt").write_text("x" * 400_000)
     with pytest.raises(
-        DataError, match=r"a.txt cannot be read: holds 3..,... characters without a space"
+        DataError, match=r"a.txt row 1 holds 400,0.. characters without a space"
     ):
         opened(tmp_path / "a.txt")
 

@@ -91,7 +91,6 @@ def flat(record):
 
 
 GOOD = '{"instruction": "q", "input": "", "output": "a"}'
-MORE = '{"instruction": "q", "input": "more", "output": "a", "system": "s", "history": [["u", "v"]]}'
 PAIR_ROW = '{"prompt": "q", "chosen": "a", "rejected": "b"}'
 PAIR = "[user: q] [assistant: a] [assistant: b]"
 
@@ -122,13 +121,6 @@ def test_prompt_and_answer(read, row, wanted):
     (record,), report = read(row, "sequence" if label is None else "unpaired")
     assert flat(record) == wanted and record.numbers.get("label") == label
     assert (report.read, sum(report.dropped.values())) == (1, 0)
-
-
-def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(read_flat):
-    """Nothing stands between instruction and input, and the history is not read."""
-    found = read_flat(f"{MORE}\n{GOOD}", "sequence", format="alpaca_v1")
-    said = "[system: s, user: qmore] [assistant: a]", "[user: q] [assistant: a]"
-    assert found == [*said]
 
 
 @pytest.mark.parametrize(

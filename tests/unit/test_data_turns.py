@@ -1,7 +1,5 @@
 """Each answer is trained after the prompt that inference shows, with its own text, or is left out and counted."""
 
-import re
-
 import pytest
 
 from tests.tiny_tokenizer import made_tokenizer
@@ -61,9 +59,9 @@ def tokenizer(tmp_path_factory):
 def shown(tokenizer):
     """A function from a template and messages to the texts, trained parts in brackets, and what was left out."""
 
-    def shown(text, messages, turns="auto", tools=(), variables=None):
+    def shown(text, messages, tools=(), variables=None, apart=True):
         notes = []
-        given = messages, tools, places_of_answers(messages), turns, variables, notes.append
+        given = messages, tools, places_of_answers(messages), apart, variables, notes.append
         found = encode_all(ChatTemplate(tokenizer, text), *given)
         return [
             encoded.text.replace("<|im_start|>", "@").replace("<|im_end|>", "$")
@@ -144,15 +142,14 @@ def test_the_setting_that_closes_thinking_is_named(shown):
     assert text == f"{ASKED}<think>\n\n</think>\n\n[a$]"
 
 
-@pytest.mark.parametrize("turns", ["auto", "separate"])
-def test_a_system_text_that_only_the_last_question_shows_is_in_every_prompt(shown, turns):
+def test_a_system_text_that_only_the_last_question_shows_is_in_every_prompt(shown):
     messages = [Message("system", "Be brief."), *conversation("q", "a", "r", "b")]
-    texts, notes = shown(LAST_SYSTEM, messages, turns)
+    texts, notes = shown(LAST_SYSTEM, messages)
     assert texts == ["[Q]q[/Q]a</s>[Q]Be brief. r[/Q][b</s>]", "[Q]Be brief. q[/Q][a</s>]"]
     assert not notes
-    assert shown(LAST_SYSTEM, messages[:3], "together")[0] == texts[1:]
+    assert shown(LAST_SYSTEM, messages[:3], apart=False)[0] == texts[1:]
     with pytest.raises(DropRowError, match="rewrites earlier turns or moves the system text"):
-        shown(LAST_SYSTEM, messages, "together")
+        shown(LAST_SYSTEM, messages, apart=False)
 
 
 def calls(thinking="", content="", count=1):
@@ -172,11 +169,7 @@ def test_thinking_before_calls_is_shown_where_the_prompt_shows_it(shown):
     first = "@user q$@assistant[ think t call f$]@tool 7$@assistant[ think u call f$]@tool 8$@assistant[ a$]"
     later = "@user q$@assistant call f$@tool 7$@assistant call f$@tool 8$@assistant a$@user r$@assistant[ b$]"
     assert shown(FORGETS, messages, tools=TOOLS) == ([later, first], [])
-    assert shown(FORGETS, messages[:7], "together", TOOLS) == ([first], [])
-    separate, _ = shown(FORGETS, messages, "separate", TOOLS)
-    whole = [re.sub("[][]", "", text) for text in (later, first)]
-    assert [re.sub("[][]", "", text) for text in separate[:2]] == whole
-    assert [text.count("[") for text in separate] == [1, 1, 1, 1]
+    assert shown(FORGETS, messages[:7], TOOLS, apart=False) == ([first], [])
 
 
 def test_a_turn_that_cannot_be_told_is_left_out_alone(shown):
@@ -194,7 +187,7 @@ def test_a_turn_that_cannot_be_told_is_left_out_alone(shown):
         "turns left out, the chat template leaves out a part of an answer (its thinking, text or ca"
     )
     with pytest.raises(DropRowError, match="leaves out a part of an answer"):
-        shown(FORGETS, messages, "together", TOOLS)
+        shown(FORGETS, messages, TOOLS, apart=False)
     with pytest.raises(DropRowError, match="leaves out a part of an answer"):
         shown(FORGETS, messages[:2], tools=TOOLS)
 

@@ -248,8 +248,8 @@ mkdir run; echo mine >run/config.json => => run holds config.json, but run.outpu
 mkdir run; touch run/metrics.jsonl => => run holds metrics.jsonl, but run.output needs
 mkdir -p run/export; touch run/export/model.safetensors => => run holds export, but run.output needs a new
 touch run => => run holds run, but run.output needs a new or empty folder
-mkdir c; SAVED => --run.output FOLDER/c => c holds run.json, but run.output needs
-mkdir c; SAVED => --run.output FOLDER/c/a/b => lies in FOLDER/c, which belongs to another run
+mkdir step-4; SAVED => --run.output FOLDER/step-4 => step-4 holds run.json, but run.output needs
+mkdir step-4; SAVED => --run.output FOLDER/step-4/a/b => lies in FOLDER/step-4, which belongs to another run
 mkdir e; echo '{"stage": "sft"}' >e/config.json => --run.output FOLDER/e/run => lies in FOLDER/e, which belongs to
 cp -r TOKENIZER t => --run.output FOLDER/t --model.tokenizer FOLDER/t => which is model.tokenizer
 """
@@ -259,7 +259,7 @@ cp -r TOKENIZER t => --run.output FOLDER/t --model.tokenizer FOLDER/t => which i
 def test_a_folder_that_holds_what_is_no_runs_is_no_output(row, model, folder):
     line, typed, sentence = (text.replace("FOLDER", str(folder)) for text in row)
     line = line.replace(
-        "SAVED", """echo '{"format": 6, "files": {}, "digest": ""}' >c/run.json"""
+        "SAVED", """echo '{"format": 6, "files": {}, "digest": ""}' >step-4/run.json"""
     )
     shell(folder, line.replace("TOKENIZER", f"{DEMO}/data/tokenizer"))
     before = tree(folder)

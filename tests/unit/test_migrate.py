@@ -12,7 +12,6 @@ import yaml
 
 from tests.e2e.launch import ROOT
 from ulysses.config.command_line import check
-from ulysses.data.read.sources import parse_sources
 from ulysses.migrate import main, read_settings, translate
 
 LLAMAFACTORY_DPO = """
@@ -119,18 +118,21 @@ adam_beta2: 0.95
 output_dir: out
 """
 
-TRL_SFT = """#!/bin/bash
-export WANDB_PROJECT=x
-accelerate launch --config_file zero3.yaml trl/scripts/sft.py \\
-    --model_name_or_path Qwen/Qwen2.5-1.5B --dataset_name trl-lib/Capybara \\
-    --learning_rate 2e-5 --num_train_epochs 1 --packing --bf16 True \\
-    --per_device_train_batch_size 4 --gradient_accumulation_steps 2 \\
-    --use_peft --lora_r 32 --lora_target_modules q_proj k_proj v_proj --output_dir=out
-"""
 
-GRPO = """
-trl grpo --model_name_or_path m --dataset_name trl-lib/DeepMath-103K --output_dir out --reward_funcs os.path.basename
-"""
+def yaml_of(options):
+    """Options as TRL's documentation writes them, as the YAML that its commands read with --config."""
+    words_of = [option.split() for option in f" {options}".split(" --")[1:]]
+    return yaml.safe_dump({name: words or True for name, *words in words_of})
+
+
+TRL_SFT = yaml_of(
+    "--model_name_or_path Qwen/Qwen2.5-1.5B --dataset_name trl-lib/Capybara --learning_rate 2e-5 --num_train_epochs 1 "
+    "--packing --bf16 True --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --use_peft --lora_r 32 "
+    "--lora_target_modules q_proj k_proj v_proj --output_dir out"
+)
+GRPO = yaml_of(
+    "--model_name_or_path m --dataset_name trl-lib/DeepMath-103K --output_dir out --reward_funcs os.path.basename"
+)
 
 AXOLOTL_SFT = """
 base_model: NousResearch/Meta-Llama-3-8B
@@ -191,19 +193,10 @@ DEEPSPEED = """{
         "stage": 3, "stage3_prefetch_bucket_size": "auto",
         "offload_optimizer": {"device": "cpu", "pin_memory": true}}
 }"""
-CHATS = "chats: {path: own/chats, source: hf_hub, converter: sharegpt, size: 50}\n"
-DEMO = """identity: {path: data/identity.json, source: local, converter: alpaca}
-demo: {path: data/alpaca_en_demo.json, source: local, converter: alpaca, size: 500}
-"""
 # the files that texts here name
 FILES = {
     "data/dataset_info.json": DATASETS,
     "ds_z3_offload_config.json": DEEPSPEED,
-    "data/chats.yaml": CHATS,
-    "data/demo.yaml": DEMO,
-    "kto.yaml": LLAMAFACTORY_KTO,
-    "axolotl.yaml": AXOLOTL_SFT,
-    "dpo.yaml": TRL_DPO,
 }
 
 
@@ -215,7 +208,7 @@ def run_migrate(tmp_path, capsys):
         (tmp_path / name).write_text(text)
 
     def run(text, options, name):
-        path = tmp_path / (name or ("run.yaml" if ": " in text else "run.sh"))
+        path = tmp_path / (name or "run.yaml")
         path.write_text(text)
         return main([str(path), *options]), capsys.readouterr()
 
@@ -250,22 +243,22 @@ def refusal(run_migrate):
 
 KNOWN = "not: Without a counterpart"
 PRETRAINING = "model_name_or_path: m\nstage: pt\nfinetuning_type: full\noutput_dir: out\n"
-V1 = "model: m\nmodel_class: llm\ntrain_dataset: data/demo.yaml\noutput_dir: out\nmicro_batch_size: 2\nmax_steps: 10\n"
 SILENT = TRL_DPO.replace("eval_strategy: steps\n", "")
-EIGHT_GPUS = TRL_SFT.replace("--config_file zero3.yaml", "--num_processes 8")
 SMOOTHED = TRL_DPO.replace("beta: 0.05", "label_smoothing: 0.1")
-RLOO = GRPO.replace("trl grpo", "trl rloo")
 GRPO_TABLE = """rl: grpo
 trl: {beta: 0.0, num_generations: 4, max_completion_length: 64, reward_funcs: [os.path.basename]}"""
 GRPO_YAML = "model_name_or_path: m\ndataset_name: d\noutput_dir: out\nreward_funcs: [os.path.basename]\n"
-GRPO_SET = """trl grpo --model_name_or_path m --dataset_name d --output_dir out --reward_model_name_or_path rm \\
-    --reward_funcs os.path.basename --reward_weights 0.5 2 --beta 0.04 --use_bias_correction_kl false --epsilon 0.1 \\
-    --epsilon_high 0.28 --loss_type dr_grpo --scale_rewards none --max_completion_length 1024 --temperature 0.9 \\
-    --num_generations 4 --num_iterations 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 3 \\
-    --steps_per_generation 6 --use_vllm --vllm_mode colocate --log_completions"""
-ROLLOUT = """ --beta 0.1 --generation_batch_size 32 --gradient_accumulation_steps 4 --scale_rewards batch \\
-    --num_iterations 2"""
-RATIOS = " --importance_sampling_level sequence --mask_truncated_completions --delta 4"
+GRPO_SET = yaml_of(
+    "--model_name_or_path m --dataset_name d --output_dir out --reward_model_name_or_path rm "
+    "--reward_funcs os.path.basename --reward_weights 0.5 2 --beta 0.04 --use_bias_correction_kl false --epsilon 0.1 "
+    "--epsilon_high 0.28 --loss_type dr_grpo --scale_rewards none --max_completion_length 1024 --temperature 0.9 "
+    "--num_generations 4 --num_iterations 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 3 "
+    "--steps_per_generation 6 --use_vllm --vllm_mode colocate --log_completions"
+)
+ROLLOUT = yaml_of(
+    "--beta 0.1 --generation_batch_size 32 --gradient_accumulation_steps 4 --scale_rewards batch --num_iterations 2"
+)
+RATIOS = yaml_of("--importance_sampling_level sequence --mask_truncated_completions --delta 4")
 MIXTURE = """dataset_mixture:
   datasets:
     - id: own/pairs
@@ -276,23 +269,6 @@ MIXTURE = """dataset_mixture:
     - {path: other/pairs, name: de, fraction: 0.25}
   test_split_size: 0.1
   seed: 0
-"""
-MIXER = """dataset_mixer: {own/pairs.v2: 1.0, other/pairs: 0.5}
-dataset_splits: [train_prefs, test_prefs]
-eval_strategy: epoch
-"""
-VERSION_1 = """model: Qwen/Qwen3-0.6B
-model_class: llm
-template: qwen3_nothink
-peft_config: {name: lora, r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all}
-quant_config: {name: bnb, quantization_bit: 4}
-dist_config: {name: fsdp2, dcp_path: null}
-cp_mode: ulysses
-cp_size: 2
-train_dataset: data/chats.yaml
-output_dir: out
-global_batch_size: 32
-max_steps: 10
 """
 MORE_LOSSES = "[sigmoid, bco_pair]\nloss_weights: [0.8, 0.2]\nearly_stopping_patience: 3\nuse_rslora: true"
 WRONG = LLAMAFACTORY_DPO.replace("template: llama3", "flash_attn: fa9").replace(
@@ -405,13 +381,7 @@ TRANSLATED = {
 """),
     "a weight of one loss": (TRL_DPO.replace("[sigmoid]", "[ipo]\nloss_weights: [1.0]"), "--stage dpo",
                              '"dpo.loss_weights" = [1.0]'),
-    "a command that names a file": ("trl dpo --config dpo.yaml --beta 0.3 --learning_rate=1e-6", "",
-                                    """
-"dpo.beta" = 0.3
-"optimizer.lr" = 1e-06
-"data.max_length" = 2048
-"""),
-    "TRL's command line": (TRL_SFT, "", """
+    "TRL's SFT": (TRL_SFT, "--stage sft", """
 "stage" = "sft"
 "optimizer.lr" = 2e-05
 "batch.examples" = 8
@@ -420,7 +390,7 @@ TRANSLATED = {
 "data.max_length" = 1024
 "run.epochs" = 1
 """, 'data.train_on = "all"  # assistant_only_loss: without it TRL trains every token'),
-    "TRL's loss of completions": (f"{TRL_SFT.strip()} --completion_only_loss true --no_remove_unused_columns", "",
+    "TRL's loss of completions": (f"{TRL_SFT}completion_only_loss: true\n", "--stage sft",
                                   '"data.train_on" = "assistant"'),
     "axolotl": (AXOLOTL_SFT, "--gpus 8", """
 "stage" = "sft"
@@ -458,7 +428,7 @@ TRANSLATED = {
     "what the settings of full training make void": (
         LLAMAFACTORY_KTO.replace(": lora", ": full"), "", "",
         "# left out: lora_target: it does nothing beside finetuning_type\n", "not: lora_rank"),
-    "a tracker": (f"{TRL_SFT.strip()} --report_to trackio --project mine", "", """
+    "a tracker": (f"{TRL_SFT}report_to: trackio\nproject: mine\n", "--stage sft", """
 "run.trackers" = ["tensorboard", "trackio"]
 "run.project" = "mine"
 """),
@@ -483,7 +453,7 @@ TRANSLATED = {
     {path = "data/own.jsonl", columns = {messages = "conversation"}},
 ]
 """, "chat_template = gemma3: the model's own template is taken", "left out: num_labels"),
-    "TRL's GRPO with its own defaults": (GRPO, "", """
+    "TRL's GRPO with its own defaults": (GRPO, "--stage grpo", """
 "ppo.advantage" = "group"
 "ppo.kl_coefficient" = 0
 "ppo.epochs" = 1
@@ -500,7 +470,7 @@ TRANSLATED = {
 "optimizer.lr" = 1e-06
 "data.truncation" = "error"
 """, KNOWN, "not: kl_estimator", "not: data.max_length"),
-    "TRL's GRPO with everything set": (GRPO_SET, "--gpus 8", """
+    "TRL's GRPO with everything set": (GRPO_SET, "--stage grpo --gpus 8", """
 "batch.examples" = 48
 "ppo.minibatches" = 2
 "ppo.epochs" = 2
@@ -516,7 +486,7 @@ TRANSLATED = {
 "ppo.temperature" = 0.9
 "ppo.reward" = {rm = 0.5, "os.path:basename" = 2}
 """, "a rollout of 192 answers / num_generations 4"),
-    "a rollout by its size": (GRPO.strip() + ROLLOUT, "", """
+    "a rollout by its size": (GRPO + ROLLOUT, "--stage grpo", """
 "batch.examples" = 4
 "ppo.minibatches" = 1
 "ppo.epochs" = 2
@@ -524,15 +494,15 @@ TRANSLATED = {
 "ppo.kl_in" = "loss_with_ratio"
 "ppo.kl_estimator" = "k3"
 """),
-    **{f"TRL's loss {theirs}": (f"{GRPO.strip()} --loss_type {theirs}", "", f'"ppo.loss_aggregation" = "{ours}"')
+    **{f"TRL's loss {theirs}": (f"{GRPO}loss_type: {theirs}\n", "--stage grpo", f'"ppo.loss_aggregation" = "{ours}"')
        for theirs, ours in {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "constant"}.items()},
-    "TRL's ratios": (GRPO.strip() + RATIOS, "", """
+    "TRL's ratios": (GRPO + RATIOS, "--stage grpo", """
 "ppo.ratio" = "mean"
 "ppo.mask_truncated" = true
 "ppo.dual_clip" = 4
 "ppo.policy_loss" = "clip"
 """),
-    "TRL's RLOO": (RLOO, "--gpus 2", """
+    "TRL's RLOO": (GRPO, "--stage rloo --gpus 2", """
 "ppo.advantage" = "leave_one_out"
 "ppo.answers_per_prompt" = 2
 "ppo.kl_coefficient" = 0.05
@@ -575,44 +545,6 @@ TRANSLATED = {
     {path = "other/pairs", subset = "de", weight = 0.25},
 ]
 """),
-    "the older mixture of alignment-handbook": (
-        TRL_DPO.replace("dataset_name: trl-lib/ultrafeedback_binarized\n", MIXER), "--stage dpo",
-        """
-"data.eval" = [{path = "own/pairs.v2", split = "test_prefs"}, {path = "other/pairs", split = "test_prefs"}]
-"data.train" = [
-    {path = "own/pairs.v2", split = "train_prefs", weight = 1.0},
-    {path = "other/pairs", split = "train_prefs", weight = 0.5},
-]
-""", "a fraction takes the same first rows in each epoch there"),
-    "LLaMA-Factory's version 1": (VERSION_1, "--stage sft --gpus 4", """
-"model.path" = "Qwen/Qwen3-0.6B"
-"model.quantize" = "nf4"
-"model.lora.rank" = 16
-"model.lora.alpha" = 32
-"data.train" = {path = "own/chats", max_examples = 50}
-"batch.examples" = 32
-"parallel.sequence_parallel_size" = 2
-"optimizer.lr" = 0.0001
-"optimizer.weight_decay" = 0.01
-"optimizer.schedule" = "constant"
-"optimizer.warmup" = 0
-"""),
-    # nothing stands between instruction and input there, and a degree inside dist_config shares the batch
-    "version 1's own examples are alpaca rows": (
-        f"{V1}dist_config: {{name: fsdp2, cp_mode: ulysses, cp_size: 2}}\n", "--stage sft --gpus 4", """
-"parallel.sequence_parallel_size" = 2
-"batch.examples" = 4
-"data.chat_template" = "chatml"
-"data.train" = [
-    {path = "data/identity.json", format = "alpaca_v1"},
-    {path = "data/alpaca_en_demo.json", format = "alpaca_v1", max_examples = 500},
-]
-""", KNOWN, "what opens an answer and the newline behind it are trained there", "drawn with repetition"),
-    "version 1's steps by tokens": (
-        f"{V1}batching_strategy: dynamic_batching\nsave_epochs: 0.5\nmax_steps: null\n", "--stage sft", "",
-        "= dynamic_batching: a step has as many examples there as fill", "save_epochs = 0.5: set",
-         "run.epochs = 3.0  # num_train_epochs: an epoch's last, smaller step is left out there",
-         "weight_decay: norms and biases decay too there"),
     # an empty norm does not clip; an empty length, which cuts nothing, is refused (below)
     "TRL's empty norm": (f"{TRL_DPO}max_grad_norm: null\n", "--stage dpo", '"gradients.max_norm" = 0'),
     "LLaMA-Factory's empty norm": (f"{LLAMAFACTORY_KTO}max_grad_norm: null\n", "", '"gradients.max_norm" = 0'),
@@ -648,25 +580,9 @@ TRANSLATED = {
     "a share of all steps": (
         f"{TRL_DPO}save_steps: 0.5\n", "--stage dpo", '"run.save_every" = 0',
         "save_steps = 0.5: a share of all steps there; set run.save_every in steps"),
-    "a launcher says how many GPUs there are": (EIGHT_GPUS, "", '"batch.examples" = 64'),
-    "the command line says it better": (EIGHT_GPUS, "--gpus 2", '"batch.examples" = 16'),
     "label smoothing that TRL does not read": (SMOOTHED, "--stage dpo", '"dpo.label_smoothing" = 0'),
     "label smoothing that TRL reads": (SMOOTHED.replace("[sigmoid]", "[robust]"), "--stage dpo",
                                        '"dpo.label_smoothing" = 0.1'),
-    "llamafactory-cli": ("llamafactory-cli train kto.yaml", "", '"stage" = "kto"'),
-    "LLaMA-Factory's script": ("torchrun --nproc_per_node 8 src/train.py kto.yaml", "", '"stage" = "kto"'),
-    "axolotl's command": ("axolotl train axolotl.yaml --learning-rate 1e-6", "",
-                          """
-"stage" = "sft"
-"optimizer.lr" = 1e-06
-"""),
-    "SimPO's own trainer, whose margin is a share of beta": (
-        "gamma_beta_ratio: 0.3\nbeta: 2.5\ndataset_name: d\nmodel_name_or_path: m\nmax_steps: 3\n", "", """
-"stage" = "dpo"
-"dpo.loss_type" = "simpo"
-"dpo.beta" = 2.5
-"dpo.simpo_gamma" = 0.75
-"""),
     "new tokens, and matrices that are trained whole": (LLAMAFACTORY_KTO + GROWN, "", """
 "model.add_tokens" = ["<think>", "</think>"]
 "model.lora.train" = ["embeddings"]
@@ -686,7 +602,6 @@ TRANSLATED = {
         '"data.chat_template_kwargs" = {reasoning_effort = "low", enable_thinking = false}'),
     "KTO's reference, which is not computed before": (
         f"{LLAMAFACTORY_KTO}precompute_ref_log_probs: true\n", "", '"kto.reference" = "live"', KNOWN),
-    "axolotl's module": ("accelerate launch -m axolotl.cli.train axolotl.yaml", "", '"stage" = "sft"'),
 }  # fmt: skip
 
 
@@ -736,8 +651,6 @@ FUSED, APART = ["in_proj_qkvz", "in_proj_ba"], [f"in_proj_{x}" for x in ("qkv", 
         "model_name_or_path: M\nstage: sft\nfinetuning_type: lora\nlora_target: all\ndataset: d\n",
         "model_name_or_path: M\nstage: sft\ndataset: d\ntemplate: chatml\n",
         "model_name_or_path: M\nstage: sft\nuse_peft: true\nlora_target_modules: all-linear\ndataset_name: d\n",
-        "model: M\nstage: sft\npeft_config: {name: lora, target_modules: all}\ntrain_dataset: d\n",
-        "model: M\nstage: sft\npeft_config: {name: lora}\ntrain_dataset: d\n",
     ],
 )  # fmt: skip
 def test_all_linear_modules_are_no_matrices_of_experts(migrate, tmp_path, text, model, targets):
@@ -748,31 +661,6 @@ def test_all_linear_modules_are_no_matrices_of_experts(migrate, tmp_path, text, 
         (tmp_path / folder / "config.json").write_text(json.dumps({"model_type": kind}))
     config, _ = migrate(text.replace("M\n", f"{folder}\n") + "max_steps: 3\n")
     assert config.model.lora.rank and config.model.lora.targets == targets
-
-
-def bomb(*lines):
-    """Each line twice what the one before has, thirty times."""
-    first, more, last = lines
-    levels = "".join(more.format(i, i - 1) for i in range(1, 31))
-    return f"model_name_or_path: m\ndataset_name: d\nstage: sft\n{first}{levels}{last}"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        bomb("a0: &a0 [x, x]\n", "a{0}: &a{0} [*a{1}, *a{1}]\n", ""),
-        bomb("a0: &a0 {x: 1}\n", "a{0}: &a{0} {{x: *a{1}, y: *a{1}}}\n", ""),
-        bomb("a0: &a0 {x: 1}\n", "a{0}: &a{0} {{<<: [*a{1}, *a{1}]}}\n", ""),
-        f"model_name_or_path: &long {'x' * 3000}\nlist: [{'*long, ' * 500}1]\n",
-    ],
-)
-def test_aliases_that_grow_without_end_are_refused_at_once(refusal, text, tmp_path):
-    assert "its aliases repeat far more than stands there; write the" in refusal(text)
-    (tmp_path / "data" / "d.yaml").write_text(text)
-    said = refusal(
-        "model: m\npeft_config: {r: 8}\ntrain_dataset: data/d.yaml\n", "--stage", "sft"
-    )
-    assert "its aliases repeat far more than stands there" in said
 
 
 def test_aliases_that_save_writing_are_read(migrate):
@@ -797,35 +685,30 @@ def test_a_translation_imports_no_torch(tmp_path):
 
 
 LORA_OF = {
-    "trl": "trl {} --model_name_or_path m --dataset_name d --max_steps 5 --use_peft true "
-    "--per_device_train_batch_size 8 --lora_dropout 0.1",
-    "llamafactory": "llamafactory-cli {} --model_name_or_path m --dataset d --template llama3 --max_steps 5 "
-    "--finetuning_type lora --lora_dropout 0.1 --do_train true --stage {}",
-    "axolotl": "axolotl train a.yaml --base_model m --sequence_len 512 --max_steps 5 --adapter lora --lora_r 8 "
-    "--lora_dropout 0.1 --micro_batch_size 1 --learning_rate 1e-6 --rl {}",
-}  # fmt: skip
+    "trl": "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nper_device_train_batch_size: 8\n",
+    "llamafactory": "model_name_or_path: m\ndataset: d\ntemplate: llama3\nfinetuning_type: lora\ndo_train: true\n",
+    "axolotl": "base_model: m\ndatasets: [{path: d, type: chat_template}]\nsequence_len: 512\nadapter: lora\n"
+    "lora_r: 8\nmicro_batch_size: 1\nlearning_rate: 1e-6\n",
+}
 
 
 @pytest.mark.parametrize(
     "system, method, dropout",
     [
-        *(("trl", method, 0.0) for method in ("dpo", "kto", "reward", "dpo --disable_dropout true")),
-        *(("trl", f"{method} --disable_dropout false", 0.1) for method in ("dpo", "kto", "reward")),
-        ("trl", "sft", 0.1), ("trl", "grpo --reward_funcs a.b", 0.1),
-        ("trl", "grpo --reward_funcs a.b --disable_dropout true", 0.0),
-        *(("llamafactory", method, 0.0) for method in ("dpo", "kto")),
-        *(("llamafactory", method, 0.1) for method in ("sft", "rm", "pt")),
-        *(("axolotl", method, 0.0) for method in ("dpo", "ipo", "orpo", "simpo", "kto")),
+        *(("trl", f"stage: {method}", 0.0) for method in ("dpo", "kto", "rm", "dpo\ndisable_dropout: true")),
+        *(("trl", f"stage: {method}\ndisable_dropout: false", 0.1) for method in ("dpo", "kto", "rm")),
+        ("trl", "stage: sft", 0.1), ("trl", "stage: grpo\nreward_funcs: a.b", 0.1),
+        ("trl", "stage: grpo\nreward_funcs: a.b\ndisable_dropout: true", 0.0),
+        *(("llamafactory", f"stage: {method}", 0.0) for method in ("dpo", "kto")),
+        *(("llamafactory", f"stage: {method}", 0.1) for method in ("sft", "rm", "pt")),
+        *(("axolotl", f"rl: {method}", 0.0) for method in ("dpo", "ipo", "orpo", "simpo", "kto")),
     ],
 )  # fmt: skip
 def test_dropout_is_off_where_their_trainer_switches_it_off(tmp_path, system, method, dropout):
     """TRL's preference trainers, and those made from them, unless the file says `disable_dropout: false`."""
-    (tmp_path / "a.yaml").write_text("datasets: [{path: d, type: chat_template}]\n")
-    text = LORA_OF[system].replace("{}", method)
-    if system == "llamafactory":
-        text = text.replace(f"cli {method}", "cli train")
-    (tmp_path / "run.sh").write_text(text)
-    found = tomllib.loads(translate(read_settings(tmp_path / "run.sh"), tmp_path / "run.sh", 1))
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{LORA_OF[system]}max_steps: 5\nlora_dropout: 0.1\n{method}\n")
+    found = tomllib.loads(translate(read_settings(file), file, 1))
     assert found["model"]["lora"].get("dropout", 0.0) == dropout, found
 
 
@@ -843,12 +726,12 @@ def test_what_cannot_be_read_is_one_sentence(refusal):
     for name, text, sentence in (
         ("a.yaml", TRL_DPO, "no stage is named; add --stage"),
         ("b.yaml", "- 1", "this file holds no settings"),
-        ("c.sh", "ls -l", "no command here starts a trainer"),
         (
-            "run.toml",
-            'stage = "sft"',
-            "this is TOML, which ulysses train --config reads as it is",
+            "c.sh",
+            "trl sft --beta 1",
+            "of a command, write each --name value as a line name: value",
         ),
+        ("run.toml", 'stage = "sft"', "give the YAML or JSON that the trainer reads"),
     ):
         assert sentence in refusal(text, name=name)
     assert "whose settings these are cannot be told" in refusal("seed: 3", "--stage", "sft")
@@ -907,25 +790,12 @@ INLINE = "{{ bos_token }}{% for m in messages %}\n{{ m.content }}</s>{% endfor %
     [
         ({"chat_template": INLINE}, INLINE),
         ({"chat_template": "jinja", "chat_template_jinja": INLINE}, INLINE),
-        ({"datasets": [{"path": p, "chat_template": "qwen_25"} for p in "ab"]}, "qwen2.5"),
-        ({"datasets": [{"path": p, "chat_template_jinja": INLINE} for p in "ab"]}, INLINE),
-        ({"datasets": [{"path": "a", "chat_template": "llama3"}]}, "llama3"),
     ],
 )
-def test_a_template_of_all_data_sets_is_the_runs(lines, template, migrate):
+def test_the_text_of_a_template_is_kept(lines, template, migrate):
     given = {"base_model": "m", "datasets": [{"path": "a"}], "max_steps": 3, "sequence_len": 64}
     config, _ = migrate(json.dumps(given | lines))
     assert config.data.chat_template == template
-
-
-def test_what_the_shell_does_not_expand_stays(migrate, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    config, _ = migrate(
-        "trl sft --model_name_or_path '~/m' --dataset_name ~/d --max_steps 3 --output_dir=~/out"
-    )
-    (source,) = parse_sources(config.data.train)
-    assert (config.model.path, source.path) == ("./~/m", "/home/me/d")
-    assert config.run.output == os.path.abspath("~/out")
 
 
 def test_all_that_is_refused_is_named_at_once(refusal):
@@ -955,49 +825,6 @@ save_strategy: epoch"""
     config, shown = migrate(LLAMAFACTORY_KTO.replace("finetuning_type: lora", text))
     assert config.model.lora.rank == 0 and shown.count("\n#   ") == 1
     assert "save_strategy = epoch: set run.save_every" in shown
-
-
-COMMANDS = {
-    "trl dpo": "dpo",
-    "WANDB_MODE=offline CUDA_VISIBLE_DEVICES=0,1 trl kto": "kto",
-    "accelerate launch --num_processes 8 --config_file a.yaml examples/scripts/dpo.py": "dpo",
-    "torchrun --standalone trl/scripts/reward.py": "rm",
-    "python3 sft.py": "sft",
-    "set -e\nexport A=b\n# trl sft --max_steps 9\n\ndeepspeed --num_gpus 2 dpo.py": "dpo",
-}
-# the first line is an empty text
-NOTHING_STARTED = """
-python mpo_vlm.py --model_name_or_path M --loss_type sigmoid bco_pair sft
-echo trl sft --output_dir out
-python other.py --script sft.py
-accelerate launch -m own.module sft.py
-python -m sft
-trl vllm-serve --model m
-llamafactory-cli chat run.yaml
-axolotl merge-lora run.yaml
-my_sft.py --max_steps 1
-python my_sft.py""".split("\n")
-MORE_THAN_A_COMMAND = (
-    "trl sft --max_steps 1\ntrl dpo --max_steps 1",
-    "trl sft --max_steps 1 && trl dpo --max_steps 2",
-    "trl sft --max_steps 1 | tee log",
-    'trl sft --model_name_or_path "$MODEL"',
-    "trl sft --max_steps 1  # trl dpo",
-)
-NO_COMMANDS = dict.fromkeys(NOTHING_STARTED, "no command here starts a trainer")
-NO_COMMANDS |= dict.fromkeys(MORE_THAN_A_COMMAND, "leave one command alone")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_that_are_known(migrate, command):
-    options = "--model_name_or_path m --dataset_name d --eos_token '<|im_end|>' --max_steps 3 --output_dir out"
-    config, _ = migrate(f"{command} {options}")
-    assert (config.stage, config.run.steps, config.model.path) == (COMMANDS[command], 3, "m")
-
-
-@pytest.mark.parametrize("command", NO_COMMANDS)
-def test_other_shell_text_is_refused(command, refusal):
-    assert NO_COMMANDS[command] in refusal(command)
 
 
 @pytest.mark.parametrize(
@@ -1040,8 +867,9 @@ UNKNOWN = {
     "template: mistral": "take it out to use the tokenizer's own",
     "chat_template: messages": "or name a .jinja file",
     "datasets: [{path: a, chat_template: llama3}, {path: b}]": "one template writes all data sets here",
-    "stage: dpo\ngamma_beta_ratio: 0.5\nloss_type: hinge": "only with the sigmoid is it SimPO",
-    "dataset_mixer: {a: 1.0}\ndataset_splits: [validation]": "dataset_splits = ",
+    "stage: dpo\ngamma_beta_ratio: 0.5": "write loss_type = simpo and simpo_gamma",
+    "dataset_mixer: {a: 1.0}": "write it as dataset_mixture, or as dataset_name",
+    "train_dataset: a.yaml": "train_dataset is a setting of LLaMA-Factory's version 1, whose files are not translated",
     "new_special_tokens: <tool>": "none of which is special",
     "finetuning_type: lora\nadditional_target: [embed_tokens]": "lm_head are trained together",
     "interleave_probs: [1.0]": "mix_strategy is interleave_under or interleave_over beside it",

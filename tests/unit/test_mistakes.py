@@ -100,10 +100,8 @@ KTO --kto.desirable_weight 0 --kto.undesirable_weight 0 => nothing would be trai
 SFT --sft.loss_type dft --sft.label_smoothing 0.1 => sft.loss_type "dft" has none
 SFT --kto.beta 0.2 => kto.beta: stage 'sft' reads no settings of kto; remove them, or set stage = 'kto'
 SFT --run.eval_every 5 => run.eval_every is 5 but there is nothing to evaluate; set data.eval
-DEMO --data.turns separate => data.turns is 'separate' but stage 'dpo' trains the last answer only
 DEMO --data.train_on all => data.train_on is 'all' but stage 'dpo' trains the last answer only
 --stage pt --model.path m --run.steps 3 --data.truncation drop => data.truncation is 'drop' but stage 'pt' trains every
-SFT --data.turns separate --data.train_on last => as one sequence; set
 --stage sft --run.steps 3 --model.init random --data.train PLACE/chats.jsonl --model.arch llama-3-8b \
 => nearest: llama3-8b
 SFT --model.config.model_type mixtral => model_type 'mixtral'

@@ -12,7 +12,7 @@ import pytest
 
 from tests import ROOT
 from tests.own_tracker import Remembers
-from ulysses.check.preflight import check_settings
+from ulysses.check.setting_checks import check_settings
 from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.disk import DiskError

@@ -26,7 +26,7 @@ ROW = {
 
 def read(row, columns=None, source=0):
     value = row if isinstance(row, bytes) else json.dumps(row).encode()
-    return read_trajectory(RawRow(source, "here", False, value), columns or {}, 10, 8)
+    return read_trajectory(RawRow(source, "here", value), columns or {}, 10, 8)
 
 
 @pytest.mark.parametrize("stop, ended", [((3,), True), ((6,), False)])

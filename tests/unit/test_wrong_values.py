@@ -14,7 +14,8 @@ from models.writing import write_weights
 from tests import rows_of
 from tests.e2e.launch import tiny
 from tests.model_folder import demo_model, tiny_config, write_model
-from ulysses.check.preflight import check_settings, prepare
+from ulysses.check.preflight import prepare
+from ulysses.check.setting_checks import check_settings
 from ulysses.config.command_line import check, known_keys, parse_command_line, put
 from ulysses.config.section import ConfigError, refuse
 from ulysses.disk import write_json

@@ -28,12 +28,10 @@ FREE_KEYS = (
 # ---------------------------------------------------------------- all processes
 
 
-def facts_of(inputs: RunInputs, digests: Mapping[str, str], verify: bool) -> dict[str, object]:
+def facts_of(inputs: RunInputs, digests: Mapping[str, str]) -> dict[str, object]:
     """Return what must be equal on all ranks, by the words that name it; one process of each node reads the files.
 
-    Args:
-        digests: of the run's inputs (run_folder.py).
-        verify: compare whole weight files, and not only 64 blocks of each.
+    `digests` are those of the run's inputs (run_folder.py). Of a weight file 64 blocks are compared.
     """
     facts = flat(inputs.config.model_dump(mode="json"))
     facts |= digests | {"the checkpoint to resume": str(inputs.resume_from)}
@@ -44,10 +42,9 @@ def facts_of(inputs: RunInputs, digests: Mapping[str, str], verify: bool) -> dic
             for path in (PACKAGES / package).rglob("*"):
                 if path.suffix in (".py", ".toml", ".json", ".jinja"):
                     facts[str(path.relative_to(PACKAGES))] = digest_of(path)
-        read = digest_of if verify else sampled_digest
         for setting, weights in {"model.path": inputs.weights, **inputs.others}.items():
             for path in weights.paths:
-                facts[f"{setting} {path.name}"] = read(path)
+                facts[f"{setting} {path.name}"] = sampled_digest(path)
     return facts
 
 

@@ -140,14 +140,6 @@ def read_shape(config: Config, need_weights: bool = True) -> tuple[ModelConfig, 
     return shape, folder
 
 
-def check_model(config: Config, stage: Stage, shape: ModelConfig, folder: Path | None) -> None:
-    """Refuse a shape whose export could not be loaded, and weights in the model's folder that do not fit it."""
-    shape.to_hf(reward=stage.reward)
-    if folder and config.model.init == "pretrained":
-        with error_context("model.path"):
-            check_weights(shape, folder, reward=stage.reward, quantize=config.model.quantize)
-
-
 def check_routers(model: ModelSection, shape: ModelConfig) -> Iterator[str]:
     """Yield which settings of experts have no effect."""
     for key, value in model.model_dump(include=ROUTERS, exclude_defaults=True).items():

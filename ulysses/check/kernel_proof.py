@@ -109,7 +109,9 @@ def prove_once(
         return
     cache.mkdir(parents=True, exist_ok=True)
     # one process of a machine compiles kernels, with all cores, and the others find them
-    with lock_file(path.with_suffix(".lock")):
+    lock = path.with_suffix(".lock")
+    with lock_file(lock):
         if not path.exists():
             prove(kernel, device, *case)
             write_json(path, facts)
+    lock.unlink(missing_ok=True)  # processes that wait for it will find the proof

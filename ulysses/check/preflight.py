@@ -18,9 +18,9 @@ from pathlib import Path
 from ulysses.check.agreement import check_same_run
 from ulysses.check.input_files import (
     RunInputs,
-    check_model,
     check_routers,
     check_sources,
+    check_weights,
     fit_window,
     initial_weights,
     read_shape,
@@ -28,39 +28,16 @@ from ulysses.check.input_files import (
 )
 from ulysses.check.kernel_proof import choose_kernel
 from ulysses.check.run_folder import check_disk, check_folders, resume_point
-from ulysses.check.setting_checks import (
-    check_packages,
-    check_processes,
-    check_tables,
-)
-from ulysses.config.command_line import contradictions
+from ulysses.check.setting_checks import check_settings
 from ulysses.config.schema import Config
-from ulysses.config.section import collecting, refuse
+from ulysses.config.section import collecting, error_context, refuse
 from ulysses.data.read.sources import parse_sources, repeated_data
 from ulysses.data.serve.steps import StepLoader
-from ulysses.options import check_parts, stage_of
+from ulysses.options import check_parts
 from ulysses.plan.planner import published_shape
-from ulysses.stages.base import Stage
 
 # The least share of a vocabulary that a model's own tokenizer knows; the rest is padding.
 LEAST_KNOWN = 0.9
-
-
-def check_settings(
-    config: Config, world_size: int = 0, findings: list[str] | None = None
-) -> Stage:
-    """Refuse what the settings alone show to be wrong, before any file is opened, and return the stage.
-
-    The arguments are those of `prepare`.
-    """
-    stage, errors = stage_of(config), list[object]()
-    errors += check_processes(config, world_size)
-    errors += contradictions(config, stage)
-    errors += check_packages(config, looks=findings is not None)
-    with collecting(errors):
-        check_tables(config)
-    refuse(errors, findings)
-    return stage
 
 
 def prepare(
@@ -98,7 +75,10 @@ def prepare(
         if absent := [*check_parts(config, shape)]:
             refuse(errors + absent)
         with collecting(errors):
-            check_model(config, stage, shape, folder)
+            shape.to_hf(reward=stage.reward)  # refuses a shape whose export could not be loaded
+            if folder and model.init == "pretrained":
+                with error_context("model.path"):
+                    check_weights(shape, folder, reward=stage.reward, quantize=model.quantize)
         with collecting(errors):
             shape = fit_window(config, stage, shape)
         errors += check_routers(model, shape)

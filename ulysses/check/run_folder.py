@@ -94,7 +94,7 @@ def check_folders(
     if config.run.export and resume_from is None:
         check_empty(output / "export", "the run's export")
     for around in output.parents:
-        if is_run_folder(around) or is_checkpoint(around):
+        if is_run_folder(around) or around in saved_checkpoints(around.parent):
             raise ConfigError(
                 f"run.output {output} lies in {around}, which belongs to another run; set a folder apart from it"
             )
@@ -135,12 +135,17 @@ def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> st
             free += file.lstat().st_size
     trained = planner_model(stage, shape).trained
     export = trained * getattr(torch, config.export_dtype).itemsize if run.export else 0
-
-    def lacking(setting: str, count: int) -> str:
-        """Return a sentence if there is no room for the export and this number of checkpoints of a setting."""
+    # how many checkpoints a setting makes
+    if run.save_every:
+        counts = {"run.save_every": 2 + (run.keep or run.steps // run.save_every)}
+    else:  # a run that continues a checkpoint keeps it until the last one is written
+        counts = {"run.save_last": (2 if resume_from else 1) if run.save_last else 0}
+    if run.save_minutes:
+        counts["run.save_minutes"] = 1 + run.keep
+    for setting, count in counts.items():
         need = 12 * trained * count + export
         if need <= free:
-            return ""
+            continue
         what, changes = [], []
         if count:
             kept = ""
@@ -154,19 +159,14 @@ def check_disk(stage: Stage, shape: ModelConfig, resume_from: Path | None) -> st
             changes.append("run.export = false")
         if count > 2 and run.keep != 1:
             changes.append("run.keep = 1")
-        return (
+        sentence = (
             f"run.output {nearest} has {_size(free)} free but {' and '.join(what)} would take {_size(need)}; "
             f"set {' or '.join(changes)}, or use another disk"
         )
-
-    if run.save_every:
-        sentence = lacking("run.save_every", 2 + (run.keep or run.steps // run.save_every))
-    else:  # a run that continues a checkpoint keeps it until the last one is written
-        count = 2 if resume_from else 1
-        sentence = lacking("run.save_last", count if run.save_last else 0)
-    if sentence:
+        if setting == "run.save_minutes":
+            return sentence
         raise AbsentError(sentence)
-    return lacking("run.save_minutes", 1 + run.keep) if run.save_minutes else ""
+    return ""
 
 
 def _size(count: float) -> str:
@@ -218,15 +218,8 @@ class RunState(TypedDict):
     files: dict[str, str]
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint's, by its run.json."""
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        return {"format", "files", "digest"} <= {*json.loads((folder / "run.json").read_text())}
-    return False
-
-
 def saved_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in RUN/checkpoints, oldest first."""
+    """Return the complete checkpoints in a folder such as RUN/checkpoints, oldest first."""
     names = (CHECKPOINT.fullmatch(f.parent.name) for f in folder.glob("step-*/run.json"))
     steps = sorted(int(name[1]) for name in names if name)
     return [folder / f"step-{step}" for step in steps]
@@ -267,13 +260,10 @@ def write_run_state(path: Path, state: dict[str, object]) -> None:
     write_json(path / "run.json", state | {"digest": digest_of_value(state)})
 
 
-def restarts(run: RunSection) -> bool:
-    """Return whether torchrun may restart the run, which then continues its newest checkpoint."""
-    return run.resume == "never" and environment.may_restart()
-
-
 def resume_point(run: RunSection) -> Path | None:
     """Return the checkpoint that a run continues, or None if it begins anew.
+
+    A run that torchrun may restart continues its newest checkpoint, too.
 
     Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
     later be taken for this run's own.
@@ -285,7 +275,7 @@ def resume_point(run: RunSection) -> Path | None:
             raise ValueError(
                 f"{path.absolute()} is in the way of a checkpoint and is none; move it away"
             )
-    if restarts(run) or run.resume == "auto":
+    if run.resume == "auto" or (run.resume == "never" and environment.may_restart()):
         chosen = next(reversed(saved), None)
     elif run.resume != "never":
         chosen = Path(run.resume)

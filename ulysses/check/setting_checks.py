@@ -1,4 +1,4 @@
-"""What can be refused from the configuration and the installed packages alone."""
+"""What can be refused from the settings and the installed packages alone, before any file is opened."""
 
 import importlib.util
 import re
@@ -9,27 +9,41 @@ from pkgutil import resolve_name
 import torch
 
 from ulysses import environment
+from ulysses.config.command_line import contradictions
 from ulysses.config.schema import Config
-from ulysses.config.section import visible
-from ulysses.options import TRACKERS, check_parts, gradient_policies
+from ulysses.config.section import collecting, refuse, visible
+from ulysses.options import TRACKERS, check_parts, gradient_policies, stage_of
 from ulysses.parallel.mesh import divisors
+from ulysses.stages.base import Stage
 from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 TESTED = "0.19.8"  # of DeepSpeed, as pyproject.toml pins it
 
 
-def check_processes(config: Config, world_size: int) -> Iterator[str]:
-    """Yield why this number of processes (0 asks the launcher for it) cannot share sequences as the settings say."""
+def check_settings(
+    config: Config, world_size: int = 0, findings: list[str] | None = None
+) -> Stage:
+    """Refuse what the settings show to be wrong, and return the stage; arguments and errors are those of `prepare`."""
     if config.run.deterministic:  # set here, before anything starts CUDA
         require_determinism()
+    stage, errors = stage_of(config), list[object]()
     world_size = world_size or environment.world_size()
     degree = config.parallel.sequence_parallel_size
     if degree != "auto" and world_size % degree:
-        yield (
+        errors.append(
             f"parallel.sequence_parallel_size is {degree} but must divide the {world_size} processes; set it to "
             f"one of {divisors(world_size)}"
         )
+    errors += contradictions(config, stage)
+    errors += check_packages(config, looks=findings is not None)
+    # wrong keys in the tables of DeepSpeed and of the gradient policies
+    with collecting(errors):
+        if raw := config.deepspeed.zero_optimization:
+            check_raw(raw)
+        gradient_policies(config.gradients)
+    refuse(errors, findings)
+    return stage
 
 
 def check_packages(config: Config, looks: bool = False) -> Iterator[str]:
@@ -73,13 +87,6 @@ def check_trackers(config: Config, strict: bool = True) -> Iterator[str]:
 def _absent(key: str, package: str) -> Iterator[str]:
     if importlib.util.find_spec(package) is None:
         yield f"{key} is set but the package {package} is not installed; pip install {package}"
-
-
-def check_tables(config: Config) -> None:
-    """Refuse wrong keys in the tables of DeepSpeed and of the gradient policies; ValueError names the key."""
-    if raw := config.deepspeed.zero_optimization:
-        check_raw(raw)
-    gradient_policies(config.gradients)
 
 
 def require_determinism() -> None:

@@ -133,7 +133,10 @@ def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, F
 
 def _read_arguments(arguments: list[str]) -> Values:
     """Read `--key value`, `--key=value` and bare switches; a list that is given several times collects its values."""
-    forms_of = {key: forms(info.annotation) for key, info in everything().items()}
+    forms_of = {
+        key: forms(info.annotation)
+        for key, info in (known_keys(Options) | known_keys()).items()
+    }
     given, rest = {}, list(arguments)
     while rest:
         argument, equals, value = rest.pop(0).partition("=")
@@ -206,11 +209,6 @@ def _refuse_yaml(path: str) -> None:
         )
 
 
-def everything() -> dict[str, FieldInfo]:
-    """Return what the command line knows: the options of the command, then the settings."""
-    return known_keys(Options) | known_keys()
-
-
 def help_text() -> str:
     """Return what --help prints: every option and setting with its forms, its explanation and its default."""
     text = """Train a language model on long sequences: ulysses train --config FILE.toml [--key value ...]
@@ -218,7 +216,7 @@ def help_text() -> str:
 On several GPUs: torchrun --nproc_per_node 8 -m ulysses.train --config FILE.toml [--key value ...]
 
 Options, and settings, which are also the keys of the TOML file:"""
-    for key, info in everything().items():
+    for key, info in (known_keys(Options) | known_keys()).items():
         has_default = not info.is_required() and info.default is not None
         default = f" (default {info.default!r})" if has_default else ""
         shown = key if "." in key else key.replace("_", "-")
@@ -319,17 +317,12 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
                 f"run.{key} is {value} but there is nothing to evaluate; set data.eval or data.eval_fraction, or "
                 f"run.{key} = 0"
             )
-    if data.turns == "separate" and data.train_on != "assistant":
-        yield (
-            f'data.turns is "separate" but data.train_on is {data.train_on!r}, which trains each conversation as '
-            'one sequence; set data.train_on = "assistant"'
-        )
     if not stage:
         return
     if run.samples and stage.dataset_type in ("text", "ranked"):
         yield f"run.samples is {run.samples} but stage {config.stage!r} answers no prompts; set it to 0"
     if stage.dataset_type != "sequence":
-        trained, refused = "the last answer only", {"turns", "train_on"}
+        trained, refused = "the last answer only", {"train_on"}
         if stage.dataset_type == "text":
             trained, refused = (
                 "every token, longer documents in pieces",

@@ -159,9 +159,6 @@ class DataSection(Section):
     and of a row come first."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Which tokens of a conversation are trained: every assistant turn, everything, or the last turn only."""
-    turns: Literal["auto", "together", "separate"] = "auto"
-    """Whether the turns of a conversation are trained as one sequence, or each after the history that the template
-    writes at that point; "auto" separates them where the template rewrites earlier turns."""
     bad_rows: Literal["error", "drop"] = "error"
     """Whether a row that breaks its format stops the run, or is left out and counted."""
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
@@ -314,8 +311,6 @@ class Options(Section):
     """With --dry-run: host memory of each node in GiB."""
     debug: bool = False
     """Print more, on every process, with stack traces; the environment variable ULYSSES_DEBUG=1 does the same."""
-    verify_weights: bool = False
-    """Compare whole weight files between the nodes at the start, and not only 64 blocks of each file."""
     local_rank: int | None = None
     """Appended by the deepspeed launcher; the environment variable LOCAL_RANK says the same, and that is read."""
 

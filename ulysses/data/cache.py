@@ -12,11 +12,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-
-from filelock import Timeout
 
 from ulysses.data import DataError
 from ulysses.disk import DiskError, check_files, digest_of, flush_to_disk, lock_file, writing
@@ -26,18 +23,16 @@ SETTLED_SECONDS = (
 )
 
 
-def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
+def build_once(folder: Path, build: Callable[[Path], object]) -> None:
     """Make sure that `folder` exists: the first process to come calls build(temporary folder), the others wait.
 
     This is no collective: processes may come at different times, and one that never comes holds up nobody.
-
-    Returns whether this process built the folder.
 
     Raises DataError: the folder cannot be written. An error of `build` is raised in the process that called it, and as
     a DataError in those that waited for it.
     """
     if folder.is_dir():
-        return False
+        return
     failed, lock = (folder.with_name(f"{folder.name}.{end}") for end in ("failed", "lock"))
     temporary = folder.with_name(f"{folder.name}.{os.uname().nodename}-{os.getpid()}.tmp")
     disk = partial(writing, folder.parent, advice="set data.cache to another folder")
@@ -47,11 +42,13 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
             earlier = failed.read_text() if failed.exists() else ""
         with disk(), lock_file(lock):
             if folder.is_dir():
-                return False
+                return
             failure = failed.read_text() if failed.exists() else ""
             if failure != earlier:  # the process that we waited for has failed
                 raise DataError(failure.partition(" ")[2])
-            _remove_abandoned(folder)
+            # what processes that died have left
+            for abandoned in folder.parent.glob(f"{folder.name}.*.tmp"):
+                shutil.rmtree(abandoned, ignore_errors=True)
             try:
                 with disk():
                     temporary.mkdir()
@@ -69,7 +66,6 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
             failed.unlink(missing_ok=True)
-            return True
     except DiskError as error:
         raise DataError(f"the data cache {error}") from None
     finally:
@@ -78,32 +74,25 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
             lock.unlink(missing_ok=True)
 
 
-def check_once(seal: Path, cache: Path) -> None:
+def check_once(seal: Path, cache: Path, made: Path) -> None:
     """Compare files with their digests, unless they were compared before and have kept their sizes and times.
 
     Args:
         seal: a JSON file of digests by name, in the folder of the files.
         cache: data.cache, which remembers what was compared.
+        made: the file or folder without which all of them are made again.
 
     Raises DataError naming the first file that is missing or differs.
     """
+    advice = f"delete {made} so that all of them are made again"
     try:
         digests = json.loads(seal.read_text())
     except (OSError, ValueError):
-        raise DataError(f"{seal} is missing or not what was written there") from None
-    advice = f"delete {seal} so that all of them are made again"
+        raise DataError(f"{seal} is missing or not what was written there; {advice}") from None
     build_once(
         known_files([seal, *(seal.with_name(name) for name in digests)], cache),
         lambda _: check_files(seal.parent, digests, advice),
     )
-
-
-def discard(folder: Path) -> None:
-    """Take a damaged folder out of the way, so that `build_once` makes it again; another process may do it first."""
-    away = folder.with_name(f"{folder.name}.{os.uname().nodename}-{os.getpid()}.tmp")
-    with suppress(OSError):
-        folder.rename(away)
-    shutil.rmtree(away, ignore_errors=True)
 
 
 def known_files(files: Iterable[Path], cache: Path) -> Path:
@@ -133,17 +122,3 @@ def content_digest(files: Sequence[Path], cache: Path) -> str:
 def digest_of_value(value: object) -> str:
     """Return the SHA-256 of a value as JSON, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what processes that died left, of the folder itself and of others that nobody builds at the moment."""
-    # only folders of a cache have such names
-    for abandoned in folder.parent.glob(f"{'[0-9a-f]' * 32}*-*.tmp"):
-        name = abandoned.name.partition(".")[0]
-        if name == folder.name:
-            shutil.rmtree(abandoned, ignore_errors=True)
-            continue
-        lock = folder.with_name(f"{name}.lock")
-        with suppress(Timeout), lock_file(lock).acquire(timeout=0):
-            shutil.rmtree(abandoned, ignore_errors=True)
-            lock.unlink(missing_ok=True)

@@ -73,10 +73,6 @@ class OnPolicyStage(DistillStage):
         sampler = build_sampler(self.config, parts, longest=longest)
         return replace(super().build(parts), sampler=sampler)
 
-    def may_prepare(self, step: int) -> bool:
-        """Return False: every step needs the weights that the one before it leaves."""
-        return False
-
     def read(self, source: StepLoader, step: int) -> StepBatches:
         """Return what a step reads, after the student has answered some of its rows; held-out rows keep their answers.
 

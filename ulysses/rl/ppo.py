@@ -6,7 +6,7 @@
 
 ppo.advantage chooses how A is computed (ulysses.rl.advantages), ppo.ratio whether rho is that of a token or of its
 answer. The means run over the answers' tokens of one optimizer step, with the weights that loss_aggregation gives them.
-The loader makes the rollouts (ulysses.rl.rollout); the losses read their columns.
+`read` makes the rollouts (ulysses.rl.rollout); the losses read their columns.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,6 +40,7 @@ from ulysses.stages.base import (
     PlannedRollout,
     Requirements,
     RunParts,
+    StepBatches,
     Term,
 )
 from ulysses.stages.referenced import REFERENCE_LOGPS, ReferencedStage
@@ -262,12 +263,9 @@ class PpoStage(ReferencedStage):
 
     # ---------------------------------------------------------------- what the loop reads
 
-    def loader(self, data: StepLoader) -> RolloutSteps:
-        return RolloutSteps(self.maker, data, self.total_steps(data))
-
-    def may_prepare(self, step: int) -> bool:
-        """Return False for the first step of a rollout, which is made with the weights of that moment."""
-        return step % self.table.steps_per_rollout != 0
+    def read(self, source: StepLoader, step: int) -> StepBatches:
+        """Return what a step reads of its rollout, which is made first, unless it is the current one."""
+        return super().read(RolloutSteps(self.maker, source, self.total_steps(source)), step)
 
     # ---------------------------------------------------------------- the loss
 

@@ -366,7 +366,7 @@ class RolloutMaker:
 
 @dataclass(eq=False)
 class RolloutSteps:
-    """Serve the optimizer steps of rollouts, with the methods of a StepLoader that the loop calls.
+    """Serve the optimizer steps of rollouts, with the methods of a StepLoader that a stage reads by.
 
     steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
 
@@ -381,7 +381,6 @@ class RolloutSteps:
     maker: RolloutMaker
     prompts: StepLoader
     total_steps: int = 0
-    holds = "the rollout"
 
     @property
     def steps_per_epoch(self) -> int:

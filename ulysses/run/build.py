@@ -21,7 +21,7 @@ from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.layer_cost import LayerSetup, layer_costs
 from ulysses.plan.step_cost import Plan
-from ulysses.run.optim import adamw, parameter_groups
+from ulysses.run.optim import AdamW, parameter_groups
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
@@ -68,7 +68,10 @@ def step_loader(
     *,
     evaluation: bool = False,
 ) -> StepLoader:
-    """Serve a dataset's steps, in micro-batches of so many tokens, to one of several data-parallel groups."""
+    """Serve a dataset's steps, in micro-batches of so many tokens, to one of several data-parallel groups.
+
+    An evaluation takes every example once, in order.
+    """
     config, shape = inputs.config, inputs.shape
     # "auto" was chosen by the training data; other data may have longer examples
     if config.batch.tokens_per_microbatch == "auto":
@@ -120,22 +123,18 @@ def trained_engine(
                 router.requires_grad_(False)
         return add_adapters(module, model.lora) if model.lora.rank else module
 
-    settings = _zero_settings(config, weights.shape)
-    resident = plan.resident
-    built = build_partitioned(create, settings, weights.fill, resident=resident).train()
+    settings, adamw = _zero_settings(config, weights.shape), config.optimizer
+    built = build_partitioned(create, settings, weights.fill, resident=plan.resident).train()
     return TrainedEngine(
         built,
         settings,
-        partial(adamw, config=config.optimizer),
+        partial(AdamW, lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, foreach=False),
         parameter_groups(
-            built,
-            config.optimizer.weight_decay,
-            requirements.scopes,
-            eight_bit=config.optimizer.moments == "8bit",
+            built, adamw.weight_decay, requirements.scopes, eight_bit=adamw.moments == "8bit"
         ),
         (DecoderLayer,),
         offload_optimizer=config.memory.offload_optimizer,
-        reduce_between=getattr(torch, config.optimizer.reduce_dtype),
+        reduce_between=getattr(torch, adamw.reduce_dtype),
         graphs=memory.graphs,
     )
 

@@ -218,29 +218,10 @@ model = AutoPeftModelFor{auto}.from_pretrained("."{", num_labels=1" * reward})
             save_adapters(new, adapters, source, reward=reward, by_parameter=by_parameter)
         if rounding.note:
             card += f"\nThe metrics are of the trained weights: {rounding.note}.\n"
-        write_side_files(new, shape, rounding, reward, [config.output / "tokenizer"], card)
+        write_json(new / CONFIG, shape.to_hf(dtype=rounding.name, reward=reward))
+        copy_side_files(config.output / "tokenizer", new)
+        (new / CARD).write_text(card, encoding="utf-8")
     return rounding.note
-
-
-def write_side_files(
-    new: Path,
-    shape: ModelConfig,
-    rounding: Rounding,
-    reward: bool,
-    sources: Iterable[Path],
-    card: str,
-) -> None:
-    """Write what an export has beside its weights or adapters: config.json, README.md, and files of other folders.
-
-    Args:
-        rounding: of the weights, which names their dtype.
-        sources: folders of the tokenizer and generation_config.json.
-        card: the text of README.md.
-    """
-    write_json(new / CONFIG, shape.to_hf(dtype=rounding.name, reward=reward))
-    for folder in sources:
-        copy_side_files(folder, new)
-    (new / CARD).write_text(card, encoding="utf-8")
 
 
 # ---------------------------------------------------------------- model card

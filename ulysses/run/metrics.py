@@ -3,13 +3,14 @@
 import json
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from pkgutil import resolve_name
 
 from ulysses.config.section import SECRETS, ConfigError, visible
 from ulysses.disk import DiskError, replace_file, writing
-from ulysses.options import TRACKERS, enter
+from ulysses.options import TRACKERS
 from ulysses.progress import progress
 from ulysses.run.trackers import TrackedRun, Tracker, Values
 
@@ -29,36 +30,14 @@ def logged(path: Path) -> list[Values]:
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
-class MetricsFile(Tracker):
-    """Write a run's metrics into its folder; lines of steps after the one that the run continues are dropped."""
-
-    def start(self, run: TrackedRun) -> None:
-        self.path, self.run_id = run.folder / METRICS, run.run_id
-        with writing(self.path):
-            kept = [line for line in logged(self.path) if line["step"] <= run.step]
-            replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
-            self.file = self.path.open("a")
-
-    def log(self, step: int, values: Values) -> None:
-        with writing(self.path, f" at step {step}"):
-            line = json.dumps({"step": step, "run": self.run_id, **values})
-            print(line, file=self.file, flush=True)
-            self.path.stat()  # an error if the file was deleted: lines written to it are lost
-
-    def close(self) -> None:
-        with writing(self.path, " at the end of the run"):
-            self.file.close()
-            self.path.stat()
-
-
 class MetricsLog:
-    """Show a progress bar, and give the metrics to the trackers of a run. Rank 0 only.
+    """Show a progress bar, write the metrics into the run's folder, and give them to its trackers. Rank 0 only.
 
     It is constructed after all other refusals, because trackers then open a run on their servers and the lines of later
     steps in metrics.jsonl are dropped. Whether a server can be reached is not known before.
 
     Args:
-        names: of trackers, from ulysses/options.py or the user's own as module:Class; metrics.jsonl is always written.
+        names: of trackers, from ulysses/options.py or the user's own as module:Class.
 
     Attributes:
         failure: the error of the first file that could not be written; the loop saves a checkpoint and stops.
@@ -68,10 +47,15 @@ class MetricsLog:
 
     def __init__(self, run: TrackedRun, names: Iterable[str], total_steps: int) -> None:
         self.failure: DiskError | None = None
+        self.path, self.run_id = run.folder / METRICS, run.run_id
+        with writing(self.path):
+            kept = [line for line in logged(self.path) if line["step"] <= run.step]
+            replace_file(self.path, "".join(f"{json.dumps(line)}\n" for line in kept))
+            self.file = self.path.open("a")
         self.trackers: dict[str, Tracker] = {}
-        for name in dict.fromkeys((METRICS, *names)):
+        for name in dict.fromkeys(names):
             try:
-                tracker = _new_tracker(name)
+                tracker = TRACKERS[name]()() if name in TRACKERS else resolve_name(name)()
                 tracker.start(deepcopy(run))  # a copy, because trackers may change the settings
             except DiskError:
                 raise
@@ -104,6 +88,13 @@ class MetricsLog:
         elif not due:
             return
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
+        try:
+            with writing(self.path, f" at step {step}"):
+                line = json.dumps({"step": step, "run": self.run_id, **clean})
+                print(line, file=self.file, flush=True)
+                self.path.stat()  # an error if the file was deleted: lines written to it are lost
+        except DiskError as error:
+            self.failure = self.failure or error
         self._tell(lambda tracker: tracker.log(step, dict(clean)))
 
     def _tell(self, call: Callable[[Tracker], None]) -> None:
@@ -124,18 +115,11 @@ class MetricsLog:
         self._tell(lambda tracker: tracker.fail())
 
     def close(self) -> None:
-        """Close the bar and the trackers, and raise the DiskError of a file that could not be written."""
+        """Close the bar, the file and the trackers, and raise the DiskError of a file that could not be written."""
         self.bar.close()
+        # each line was flushed; one that could not be written is told below
+        with suppress(OSError):
+            self.file.close()
         self._tell(lambda tracker: tracker.close())
         if self.failure is not None:
             raise self.failure
-
-
-def _new_tracker(name: str) -> Tracker:
-    """Return a tracker that is not started: the metrics' file, one of TRACKERS, or the user's module:Class."""
-    if name == METRICS:
-        return MetricsFile()
-    tracker_class = (
-        enter(TRACKERS, name, "run.trackers") if name in TRACKERS else resolve_name(name)
-    )
-    return tracker_class()

@@ -42,18 +42,13 @@ def parameter_groups(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW without its wrappers for torch's compiler, whose import alone takes seconds.
+    """torch's AdamW (Loshchilov & Hutter 2019) without its wrappers for torch's compiler, whose import takes seconds.
 
     The wrapper of `step` also switched gradients off: its caller does that.
     """
 
     add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__
     step = torch.optim.Adam.step.__wrapped__
-
-
-def adamw(groups: list[dict[str, object]], config: OptimizerSection) -> AdamW:
-    """Create AdamW (Loshchilov & Hutter 2019) over torch's tables of groups; zero/gpu_kernels.py may do its work."""
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
 
 
 def learning_rate(step: int, total: int, config: OptimizerSection) -> float:

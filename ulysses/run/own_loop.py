@@ -76,7 +76,7 @@ def learn(trainer: Trainer, rows: Sequence[Mapping[str, object]]) -> Metrics:
     groups, given = defaultdict(list), []
     for n, row in enumerate(gather(rows)[0]):
         try:
-            columns = read_trajectory(RawRow(0, "", False, row), {}, *limits)
+            columns = read_trajectory(RawRow(0, "", row), {}, *limits)
         except BadRowError as error:
             raise ValueError(f"trajectory {n} {error}") from None
         groups[columns["_prompt"]].append(columns)

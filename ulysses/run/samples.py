@@ -71,16 +71,22 @@ class Samples:
         )
         self.window = inputs.shape.max_position_embeddings
 
-    def begin(self, others: dict[str, ZeroEngine]) -> None:
+    def begin(self, frozen: dict[str, ZeroEngine]) -> None:
         """Write the answers of the data, of the run's other language models and of the initial policy.
 
-        A resumed run has them already. `others` are engines, by the roles of their models.
+        A resumed run has them already. `frozen` are the engines of the other models, by their roles.
         """
+        stage = self.trainer.stage
         if not self.trainer.step:
             self._write("data", zip(self.prompts, self.answers))
-            for role, engine in others.items():
-                self._ask(role, replace(self.sampler, engine=engine, settings=None))
+            for model in stage.requirements.models:
+                if not (model.is_reward or model.shares_weights):
+                    engine = frozen[model.role]
+                    self._ask(model.role, replace(self.sampler, engine=engine, settings=None))
             self.ask(0)
+        stage.show_rollouts(self.show)
+        if self.log:
+            self.log.bar.unpause()  # the first samples say nothing about the time that remains
 
     def ask(self, step: int) -> None:
         """Answer the prompts after a step."""

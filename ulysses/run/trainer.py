@@ -29,9 +29,8 @@ from ulysses.run.checkpoint import check_share, save_checkpoint
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.optim import learning_rate
 from ulysses.run.stragglers import HostTime, Stragglers
-from ulysses.stages.base import Metrics, MetricSums, Stage, StepBatches, Term
-from ulysses.watch.failure import grace_note
-from ulysses.watch.watch import Watch
+from ulysses.stages.base import Metrics, MetricSums, Stage, StepBatches
+from ulysses.watch.watch import Watch, grace_note
 from ulysses.zero.state import load_state
 
 
@@ -117,12 +116,16 @@ class Trainer:
                 # by the time of the second step, because the first one takes longer
                 if current == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)
-                if self.finished or self._is_due(run.eval_every):
+                if self.eval_loader and (self.finished or self._is_due(run.eval_every)):
                     if samples:
                         self.watch.phase("samples")
                         samples(self.step)
                     values |= self.evaluate()
-                improved = self._keep_best(values)
+                loss, best = values.get("eval/loss", math.nan), self.best
+                # a loss that is not finite is no improvement
+                improved = -math.inf < loss < (best[1] if best else math.inf)
+                if improved:
+                    self.best = [self.step, loss]
                 if log is not None:
                     log.report(self.step, values, self.finished or self._is_due(run.log_every))
                     # all ranks stop after the coming step, with a checkpoint
@@ -150,15 +153,6 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _keep_best(self, values: Metrics) -> bool:
-        """Remember the step if its eval/loss is the lowest so far, and return whether it is."""
-        loss = values.get("eval/loss", math.nan)
-        # a loss that is not finite is no improvement
-        improved = -math.inf < loss < (self.best[1] if self.best else math.inf)
-        if improved:
-            self.best = [self.step, loss]
-        return improved
-
     @property
     def finished(self) -> bool:
         """Whether the last step is taken, or the best evaluation lies `run.patience` evaluations in the past."""
@@ -185,15 +179,25 @@ class Trainer:
             self.routers.begin(batches.trained)
         for batch, inputs in zip(batches.trained, inputs_of_loss, strict=True):
             self.watch.phase("forward")
-            terms = self.stage.losses(batch, metrics, *inputs)
-            loss = self._loss(terms, normalisers, metrics)
-            self._count(batch, metrics)
+            parts = []  # of this micro-batch's share of the step's mean loss
+            for term in self.stage.losses(batch, metrics, *inputs):
+                scaled = term._replace(weight=term.weight / normalisers[term.normaliser])
+                metrics.add("loss", self.stage.local_sum(scaled))
+                parts.append(scaled.value * scaled.weight)
+            # the counts from which `_measure` computes the speed
+            once = self.stage.on_first_rank
+            metrics.add("projected", float(batch.num_valid))
+            metrics.add("tokens", once(float(batch.num_tokens)))
+            metrics.add("tokens_shared", once(float(batch.num_tokens_shared)))
+            metrics.add("squares", once(float(batch.num_squares)))
             self.watch.phase("backward")
-            self.engine.backward(
-                loss * float(self.mesh.world_size), only_microbatch=len(batches.trained) == 1
-            )
-        # The host reads the next batches while the device still computes.
-        reads_ahead = step + 1 < self.total_steps and self.stage.may_prepare(step + 1)
+            loss = sum(parts[1:], parts[0]) * float(self.mesh.world_size)
+            self.engine.backward(loss, only_microbatch=len(batches.trained) == 1)
+        # The host reads the next batches while the device still computes; what the first step of a rollout reads is
+        # made with the weights of that moment.
+        needs = self.stage.requirements
+        draws = needs.rollout is not None and (step + 1) % needs.steps_per_load == 0
+        reads_ahead = step + 1 < self.total_steps and not draws
         self._read_ahead = self.stage.read(self.loader, step + 1) if reads_ahead else None
         self.watch.phase("optimizer step")
         if self.routers:
@@ -224,25 +228,6 @@ class Trainer:
         # in a step with nothing to train on, loss and gradient become zero instead of 0 / 0
         return dict(zip(sums.sums, totals.masked_fill(totals == 0, 1).float(), strict=True))
 
-    def _loss(
-        self, terms: list[Term], normalisers: dict[str, Tensor], metrics: MetricSums
-    ) -> Tensor:
-        """Return a micro-batch's part of the step's mean loss, which is back-propagated, and add it to the metrics."""
-        parts = []
-        for term in terms:
-            scaled = term._replace(weight=term.weight / normalisers[term.normaliser])
-            metrics.add("loss", self.stage.local_sum(scaled))
-            parts.append(scaled.value * scaled.weight)
-        return sum(parts[1:], parts[0])
-
-    def _count(self, batch: ShardedBatch, metrics: MetricSums) -> None:
-        """Add the counts of a micro-batch from which speed is computed (`_measure`)."""
-        metrics.add("projected", float(batch.num_valid))
-        once = self.stage.on_first_rank
-        metrics.add("tokens", once(float(batch.num_tokens)))
-        metrics.add("tokens_shared", once(float(batch.num_tokens_shared)))
-        metrics.add("squares", once(float(batch.num_squares)))
-
     def _reduce(self, metrics: MetricSums) -> Metrics:
         """Return the step's metrics over all ranks. One collective, and the host waits for it.
 
@@ -272,9 +257,10 @@ class Trainer:
         )
         report = self.policies.apply(gradients, context)
         if context.stop:
-            position = divmod(self.step, self.loader.steps_per_epoch)
+            load = self.step // self.stage.requirements.steps_per_load
+            position = divmod(load, self.loader.steps_per_epoch)
             raise FloatingPointError(
-                f"{context.stop}; examples {self.loader.indices(*position)[:8]} ... of {self.loader.holds}"
+                f"{context.stop}; examples {self.loader.indices(*position)[:8]} ... of the data"
             )
         lr = context.lr * context.lr_scale
         if context.skip or not values["tokens"]:
@@ -302,8 +288,6 @@ class Trainer:
 
     def evaluate(self) -> Metrics:
         """Return the `eval/...` metrics of all held-out data, weighted as in training, and of each named set."""
-        if self.eval_loader is None:
-            return {}
         self.watch.phase("evaluation")
         metrics = self.stage.evaluate(self.eval_loader)
         return {f"eval/{name}": value for name, value in metrics.items()}

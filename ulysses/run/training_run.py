@@ -21,12 +21,10 @@ from ulysses import environment
 from ulysses.check.agreement import agree, changes, facts_of
 from ulysses.check.kernel_proof import check_kernel
 from ulysses.check.preflight import prepare, remarks
-from ulysses.check.run_folder import digests_of_inputs, hold_output, restarts
+from ulysses.check.run_folder import digests_of_inputs, hold_output
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
-from ulysses.data.serve.dataset import TokenizedDataset
-from ulysses.data.serve.steps import StepLoader
 from ulysses.disk import replace_file
 from ulysses.options import gradient_policies
 from ulysses.parallel.mesh import ParallelMesh
@@ -66,7 +64,6 @@ class TrainingRun:
     Args:
         config: a checked configuration, or a dict of nested tables as in the TOML file.
         debug: let other ranks than the first print their lines too.
-        verify_weights: have the processes compare the contents of the weights' files.
         imports: seconds that imports took, for the line about the start.
 
     Attributes:
@@ -80,11 +77,10 @@ class TrainingRun:
         config: Config | dict[str, object],
         *,
         debug: bool = False,
-        verify_weights: bool = False,
         imports: float = 0.0,
     ) -> None:
         self.config = check(config) if isinstance(config, dict) else config
-        self.debug, self.verify_weights = debug, verify_weights
+        self.debug = debug
         self.watch = Watch(self.config.run.stall_warning, self.config.run.timeout, imports)
         self.resources = ExitStack()
         self.trainer: Trainer | None = None
@@ -95,13 +91,14 @@ class TrainingRun:
         # the processes meet in another thread, while each of them checks and tokenises
         self.watch.start(partial(meet, max(self.config.run.timeout, IMPORT_SECONDS)))
         try:
-            self._check()
+            self.inputs = prepare(self.config)
+            self.config = self.inputs.config  # with what the checks have chosen
             self._read_data()
         except BaseException:
             self.watch.stop()
             raise
         self.watch.phase("start")
-        self.device = initialize_distributed(self.watch.wait_for_store())
+        self.device = initialize_distributed(self.watch.met.result())
         try:
             self._agree()
             self._plan()
@@ -111,11 +108,6 @@ class TrainingRun:
             self.__exit__(type(error), error, None)
             raise
         return self
-
-    def _check(self) -> None:
-        """Refuse a configuration that cannot be honoured on this machine; from here on it has what the checks chose."""
-        self.inputs = prepare(self.config)
-        self.config = self.inputs.config
 
     def _read_data(self) -> None:
         """Open the data, tokenised, and note what has changed since the checkpoint that the run continues."""
@@ -137,12 +129,12 @@ class TrainingRun:
         inputs, output = self.inputs, self.config.output
         if dist.get_world_size() > 1:
             with error_context():
-                agree(facts_of(inputs, self.digests, self.verify_weights))
+                agree(facts_of(inputs, self.digests))
         with error_context():
             self.run_id, earlier_run = hold_output(self.config, self.resources)
         if earlier_run:
             self.say(f"{output} was left by {earlier_run}, which has ended, and is taken over")
-        if restarts(self.config.run):
+        if self.config.run.resume == "never" and environment.may_restart():
             self.say("torchrun may restart this run, so run.resume is auto")
 
     def _plan(self) -> None:
@@ -206,13 +198,20 @@ class TrainingRun:
         is_gpu = plan.question.machine.is_gpu
         if plan.graphs:  # CUDA graphs take whole sequences
             train_data = train_data.apart
-        loader = self._loader(train_data)
+        serve = partial(
+            step_loader,
+            inputs,
+            tokens_per_microbatch=plan.question.tokens_per_microbatch,
+            groups=self.mesh.data_parallel_size,
+            group=self.mesh.dp_rank,
+        )
+        loader = serve(train_data)
         for line in remarks(inputs, loader):
             self.say(line)
         return Trainer(
             stage=stage,
-            loader=stage.loader(loader),
-            eval_loader=eval_data and self._loader(eval_data, evaluation=True),
+            loader=loader,
+            eval_loader=eval_data and serve(eval_data, evaluation=True),
             total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
             flops=partial(model_flops, plan.question.model),
@@ -240,17 +239,6 @@ class TrainingRun:
             replace_file(config.output / "config.json", config.model_dump_json(indent=2))
             save_tokenizer(inputs, config.output / "tokenizer")
         dist.barrier()
-
-    def _loader(self, dataset: TokenizedDataset, *, evaluation: bool = False) -> StepLoader:
-        """Return the loader of this data-parallel group; an evaluation takes every example once, in order."""
-        return step_loader(
-            self.inputs,
-            dataset,
-            self.plan.question.tokens_per_microbatch,
-            self.mesh.data_parallel_size,
-            self.mesh.dp_rank,
-            evaluation=evaluation,
-        )
 
     def _frozen_engine(self, model: AuxiliaryModel) -> ZeroEngine:
         """Build the engine of a frozen model, or return the trained one if that serves as it."""
@@ -296,16 +284,8 @@ class TrainingRun:
         if run.samples:
             from ulysses.run.samples import Samples
 
-            others = {
-                m.role: self.frozen[m.role]
-                for m in self.inputs.stage.requirements.models
-                if not (m.is_reward or m.shares_weights)
-            }
             samples = Samples(trainer, self.inputs, self.eval_data, self.log)
-            samples.begin(others)
-            trainer.stage.show_rollouts(samples.show)
-            if self.log:
-                self.log.bar.unpause()  # the first samples say nothing about the time that remains
+            samples.begin(self.frozen)
         trainer.train(self.log, samples and samples.ask)
         if run.export and not trainer.stop_requested:
             out = folder / "export"

@@ -4,14 +4,14 @@ A stage's file holds its checks, its requirements, its losses and its constructi
 ulysses/config/stage_sections.py. Other files get the stage from ulysses/options.py, and never ask for its name.
 
 before the run     check, check_tokenizer, check_data, check_resumed, requirements, exported_config
-construction       build, extend_data, show_rollouts, loader, total_steps
+construction       build, extend_data, show_rollouts, total_steps
 every step         read, before_step, normalisers, losses, finalise_metrics, after_step; at the first check_first_step
 now and then       evaluate; save and load, of a stage with a state of its own
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
@@ -68,16 +68,16 @@ class Term(NamedTuple):
     per_sequence: bool = False
 
 
+@dataclass(eq=False)
 class MetricSums:
     """Named sums and means of this rank, made global by `reduce` with one collective.
 
     Every rank must add the same names in the same order; a rank without data adds zeros.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, Tensor] = {}
+    device: torch.device
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)
 
     def add(
         self, name: str, total: Tensor | float, count: Tensor | float | None = None
@@ -357,14 +357,6 @@ class Stage:
             metrics.add(name, total, self.on_first_rank(count))
 
     # ---------------------------------------------------------------- steps, evaluation and state
-
-    def loader(self, data: StepLoader) -> StepLoader:
-        """Return the loader that the loop reads: the data's own, or one of rollouts, which are made from the data."""
-        return data
-
-    def may_prepare(self, step: int) -> bool:
-        """Return whether the batches of `step` may be prepared while the step before it still computes."""
-        return True
 
     def evaluate(self, source: StepLoader) -> Metrics:
         """Return the metrics of held-out data, `loss` among them, with the training's own weighting.

@@ -100,7 +100,7 @@ def read_reference(
             deque(chunks, maxlen=0)
         gather(None)  # no node reads a file that is still written
     with error_context("data.cache"):
-        check_once(digest_file, path.parent)
+        check_once(digest_file, path.parent, digest_file)
     return np.asarray(np.memmap(path, np.float32, "r"))
 
 

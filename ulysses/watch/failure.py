@@ -132,15 +132,3 @@ def breaks_off(error: BaseException) -> bool:
 
     said = str(error)
     return isinstance(error, DistError) or "gloo" in said or "pair closure" in said
-
-
-def grace_note(seconds: float) -> str:
-    """Return how to give a run more time to save, if a step takes so long that its launcher may kill it; else ""."""
-    grace = environment.grace_seconds()
-    if seconds < grace / 2:
-        return ""
-    return (
-        f"a step takes {seconds:.0f} s, but launchers kill a run {grace:.0f} s after they ask it to stop, which may be "
-        f"before it has saved; set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={4 * seconds:.0f} for torchrun and KillWait for "
-        "Slurm (deepspeed has no such setting), or rely on run.save_minutes"
-    )

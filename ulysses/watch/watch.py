@@ -86,6 +86,7 @@ class Watch:
         stop_wanted: this process was asked to stop, by a signal or because its launcher is gone.
         place, phases, moved: what this process does, how many phases have begun, and when it last made progress.
         stopped: is set when the heartbeat is to end.
+        met: will have the store of all processes, once they have met; None for one process.
     """
 
     warning: float = 60.0
@@ -101,7 +102,7 @@ class Watch:
         # seconds of silence after which the run ends, once an error or a signal calls for less patience
         self._hurried = inf
         self._interrupted = inf  # when the first SIGINT came
-        self._met, self._store = Future[dist.Store | None](), None
+        self.met, self._store = Future[dist.Store | None](), None
         # the watchdog's standard input, once all processes have met
         self._watchdog: IO[bytes] | None = None
         self._beats = dict[str, Beat]()  # of other processes, by the text that they wrote
@@ -119,10 +120,6 @@ class Watch:
         os.set_blocking(self._wake, False)
         threading.Thread(target=self._live, args=(meet,), daemon=True, name="heartbeat").start()
 
-    def wait_for_store(self) -> dist.Store | None:
-        """Return the store of all processes, once they have met; None for one process."""
-        return self._met.result()
-
     def stop(self) -> None:
         """End the heartbeat; called before the process ends in good order, or once it has told why it fails."""
         self.stopped.set()
@@ -134,16 +131,14 @@ class Watch:
         self.place = f"step {self._step}, {name}" if self._step else name
         self.phases += 1
         self._tell_watchdog(self.place)  # at once: a crash leaves no time for it
-        self._account("first step" if self._step else PARTS.get(name, name))
-
-    def _account(self, following: str) -> None:
         self.moved = monotonic()
         self._spent[self._part] += self.moved - self._began
-        self._part, self._began = following, self.moved
+        self._part = "first step" if self._step else PARTS.get(name, name)
+        self._began = self.moved
 
     def start_line(self) -> str:
         """Return a line with the seconds of each part of the start, from the command to the end of the first step."""
-        self._account("")
+        self._spent[self._part] += monotonic() - self._began
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._spent.items())
         return f"start: {sum(self._spent.values()):.1f} s to the end of the first step: {parts}"
 
@@ -227,7 +222,7 @@ class Watch:
         if store:
             # the heartbeat has its own connection: the common one may be blocked in a wait
             self._store, self._answered = store.clone(), monotonic()
-        self._met.set_result(store)
+        self.met.set_result(store)
         if environment.rank() == 0:
             self._start_watchdog()
         launchers, exchange = _launchers(), None
@@ -384,3 +379,15 @@ def _launchers() -> tuple[int, ...]:
         above = os.getppid(), psutil.Process(os.getppid()).ppid()
         return above[: environment.launchers()]
     return ()
+
+
+def grace_note(seconds: float) -> str:
+    """Return how to give a run more time to save, if a step takes so long that its launcher may kill it; else ""."""
+    grace = environment.grace_seconds()
+    if seconds < grace / 2:
+        return ""
+    return (
+        f"a step takes {seconds:.0f} s, but launchers kill a run {grace:.0f} s after they ask it to stop, which may be "
+        f"before it has saved; set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={4 * seconds:.0f} for torchrun and KillWait for "
+        "Slurm (deepspeed has no such setting), or rely on run.save_minutes"
+    )

@@ -214,7 +214,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[object] = (),
         answers: Sequence[int] = (),
-        turns: str = "together",
+        apart: bool = False,
         variables: Mapping[str, object] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> list[Rendered]:
@@ -226,16 +226,16 @@ class ChatTemplate:
         Args:
             answers: the indices of the assistant messages that are to be told apart. Without any, the conversation is a
                 prompt, which ends with the opening of the assistant's turn or with the beginning of its answer.
-            turns: "together" renders all answers in one text; "auto" uses a further text, the conversation up to the
-                answer, where the template writes an answer differently in a longer conversation; "separate" gives every
-                answer its own text. The last answer's text comes first.
+            apart: where the template writes an answer differently in a longer conversation, use a further text, the
+                conversation up to the answer. The last answer's text comes first. Without it such a conversation, and
+                one with an answer that the template cannot write, is an error.
             variables: values of the template's variables, before those that the template was made with.
             note: is called with the reason for each answer that is left out, where others are rendered without it.
 
         Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
         """
         if tools and self.with_tools:
-            return self.with_tools.render(messages, tools, answers, turns, variables, note)
+            return self.with_tools.render(messages, tools, answers, apart, variables, note)
         if self._sample_tools and not tools:
             raise DropRowError("the chat template is for rows with tools alone")
         calls = any(message.tool_calls for message in messages)
@@ -256,12 +256,11 @@ class ChatTemplate:
             begun = bool(messages) and messages[-1].begun > 0
             text = unmarked(self._render(context, template_messages, not begun))
             return [self._weighed(text.partition(BEGUN)[0], {})]
-        texts = self._render_answers(template_messages, context, answers, turns, note)
-        if turns == "together" and len(texts) > 1:
+        texts = self._render_answers(template_messages, context, answers, apart, note)
+        if not apart and len(texts) > 1:
             raise DropRowError(
                 "the chat template rewrites earlier turns or moves the system text, so the assistant's tokens cannot "
-                "be told apart; "
-                'mark them in the template with {% generation %}, or train each turn with data.turns = "auto"'
+                "be told apart; mark them in the template with {% generation %}"
             )
         return [
             self._weighed(text, {span: messages[i].weight for i, span in spans.items()})
@@ -273,7 +272,7 @@ class ChatTemplate:
         messages: list[TemplateMessage],
         context: Context,
         answers: Sequence[int],
-        turns: str,
+        apart: bool,
         note: Callable[[str], None] | None,
     ) -> dict[str, dict[int, Span]]:
         """Render the texts that hold the answers, the last one's first; return where in them each answer stands."""
@@ -282,27 +281,24 @@ class ChatTemplate:
         # the newest text, and where answers stand in it
         text, spans = "", {}
         # Only templates that know of thinking are known to write earlier turns differently.
-        rewrites = turns == "auto" and "think" in self.text
+        rewrites = apart and "think" in self.text
         for i in reversed(answers):
             try:
                 if i not in spans:
                     own_text, own_spans = self._render_answer(messages, context, i)
-                    # the last answer's text may show where earlier answers stand, which then need no text
-                    if not texts and turns != "separate":
-                        if self.marks_generation:
-                            spans = {} if rewrites else own_spans
-                        elif len(answers) > 2:
-                            spans = self._find_answers(messages, context, own_text, own_spans)
+                    # the last answer's text may mark where earlier answers stand, which then need no text
+                    if not texts and not rewrites:
+                        spans = own_spans
                     spans[i] = own_spans[i]
                     # a longer text that begins with this one holds the answer at the same place
-                    if turns == "separate" or not text.startswith(own_text.rstrip("\n")):
+                    if not text.startswith(own_text.rstrip("\n")):
                         text = own_text
                 elif not is_complete(messages[i], text, spans[i]):
                     raise DropRowError(LEFT_OUT)
                 texts.setdefault(text, {})[i] = spans[i]
             except DropRowError as problem:
                 problems.append(problem)
-        if problems and (turns == "together" or not texts):
+        if problems and not (apart and texts):
             raise problems[0]
         for problem in problems:
             if note:
@@ -380,11 +376,13 @@ class ChatTemplate:
         parts, last = at_marks(self._render(context, messages)), len(messages) - 1
         text, spans = "".join(parts), {}
         if self.marks_generation:
-            indices, marked = assistant_indices(messages), marked_spans(parts)
-            if len(marked) != len(indices):
-                count = f"{len(marked)} of {len(indices)} assistant messages"
+            answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+            edges = list(accumulate(map(len, parts)))
+            marked = list(zip(edges[::2], edges[1::2]))
+            if len(marked) != len(answers):
+                count = f"{len(marked)} of {len(answers)} assistant messages"
                 raise DropRowError(f"the chat template shows {count}")
-            spans = dict(zip(indices, marked))
+            spans = dict(zip(answers, marked))
         if text.startswith(prompt):
             return text, spans or {last: (len(prompt), len(text))}
         # Some prompts change once an answer follows: gpt-oss's template forgets the thinking before calls, and
@@ -399,38 +397,6 @@ class ChatTemplate:
             text = prompt + answer
             spans = {last: (len(prompt), len(text))}
         return text, spans
-
-    def _find_answers(
-        self,
-        messages: list[TemplateMessage],
-        context: Context,
-        text: str,
-        last: dict[int, Span],
-    ) -> dict[int, Span]:
-        """Find all answers in the text of the last one, by a rendering with marks around each; only `last` if in doubt.
-
-        Rendering every answer alone would take a time that grows with the square of the turns.
-        """
-        marked = messages[: max(last) + 1]
-        indices = assistant_indices(marked)
-        for i in indices:
-            content = marked[i]["content"]
-            if not content or content != content.strip() or len(marked[i]) > 2:
-                return last
-            marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
-        start, first = self._render_answer(messages, context, indices[0])
-        parts = at_marks(self._render(context, marked))
-        tail = parts[-1]
-        spans = {i: (a, b + len(tail)) for i, (a, b) in zip(indices, marked_spans(parts))}
-        is_certain = (
-            "".join(parts) == text
-            and len(parts) == 2 * len(indices) + 1
-            and text.startswith(start.rstrip("\n"))
-            and {**first, **last}.items() <= spans.items()
-            and all(part.endswith(self._opening) for part in parts[:-1:2])
-            and all(part.startswith(tail) for part in parts[2::2])
-        )
-        return spans if is_certain else last
 
     def _weighed(self, text: str, answers: dict[Span, float]) -> Rendered:
         """Cut a rendered text around weighted answers, each with the token that ends its turn, and after the last."""
@@ -484,14 +450,3 @@ class ChatTemplate:
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def assistant_indices(messages: Sequence[TemplateMessage]) -> list[int]:
-    """Return the indices of the assistant's messages."""
-    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def marked_spans(parts: Sequence[str]) -> list[Span]:
-    """Return where the answers stand in a text that `at_marks` has cut into parts, without the marks."""
-    ends = list(accumulate(map(len, parts)))
-    return list(zip(ends[::2], ends[1::2]))

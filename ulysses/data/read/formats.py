@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, cycle
 from math import prod
 
@@ -347,17 +346,17 @@ def _conversation(row: Row) -> Messages:
     return parse_messages(_required(row, "messages")[0], row)
 
 
-def _instruction(row: Row, between: str = "\n") -> Messages:
-    """Read the prompt of an alpaca row; with "" between instruction and input, as in LLaMA-Factory v1, no history."""
+def _instruction(row: Row) -> Messages:
+    """Read the prompt of an alpaca row."""
     asked = [string(row.get(name, ""), name) for name in ("instruction", "input")]
-    history = (between and row.get("history")) or []
+    history = row.get("history") or []
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and len(turn) == 2 for turn in history
     ):
         raise BadRowError("'history' must be a list of [user, assistant] pairs")
     turns = zip(cycle(("user", "assistant")), chain(*history))
     before = [Message(role, string(text, "history")) for role, text in turns]
-    return before + _user(between.join(filter(None, asked)))
+    return before + _user("\n".join(filter(None, asked)))
 
 
 def _prompt_column(row: Row) -> Messages:
@@ -382,7 +381,6 @@ PROMPTS = {
     "messages": _conversation,
     "sharegpt": _conversation,  # each message tells itself how it is written
     "alpaca": _instruction,
-    "alpaca_v1": partial(_instruction, between=""),
     "preference": _prompt_column,
     "prompt_completion": _prompt_column,
 }

@@ -1,7 +1,8 @@
 """Stream rows from where the data are, and count how many were read, kept and dropped, and why.
 
 json, jsonl, csv and txt files (also as .gz) are read here, so that errors name the exact row. Parquet, saved folders
-and the Hugging Face hub go through `datasets` (library.py). Only .json arrays are held in memory as a whole.
+and the Hugging Face hub go through `datasets` (library.py). Only .json arrays and .txt files are held in memory as a
+whole.
 """
 
 import csv
@@ -13,10 +14,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, replace
-from functools import partial
 from io import TextIOWrapper
-from itertools import groupby, islice
-from operator import itemgetter
+from itertools import islice
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -42,15 +41,11 @@ FORMATS = {
     "text": ("text", "content"),
 }
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet")
-LINES = {".jsonl", ".ndjson", ".csv", ".tsv"}  # suffixes of files with a row on every line
 NOT_UNPACKED = (".zst", ".bz2", ".xz", ".zip", ".lz4", ".7z")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
 CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in parts
-MOST_BYTES = 1 << 28  # of a row, which takes up to 40 times as much memory
 MOST_UNCUT = 1 << 24  # characters without a place where they could be cut
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
-# A digest holds these keys only where they are set, because caches of before they existed have none of them.
-LATER_KEYS = ("probability", "system", "chat_template_kwargs", "name")
 ROUNDING = 1e-6  # of a sum of probabilities
 # The fractional parts of its multiples are spread evenly, so that the same share is held out of any long run of rows,
 # and also of every second row.
@@ -82,7 +77,7 @@ class Source:
     """
 
     path: str = Field(min_length=1)
-    format: Literal["auto", *FORMATS, "sharegpt", "alpaca_v1"] = "auto"  # type: ignore[valid-type]
+    format: Literal["auto", *FORMATS, "sharegpt"] = "auto"  # type: ignore[valid-type]
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     columns: dict[str, str] = field(default_factory=dict)
     split: str = "train"
@@ -233,36 +228,17 @@ def source_digest(source: Source, cache: Path) -> str:
     """
     files, _ = source_files(source)
     content = content_digest(files, cache) if files else source.path
-    deciding = vars(source) | {"path": content, "weight": 1, "probability": None, "name": ""}
+    # what says only how often the examples are taken, and what they are called, decides nothing that is cached
     return digest_of_value(
-        {key: x for key, x in deciding.items() if x or key not in LATER_KEYS}
+        vars(source) | {"path": content, "weight": 1, "probability": None, "name": ""}
     )
 
 
-def text_parts(
-    blocks: Iterable[str], separator: str | None = None
-) -> Iterator[tuple[int, str]]:
-    """Yield (document number, text) from blocks of text; a very long document comes in parts of the same number."""
-    buffer, number = "", 1
-    for block in blocks:
-        buffer += block
-        if separator:
-            *complete, buffer = buffer.split(separator)
-            for text in complete:
-                if text.strip():
-                    yield number, text
-                number += 1
-        *parts, buffer = safe_parts(buffer, len(buffer) - len(separator or ""))
-        yield from ((number, part) for part in parts)
-    if buffer.strip():
-        yield number, buffer
-
-
-def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
-    """Cut a very long text into parts whose tokens are those of the text; nothing is cut from `stop` on."""
+def safe_parts(text: str) -> Iterator[str]:
+    """Cut a very long text into parts whose tokens are those of the text."""
     start = 0
     while len(text) - start > 2 * CHUNK_CHARACTERS and (
-        cut := SAFE_CUT.search(text, start + CHUNK_CHARACTERS, stop)
+        cut := SAFE_CUT.search(text, start + CHUNK_CHARACTERS)
     ):
         yield text[start : cut.end()]
         start = cut.end()
@@ -276,8 +252,7 @@ def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
 def read_rows(source: Source) -> Iterator[tuple[str, object]]:
     """Yield each row with its file and its number, from 1.
 
-    A row of a jsonl file is the bytes of its line, and has the number of this line. The row is a BadRowError in the
-    place of one that memory may not hold.
+    A row of a jsonl file is the bytes of its line, and has the number of this line.
 
     Raises DataError: a file that does not exist or cannot be read.
     """
@@ -287,8 +262,6 @@ def read_rows(source: Source) -> Iterator[tuple[str, object]]:
         number = 0
         try:
             for number, row in read(source, file):
-                if isinstance(row, bytes) and len(row) > MOST_BYTES:
-                    row = BadRowError(f"has more than {MOST_BYTES:,} bytes; cut it")
                 yield f"{source.path if is_dataset else file} row {number}", row
         except DataError:
             raise
@@ -315,18 +288,6 @@ def _unreadable(source: Source, file: Path, row: int, error: Exception) -> DataE
     )
 
 
-def count_rows(sources: Iterable[Source]) -> int | None:
-    """Count the rows for a progress bar, if every source has files with a row on every line; else return None."""
-    total = 0
-    for source in sources:
-        files, _ = source_files(source)
-        if not files or not {path.suffix for path in files} <= LINES:
-            return None
-        rows = sum(1 for path in files for _ in path.open("rb"))
-        total += min(rows, source.max_examples or rows)
-    return total
-
-
 def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
     suffix = _suffix(path)
     delimiter = {".csv": ",", ".tsv": "\t"}.get(suffix)
@@ -336,12 +297,15 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
         newline = "" if delimiter else None
         text = TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
         if suffix == ".txt":
-            blocks = iter(partial(text.read, CHUNK_CHARACTERS), "")
-            for number, part in text_parts(blocks, source.separator):
-                yield number, {"text": part}
+            documents = [text.read()]
+            if source.separator:
+                documents = documents[0].split(source.separator)
+            for number, document in enumerate(documents, 1):
+                if document.strip():
+                    yield number, {"text": document}
         elif delimiter:
-            csv.field_size_limit(MOST_BYTES)
-            rows = csv.DictReader(_whole_lines(text), delimiter=delimiter, strict=True)
+            csv.field_size_limit(sys.maxsize)
+            rows = csv.DictReader(text, delimiter=delimiter, strict=True)
             names = rows.fieldnames or []
             if twice := [name for name in names if names.count(name) > 1]:
                 raise DataError(
@@ -353,25 +317,9 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
             yield from enumerate(json.load(text, object_pairs_hook=unique_keys), 1)
         else:
             file.seek(0)
-            for number, line in enumerate(_lines(file), 1):
+            for number, line in enumerate(file, 1):
                 if not line.isspace():
                     yield number, line
-
-
-def _lines(file: Any) -> Iterator[bytes]:
-    """Yield the lines of a file; of a line that memory may not hold only the beginning, which shows its length."""
-    while line := file.readline(MOST_BYTES + 1):
-        yield line
-        while len(line) > MOST_BYTES and not line.endswith(b"\n"):
-            line = file.readline(MOST_BYTES + 1)
-
-
-def _whole_lines(text: TextIOWrapper) -> Iterator[str]:
-    """Yield the lines of a table; ValueError for one that memory may not hold."""
-    for line in iter(partial(text.readline, MOST_BYTES + 1), ""):
-        if len(line) > MOST_BYTES:
-            raise ValueError(f"a line has more than {MOST_BYTES:,} characters; cut it")
-        yield line
 
 
 def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, object]]:
@@ -438,18 +386,16 @@ class Report:
 
 
 class RawRow(NamedTuple):
-    """A row, or a part of a long document, before it is parsed.
+    """A row before it is parsed.
 
     Attributes:
         source: the index of its source.
         where: its file and number.
-        continues: whether it is a further part of the document that the row before it began.
         value: bytes of JSON, an object, or the error in its place.
     """
 
     source: int
     where: str
-    continues: bool
     value: object
 
 
@@ -468,18 +414,16 @@ def locate_rows(
     for index, source in enumerate(sources):
         where = source.path
         try:
-            documents = groupby(read_rows(source), key=itemgetter(0))
-            for where, parts in islice(documents, source.max_examples or None):
+            for where, row in islice(read_rows(source), source.max_examples or None):
                 is_held_out = report.read * GOLDEN_RATIO % 1 < share
                 report.read += 1
                 if is_held_out == held_out:
-                    for place, (_, row) in enumerate(parts):
-                        yield RawRow(index, where, place > 0, row)
+                    yield RawRow(index, where, row)
                 else:
                     report.note("in the other part of data.eval_fraction", where)
                     yield None
         except DataError as error:
-            yield RawRow(index, where, False, error)
+            yield RawRow(index, where, error)
 
 
 def note_sources(sources: Iterable[Source], report: Report) -> None:

@@ -66,7 +66,6 @@ class StepLoader:
     only: str | None = None
     attention_length: float = ATTENTION_LENGTH
     windows: Sequence[int | None] = ()
-    holds = "the data"  # the words of errors for what the examples are numbered in
 
     def __post_init__(self) -> None:
         indices = np.arange(len(self.dataset))

@@ -33,8 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, pairwise, repeat, starmap
-from operator import itemgetter
+from itertools import chain, pairwise, repeat, starmap
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,13 @@ import numpy as np
 
 from ulysses.config.schema import DataSection
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.cache import build_once, check_once, digest_of_value, discard, known_files
+from ulysses.data.cache import build_once, check_once, digest_of_value, known_files
 from ulysses.data.read.chat import ChatTemplate
 from ulysses.data.read.formats import Record, dropping, read_row
 from ulysses.data.read.sources import (
     RawRow,
     Report,
     Source,
-    count_rows,
     locate_rows,
     note_sources,
     pinned,
@@ -72,10 +70,8 @@ FORMAT_VERSION = 14
 BAR_AFTER_SECONDS = 2.0
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 21  # of a batch, to bound memory
 # settings of the [data] table that decide tokens, besides sources, tokenizer and template
-DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "turns", "eval_fraction")
+DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "eval_fraction")
 Columns = dict[str, Any]  # examples as the files hold them: tokens, weights and numbers
-# a part of a document: the document's row and source, and the part's tokens
-Part = tuple[str, int, np.ndarray]
 
 
 def open_dataset(
@@ -103,14 +99,7 @@ def open_dataset(
     """
     data = Tokenising(sources, kind, tokenizer, template, settings, held_out, vocabulary)
     build_once(data.folder, data.build)
-    try:
-        check_once(data.folder / DIGESTS, data.cache)
-    except DataError as error:
-        discard(data.folder)
-        if build_once(data.folder, data.build):
-            damage = str(error).partition(";")[0]
-            print(f"the tokenised data were damaged ({damage}) and have been made again")
-        check_once(data.folder / DIGESTS, data.cache)
+    check_once(data.folder / DIGESTS, data.cache, data.folder)
     dataset = TokenizedDataset(
         data.folder,
         sources,
@@ -159,8 +148,8 @@ class Tokenising:
             tokenizer_digest(self.tokenizer),
             template.text if template else None,
             template.with_tools.text if template and template.with_tools else None,
-            *filter(None, [settings.chat_template_kwargs]),
-            *[self.vocabulary] * (self.kind == "trajectory"),
+            settings.chat_template_kwargs,
+            self.vocabulary if self.kind == "trajectory" else None,
         ]
         self.folder = self.cache / "tokenized" / digest_of_value(content)[:32]
 
@@ -173,11 +162,7 @@ class Tokenising:
         """Write all examples into `folder`; DataError if there are none, or if a file changes meanwhile."""
         report = Report()
         names = ", ".join(source.path for source in self.sources)
-        chunks = self._encoded(report)
-        if self.template is None:
-            parts = chain.from_iterable(chunks)
-            chunks = _cut_documents(parts, self.encoder, self.settings.max_length)
-        _write_columns(folder, chunks, report)
+        _write_columns(folder, self._encoded(report), report)
         if not report.kept:
             reasons = str(report).replace("\n  ", "; ")
             raise DataError(f"no example is left of {names}: {reasons}")
@@ -192,11 +177,11 @@ class Tokenising:
                 f"{names} changed while it was read; start again when nothing writes there any more"
             )
 
-    def _encoded(self, report: Report) -> Iterator[Any]:
+    def _encoded(self, report: Report) -> Iterator[Columns]:
         """Yield what `encode` makes of batches of rows, in the order of the rows, and count it in `report`."""
         bar = {"desc": "tokenising", "unit": "rows", "delay": BAR_AFTER_SECONDS}
         rows = locate_rows(self.sources, report, self.settings.eval_fraction, self.held_out)
-        rows = progress(rows, total=count_rows(self.sources), **bar)
+        rows = progress(rows, **bar)
         batches = _batches(filter(None, rows))
         for encoded, counted in in_order(self.encode, batches, self.settings.workers):
             report.add(counted)
@@ -204,11 +189,11 @@ class Tokenising:
 
     # ---------------------------------------------------------------- what every process does with its batches
 
-    def encode(self, rows: list[RawRow]) -> tuple[Any, Report]:
-        """Return the columns of the rows' examples end to end, or the parts of documents; and what was counted."""
+    def encode(self, rows: list[RawRow]) -> tuple[Columns, Report]:
+        """Return the columns of the rows' examples end to end, and what was counted."""
         report = Report()
         rendered: list[tuple[RawRow, Record, list[Rendered]]] = []
-        encoded: list[Any] = []
+        encoded: list[Columns] = []
         may_drop = partial(dropping, report, self.settings.bad_rows)
         variables = self.template.variables if self.template else ()
         # Rendering all rows before tokenising them takes a sixth less time than both for one row after the other.
@@ -222,19 +207,29 @@ class Tokenising:
                     encoded.append(read_trajectory(row, source.columns, *limits))
                     continue
                 for record in read_row(row.value, source, self.kind, note, variables):
+                    if self.template is None:
+                        encoded += self._pieces(row, record.text)
+                        continue
                     with may_drop(row.where):
                         rendered.append((row, record, self._render(record, note)))
         for row, record, texts in rendered:
             with may_drop(row.where):
-                if self.template:
-                    note = partial(report.note, where=row.where)
-                    encoded.append(self._example(row, record, texts, note))
-                else:
-                    encoded.append(_document_part(row, record.text, self.encoder))
-        if self.template is None:
-            return encoded, report
+                note = partial(report.note, where=row.where)
+                encoded.append(self._example(row, record, texts, note))
         names = encoded[0] if encoded else ()
         return {name: np.hstack([each[name] for each in encoded]) for name in names}, report
+
+    def _pieces(self, row: RawRow, text: str) -> Iterator[Columns]:
+        """Cut a document into pieces of at most max_length; data.truncation does not apply, for no token is lost."""
+        encoder, limit = self.encoder, self.settings.max_length
+        bos = [] if encoder.bos is None else [encoder.bos]
+        ids = [*bos, *encoder.encode_text(encoder.with_space(text)), encoder.eos]
+        tokens = np.array(ids, np.int32)
+        # the last token of a piece predicts the first of the next
+        for start in range(0, len(tokens) - 1, limit - 1):
+            piece = tokens[start : start + limit]
+            size = [len(piece), 0, 0]
+            yield {"tokens": piece, "_sizes": size, "_counts": 1, "_source": row.source}
 
     def _example(
         self, row: RawRow, record: Record, texts: list[Rendered], note: Callable[[str], None]
@@ -296,9 +291,8 @@ class Tokenising:
 
     def _render(self, record: Record, note: Callable[[str], None]) -> list[Rendered]:
         """Render a record: one text for each answer; of a sequence one text, or several where its turns need them."""
-        turns, train_on = "together", "assistant"
-        if self.kind == "sequence":
-            turns, train_on = self.settings.turns, self.settings.train_on
+        is_conversation = self.kind == "sequence"
+        train_on = self.settings.train_on if is_conversation else "assistant"
         texts = []
         for answer in record.answers:
             messages, start = record.prompt + answer, len(record.prompt)
@@ -311,7 +305,7 @@ class Tokenising:
                 answers = answers[-1:]
             trained = [i for i in answers if messages[i].weight] or answers
             texts += self.template.render(
-                messages, record.tools, trained, turns, record.variables, note
+                messages, record.tools, trained, is_conversation, record.variables, note
             )
         return texts
 
@@ -375,35 +369,6 @@ def _batches(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _document_part(row: RawRow, text: str, encoder: TextEncoder) -> Part:
-    """Tokenise a part of a document; DataError names its row."""
-    try:
-        tokens = encoder.encode_text(text if row.continues else encoder.with_space(text))
-    except BadRowError as error:
-        raise DataError(f"{row.where} {error}") from None
-    return row.where, row.source, np.asarray(tokens, np.int32)
-
-
-def _cut_documents(
-    parts: Iterable[Part], encoder: TextEncoder, limit: int
-) -> Iterator[Columns]:
-    """Join the parts of each document, and cut it into pieces of at most `limit` tokens, as the files hold them.
-
-    data.truncation does not apply: no token is lost.
-    """
-    eos = np.asarray([encoder.eos], np.int32)
-    bos = eos[:0] if encoder.bos is None else np.asarray([encoder.bos], np.int32)
-    for (_, source), document in groupby(parts, key=itemgetter(0, 1)):
-        left = bos
-        for *_, tokens in chain(document, [(eos,)]):
-            left = np.append(left, tokens)
-            while len(left) > limit or (tokens is eos and len(left) > 1):
-                piece = left[:limit]
-                size = [len(piece), 0, 0]
-                yield {"tokens": piece, "_sizes": size, "_counts": [1], "_source": [source]}
-                left = left[limit - 1 :]  # the last token predicts the next piece's first
 
 
 def _write_columns(folder: Path, chunks: Iterable[Columns], report: Report) -> None:
