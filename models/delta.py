@@ -14,21 +14,71 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
+from models.families import Delta
 from models.modules import Float32Parameter, Linear, Norm, RMSNorm, Uninitialised
 from models.ops import delta_kernels, delta_rule
 from models.ops.gated_mlp import Activation
 from models.ops.linear import Matrix, Products, recorded
 from models.ops.norm import NormRule
 from ulysses.memory.levels import Rope
-from ulysses.parallel.attention import UlyssesAttention
+from ulysses.parallel.attention import Exchange, UlyssesAttention, head_exchange
 from ulysses.parallel.layout import AttentionPlan, Tensors
-from ulysses.parallel.whole_rows import HeadExchange
 
 
 class Filters(Uninitialised, nn.Conv1d):
     """Hold the convolution's filter of every column of q | k | v, [F, 1, W]."""
 
     weight: nn.Parameter
+
+
+class LinearAttention:
+    """Run convolution and rule over whole documents; the methods are those of parallel/attention.py's Attention.
+
+    Its parameters are the filters [F, 1, W], A_log and dt_bias [H], those of all heads on every rank.
+    """
+
+    reads_results = False
+
+    def __init__(self, delta: Delta, kernel: str) -> None:
+        self.delta, self.kernel = delta, kernel
+
+    def exchange(self, plan: AttentionPlan) -> Exchange:
+        """Return the exchanges of q | k | v, b and a, and of the output."""
+        return head_exchange(self.delta.parts, plan)
+
+    def attend_forward(
+        self, shards: Tensors, plan: AttentionPlan, *parameters: Tensor
+    ) -> Tensors:
+        """Run convolution and rule, for this rank's heads: [T, heads, V]."""
+        qkv, b, a = shards
+        filters, *of_heads = parameters
+        my_columns = self.exchange(plan).my_columns
+        parts = filters[:, 0].split(self.delta.widths)
+        my_filters = torch.cat([my_columns(x, part) for part, x in enumerate(parts)])
+        inputs = qkv, b, a, my_filters, *(my_columns(x, -1) for x in of_heads)
+        return [delta_rule.mix_pack(self.delta, plan.recurrence, self.kernels(qkv), *inputs)]
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        shards: Tensors,
+        results: Tensors,
+        plan: AttentionPlan,
+        *parameters: Tensor,
+    ) -> tuple[Tensors, Tensors]:
+        """Run convolution and rule again, with a graph, and return its gradients."""
+        leaves = [x.detach().requires_grad_() for x in shards]
+        with torch.enable_grad():
+            (out,) = self.attend_forward(leaves, plan, *parameters)
+        trained = [p for p in parameters if p.requires_grad]
+        grads = torch.autograd.grad(out, (*leaves, *trained), grad)
+        return grads[: len(shards)], grads[len(shards) :]
+
+    def kernels(self, rows: Tensor) -> ModuleType:
+        """Return the module that runs rule and convolution of such rows: on a GPU in half precision the kernels'."""
+        if not rows.is_cuda or rows.dtype.itemsize > 2 or self.kernel == "reference":
+            return delta_rule
+        return delta_kernels
 
 
 class GatedDelta(nn.Module):
@@ -40,7 +90,8 @@ class GatedDelta(nn.Module):
         super().__init__()
         assert config.delta is not None
         D, self.delta = config.hidden_size, config.delta
-        self.kernel, self.fused = attention.kernel, config.family.fused_projections
+        self.fused = config.family.fused_projections
+        self.attention = LinearAttention(self.delta, attention.kernel)
         widths, H = self.delta.widths, self.delta.linear_num_value_heads
         # the matrices of b and a have one row for every head, too few for the blocks of a quantised matrix
         if self.fused:
@@ -78,67 +129,10 @@ class GatedDelta(nn.Module):
         index = torch.cat([part_rows.flatten() for part_rows in parts])
         return self.in_proj_qkvz.operands()._replace(row_index=index)
 
-    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
-        if plan.mesh.sequence_parallel_size == 1:
-            return heads
-        (qkv, *others), exchange = heads, HeadExchange(self.delta.parts, plan)
-        rows = exchange.to_heads([*qkv.split(self.delta.widths, 1), *others])
-        *each, b, a = exchange.widths
-        return tuple(x.contiguous() for x in rows.split([sum(each), b, a], 1))
-
-    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
-        if plan.mesh.sequence_parallel_size == 1:
-            return grads
-        exchange = HeadExchange(self.delta.parts, plan)
-        *qkv, b, a = exchange.to_heads_backward(torch.cat([*grads], 1))
-        return torch.cat(qkv, 1), b, a
-
-    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
-        with torch.no_grad():
-            return (self._mixed(shards, plan),)
-
-    def mix_backward(
-        self,
-        grad: Tensor,
-        shards: Tensors,
-        results: Tensors,
-        plan: AttentionPlan,
-    ) -> tuple[Tensors, Tensors]:
-        leaves = [x.detach().requires_grad_() for x in shards]
-        with torch.enable_grad():
-            out = self._mixed(leaves, plan)
-        grads = torch.autograd.grad(out, (*leaves, *self.mix_parameters), grad)
-        return grads[: len(shards)], grads[len(shards) :]
-
     @property
-    def mix_parameters(self) -> list[nn.Parameter]:
-        return [p for p in (self.conv1d.weight, self.A_log, self.dt_bias) if p.requires_grad]
-
-    def _mixed(self, shards: Tensors, plan: AttentionPlan) -> Tensor:
-        """Run convolution and rule over all documents, for this rank's heads: [T, heads, V]."""
-        qkv, b, a = shards
-        my_columns = HeadExchange(self.delta.parts, plan).my_columns
-        parts = self.conv1d.weight[:, 0].split(self.delta.widths)
-        filters = torch.cat([my_columns(x, part) for part, x in enumerate(parts)])
-        log_rates, bias = my_columns(self.A_log, -1), my_columns(self.dt_bias, -1)
-        inputs = qkv, b, a, filters, log_rates, bias
-        return delta_rule.mix_pack(self.delta, plan.recurrence, self.kernels(qkv), *inputs)
-
-    def kernels(self, rows: Tensor) -> ModuleType:
-        """Return the module that runs rule and convolution of such rows: on a GPU in half precision the kernels'."""
-        if not rows.is_cuda or rows.dtype.itemsize > 2 or self.kernel == "reference":
-            return delta_rule
-        return delta_kernels
-
-    def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
-        if plan.mesh.sequence_parallel_size == 1:
-            return out
-        return HeadExchange(self.delta.parts, plan).to_tokens(out)
-
-    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
-        if plan.mesh.sequence_parallel_size == 1:
-            return grad
-        return HeadExchange(self.delta.parts, plan).to_tokens_backward(grad)
+    def attention_parameters(self) -> list[nn.Parameter]:
+        """The parameters of convolution and rule."""
+        return [self.conv1d.weight, self.A_log, self.dt_bias]
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds to its input, from the rule's output [S, H, V] and from that input."""

@@ -9,7 +9,7 @@ which read them directly: hooks on a layer are called, hooks on the modules insi
 Shapes: S local tokens, D width.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,13 @@ from models.arch import ModelConfig
 from models.families import LayerKind
 from models.modules import MLP, NO_NORM, Linear, Norm, RMSNorm
 from models.ops.gated_mlp import SecondHalf
-from models.ops.linear import GradientSums, Saved, recorded, trained
+from models.ops.linear import recorded, trained
 from models.ops.norm import NormRule
 from models.self_attention import SelfAttention
 from ulysses.memory.layer_node import LayerNode, Mixer
 from ulysses.memory.levels import Rope
 from ulysses.memory.offload import Offloader
-from ulysses.parallel.attention import UlyssesAttention
+from ulysses.parallel.attention import AttendNode, UlyssesAttention
 from ulysses.parallel.layout import AttentionPlan, Tensors
 
 
@@ -96,9 +96,9 @@ class DecoderLayer(nn.Module):
         if learns and self.recompute != "none":
             return LayerNode.apply(self, rope, plan, hidden, *self.trained)
         *heads, hidden = self.project(hidden, rope)
-        mix = _Mix(self.mixer, plan, self.mixer.mix_parameters)
-        middle = self.output(hidden, *recorded(mix, *heads))
-        half = self.second_half
+        mixer = self.mixer
+        mixed = AttendNode.apply(mixer.attention, plan, *heads, *mixer.attention_parameters)
+        middle, half = self.output(hidden, mixed), self.second_half
         return recorded(half, middle)[0] if learns else half.add_tiles(middle)
 
     def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
@@ -128,26 +128,3 @@ class DecoderLayer(nn.Module):
             self.multiplier,
             self.mlp_tile * self.mlp.tile_factor,
         )
-
-
-class _Mix(NamedTuple):
-    """Bring rows to their heads' ranks, mix them, and bring them back; keeps what the mixer's backward needs."""
-
-    mixer: Mixer
-    plan: AttentionPlan
-    tensors: Tensors
-
-    def run(self, *heads: Tensor) -> tuple[Tensors, Saved]:
-        shards = self.mixer.to_heads(heads, self.plan)
-        results = self.mixer.mix_forward(shards, self.plan)
-        # an output without anything else is not read in backward
-        kept = results if len(results) > 1 else ()
-        return [self.mixer.to_tokens(results[0], self.plan)], (*shards, *kept)
-
-    def run_back(self, saved: Saved, grads: Tensors, sums: GradientSums) -> Tensors:
-        grad = self.mixer.to_tokens_backward(grads[0], self.plan)
-        shards, results = saved[:3], saved[3:]
-        grads, of_parameters = self.mixer.mix_backward(grad, shards, results, self.plan)
-        for parameter, of_parameter in zip(self.tensors, of_parameters):
-            sums.add(parameter, of_parameter)
-        return self.mixer.to_heads_backward(grads, self.plan)

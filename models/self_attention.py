@@ -14,14 +14,13 @@ from models.ops.rotary import Projection
 from ulysses.memory.levels import Rope
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.kernels.choice import VARLEN, resolve_kernel
-from ulysses.parallel.layout import AttentionPlan, Tensors
 
 
 class SelfAttention(nn.Module):
     """Hold the four projections, and in some families the norms of queries and keys, or sinks [H].
 
-    `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on, and
-    its four exchanges, are those of ulysses/memory/layer_node.py's Mixer.
+    `attention` itself has no parameters and is shared by all layers with its window. The methods from `project` on are
+    those of ulysses/memory/layer_node.py's Mixer.
     """
 
     def __init__(
@@ -47,9 +46,6 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(kv_width if of_rows else E, self.rule)
             self.norms = [self.q_norm, self.k_norm]
         self.attention = attention
-        self.to_heads, self.to_tokens = attention.to_heads, attention.to_tokens
-        self.to_heads_backward = attention.to_heads_backward
-        self.to_tokens_backward = attention.to_tokens_backward
         self.sinks: nn.Parameter | None = None
         if family.sinks:
             self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
@@ -69,20 +65,9 @@ class SelfAttention(nn.Module):
         return self.q_proj.operands()._replace(row_index=index)
 
     @property
-    def mix_parameters(self) -> list[nn.Parameter]:
-        return [p for p in (self.sinks,) if p is not None and p.requires_grad]
-
-    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
-        return self.attention.attend_forward(shards, plan, self.sinks)
-
-    def mix_backward(
-        self,
-        grad: Tensor,
-        shards: Tensors,
-        results: Tensors,
-        plan: AttentionPlan,
-    ) -> tuple[Tensors, Tensors]:
-        return self.attention.attend_backward(grad, shards, results, plan, self.sinks)
+    def attention_parameters(self) -> list[nn.Parameter]:
+        """The sinks, if there are any."""
+        return [] if self.sinks is None else [self.sinks]
 
     def output(self, attended: Tensor, hidden: Tensor, norm: Norm) -> Tensor:
         """Return what the layer adds to its input, from the attention's output [S, H, E] and from that input."""

@@ -37,7 +37,7 @@ OPTIONAL = """
 losses.distill losses.dpo losses.kto losses.ppo losses.preference losses.reward_model
 models.delta models.lora models.moe models.quantized models.scored
 ulysses.check.adapter_settings ulysses.check.other_models ulysses.gradients.skipping ulysses.gradients.ulysses_pro
-ulysses.parallel.recurrence ulysses.parallel.whole_rows ulysses.report
+ulysses.parallel.recurrence ulysses.report
 ulysses.rl.ppo ulysses.run.routers ulysses.run.samples ulysses.stages.dpo ulysses.stages.passes
 ulysses.stages.referenced ulysses.zero.deepspeed_internals ulysses.zero.eight_bit
 """.split()

@@ -64,7 +64,7 @@ BASE --dry-run --gpus 1000000000 => gpus is '1000000000': input should be less t
 SFT --data.train PLACE/empty.jsonl => l: read 2 rows, kept 0 examples, dropped 2 rows; dropped, empty answer: 2
 SFT --data.eval PLACE/chats.jsonl --data.max_length 9 --model.config.max_position_embeddings 9 \
     --run.samples ["abcdefghijklmnop"] => run.samples: the model's window of 9 tokens is too short for 'abc
-BASE --memory.recompute none --memory.offload checkpoints => makes no checkpoints; set memory.recompute
+BASE --memory.offload checkpoints => it has gone, because "auto" moves as much as is needed; use "auto"
 BASE --run.steps many => run.steps is 'many'
 BASE --model.arch llama3-8b => model.path and model.arch are both set; set only one of them
 --stage sft --run.steps 3 --model.init random --model.arch llama9 --data.train PLACE/chats.jsonl \
@@ -195,8 +195,7 @@ DEMO --gradients.policies [{"policy":"clip_global_norm","max_nrom":1}] \
 => has no setting 'max_nrom'; it has max_norm, together
 DEMO --gradients.policies [{"policy":"skip_spike"},{"policy":"skip_spike","recent":[]}] \
 => gradients.policies[1]: skip_spike has no setting 'recent'; it has sigma, window, warmup
-DEMO --gradients.policies [{"policy":"zclip"}] => zclip has gone, use clip_global_norm
-DEMO --gradients.policies [{"policy":"auto_clip"}] => auto_clip has gone, use clip_global_norm
+DEMO --gradients.policies [{"policy":"zclip"}] => policy is 'zclip' but must be one of stop_on_non_finite, clip_
 DEMO --gradients.policies [{"policy":"clip_global_norm","max_norm":-1}] => max_norm is -1 but must be
 DEMO --gradients.policies [{"policy":"skip_spike","window":4,"warmup":8}] => 2 <= warmup <= window
 DEMO --gradients.policies [{"policy":"skip_spike","sigma":"much"}] => not supported between

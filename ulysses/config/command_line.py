@@ -268,11 +268,6 @@ def contradictions(config: Config, stage: Any = None) -> Iterator[str]:
         )
     if config.optimizer.lr > MOST_LR:
         yield f"optimizer.lr is {config.optimizer.lr:g}, after which nothing of a model is left; rates lie below 1e-2"
-    if memory.recompute == "none" and memory.offload == "checkpoints":
-        yield (
-            'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set '
-            'memory.recompute to "auto", or memory.offload to "none"'
-        )
     if memory.weights == "resident" and memory.offload_parameters:
         yield (
             'memory.weights is "resident" but memory.offload_parameters keeps them in host memory; set '

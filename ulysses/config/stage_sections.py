@@ -234,8 +234,8 @@ class PpoSection(Section):
 
     @property
     def planned_batch(self) -> int:
-        """Answers at a time that a plan counts on."""
-        return 64 if self.generation_batch == "auto" else self.generation_batch
+        """Answers at a time that a plan counts on: one, where a GPU's free memory says how many there are."""
+        return 1 if self.generation_batch == "auto" else self.generation_batch
 
 
 # the settings of the table ppo that other stages that sample do not read

@@ -20,21 +20,20 @@ from torch.autograd.graph import get_gradient_edge
 
 from ulysses.memory.levels import Rope
 from ulysses.memory.offload import OffloadedTensors
+from ulysses.parallel.attention import Attention
 from ulysses.parallel.layout import AttentionPlan, Context, Tensors
 
 RandomState = tuple[Tensor, Tensor | None]  # of the CPU generator, and of the current GPU's
 
 
 class Mixer(Protocol):
-    """Mix tokens, in steps that a layer's node runs, and runs again, one by one.
+    """Mix tokens: what is projected before the attention, softmax or linear, and after it, with a graph."""
 
-    All ranks of the sequence-parallel group call a step and its `_backward` together, and neither records a graph;
-    `project` and `output` record one.
-    """
+    attention: Attention
 
     @property
-    def mix_parameters(self) -> list[nn.Parameter]:
-        """The trained parameters of the mix itself, which project and output do not use."""
+    def attention_parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters of the attention itself."""
 
     def fits_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a CUDA graph may run the mix for packs of other documents than those it was recorded with."""
@@ -46,33 +45,6 @@ class Mixer(Protocol):
 
     def output(self, mixed: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a new tensor that the layer adds to its input [S, D], from the rows of the mix and from that input."""
-
-    def to_heads(self, heads: Tensors, plan: AttentionPlan) -> Tensors:
-        """Turn local rows of all heads into whole documents of some heads, the shards."""
-
-    def to_heads_backward(self, grads: Tensors, plan: AttentionPlan) -> Tensors:
-        """Return the gradients of local rows from those of the shards."""
-
-    def mix_forward(self, shards: Tensors, plan: AttentionPlan) -> Tensors:
-        """Return the output, and what backward needs besides it and the shards; "keep_attention" keeps all of it.
-
-        If backward needs nothing but the shards, the output stands alone.
-        """
-
-    def mix_backward(
-        self,
-        grad: Tensor,
-        shards: Tensors,
-        results: Tensors,
-        plan: AttentionPlan,
-    ) -> tuple[Tensors, Tensors]:
-        """Return the gradients of the shards, and of `mix_parameters`."""
-
-    def to_tokens(self, out: Tensor, plan: AttentionPlan) -> Tensor:
-        """Bring the output to its tokens' ranks."""
-
-    def to_tokens_backward(self, grad: Tensor, plan: AttentionPlan) -> Tensor:
-        """Send the gradients of local rows to where the output came from."""
 
 
 class SavedTensors:
@@ -114,19 +86,19 @@ class LayerNode(torch.autograd.Function):
         hidden: Tensor,
         *parameters: nn.Parameter,
     ) -> Tensor:
-        saved = layer.offloader.saved_tensors() if layer.offloader else SavedTensors()
+        saved = OffloadedTensors(layer.offloader) if layer.offloader else SavedTensors()
         saved.save(hidden)
-        mixer = layer.mixer
+        mixer, exchange = layer.mixer, layer.mixer.attention.exchange(plan)
         random_states = [random_state()]
         *heads, _ = layer.project(hidden, rope)
-        shards = mixer.to_heads(heads, plan)
+        shards = exchange.to_heads(heads)
         del heads, _
-        results = mixer.mix_forward(shards, plan)
+        results = mixer.attention.attend_forward(shards, plan, *mixer.attention_parameters)
         del shards
         if layer.recompute == "keep_attention":
             for result in results:
                 saved.save(result)
-        mixed = mixer.to_tokens(results[0], plan)
+        mixed = exchange.to_tokens(results[0])
         del results
         random_states.append(random_state())
         middle = layer.output(hidden, mixed)
@@ -144,20 +116,22 @@ class LayerNode(torch.autograd.Function):
         del ctx.rest
         hidden, *results = saved.tensors()
         del saved
-        mixer = layer.mixer
+        mixer, exchange = layer.mixer, layer.mixer.attention.exchange(plan)
         parameters = layer.trained
 
         def recompute_shards() -> tuple[Tensors, Callable[..., Any]]:
             (*heads, _), project_backward = _recompute(
                 layer.project, parameters, random_states[0], [hidden], rope
             )
-            return mixer.to_heads(heads, plan), project_backward
+            return exchange.to_heads(heads), project_backward
 
         mix_was_kept = bool(results)
         if not mix_was_kept:
             shards, project_backward = recompute_shards()
-            results = [*mixer.mix_forward(shards, plan)]
-        inputs = [hidden, mixer.to_tokens(results[0], plan)]
+            results = [
+                *mixer.attention.attend_forward(shards, plan, *mixer.attention_parameters)
+            ]
+        inputs = [hidden, exchange.to_tokens(results[0])]
         (middle,), output_backward = _recompute(
             layer.output, parameters, random_states[1], inputs
         )
@@ -168,19 +142,21 @@ class LayerNode(torch.autograd.Function):
         del middle
         (grad_hidden, grad_mixed), of_output = output_backward(grad)
         del grad
-        grad_out = mixer.to_tokens_backward(grad_mixed, plan)
+        grad_out = exchange.to_tokens_backward(grad_mixed)
         del grad_mixed
         if mix_was_kept:
             shards, project_backward = recompute_shards()
-        grads, of_mix = mixer.mix_backward(grad_out, shards, results, plan)
+        grads, of_attention = mixer.attention.attend_backward(
+            grad_out, shards, results, plan, *mixer.attention_parameters
+        )
         del shards, grad_out, results
-        grads = mixer.to_heads_backward(grads, plan)
+        grads = exchange.to_heads_backward(grads)
         (grad_hidden,), of_project = project_backward(*grads, grad_hidden)
         sums: dict[Tensor, Tensor] = {}
         for parameter, of_parameter in (
             *zip(second_half.tensors, of_feed_forward),
             *zip(parameters, of_output),
-            *zip(mixer.mix_parameters, of_mix),
+            *zip((p for p in mixer.attention_parameters if p.requires_grad), of_attention),
             *zip(parameters, of_project),
         ):
             if of_parameter is not None:

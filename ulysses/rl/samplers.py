@@ -116,6 +116,7 @@ def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySample
         longest: tokens of the longest prompt with its answer.
     """
     ppo, shape = config.ppo, parts.weights.shape
+    automatic = ppo.generation_batch == "auto"
     options = SamplingOptions(
         ppo.max_new_tokens,
         ppo.temperature,
@@ -123,10 +124,9 @@ def build_sampler(config: Config, parts: RunParts, *, longest: int) -> AnySample
         ppo.top_k,
         shape.eos_token_id,
         config.run.seed,
-        ppo.planned_batch,
+        64 if automatic else ppo.generation_batch,
     )
     if ppo.takes_rows or not ppo.sampler:
-        automatic = ppo.generation_batch == "auto"
         return EngineSampler(
             parts.engine, parts.mesh, options, automatic, config.model, parts.renew
         )

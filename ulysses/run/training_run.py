@@ -31,7 +31,6 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.plan.hardware import GIB, slow_products, this_machine
 from ulysses.plan.layer_cost import model_flops
 from ulysses.plan.planner import (
-    check_host,
     choose_memory,
     memory_line,
     micro_batch_line,
@@ -155,7 +154,6 @@ class TrainingRun:
         with error_context():
             check_kernel(config, inputs.stage, shape, inputs.attention, self.device, self.mesh)
             self.plan = plan = choose_memory(question)
-            check_host(config, plan)
         self.say(f"attention kernel: {inputs.kernel.name} ({inputs.kernel.reason})")
         if self.device.type == "cpu" and (slow := slow_products(config.model.dtype)):
             self.say(slow)
@@ -185,7 +183,7 @@ class TrainingRun:
             kernel=inputs.kernel.name,
             tokenizer=inputs.tokenizer,
             template=inputs.template,
-            tokens_per_microbatch=plan.tokens_per_microbatch,
+            tokens_per_microbatch=plan.question.tokens_per_microbatch,
             share_prompts=config.batch.share_prompts and not plan.graphs,
             resources=self.resources,
             phase=self.watch.phase,
@@ -205,7 +203,7 @@ class TrainingRun:
         serve = partial(
             step_loader,
             inputs,
-            tokens_per_microbatch=plan.tokens_per_microbatch,
+            tokens_per_microbatch=plan.question.tokens_per_microbatch,
             groups=self.mesh.data_parallel_size,
             group=self.mesh.dp_rank,
         )

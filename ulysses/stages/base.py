@@ -29,7 +29,7 @@ from ulysses.data.read.tokenizer import PreTrainedTokenizerFast
 from ulysses.data.serve.dataset import Example, TokenizedDataset
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
-from ulysses.parallel.mesh import HOST_WAITS, ParallelMesh
+from ulysses.parallel.mesh import ParallelMesh
 from ulysses.zero.engine import TrainedEngine, ZeroEngine
 
 # what a loss term is a mean over
@@ -100,8 +100,7 @@ class MetricSums:
         """Return the global sums, and then the counts, float64 on the device. One collective."""
         flat = torch.stack([*self.sums.values(), *self.counts.values()])
         if dist.is_initialized():
-            with HOST_WAITS:
-                dist.all_reduce(flat)
+            dist.all_reduce(flat)
         return flat
 
     def reduce(self) -> Metrics:
@@ -305,7 +304,7 @@ class Stage:
         for examples in source.step(*divmod(step, source.steps_per_epoch)):
             # the sequences of an example lie one after the other
             packed = [sequence for example in examples for sequence in self.sequences(example)]
-            trained.append(pack_shard(packed, self.mesh, self.model.device, may_be_empty=True))
+            trained.append(pack_shard(packed, self.mesh, self.model.device))
         return StepBatches(trained)
 
     def sequences(self, example: Example) -> list[Sequence]:
